@@ -1,0 +1,32 @@
+"""FFT (Fast Fault Tolerance): every PyTorch training step is a transaction.
+
+``import fft`` stays light: torch is imported only when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fft.data import CursorLoader
+    from fft.manager import ManagerFFT, Transaction
+    from fft.rollback.process_group import ShardProcessGroupGloo
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CursorLoader": "fft.data",
+    "ManagerFFT": "fft.manager",
+    "ShardProcessGroupGloo": "fft.rollback.process_group",
+    "Transaction": "fft.manager",
+}
+
+__all__ = ["CursorLoader", "ManagerFFT", "ShardProcessGroupGloo", "Transaction"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fft' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

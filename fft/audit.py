@@ -1,0 +1,239 @@
+"""``fft audit``: read all traces of a run, replay them through the shipped core, judge them.
+
+Pure but for reading files. Three questions, in this order: are the files whole (each line is
+linked to the one before), does the machine of the spec do what the trace says (every event is
+handled again, state and rows must match), and do the guarantees hold (``core.invariants``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fft.core.invariants import Finding, History, Move, judge
+from fft.core.local import Config
+from fft.core.messages import Peer, Token, UnreadableMessage, event_from_json
+from fft.core.participant import Participant
+from fft.errors import FftError
+from fft.machine import Table
+from fft.spec import FsmSpec
+from fft.traceformat import FORMAT, chain
+
+_HANDLED = {"transition", "fenced", "refused", "deferred"}
+
+
+class AuditError(FftError):
+    """There is nothing to audit at the given place."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """One file, as far as it can be read."""
+
+    path: Path
+    lines: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """(line number from 1, record)"""
+    torn: bool = False
+    """The last line was cut off, as by SIGKILL; it is left out."""
+    damage: str | None = None
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a file and follow its chain until the end or the first damage."""
+    trace, link = Trace(path), ""
+    raw = path.read_bytes()
+    pieces = raw.split(b"\n")
+    if pieces[-1] == b"":
+        pieces.pop()
+    else:
+        pieces.pop()
+        trace.torn = True
+    for number, piece in enumerate(pieces, 1):
+        problem = _damage(piece, link, number)
+        if isinstance(problem, str):
+            trace.damage = f"{path.name}:{number}: {problem}"
+            return trace
+        link = problem["h"]
+        trace.lines.append((number, problem))
+    return trace
+
+
+def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
+    """The record of a line, or what is wrong with the line."""
+    try:
+        text = piece.decode()
+        record = json.loads(text)
+    except ValueError as error:
+        return f"not JSON ({error}); the line was changed after it was written"
+    if not isinstance(record, dict) or not isinstance(record.get("h"), str):
+        return "no chain digest; the line is not from a trace"
+    body = text[: text.rindex(',"h":')] + "}"
+    if chain(link, body) != record["h"]:
+        return "the line does not follow from the one before: changed, removed or inserted here"
+    if record.get("seq") != number:
+        return f"sequence number {record.get('seq')} instead of {number}"
+    return record
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """Result of an audit. ``ok``: every file whole, every replay equal, every guarantee held."""
+
+    directory: Path
+    files: int
+    events: int
+    findings: list[Finding]
+    torn: list[str]
+    commits: int
+    epochs: int
+    bytes_healed: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return all(f.violation is None for f in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "ok": self.ok,
+            "directory": str(self.directory),
+            "files": self.files,
+            "events": self.events,
+            "commits": self.commits,
+            "epochs": self.epochs,
+            "bytes_healed": self.bytes_healed,
+            "torn_last_lines": self.torn,
+            "invariants": [
+                {"name": f.name, "checks": f.checks, "violation": f.violation, "place": f.place}
+                for f in self.findings
+            ],
+        }
+
+    def render(self) -> str:
+        """The report as text."""
+        lines = [
+            f"audit of {self.directory}: {self.files} traces, {self.events} events, "
+            f"{self.commits} commits, {self.epochs} epochs, {self.bytes_healed} bytes healed"
+        ]
+        for name in self.torn:
+            lines.append(f"  note: {name} ends in a torn line (killed while writing); accepted")
+        for f in self.findings:
+            verdict = "ok" if f.violation is None else "VIOLATED"
+            lines.append(f"  {f.name:<16} {f.checks:>7} checks  {verdict}")
+            if f.violation is not None:
+                lines.append(f"      {f.place}: {f.violation}")
+        lines.append("verdict: " + ("no violation" if self.ok else "VIOLATION"))
+        return "\n".join(lines)
+
+
+def audit_dir(directory: str | Path) -> AuditReport:
+    """Audit every ``*.jsonl`` of a directory.
+
+    Raises:
+        AuditError: there is no trace in it.
+    """
+    root = Path(directory)
+    paths = sorted(root.glob("*.jsonl"))
+    if not paths:
+        raise AuditError(f"{root}: no trace files (*.jsonl); pass the run's --trace-dir")
+    whole, replayed, history = Finding("trace_whole"), Finding("replay"), History()
+    traces = [read_trace(path) for path in paths]
+    for trace in traces:
+        whole.expect(trace.damage is None, trace.damage or "", trace.path.name)
+        _replay(trace, replayed, history)
+    findings = [whole, replayed, *judge(history)]
+    records = [record for record, _ in history.records().values()]
+    healed = (getattr(m.event, "bytes", 0) for m in history.all() if m.event.type == "healed")
+    return AuditReport(
+        directory=root,
+        files=len(paths),
+        events=sum(len(t.lines) for t in traces),
+        findings=findings,
+        torn=[t.path.name for t in traces if t.torn],
+        commits=sum(r.kind == "commit" for r in records),
+        epochs=sum(r.kind == "epoch" for r in records),
+        bytes_healed=sum(healed),
+    )
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
+    """The participant that a header line describes, and the fields of its start.
+
+    Raises:
+        ValueError, KeyError, TypeError: the header is not one of this format.
+    """
+    if head.get("kind") != "header" or head["format"] != FORMAT:
+        raise ValueError(f"the first line is no header of trace format {FORMAT}")
+    values = {**head["config"], "me": Peer(*head["config"]["me"])}
+    table = Table(FsmSpec.model_validate(head["spec"]))
+    return Participant(table, Config(**values)), head["start"]
+
+
+def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
+    """Handle every event of a trace again: (move, line, how the trace differs from the core)."""
+    participant, start = participant_of(trace.lines[0][1])
+    peer, local = participant.config.me, participant.initial(**start)
+    told: list[tuple[int, dict[str, Any]]] = []
+    for number, line in [*trace.lines[1:], (0, {"kind": "end", "event": {}})]:
+        if line["kind"] == "transition" and line["event"] is None:
+            told.append((number, line))
+            continue
+        if told:
+            first = told[0]
+            event, at = event_from_json(first[1]["event"]), first[1]["at"]
+            before, (local, out) = local, participant.handle(local, event, at)
+            place = f"{trace.path.name}:{first[0]}"
+            move = Move(peer, before, event, local, out, place, first[1]["wall"])
+            yield move, first[0], _difference([t[1] for t in told], move)
+            told = []
+        if line["kind"] in _HANDLED:
+            told = [(number, line)]
+
+
+def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
+    if move.out.verdict != "row":
+        told = lines[0]["kind"]
+        return None if told == move.out.verdict else f"told {told}, is {move.out.verdict}"
+    is_rows = [(s.source, s.dest, s.event, s.guards, s.effects) for s in move.out.steps]
+    told_rows = [
+        (x.get("from"), x.get("to"), x.get("on"), x.get("guards"), x.get("effects")) for x in lines
+    ]
+    if told_rows != is_rows:
+        return f"told {told_rows[:1]}, the table does {is_rows[:1]}"
+    after = (move.after.token.epoch, move.after.token.txn, move.after.step, move.after.lineage)
+    told_after = tuple(lines[0][k] for k in ("epoch", "txn", "step", "lineage"))
+    return None if told_after == after else f"told state {told_after}, is {after}"
+
+
+def _replay(trace: Trace, finding: Finding, history: History) -> None:
+    if not trace.lines:
+        return
+    place = f"{trace.path.name}:1"
+    try:
+        peer = participant_of(trace.lines[0][1])[0].config.me
+    except (ValueError, KeyError, TypeError) as error:
+        finding.expect(False, f"the header cannot be used: {error}", place)
+        return
+    moves = history.moves.setdefault(peer, [])
+    try:
+        for move, number, difference in replay(trace):
+            place = f"{trace.path.name}:{number}"
+            finding.expect(difference is None, difference or "", place)
+            if difference is not None:
+                return
+            moves.append(move)
+    except (UnreadableMessage, KeyError, AssertionError) as error:
+        finding.expect(False, f"the event after this line cannot be handled: {error!r}", place)
+    for number, line in trace.lines:
+        if line.get("kind") == "note" and line.get("note") == "consumed":
+            data = line["data"]
+            if data["slice"] is not None:
+                where = f"{trace.path.name}:{number}"
+                history.consumed.append((peer, Token(*data["token"]), data["slice"], where))

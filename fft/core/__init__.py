@@ -1,0 +1,1 @@
+"""The pure core: messages, guards, actions, the participant, invariants. No I/O, clock or torch."""

@@ -1,0 +1,589 @@
+"""Effects by name: what a row does to the participant, and the ``Effect`` values it asks for.
+
+``ACTIONS`` is what a spec may name. Each action changes the ``Local`` it is given (the copy of
+this event) and returns the effects in the order in which they must be carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fft.core.local import (
+    Config,
+    Local,
+    committed,
+    hello,
+    joiners,
+    member_peers,
+    members,
+    my_index,
+    next_epoch,
+    participants,
+    waited_for,
+    whole_groups,
+)
+from fft.core.messages import (
+    AbortGroups,
+    Ack,
+    Apply,
+    Broadcast,
+    CancelFutures,
+    CastVote,
+    Death,
+    Decide,
+    Decision,
+    Drain,
+    DropBallot,
+    Effect,
+    Event,
+    Finish,
+    Heal,
+    Healed,
+    HealFailed,
+    Hello,
+    Join,
+    Leave,
+    Peer,
+    Prepared,
+    ReadHead,
+    Ready,
+    Record,
+    Restore,
+    SetTimer,
+    StartTxn,
+    Timer,
+    Token,
+    Vote,
+)
+
+Action = Callable[[Local, Config, Event], Iterable[Effect]]
+ACTIONS: dict[str, Action] = {}
+
+
+def action(function: Action) -> Action:
+    """Register an action under its function name."""
+    ACTIONS[function.__name__] = function
+    return function
+
+
+# --- what others said ---------------------------------------------------------------------------
+
+
+def _heard(s: Local, h: Hello) -> None:
+    key = (h.peer.group, h.peer.rank)
+    before = s.hellos.get(key)
+    if before is not None and before.peer.inc < h.peer.inc:
+        s.dead |= {before.peer}
+    s.dead |= {p for p in member_peers(s) if p[:2] == key and p.inc < h.peer.inc}
+    s.hellos = {**s.hellos, key: h}
+    s.suspected -= {h.peer}
+
+
+@action
+def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember who asks to join; an older incarnation of the same identity has ended."""
+    assert isinstance(event, Join)
+    _heard(s, event.hello)
+    s.joining |= {event.hello.peer}
+    return ()
+
+
+@action
+def note_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember who has stopped, and with what state."""
+    assert isinstance(event, Ack)
+    _heard(s, event.hello)
+    s.stopped = {**s.stopped, event.hello.peer: event.token}
+    return ()
+
+
+@action
+def note_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember who is in the barrier."""
+    assert isinstance(event, Ready)
+    s.ready = {**s.ready, event.peer: event.epoch}
+    return ()
+
+
+@action
+def note_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Whoever leaves by its own word is waited for no longer."""
+    assert isinstance(event, Leave)
+    s.dead |= {event.peer}
+    s.cause = s.cause or f"{event.peer} left: {event.cause}"
+    return ()
+
+
+@action
+def note_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Whoever was seen to end is waited for no longer."""
+    assert isinstance(event, Death)
+    lost = set(dead_peers(s, event))
+    s.dead |= lost
+    if lost & set(member_peers(s)):
+        s.cause = f"{', '.join(map(str, sorted(lost)))} died: {event.cause} (seen by {event.by})"
+    return ()
+
+
+def dead_peers(s: Local, event: Death) -> list[Peer]:
+    """The participants that a death notice speaks of, among those known here."""
+    where = (event.pid, event.host)
+    known = [(h.peer, (h.pid, h.host)) for h in s.hellos.values()]
+    known += [
+        (Peer(g.group, r.rank, r.inc), (r.pid, r.host)) for g in members(s) for r in g.ranks
+    ]
+    return [p for p, at in known if at == where and p[:2] == (event.group, event.rank)]
+
+
+@action
+def note_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """These groups leave with the next commit."""
+    assert isinstance(event, Drain)
+    known = set(member_peers(s)) | {h.peer for h in s.hellos.values()} | {c.me}
+    s.leaving |= {p for p in known if p.group in event.groups}
+    return ()
+
+
+@action
+def tell_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Pass a drain asked for in this process on to everyone."""
+    assert isinstance(event, Drain)
+    if event.local:
+        yield Broadcast(Drain(groups=event.groups, by=event.by))
+
+
+@action
+def greet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Say who I am to a joiner I had not heard of (it may not have heard me)."""
+    assert isinstance(event, Join)
+    peer = event.hello.peer
+    known = s.hellos.get((peer.group, peer.rank))
+    if peer != c.me and (known is None or known.peer != peer):
+        yield Broadcast(Join(hello(s, c)))
+
+
+# --- saying -------------------------------------------------------------------------------------
+
+
+@action
+def say_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Ask to be in the next epoch."""
+    yield Broadcast(Join(hello(s, c)))
+
+
+@action
+def say_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Acknowledge the end of the epoch with the state I hold."""
+    yield Broadcast(Ack(hello(s, c), s.token))
+
+
+@action
+def say_ack_committed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Acknowledge the end of the epoch with the state of the commit that ends it."""
+    yield Broadcast(Ack(hello(s, c, after=s.head), s.token))
+
+
+@action
+def say_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Enter the barrier of the epoch."""
+    yield Broadcast(Ready(c.me, s.token.epoch))
+
+
+@action
+def say_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Tell everyone not to wait for me."""
+    yield Broadcast(Leave(c.me, getattr(event, "cause", "") or "shut down"))
+
+
+@action
+def announce(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """If my proposal won, tell everyone; its ballot is no longer needed."""
+    assert isinstance(event, Decision)
+    if event.won and event.record is not None:
+        yield Broadcast(Decision(event.record))
+        if event.record.kind != "epoch":
+            yield DropBallot(event.record.token)
+
+
+# --- the register -------------------------------------------------------------------------------
+
+
+@action
+def read_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Learn the last decision of the job."""
+    yield ReadHead()
+
+
+@action
+def note_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Take over the last decision of the job."""
+    assert isinstance(event, Decision)
+    s.head_read = True
+    s.proposed = False
+    if event.record is not None:
+        s.head = event.record
+        if event.record.kind == "abort" and event.record.cause:
+            s.cause = event.record.cause
+    return ()
+
+
+@action
+def propose_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose the next epoch from those who stopped and those who joined."""
+    proposal = next_epoch(s, c)
+    assert proposal is not None, "the row is guarded by epoch_possible"
+    s.proposed = True
+    yield Decide(s.head, proposal)
+
+
+def _successor(s: Local, c: Config, **fields: object) -> Record:
+    assert s.head is not None, "a txn exists only after an epoch record"
+    values: dict[str, object] = {
+        "n": s.head.n + 1,
+        "epoch": s.token.epoch,
+        "txn": s.token.txn,
+        "step": s.step,
+        "lineage": s.head.lineage,
+        "cursor": s.head.cursor,
+        "batches": s.head.batches,
+        "by": c.me,
+        **fields,
+    }
+    return Record(**values)  # type: ignore[arg-type]
+
+
+@action
+def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose ABORT for the txn I stand at."""
+    s.proposed = True
+    assert s.head is not None
+    cause = f"{c.me}: {s.cause or 'no decision in time'}"[:2000]
+    yield Decide(s.head, _successor(s, c, kind="abort", step=s.head.step, cause=cause))
+
+
+@action
+def propose_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose COMMIT: I have seen that all voted YES."""
+    votes = event.votes  # type: ignore[union-attr]  # the row is for ballots
+    lineage, cursor = committed(s, c)
+    present = {g.group for g in members(s)}
+    leavers = {v.peer.group for v in votes if v.leaving}
+    leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
+    s.proposed = True
+    yield Decide(
+        s.head,
+        _successor(
+            s,
+            c,
+            kind="commit",
+            step=s.step + 1,
+            lineage=lineage,
+            cursor=cursor,
+            batches=s.batches + participants(s, c),
+            change=bool(leavers or joiners(s, c)),
+            leavers=tuple(sorted(leavers & present)),
+        ),
+    )
+
+
+# --- the txn ------------------------------------------------------------------------------------
+
+
+@action
+def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Vote YES."""
+    assert isinstance(event, Prepared)
+    s.vote = Vote(c.me, event.manifest, leaving=c.me in s.leaving)
+    yield CastVote(s.token, s.vote, len(member_peers(s)))
+
+
+@action
+def note_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember why this rank cannot go on with the txn."""
+    cause = getattr(event, "cause", "")
+    if isinstance(event, Prepared) and event.yes:
+        cause = (
+            f"{event.manifest.count} gradient reductions in this txn, but a YES needs "
+            f"{c.min_reductions}: a step that reduced nothing must not be committed"
+        )
+    s.cause = cause or s.cause
+    return ()
+
+
+@action
+def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Say which manifests do not fit together."""
+    votes = event.votes  # type: ignore[union-attr]  # the row is for ballots
+    counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in votes)
+    s.cause = f"the votes' manifests do not fit together ({counts})"[:1900]
+    return ()
+
+
+@action
+def apply(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Run the optimizer step."""
+    assert s.head is not None
+    yield Apply(s.head)
+
+
+@action
+def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The committed step is in the state; stand at the next txn."""
+    s.lineage, s.cursor = committed(s, c)
+    s.step += 1
+    s.batches += participants(s, c)
+    s.commits += 1
+    s.vote, s.rollbacks = None, 0
+    if s.head is not None and not s.head.change:
+        s.token = Token(s.token.epoch, s.token.txn + 1)
+    return ()
+
+
+@action
+def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The committed step could not be applied: this state is lost. Stand at the next txn."""
+    s.lineage = ""
+    s.vote = None
+    s.cause = f"optimizer step failed after COMMIT: {getattr(event, 'cause', '')}"
+    if s.head is not None and not s.head.change:
+        s.token = Token(s.token.epoch, s.token.txn + 1)
+    return ()
+
+
+@action
+def start_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Let the main thread begin the txn I stand at."""
+    index = my_index(s, c)
+    count = participants(s, c)
+    s.vote, s.proposed, s.cause = None, False, ""
+    yield StartTxn(
+        token=s.token,
+        step=s.step,
+        lineage=s.lineage,
+        cursor=s.cursor,
+        index=index if index < count else None,
+        participants=count,
+        members=tuple(g.group for g in members(s)),
+        commits=s.commits,
+    )
+
+
+# --- rollback and healing -----------------------------------------------------------------------
+
+
+@action
+def cancel_futures(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Fail the pending futures of the txn."""
+    yield CancelFutures(s.cause)
+
+
+@action
+def abort_groups(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Abort the process groups of the epoch."""
+    yield AbortGroups(s.cause)
+
+
+@action
+def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Have the main thread unwind and put back the start of the step."""
+    s.restored, s.restoring, s.vote = False, s.token, None
+    yield Restore(s.token, s.cause)
+
+
+@action
+def note_restored(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The main thread is unwound and the start of the step is back."""
+    s.restored, s.restoring = True, None
+    return ()
+
+
+@action
+def suspect_silent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Leave out of the next epoch who has not acknowledged in the window."""
+    s.suspected |= {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) < s.token}
+    return ()
+
+
+@action
+def suspect_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Count as lost who has not come into the barrier in the window."""
+    absent = {p for p in member_peers(s) if s.ready.get(p, 0) != s.token.epoch}
+    s.suspected |= absent
+    s.cause = f"not in the barrier in time: {', '.join(map(str, sorted(absent)))}"
+    return ()
+
+
+@action
+def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Become a member of the new epoch, standing at its first txn."""
+    assert isinstance(event, Decision) and event.record is not None
+    record = event.record
+    s.head, s.head_read, s.epoch = record, True, record
+    s.token = Token(record.epoch, 1)
+    s.commits, s.healed, s.proposed, s.vote = 0, False, False, None
+    s.paused = False
+    inside = set(member_peers(s))
+    # Forget what only mattered to older epochs, so that a long run does not grow.
+    s.stopped = {p: t for p, t in s.stopped.items() if t >= s.token}
+    s.ready = {p: e for p, e in s.ready.items() if e >= record.epoch}
+    current = {h.peer for h in s.hellos.values()}
+    s.joining = (s.joining & current) - inside
+    s.dead &= inside | current
+    s.suspected &= current - inside
+    s.leaving &= inside | {c.me}
+    return ()
+
+
+@action
+def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Have the main thread rebuild the groups, and fetch or send state."""
+    assert s.epoch is not None
+    index = my_index(s, c)
+    holds = [g.ranks[c.me.rank].current for g in members(s)]
+    sources = [i for i, current in enumerate(holds) if current]
+    behind = [i for i, current in enumerate(holds) if not current]
+    feeder = {dst: sources[i % len(sources)] for i, dst in enumerate(behind)}
+    yield Heal(
+        record=s.epoch,
+        index=index,
+        fetch_from=feeder.get(index),
+        send_to=tuple(dst for dst, src in feeder.items() if src == index),
+    )
+
+
+@action
+def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """My state is that of the epoch's record."""
+    assert isinstance(event, Healed) and s.epoch is not None
+    s.step, s.lineage = s.epoch.step, s.epoch.lineage
+    s.cursor, s.batches = s.epoch.cursor, s.epoch.batches
+    s.healed = True
+    return ()
+
+
+@action
+def note_heal_failed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember why healing failed; a state that was touched is lost."""
+    assert isinstance(event, HealFailed)
+    s.cause = event.cause
+    if event.torn:
+        s.lineage = ""
+    return ()
+
+
+@action
+def forget_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Be outside every epoch again, with the state I hold."""
+    s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
+    s.joining = frozenset()
+    s.stopped, s.ready = {}, {}
+    if s.head is not None:
+        s.token = Token(s.head.epoch, s.head.txn)
+    return ()
+
+
+# --- timers and the end -------------------------------------------------------------------------
+
+
+def arm(s: Local, c: Config, name: str, factor: float = 1.0) -> SetTimer:
+    """Arm (or re-arm) one timer for ``factor`` times its configured seconds."""
+    s.timer_serial += 1
+    s.timers = {**s.timers, name: s.timer_serial}
+    return SetTimer(name, c.timeouts[name] * factor, s.timer_serial)
+
+
+_FREE_ROLLBACKS = 3
+_LONGEST_PAUSE = 64.0
+"""In units of the ``pause`` timeout."""
+
+
+@action
+def pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """After several rollbacks without a commit between, wait before the next epoch: 1, 2, 4 …"""
+    s.rollbacks += 1
+    if s.rollbacks > _FREE_ROLLBACKS:
+        s.paused = True
+        yield arm(s, c, "pause", min(2.0 ** (s.rollbacks - _FREE_ROLLBACKS - 1), _LONGEST_PAUSE))
+
+
+@action
+def end_pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The pause is over."""
+    s.paused = False
+    return ()
+
+
+@action
+def rearm(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Arm again the timer that fired."""
+    assert isinstance(event, Timer)
+    yield arm(s, c, event.name)
+
+
+@action
+def rearm_join_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """A member gave a sign of life: wait for it to let me in."""
+    yield arm(s, c, "join_window")
+
+
+@action
+def rearm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The epoch is formed: from now on its members have the window to come in."""
+    yield arm(s, c, "ready_window")
+
+
+@action
+def arm_bus_limit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The bus is out of reach: give it the limit to come back."""
+    s.proposed = False
+    if "bus_limit" not in s.timers:
+        yield arm(s, c, "bus_limit")
+
+
+@action
+def finish(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out, in good order."""
+    yield Finish(getattr(event, "cause", "") or "left after a commit")
+
+
+@action
+def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: a newer incarnation has this identity."""
+    assert isinstance(event, Join)
+    newer = event.hello
+    yield Finish(
+        f"{c.me} is replaced by {newer.peer} (pid {newer.pid} on {newer.host}), which took the "
+        "same replica_id and rank; give each process its own, or end the older one",
+        error="Fenced",
+    )
+
+
+@action
+def stop_no_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: no epoch could be formed in time."""
+    groups = whole_groups(s, c)
+    limit = c.timeouts["quorum"]
+    if len(groups) < c.min_groups:
+        yield Finish(
+            f"{len(groups)} whole replica groups within {limit:g} s, but min_replica_size is "
+            f"{c.min_groups}; start the missing groups, or raise quorum_timeout",
+            error="NotEnoughGroups",
+        )
+        return
+    step = s.head.step if s.head else 0
+    yield Finish(
+        f"no live replica group holds the state of committed step {step}, and none came within "
+        f"{limit:g} s; restore a checkpoint under a new job name",
+        error="NoState",
+    )
+
+
+@action
+def stop_in_doubt(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: the bus stayed out of reach."""
+    doubt = "in doubt: voted YES, decision unknown; " if s.vote else ""
+    yield Finish(
+        f"{doubt}the bus was out of reach for {c.timeouts['bus_limit']:g} s at step {s.step}, "
+        f"epoch {s.token.epoch}, txn {s.token.txn}",
+        error="InDoubt",
+    )

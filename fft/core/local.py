@@ -1,0 +1,229 @@
+"""What one participant knows: its configuration and its state. Pure data and plain questions.
+
+The containers in ``Local`` are never changed in place: a new one replaces the old, so that a
+shallow copy of ``Local`` is a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fft.core.messages import (
+    Event,
+    GroupEntry,
+    Hello,
+    Peer,
+    RankEntry,
+    Record,
+    Token,
+    Vote,
+    next_lineage,
+)
+
+GENESIS = "genesis"
+"""Lineage of a state that every group built alike (``init_sync=False``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What does not change in the life of a participant. Timeouts in seconds."""
+
+    me: Peer
+    world: int
+    store: str
+    transport: str
+    pid: int
+    host: str
+    timeouts: Mapping[str, float]
+    min_groups: int = 1
+    expected_groups: int = 1
+    min_reductions: int = 1
+    fixed_with_spares: bool = False
+
+
+@dataclass(slots=True)
+class Local:
+    """State of one participant between two events."""
+
+    state: str
+    lineage: str
+    step: int = 0
+    cursor: int = 0
+    batches: int = 0
+    token: Token = Token(0, 0)
+    """(epoch, txn) this participant stands at."""
+    head: Record | None = None
+    head_read: bool = False
+    epoch: Record | None = None
+    """Record of the epoch this participant is a member of."""
+    commits: int = 0
+    hellos: Mapping[tuple[str, int], Hello] = field(default_factory=dict)
+    """Newest word of each identity (group, rank)."""
+    joining: frozenset[Peer] = frozenset()
+    """Outside the epoch, and asked to come in."""
+    stopped: Mapping[Peer, Token] = field(default_factory=dict)
+    ready: Mapping[Peer, int] = field(default_factory=dict)
+    dead: frozenset[Peer] = frozenset()
+    """Ended with evidence: seen by a monitor, gone by its own word, or replaced."""
+    suspected: frozenset[Peer] = frozenset()
+    """Silent in a window; cleared by any word from them."""
+    leaving: frozenset[Peer] = frozenset()
+    vote: Vote | None = None
+    restoring: Token | None = None
+    restored: bool = True
+    healed: bool = False
+    proposed: bool = False
+    rollbacks: int = 0
+    """Since the last commit."""
+    paused: bool = False
+    cause: str = ""
+    deferred: tuple[Event, ...] = ()
+    timers: Mapping[str, int] = field(default_factory=dict)
+    """Armed timers: name → serial."""
+    timer_serial: int = 0
+    since: float = 0.0
+    """Monotonic seconds at which the state was entered."""
+
+
+def members(s: Local) -> tuple[GroupEntry, ...]:
+    """Groups of the epoch; empty outside an epoch."""
+    return s.epoch.members if s.epoch else ()
+
+
+def member_peers(s: Local) -> tuple[Peer, ...]:
+    """Participants of the epoch, in order."""
+    return tuple(p for g in members(s) for p in g.peers())
+
+
+def participants(s: Local, c: Config) -> int:
+    """Groups whose gradients count in this epoch."""
+    n = len(members(s))
+    return min(n, c.min_groups) if c.fixed_with_spares else n
+
+
+def my_index(s: Local, c: Config) -> int:
+    """Index of my group in the epoch."""
+    return next(i for i, g in enumerate(members(s)) if g.group == c.me.group)
+
+
+def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
+    """What I say of myself; ``after``: as of that committed record, about to be applied."""
+    held = after or s
+    return Hello(
+        peer=c.me,
+        world=c.world,
+        store=c.store,
+        transport=c.transport,
+        pid=c.pid,
+        host=c.host,
+        step=held.step,
+        lineage=held.lineage,
+        cursor=held.cursor,
+        batches=held.batches,
+    )
+
+
+def committed(s: Local, c: Config) -> tuple[str, int]:
+    """(lineage, cursor) that committing the present txn leads to."""
+    cursor = s.cursor + participants(s, c)
+    return next_lineage(s.lineage, s.token, s.step + 1, cursor), cursor
+
+
+def waited_for(s: Local) -> set[Peer]:
+    """Members whose acknowledgement the next epoch waits for."""
+    gone = s.dead | s.suspected
+    leavers = s.head.leavers if s.head and s.head.kind == "commit" else ()
+    return {p for p in member_peers(s) if p not in gone and p.group not in leavers}
+
+
+def _group_order(name: str) -> tuple[int, str]:
+    return (len(name), name)
+
+
+def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
+    """Groups that could be in the next epoch: every rank alive, stopped or waiting to join."""
+    gone = s.dead | s.suspected
+    members_stopped = {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) >= s.token}
+    present = (s.joining | members_stopped) - gone
+    by_group: dict[str, list[Hello]] = {}
+    for (group, _), h in sorted(s.hellos.items()):
+        if h.world == c.world and h.peer in present:
+            by_group.setdefault(group, []).append(h)
+    return [
+        ranks
+        for group, ranks in sorted(by_group.items(), key=lambda kv: _group_order(kv[0]))
+        if [h.peer.rank for h in ranks] == list(range(c.world))
+        and len({h.store for h in ranks}) == 1
+    ]
+
+
+def joiners(s: Local, c: Config) -> list[str]:
+    """Whole groups outside the epoch that ask to come in."""
+    inside = set(member_peers(s))
+    return [r[0].peer.group for r in whole_groups(s, c) if not inside & {h.peer for h in r}]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The state the next epoch starts from."""
+
+    step: int
+    lineage: str
+    cursor: int
+    batches: int
+
+
+def base_of(s: Local, groups: list[list[Hello]]) -> Base:
+    """The committed head; before the first epoch, the furthest group (first in order on a tie)."""
+    if s.head is not None:
+        return Base(s.head.step, s.head.lineage, s.head.cursor, s.head.batches)
+    best = max(groups, key=lambda ranks: min(h.step for h in ranks))[0]
+    return Base(best.step, best.lineage, best.cursor, best.batches)
+
+
+def state_held(base: Base, groups: list[list[Hello]], world: int) -> bool:
+    """Whether for every rank number some group holds the state of ``base``."""
+    return all(any(g[r].lineage == base.lineage for g in groups) for r in range(world))
+
+
+def next_epoch(s: Local, c: Config) -> Record | None:
+    """The epoch record I would propose now; None: too few groups, or nobody holds the state."""
+    groups = whole_groups(s, c)
+    if len(groups) < max(1, c.min_groups):
+        return None
+    base = base_of(s, groups)
+    if not state_held(base, groups, c.world):
+        return None
+    entries = tuple(_entry(ranks, base) for ranks in groups)
+    epoch = (s.head.epoch if s.head else 0) + 1
+    return Record(
+        n=(s.head.n if s.head else 0) + 1,
+        kind="epoch",
+        epoch=epoch,
+        txn=0,
+        step=base.step,
+        lineage=base.lineage,
+        cursor=base.cursor,
+        batches=base.batches,
+        by=c.me,
+        members=entries,
+    )
+
+
+def _entry(ranks: list[Hello], base: Base) -> GroupEntry:
+    return GroupEntry(
+        group=ranks[0].peer.group,
+        store=ranks[0].store,
+        ranks=tuple(
+            RankEntry(
+                rank=h.peer.rank,
+                inc=h.peer.inc,
+                current=h.lineage == base.lineage,
+                transport=h.transport,
+                pid=h.pid,
+                host=h.host,
+            )
+            for h in ranks
+        ),
+    )

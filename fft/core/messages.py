@@ -1,0 +1,574 @@
+"""Words of the protocol: identities, records of the head register, votes, events and effects.
+
+Pure data. Everything that crosses the bus or lies in a trace is one of these, read and written
+by one strict codec (``encode`` / ``decode``), so that a message in any other form is refused as a
+whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from fft.errors import FftError
+
+MAX_MESSAGE = 64 * 1024
+"""Bytes; a longer message is refused unread."""
+
+_CONFIG = ConfigDict(strict=True, extra="forbid")
+Text = Annotated[str, Field(max_length=2000)]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Peer(NamedTuple):
+    """A participant: one training process."""
+
+    group: str
+    rank: int
+    inc: int
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.rank}#{self.inc}"
+
+
+class Token(NamedTuple):
+    """Where a participant stands in the decision order: (epoch, txn). Older is fenced."""
+
+    epoch: int
+    txn: int
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Manifest:
+    """The reductions one rank took part in during a txn.
+
+    ``count`` reductions of ``bytes`` in total; ``shapes`` is a digest over (op, dtype, shape) of
+    each in issue order; ``fingerprint`` has room for a digest of the reduced gradients.
+    """
+
+    count: Count = 0
+    bytes: Count = 0
+    shapes: str = ""
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Vote:
+    """A YES. (A NO is not collected: whoever votes NO proposes ABORT at once.)"""
+
+    peer: Peer
+    manifest: Manifest
+    leaving: bool = False
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Hello:
+    """What a participant says of itself when it joins or stops for a new epoch."""
+
+    peer: Peer
+    world: int
+    store: str
+    """``host:port`` of its replica group's TCPStore; equal on all ranks of one group instance."""
+    transport: str
+    """Where its state can be fetched (the checkpoint transport's metadata)."""
+    pid: int
+    host: str
+    step: Count
+    lineage: str
+    """Of the state it holds; empty: lost or torn."""
+    cursor: Count
+    batches: Count
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class RankEntry:
+    """A member rank as an epoch record lists it. ``current``: it holds the head's state."""
+
+    rank: int
+    inc: int
+    current: bool
+    transport: str
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class GroupEntry:
+    """A member group as an epoch record lists it."""
+
+    group: Name
+    store: str
+    ranks: tuple[RankEntry, ...]
+
+    def peers(self) -> tuple[Peer, ...]:
+        """The group's participants in rank order."""
+        return tuple(Peer(self.group, r.rank, r.inc) for r in self.ranks)
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Record:
+    """One value of the head register: the write-once successor of the record before it."""
+
+    n: Count
+    kind: Literal["epoch", "commit", "abort"]
+    epoch: Count
+    txn: Count
+    step: Count
+    """Committed steps after this record."""
+    lineage: str
+    cursor: Count
+    """Slices consumed on this lineage after this record."""
+    batches: Count
+    by: Peer
+    members: tuple[GroupEntry, ...] = ()
+    """Epoch records only, in the order that gives each member group its index."""
+    change: bool = False
+    """Commit records only: the epoch ends with this commit."""
+    leavers: tuple[str, ...] = ()
+    cause: Text = ""
+
+    @property
+    def token(self) -> Token:
+        """(epoch, txn) that the record decides."""
+        return Token(self.epoch, self.txn)
+
+
+def next_lineage(lineage: str, token: Token, step: int, cursor: int) -> str:
+    """Lineage after committing ``token`` as ``step``, the cursor moving to ``cursor``."""
+    text = f"{lineage}|{token.epoch}.{token.txn}|{step}|{cursor}"
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+# --- events: from the bus -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Join:
+    """Wants to be in the next epoch."""
+
+    hello: Hello
+    type: Literal["join"] = "join"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Ack:
+    """Has stopped at ``token``: nothing it started there can change state any more."""
+
+    hello: Hello
+    token: Token
+    type: Literal["ack"] = "ack"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Ready:
+    """Is in the barrier of ``epoch``: groups rebuilt, state current."""
+
+    peer: Peer
+    epoch: int
+    type: Literal["ready"] = "ready"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Leave:
+    """Goes by its own word; do not wait for it."""
+
+    peer: Peer
+    cause: Text = ""
+    type: Literal["leave"] = "leave"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Death:
+    """Somebody saw the process end (supervisor, monitor)."""
+
+    group: Name
+    rank: int
+    pid: int
+    host: str
+    by: str
+    cause: Text = ""
+    v: Literal[1] = 1
+    type: Literal["death"] = "death"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Drain:
+    """These groups shall leave after a commit. ``local``: asked in this process."""
+
+    groups: tuple[Name, ...]
+    by: str
+    local: bool = False
+    v: Literal[1] = 1
+    type: Literal["drain"] = "drain"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Decision:
+    """A value of the head register: read (``None``: never written), won, lost, or announced."""
+
+    record: Record | None
+    won: bool = False
+    type: Literal["decision"] = "decision"
+
+
+# --- events: from this process --------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Start:
+    """The participant is connected and can begin."""
+
+    type: Literal["start"] = "start"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Prepared:
+    """The body is finished. ``yes``: every reduction completed, none can still write."""
+
+    token: Token
+    yes: bool
+    manifest: Manifest = Manifest()
+    cause: Text = ""
+    type: Literal["prepared"] = "prepared"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Ballot:
+    """All YES votes of a txn, in the hands of whoever completed them."""
+
+    token: Token
+    votes: tuple[Vote, ...]
+    type: Literal["ballot"] = "ballot"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Applied:
+    """The optimizer step is done; ``digest`` of the state, where asked for."""
+
+    token: Token
+    digest: str | None = None
+    type: Literal["applied"] = "applied"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class ApplyFailed:
+    """The optimizer step raised: this state is torn."""
+
+    token: Token
+    cause: Text
+    type: Literal["apply_failed"] = "apply_failed"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Fault:
+    """Something failed on this rank during ``token``."""
+
+    token: Token
+    cause: Text
+    source: Text = "body"
+    type: Literal["fault"] = "fault"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Restored:
+    """The main thread has unwound and put the state back to the start of the step."""
+
+    token: Token
+    type: Literal["restored"] = "restored"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Healed:
+    """Groups are rebuilt and the state is current. ``bytes`` were fetched from ``source``."""
+
+    epoch: int
+    bytes: Count = 0
+    source: str = ""
+    digest: str | None = None
+    type: Literal["healed"] = "healed"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class HealFailed:
+    """Rebuilding the groups or fetching the state failed. ``torn``: the state was touched."""
+
+    epoch: int
+    cause: Text
+    torn: bool = False
+    type: Literal["heal_failed"] = "heal_failed"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Stop:
+    """The user shuts the manager down."""
+
+    cause: Text = ""
+    type: Literal["stop"] = "stop"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class BusDown:
+    """An operation on the bus failed; its outcome is unknown."""
+
+    operation: Text
+    cause: Text
+    type: Literal["bus_down"] = "bus_down"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Timer:
+    """A timer fired; an old ``serial`` is fenced."""
+
+    name: str
+    serial: int
+    type: Literal["timer"] = "timer"
+
+
+BusMessage = Join | Ack | Ready | Leave | Death | Drain | Decision
+Event = (
+    BusMessage
+    | Start
+    | Prepared
+    | Ballot
+    | Applied
+    | ApplyFailed
+    | Fault
+    | Restored
+    | Healed
+    | HealFailed
+    | Stop
+    | BusDown
+    | Timer
+)
+
+# --- effects ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Put ``message`` on the bus."""
+
+    message: BusMessage
+
+
+@dataclass(frozen=True)
+class ReadHead:
+    """Read the head register; answered by ``Decision``."""
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Propose ``proposal`` as the successor of ``after``; answered by ``Decision``."""
+
+    after: Record | None
+    proposal: Record
+
+
+@dataclass(frozen=True)
+class CastVote:
+    """Add my YES to the ballot of ``token``; answered by ``Ballot`` when ``voters`` are in it."""
+
+    token: Token
+    vote: Vote
+    voters: int
+
+
+@dataclass(frozen=True)
+class DropBallot:
+    """The ballot of ``token`` is decided; its keys can go."""
+
+    token: Token
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    """Fire ``Timer(name, serial)`` in ``seconds``."""
+
+    name: str
+    seconds: float
+    serial: int
+
+
+@dataclass(frozen=True)
+class ClearTimers:
+    """Forget every timer set so far."""
+
+
+@dataclass(frozen=True)
+class CancelFutures:
+    """Fail every pending future of the txn with ``cause``."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class AbortGroups:
+    """Abort the replicate and the shard process group."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Main thread: unwind, drop gradients, put back the start of the step; then ``Restored``."""
+
+    token: Token
+    cause: str
+
+
+@dataclass(frozen=True)
+class Heal:
+    """Main thread: rebuild groups for ``record``, send or fetch state; then ``Healed``."""
+
+    record: Record
+    index: int
+    """Index of this group in ``record.members``."""
+    fetch_from: int | None
+    """Index of the group whose rank of my number to fetch from; None: nothing is fetched."""
+    send_to: tuple[int, ...]
+    """Indexes of the groups whose rank of my number fetches from this one."""
+
+
+@dataclass(frozen=True)
+class StartTxn:
+    """Main thread: the txn may begin."""
+
+    token: Token
+    step: int
+    lineage: str
+    cursor: int
+    index: int | None
+    """Index of this group among the participating groups; None: a spare."""
+    participants: int
+    members: tuple[str, ...]
+    commits: int
+    """Commits since the epoch began."""
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Main thread: the txn is committed; run the optimizer step; then ``Applied``."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The participant is out; ``error`` names the class of ``fft.errors`` to raise, if any."""
+
+    reason: str
+    error: str | None = None
+
+
+Effect = (
+    Broadcast
+    | ReadHead
+    | Decide
+    | CastVote
+    | DropBallot
+    | SetTimer
+    | ClearTimers
+    | CancelFutures
+    | AbortGroups
+    | Restore
+    | Heal
+    | StartTxn
+    | Apply
+    | Finish
+)
+
+# --- codec ------------------------------------------------------------------------------------
+
+
+class UnreadableMessage(FftError):
+    """Bytes from the bus that are no message of FFT."""
+
+
+@cache
+def _bus_adapter() -> TypeAdapter[BusMessage]:
+    return TypeAdapter(Annotated[BusMessage, Field(discriminator="type")])
+
+
+@cache
+def _event_adapter() -> TypeAdapter[Event]:
+    return TypeAdapter(Annotated[Event, Field(discriminator="type")])
+
+
+@cache
+def _record_adapter() -> TypeAdapter[Record]:
+    return TypeAdapter(Record)
+
+
+@cache
+def _vote_adapter() -> TypeAdapter[Vote]:
+    return TypeAdapter(Vote)
+
+
+def encode(message: BusMessage) -> bytes:
+    """Message → bytes for the bus."""
+    return _bus_adapter().dump_json(message)
+
+
+def decode(data: bytes) -> BusMessage:
+    """Bytes from the bus → message.
+
+    Raises:
+        UnreadableMessage: too long, not JSON, or not exactly in the form of a message.
+    """
+    if len(data) > MAX_MESSAGE:
+        raise UnreadableMessage(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE}")
+    try:
+        return _bus_adapter().validate_json(data)
+    except ValidationError as error:
+        raise UnreadableMessage(_first(error)) from None
+
+
+def encode_record(record: Record) -> bytes:
+    """Canonical bytes of a record: equal records, equal bytes."""
+    return _record_adapter().dump_json(record)
+
+
+def decode_record(data: bytes) -> Record:
+    """Bytes of the head register → record. Raises ``UnreadableMessage``."""
+    try:
+        return _record_adapter().validate_json(data)
+    except ValidationError as error:
+        raise UnreadableMessage(_first(error)) from None
+
+
+def encode_vote(vote: Vote) -> bytes:
+    """Vote → bytes for the ballot."""
+    return _vote_adapter().dump_json(vote)
+
+
+def decode_vote(data: bytes) -> Vote:
+    """Bytes of a ballot → vote. Raises ``UnreadableMessage``."""
+    try:
+        return _vote_adapter().validate_json(data)
+    except ValidationError as error:
+        raise UnreadableMessage(_first(error)) from None
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """Event → plain data for the trace."""
+    data: dict[str, Any] = _event_adapter().dump_python(event, mode="json", exclude_defaults=False)
+    return data
+
+
+def event_from_json(data: dict[str, Any]) -> Event:
+    """Plain data of a trace → event. Raises ``UnreadableMessage``."""
+    try:
+        return _event_adapter().validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise UnreadableMessage(_first(error)) from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

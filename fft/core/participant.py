@@ -1,0 +1,223 @@
+"""The participant: (state, event, now) → (state, effects). Pure; the heart of FFT.
+
+``handle`` compares fencing tokens in one place (``_stale``) before any row is looked at, finds the
+row in the spec's table, runs its effects by name, then tries the state's exit rows until none
+applies, and last gives deferred events another chance. Nothing is decided outside the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fft.core.actions import ACTIONS, arm, dead_peers
+from fft.core.guards import GUARDS
+from fft.core.local import GENESIS, Config, Local
+from fft.core.messages import (
+    Ack,
+    Applied,
+    ApplyFailed,
+    Ballot,
+    ClearTimers,
+    Death,
+    Decision,
+    Effect,
+    Event,
+    Fault,
+    Healed,
+    HealFailed,
+    Hello,
+    Join,
+    Leave,
+    Peer,
+    Prepared,
+    Ready,
+    Restored,
+    Timer,
+)
+from fft.machine import EXIT, Table, Turn
+from fft.spec import Row
+
+_MAX_CHAIN = 16
+"""Exit rows taken in a row without an event between; more means a spec that never settles."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One row taken."""
+
+    source: str
+    dest: str
+    event: str
+    guards: dict[str, bool]
+    effects: list[str]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one event did. ``verdict`` other than ``row`` means that nothing changed."""
+
+    verdict: Literal["row", "ignored", "deferred", "fenced", "known", "refused"]
+    reason: str = ""
+    steps: list[Step] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+
+
+def event_name(event: Event) -> str:
+    """The name under which a spec speaks of the event."""
+    return f"timer.{event.name}" if isinstance(event, Timer) else event.type
+
+
+class Participant:
+    """Runs one participant's part of the protocol over a table; holds no state itself."""
+
+    def __init__(self, table: Table, config: Config) -> None:
+        self.table = table
+        self.config = config
+
+    def initial(
+        self,
+        lineage: str = GENESIS,
+        step: int = 0,
+        cursor: int = 0,
+        batches: int = 0,
+        now: float = 0.0,
+    ) -> Local:
+        """State of a participant that holds the given training state and knows of nobody."""
+        return Local(
+            state=self.table.spec.initial,
+            lineage=lineage,
+            step=step,
+            cursor=cursor,
+            batches=batches,
+            since=now,
+        )
+
+    def handle(self, before: Local, event: Event, now: float) -> tuple[Local, Outcome]:
+        """React to one event. ``before`` is left as it was; ``now`` is monotonic seconds."""
+        s = copy.copy(before)
+        out = self._handle_one(s, event, now)
+        if out.verdict != "row":
+            if out.verdict == "deferred":
+                s.deferred = (*s.deferred, event)
+            return s, out
+        self._retry_deferred(s, out, before.state, now)
+        return s, out
+
+    def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
+        while s.deferred and s.state != tried_in:
+            tried_in, waiting, s.deferred = s.state, s.deferred, ()
+            for event in waiting:
+                again = self._handle_one(s, event, now)
+                if again.verdict == "deferred":
+                    s.deferred = (*s.deferred, event)
+                out.steps += again.steps
+                out.effects += again.effects
+
+    def _handle_one(self, s: Local, event: Event, now: float) -> Outcome:
+        if (stale := _stale(s, self.config, event)) is not None:
+            return stale
+        name = event_name(event)
+        verdict, reason = self.table.verdict(s.state, name)
+        match verdict:
+            case "ignore":
+                return Outcome("ignored", reason)
+            case "defer":
+                return Outcome("deferred", reason)
+            case "refuse":
+                return Outcome("refused", reason)
+        out = Outcome("row")
+        if not self._take_row(s, out, event, name, now):
+            return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
+        for _ in range(_MAX_CHAIN):
+            if not self._take_row(s, out, event, EXIT, now):
+                return out
+        raise AssertionError(f"exit rows of {s.state} never settle")
+
+    def _take_row(self, s: Local, out: Outcome, event: Event, name: str, now: float) -> bool:
+        source = s.state
+        turn = self.table.look_up(Turn(source, self._checker(s, event)), name)
+        if turn.row is None:
+            return False
+        out.steps.append(Step(source, turn.state, name, turn.guards, turn.row.effects))
+        if turn.row.to is not None:
+            s.state, s.since = turn.state, now
+            self._enter(s, out)
+        self._run(s, out, event, turn.row)
+        return True
+
+    def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
+        return lambda name: GUARDS[name](s, self.config, event)
+
+    def _enter(self, s: Local, out: Outcome) -> None:
+        if s.timers:
+            s.timers = {}
+            out.effects.append(ClearTimers())
+        for name in self.table.spec.states[s.state].timers:
+            out.effects.append(arm(s, self.config, name))
+
+    def _run(self, s: Local, out: Outcome, event: Event, row: Row) -> None:
+        for name in row.effects:
+            out.effects += ACTIONS[name](s, self.config, event)
+
+
+# --- fencing ------------------------------------------------------------------------------------
+
+
+def _stale(s: Local, c: Config, event: Event) -> Outcome | None:
+    """The one place where tokens are compared: what is older than I am changes nothing."""
+    match event:
+        case Timer(name=name, serial=serial):
+            if s.timers.get(name) != serial:
+                return Outcome("known", "the timer was cleared")
+        case Decision(record=record):
+            return _stale_decision(s, event) if record is not None else None
+        case Ack(hello=hello, token=token):
+            if token.epoch < s.token.epoch:
+                return Outcome("fenced", f"ack of {token}, I stand at {s.token}")
+            return _stale_hello(s, hello)
+        case Join(hello=hello):
+            return _stale_hello(s, hello)
+        case Ready(peer=peer, epoch=epoch):
+            if epoch < s.token.epoch:
+                return Outcome("fenced", f"ready for epoch {epoch}, I stand at {s.token}")
+            return _stale_peer(s, peer)
+        case Leave(peer=peer):
+            return _stale_peer(s, peer)
+        case Death():
+            if not dead_peers(s, event):
+                return Outcome("fenced", "the death of a process that is nobody here")
+        case Prepared() | Ballot() | Applied() | ApplyFailed() | Fault():
+            if event.token != s.token:
+                return Outcome("fenced", f"{event.type} of {event.token}, I stand at {s.token}")
+        case Restored(token=token):
+            if token != s.restoring:
+                return Outcome("fenced", f"restored {token}, I wait for {s.restoring}")
+        case Healed() | HealFailed():
+            if event.epoch != s.token.epoch:
+                return Outcome("fenced", f"healed for epoch {event.epoch}, I stand at {s.token}")
+    return None
+
+
+def _stale_decision(s: Local, event: Decision) -> Outcome | None:
+    assert event.record is not None
+    if s.head is None or event.record.n > s.head.n:
+        return None
+    if event.record.n == s.head.n and event.record != s.head:
+        return Outcome("refused", f"two values for record {s.head.n} of the head register")
+    return Outcome("known", "a decision I have obeyed")
+
+
+def _stale_hello(s: Local, hello: Hello) -> Outcome | None:
+    return _stale_peer(s, hello.peer)
+
+
+def _stale_peer(s: Local, peer: Peer) -> Outcome | None:
+    known = s.hellos.get((peer.group, peer.rank))
+    if known is not None and known.peer.inc > peer.inc:
+        return Outcome("fenced", f"{peer} was replaced by {known.peer}")
+    if peer in s.dead:
+        return Outcome("fenced", f"{peer} has ended")
+    return None

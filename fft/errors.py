@@ -1,0 +1,50 @@
+"""Errors that FFT raises on purpose. Each message names the place and the mend. Imports nothing."""
+
+from __future__ import annotations
+
+
+class FftError(Exception):
+    """Base of every error that FFT raises on purpose."""
+
+
+class SpecError(FftError):
+    """A spec file cannot be used; the message names file, place and mend."""
+
+
+class ProtocolError(FftError):
+    """An event that the state has no row for. It is traced and changes nothing."""
+
+
+class InDoubt(FftError):
+    """Voted YES, and the decision could not be learned within the configured limit."""
+
+
+class Fenced(FftError):
+    """A newer incarnation took this identity; this process must stop."""
+
+
+class NoState(FftError):
+    """No live replica group holds the state of the last committed step."""
+
+
+class NotEnoughGroups(FftError):
+    """Fewer than ``min_replica_size`` replica groups came within the quorum timeout."""
+
+
+class BodyKeepsFailing(FftError):
+    """The body of the same step failed on this rank too many times in a row."""
+
+
+class TxnAborted(FftError):
+    """The txn of the caller was rolled back; unwinds the body, and is not a fault of its own."""
+
+
+class Drained(SystemExit):
+    """The replica group has drained; leaving the process with exit status 0 is the right end."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason

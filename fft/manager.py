@@ -1,0 +1,900 @@
+"""``ManagerFFT``: torchft's Manager whose steps are transactions. Thin: the protocol is in the core.
+
+Touches torchft, torch and the process groups; runs on the user's main thread, plus what the
+engine calls from its own thread (``_EngineHost``).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import logging
+import os
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Work
+from torch.distributed.fsdp import FSDPModule
+from torchft.manager import (
+    REPLICA_ID_KEY,
+    ExceptionWithTraceback,
+    Manager,
+    WorldSizeMode,
+    _ManagedWork,
+)
+from torchft.process_group import ProcessGroup
+from torchft.utils import synchronize
+from torchft.work import _DummyWork
+
+import fft.errors
+from fft.bus import open_bus
+from fft.core.local import GENESIS, Config
+from fft.core.messages import (
+    Applied,
+    Apply,
+    ApplyFailed,
+    Drain,
+    Fault,
+    Finish,
+    Heal,
+    Healed,
+    HealFailed,
+    Manifest,
+    Peer,
+    Prepared,
+    Record,
+    Restore,
+    Restored,
+    Start,
+    StartTxn,
+    Token,
+)
+from fft.core.participant import Participant
+from fft.data import DataSource, as_source, loaded
+from fft.engine import Engine
+from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
+from fft.faults import InjectedFault, Injector
+from fft.machine import Table
+from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.rollback.state import StepState
+from fft.spec import load_spec
+from fft.trace import TraceWriter, header
+
+logger = logging.getLogger(__name__)
+
+Digest = Literal["never", "commit"]
+
+
+class ManagerFFT(Manager):  # type: ignore[misc]
+    """Use in the place of ``torchft.Manager``; every argument of it keeps its meaning.
+
+    Args:
+        bus: URL of the error bus, ``tcp://host:port/job`` or ``memory://name`` (``FFT_BUS``).
+        spec: name or path of the FSM spec (``FFT_SPEC``, else ``hsdp``).
+        trace_dir: where the trace goes (``FFT_TRACE_DIR``); None: no trace, no audit.
+        shard_pg: the process group the model is sharded over inside the replica group, if any;
+            a rollback aborts and rebuilds it too.
+        expected_groups: how many replica groups the first epoch waits for, for ``join_window``
+            seconds (``NUM_REPLICA_GROUPS``, else ``min_replica_size``).
+        timeouts: seconds by the spec's timer names; come before ``timeout`` (``vote_window``)
+            and ``quorum_timeout`` (``quorum``, ``ready_window``).
+        digest: ``commit``: trace a digest of this rank's state after every commit, so that the
+            audit can compare replicas bit by bit. Costs one pass over the state.
+        max_body_failures: re-raise when this rank's own body fails so often in a row at one step.
+
+    Raises:
+        SpecError: the spec cannot be used.
+        BusUnreachable: nobody answers at ``bus``.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: Callable[[Any], None] | None,
+        state_dict: Callable[[], Any] | None,
+        min_replica_size: int,
+        *args: Any,
+        bus: str | None = None,
+        spec: str | None = None,
+        trace_dir: str | Path | None = None,
+        shard_pg: ProcessGroup | None = None,
+        expected_groups: int | None = None,
+        timeouts: Mapping[str, float] | None = None,
+        digest: Digest = "never",
+        max_body_failures: int = 5,
+        **kwargs: Any,
+    ) -> None:
+        self._spec = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
+        url = bus or os.environ.get("FFT_BUS")
+        if not url:
+            raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
+        self._engine: Engine | None = None
+        self._txn: StartTxn | None = None
+        self._applying: Apply | None = None
+        self._raise_on_abort = False
+        super().__init__(pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs)
+        self._quorum_future = concurrent.futures.Future()
+        self._quorum_future.set_result(None)
+        self._bus = open_bus(url, timeout=min(10.0, self._connect_timeout.total_seconds()))
+        self._replicate = AbortableGroup(pg)
+        self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
+        self._futures: set[_CancellableFuture] = set()
+        self._works: list[Work] = []
+        self._manifest = _ManifestBuilder()
+        self._state: StepState | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._schedulers: list[Any] = []
+        self._source: DataSource | None = None
+        self._served = False
+        self._digest = digest
+        self._max_body_failures = max_body_failures
+        self._body_failures = (-1, 0)
+        self._lineage, self._cursor = "", 0
+        self._drain_asked = False
+        self._expected = expected_groups or int(
+            os.environ.get("NUM_REPLICA_GROUPS", str(min_replica_size))
+        )
+        self._timeouts = self._coherent_timeouts(timeouts or {})
+        directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
+        self._trace_dir = Path(directory) if directory else None
+        self._identify()
+        self._injector = self._make_injector()
+        self._install_drain_signal()
+
+    # --- identity and start ---
+
+    def _coherent_timeouts(self, given: Mapping[str, float]) -> dict[str, float]:
+        unknown = set(given) - set(self._spec.timeouts)
+        if unknown:
+            known = ", ".join(sorted(self._spec.timeouts))
+            raise FftError(f"timeouts: unknown name {sorted(unknown)[0]!r}; known: {known}")
+        quorum = self._quorum_timeout.total_seconds()
+        return {
+            **self._spec.timeouts,
+            "vote_window": self._timeout.total_seconds(),
+            "quorum": quorum,
+            "ready_window": quorum,
+            **given,
+        }
+
+    def _identify(self) -> None:
+        group = self._store.get(REPLICA_ID_KEY).decode().split(":")[0]
+        incarnation = self._bus.next_number(f"inc/{group}/{self._group_rank}")
+        self._peer = Peer(group, self._group_rank, incarnation)
+        store = cast("torch.distributed.TCPStore", self._store)
+        self._store_addr = f"{store.host}:{store.port}"
+        self._trace = TraceWriter(self._trace_dir, self._peer)
+
+    def _start(self) -> Engine:
+        """Join the job. Late, so that a checkpoint can be loaded before."""
+        config = Config(
+            me=self._peer,
+            world=self._group_world_size,
+            store=self._store_addr,
+            transport=self._checkpoint_transport.metadata(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            timeouts=self._timeouts,
+            min_groups=self._min_replica_size,
+            expected_groups=self._expected,
+            min_reductions=self._spec.policies.min_reductions,
+            fixed_with_spares=self._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES,
+        )
+        participant = Participant(Table(self._spec), config)
+        fresh = GENESIS if not self._init_sync else f"fresh:{self._peer.group}:{self._store_addr}"
+        local = participant.initial(
+            lineage=self._lineage or (fresh if self._step == 0 else f"step:{self._step}"),
+            step=self._step,
+            cursor=self._cursor,
+            batches=self._batches_committed,
+        )
+        self._trace.write("header", header(self._spec, config, local))
+        self._engine = Engine(participant, local, self._bus, self._trace, _EngineHost(self))
+        self._engine.start()
+        self._engine.post(Start())
+        if self._drain_asked:
+            self.drain()
+        return self._engine
+
+    def _make_injector(self) -> Injector | None:
+        return Injector.from_env(
+            claim=lambda key: self._bus.next_number(key) == 1,
+            on_inject=lambda fault: self._trace.note(
+                "inject",
+                {
+                    "name": fault.name,
+                    "kind": fault.kind,
+                    "phase": fault.phase,
+                    "step": self._step,
+                },
+                self._engine.local if self._engine else None,
+            ),
+        )
+
+    def _install_drain_signal(self) -> None:
+        name = os.environ.get("FFT_DRAIN_SIGNAL")
+        if name and threading.current_thread() is threading.main_thread():
+            self.drain_on(signal.Signals[name])
+
+    # --- what the user calls ---
+
+    def register(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        lr_scheduler: Any | Sequence[Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> None:
+        """Name the state of the job: what a rollback puts back and what a joiner fetches.
+
+        Args:
+            model: one or several modules; FSDP2 modules by their roots.
+            optimizer: stepped by the transaction after COMMIT, in this order.
+            lr_scheduler: stepped after the optimizers.
+            extra: name → object with ``state_dict`` / ``load_state_dict``, for anything else.
+            generators: random generators that the body draws from; None: the global ones of
+                torch, numpy and random.
+        """
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        single = isinstance(optimizer, torch.optim.Optimizer)
+        self._optimizers = [optimizer] if single else list(optimizer)  # type: ignore[list-item,arg-type]
+        if lr_scheduler is None:
+            self._schedulers = []
+        else:
+            several = isinstance(lr_scheduler, Sequence)
+            self._schedulers = list(lr_scheduler) if several else [lr_scheduler]
+        self._state = StepState(
+            models, self._optimizers, self._schedulers, dict(extra or {}), generators
+        )
+        if self._injector is not None:
+            for module in models:
+                self._injector.attach(module)
+
+    def sync_gradients(self, model: nn.Module) -> None:
+        """Average the gradients of ``model`` across the replica groups during backward.
+
+        FSDP2 modules reduce their shards through their all-reduce hook; other modules reduce each
+        parameter's gradient as soon as it is there.
+        """
+        sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        for module in sharded:
+            module.set_all_reduce_hook(self._reduce_now)
+        if not sharded:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(self._reduce_grad)
+
+    def shard_mesh(self) -> DeviceMesh:
+        """Device mesh over the ranks of this replica group, for ``fully_shard``."""
+        if self._shard is None or not isinstance(self._shard.pg, ShardProcessGroupGloo):
+            raise FftError("shard_mesh() needs shard_pg=fft.ShardProcessGroupGloo(...)")
+        if self._shard.pg._pg is None:
+            self._configure_shard(f"boot/{self._peer.inc}", 0)
+        return self._shard.pg.mesh()
+
+    def transactions(self, loader: Any, max_steps: int | None = None) -> Iterator[Transaction]:
+        """Yield transactions, the same batch again after a rollback, until drained or done.
+
+        Args:
+            loader: ``fft.CursorLoader``, or any loader with ``state_dict``/``load_state_dict``.
+            max_steps: leave, with all groups, after this many committed steps.
+        """
+        if self._state is None:
+            raise FftError("call manager.register(model, optimizer) before transactions()")
+        self._raise_on_abort = True
+        self._source = as_source(loader)
+        while (plan := self._begin()) is not None:
+            items = self._source.slices(plan.cursor, plan.participants)
+            if items is None or (max_steps is not None and plan.step >= max_steps):
+                return
+            txn = Transaction(self, plan, loaded(items[plan.index or 0]), max_steps)
+            yield txn
+            if not txn.closed:
+                raise FftError("the body of a txn must run inside `with txn:`")
+
+    def drain(self) -> None:
+        """Leave after the next commit; may be called from any thread or a signal handler."""
+        self._drain_asked = True
+        if self._engine is not None:
+            by = f"{self._peer}"
+            self._engine.post(Drain(groups=(self._peer.group,), by=by, local=True))
+
+    def drain_on(self, signum: signal.Signals) -> None:
+        """Drain when this process gets ``signum``; a handler that was there is called too."""
+        previous = signal.getsignal(signum)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.drain()
+            if callable(previous):
+                previous(number, frame)
+
+        signal.signal(signum, handle)
+
+    @property
+    def drained(self) -> bool:
+        """Whether this participant has left for good."""
+        engine = self._engine
+        return engine is not None and engine.local.state == "EXIT"
+
+    def digest(self) -> str:
+        """Digest of this rank's parameters, optimizer state and buffers."""
+        if self._state is None:
+            raise FftError("call manager.register(model, optimizer) before digest()")
+        return self._state.digest()
+
+    # --- the step, on the main thread ---
+
+    def _begin(self) -> StartTxn | None:
+        """Do what the engine asks until a txn may begin. None: drained."""
+        engine = self._engine or self._start()
+        self._finish_apply()
+        while True:
+            command = engine.wait_command()
+            engine.take(command)
+            match command:
+                case Restore():
+                    self._restore(command)
+                case Heal():
+                    self._heal(command)
+                case StartTxn():
+                    self._enter(command)
+                    return command
+                case Finish(error=None):
+                    return None
+                case Finish():
+                    raise _error(command)
+                case Apply():  # a decision for a body that has already raised out of its step
+                    self._applying = command
+                    self._finish_apply()
+
+    def _enter(self, plan: StartTxn) -> None:
+        if self._served:
+            self._checkpoint_transport.disallow_checkpoint()
+            self._served = False
+        self._errored = None
+        self._works.clear()
+        self._manifest = _ManifestBuilder()
+        self._step = plan.step
+        self._participating_replica_rank = plan.index
+        self._participating_replica_world_size = plan.participants
+        if self._state is not None:
+            self._state.capture()
+        self._txn = plan
+        if self._injector is not None:
+            self._injector.begin(plan.step, len(plan.members), plan.commits)
+
+    def _prepare(self) -> Apply | None:
+        """Vote and wait for the decision. The record to apply, or None: rolled back."""
+        plan, engine = self._txn, self._engine
+        if plan is None or engine is None:
+            raise FftError("should_commit() without a txn: call start_quorum() first")
+        self._await_reductions()
+        yes = self._errored is None
+        cause = "" if yes else str(self._errored.original_exception)[:2000]  # type: ignore[union-attr]
+        engine.post(Prepared(plan.token, yes, self._manifest.build(), cause))
+        self._inject("after_vote")
+        command = engine.wait_command()
+        self._txn = None
+        if isinstance(command, Apply):
+            engine.take(command)
+            self._note_commit(command.record, plan)
+            return command
+        if isinstance(command, Finish) and command.error is not None:
+            engine.take(command)
+            raise _error(command)
+        return None
+
+    def _await_reductions(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        if torch.accelerator.is_available():
+            synchronize()
+        if (error := self._pg.errored()) is not None:
+            self.report_error(error)
+        if self._errored is None and self._injector and self._injector.fails_after_allreduce():
+            self.report_error(RuntimeError("injected: the last all-reduce failed on this side"))
+        self._inject("vote")
+
+    def _inject(self, phase: str) -> None:
+        """Carry out a planned fault of ``phase`` as what it would be here: a reported error."""
+        if self._injector is None:
+            return
+        try:
+            self._injector.at(phase)
+        except InjectedFault as fault:
+            self.report_error(fault)
+
+    def _note_commit(self, record: Record, plan: StartTxn) -> None:
+        self._step = record.step if record.kind == "commit" else plan.step + 1
+        self._batches_committed += plan.participants
+        self._commit_failures = 0
+        self._body_failures = (-1, 0)
+
+    def _finish_apply(self) -> None:
+        """The optimizer step that COMMIT asked for is behind us: tell the engine."""
+        if self._applying is None or self._engine is None:
+            return
+        token, self._applying = self._engine.local.token, None
+        digest = None
+        if self._digest == "commit" and self._state is not None:
+            digest = self._state.digest()
+        self._engine.post(Applied(token, digest))
+
+    def _apply_failed(self, error: BaseException) -> None:
+        if self._engine is None:
+            return
+        self._applying = None
+        self._engine.post(ApplyFailed(self._engine.local.token, _text(error)))
+
+    def _run_optimizers(self, command: Apply) -> None:
+        self._applying = command
+        try:
+            for optimizer in self._optimizers:
+                optimizer.step()
+            for scheduler in self._schedulers:
+                scheduler.step()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        except Exception as error:  # noqa: BLE001 - any failure leaves a torn state, which heals
+            logger.exception("optimizer step failed after COMMIT; this state is torn")
+            self._apply_failed(error)
+            return
+        self._finish_apply()
+
+    # --- rollback and healing, on the main thread ---
+
+    def _restore(self, command: Restore) -> None:
+        """Wait until nothing old can write, then put back the start of the step."""
+        self._txn = None
+        for group in self._groups():
+            group.abort(command.cause)
+            group.quiesce(self._timeout)
+        self._works.clear()
+        if self._state is not None:
+            self._state.restore()
+        assert self._engine is not None
+        self._engine.post(Restored(command.token))
+
+    def _groups(self) -> list[AbortableGroup]:
+        return [self._replicate] + ([self._shard] if self._shard is not None else [])
+
+    def _heal(self, command: Heal) -> None:
+        assert self._engine is not None
+        epoch = command.record.epoch
+        touched = False
+        try:
+            self._configure(command)
+            if command.send_to:
+                self._send_state(command)
+            size, source = 0, ""
+            if command.fetch_from is not None:
+                payload, size = self._fetch_state(command)
+                touched = True
+                self._load_state(payload, command.record)
+                source = command.record.members[command.fetch_from].group
+        except Exception as error:  # noqa: BLE001 - whatever failed, the epoch is given up
+            logger.warning("healing for epoch %d failed: %s", epoch, error)
+            self._engine.post(HealFailed(epoch, _text(error), torn=touched))
+            return
+        self._step = command.record.step
+        self._batches_committed = command.record.batches
+        digest = None
+        if self._digest == "commit" and self._state is not None:
+            digest = self._state.digest()
+        self._engine.post(Healed(epoch, size, source, digest))
+
+    def _configure(self, command: Heal) -> None:
+        record, rank = command.record, self._group_rank
+        members = record.members
+        self._quorum_id = record.epoch
+        if self._shard is not None:
+            self._configure_shard(str(record.epoch), record.epoch)
+        self._replicate.configure(
+            f"{members[0].store}/fft/{record.n}.{record.epoch}/{rank}",
+            self._peer.group,
+            command.index,
+            len(members),
+            record.epoch,
+            rank,
+            self._group_world_size,
+            [i * self._group_world_size + rank for i in range(len(members))],
+            timeout=self._quorum_timeout,
+        )
+
+    def _configure_shard(self, name: str, epoch: int) -> None:
+        assert self._shard is not None
+        self._shard.configure(
+            f"{self._store_addr}/fft/shard/{name}",
+            self._peer.group,
+            self._group_rank,
+            self._group_world_size,
+            epoch,
+            self._group_rank,
+            self._group_world_size,
+            None,
+            timeout=self._quorum_timeout,
+        )
+
+    def _send_state(self, command: Heal) -> None:
+        record = command.record
+        payload: dict[str, Any] = {
+            "fft": {"lineage": record.lineage, "cursor": record.cursor},
+            "torchft": {"step": record.step, "batches_committed": record.batches},
+            "user": {key: value() for key, value in self._user_state_dicts.items()},
+            "state": self._state.export() if self._state is not None else None,
+            "data": self._source.export(record.cursor) if self._source is not None else None,
+        }
+        self._checkpoint_transport.send_checkpoint(
+            dst_ranks=list(command.send_to),
+            step=record.step,
+            state_dict=payload,
+            timeout=self._timeout,
+        )
+        self._served = True
+
+    def _fetch_state(self, command: Heal) -> tuple[dict[str, Any], int]:
+        assert command.fetch_from is not None
+        record = command.record
+        entry = record.members[command.fetch_from].ranks[self._group_rank]
+        payload = cast(
+            "dict[str, Any]",
+            self._checkpoint_transport.recv_checkpoint(
+                src_rank=command.fetch_from,
+                metadata=entry.transport,
+                step=record.step,
+                timeout=self._timeout,
+            ),
+        )
+        if payload["fft"]["lineage"] != record.lineage:
+            raise FftError(
+                f"fetched lineage {payload['fft']['lineage']}, the epoch needs {record.lineage}"
+            )
+        return payload, _tensor_bytes(payload)
+
+    def _load_state(self, payload: dict[str, Any], record: Record) -> None:
+        missing = [key for key in self._load_state_dict_fns if key not in payload["user"]]
+        if missing:
+            raise FftError(f"the peer's state lacks {missing[0]!r}, which is registered here")
+        if self._state is None and not self._load_state_dict_fns:
+            raise FftError(
+                "this rank must fetch state, but has nothing to load it into: pass state_dict and "
+                "load_state_dict, or call manager.register(model, optimizer)"
+            )
+        for key, load in self._load_state_dict_fns.items():
+            load(payload["user"][key])
+        if self._state is not None:
+            self._state.load(payload["state"])
+        if self._source is not None:
+            self._source.load(payload["data"], record.cursor)
+
+    # --- torchft's Manager ---
+
+    def start_quorum(
+        self,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Begin the next txn. Returns at once, except after a rollback or a membership change.
+
+        There is no quorum call: membership changes only with an epoch, and state is current when
+        this returns. ``allow_heal``, ``shrink_only`` and ``timeout`` are accepted and not needed.
+
+        Raises:
+            Drained: this group has left; it is a ``SystemExit`` with status 0.
+        """
+        if self._txn is not None:
+            if self._errored is None and self._manifest.empty:
+                return
+            # torchft lets a step be started over; its txn cannot go on with dropped gradients.
+            self.report_error(RuntimeError("the step was started over before it was voted on"))
+            self._prepare()
+        if self._begin() is None:
+            raise Drained("this replica group has drained")
+
+    def wait_quorum(self) -> None:
+        """Return at once: membership is known when a txn begins."""
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Vote, and learn the decision: equal on all ranks of all groups.
+
+        Raises:
+            RuntimeError: ``max_retries`` failures in a row.
+            InDoubt, Fenced, NoState, NotEnoughGroups: this participant must stop.
+        """
+        command = self._prepare()
+        if command is not None:
+            self._applying = command
+            return True
+        self._commit_failures += 1
+        if self._max_retries is not None and self._commit_failures > self._max_retries:
+            raise RuntimeError(
+                f"should_commit failed {self._commit_failures} times consecutively, exceeding "
+                f"max_retries={self._max_retries}"
+            )
+        return False
+
+    def report_error(self, e: Exception) -> None:
+        """Report an error of this rank: the txn is rolled back on every rank of every group."""
+        engine = self._engine
+        if engine is None:
+            super().report_error(e)
+            return
+        if self._applying is not None:
+            self._apply_failed(e)
+            return
+        super().report_error(e)
+        token = self._txn.token if self._txn is not None else engine.local.token
+        if not isinstance(e, (TxnAborted, GroupAborted)):
+            engine.post(Fault(token, _text(e), type(e).__name__))
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: ReduceOp = ReduceOp.AVG,
+    ) -> Work:
+        """torchft's fault tolerant all-reduce; what it reduced goes into the vote's manifest."""
+        if self._injector is not None:
+            self._injector.at("before_allreduce")
+        if self._raise_on_abort and (error := self._errored) is not None:
+            raise TxnAborted(str(error.original_exception))
+        self._manifest.add(tensor, reduce_op)
+        work = super().allreduce(tensor, should_quantize, reduce_op)
+        if isinstance(work, _DummyWork):
+            # What torchft's DDP hook expects, which a bare _DummyWork makes it fail on.
+            work = _ManagedWork(self, work, tensor)
+            work.get_future().then(lambda _: tensor)
+        self._works.append(work)
+        return work
+
+    def _reduce_now(self, tensor: torch.Tensor) -> None:
+        """All-reduce hook of FSDP2."""
+        self.allreduce(tensor).wait()
+        self._works.clear()
+        if (error := self._errored) is not None and self._raise_on_abort:
+            raise TxnAborted(str(error.original_exception))
+        if self._injector is not None:
+            self._injector.at("after_allreduce")
+
+    def _reduce_grad(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.allreduce(parameter.grad)
+
+    def wrap_future(
+        self,
+        fut: torch.futures.Future[Any],
+        default: Any,
+        timeout: timedelta | None = None,
+    ) -> torch.futures.Future[Any]:
+        """As torchft's; a rollback completes the future with ``default`` at once."""
+        outer = _CancellableFuture(default, self._futures.discard)
+        self._futures.add(outer)
+        super().wrap_future(fut, default, timeout).add_done_callback(outer.settle)
+        return outer.future
+
+    def num_participants(self) -> int:
+        """Groups whose gradients count in the present txn."""
+        return int(self._participating_replica_world_size)
+
+    def participating_rank(self) -> int | None:
+        """Index of this group among the participating groups; None: a spare."""
+        rank: int | None = self._participating_replica_rank
+        return rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """torchft's, plus lineage and data cursor."""
+        engine = self._engine
+        lineage = engine.local.lineage if engine is not None else self._lineage
+        cursor = engine.local.cursor if engine is not None else self._cursor
+        return {**super().state_dict(), "lineage": lineage, "cursor": cursor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a checkpoint; before the first step only.
+
+        Raises:
+            FftError: the manager has already joined the job.
+        """
+        if self._engine is not None:
+            raise FftError("load_state_dict() must come before the first step")
+        super().load_state_dict(state_dict)
+        self._lineage = state_dict.get("lineage", "")
+        self._cursor = state_dict.get("cursor", state_dict["batches_committed"])
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave the job and end every thread, socket and file of this manager. Idempotent."""
+        self._finish_apply()
+        if self._engine is not None:
+            self._engine.close()
+        for group in self._groups():
+            group.close()
+        if self._injector is not None:
+            self._injector.detach()
+        self._bus.close()
+        self._trace.close()
+        super().shutdown(wait)
+
+    # --- for Transaction ---
+
+    def _body_failed(self, plan: StartTxn, error: Exception) -> None:
+        """An exception left the body: report it; give up if it keeps coming at one step."""
+        if isinstance(error, (TxnAborted, GroupAborted)) or self._errored is not None:
+            return
+        step, count = self._body_failures
+        self._body_failures = (plan.step, count + 1 if step == plan.step else 1)
+        if self._body_failures[1] >= self._max_body_failures:
+            raise BodyKeepsFailing(
+                f"the body failed {self._body_failures[1]} times in a row at step {plan.step}; "
+                "the last error is the cause of this one"
+            ) from error
+        self.report_error(error)
+
+
+class Transaction:
+    """One attempt at one step. ``with txn:`` runs the body; leaving it votes and decides.
+
+    Attributes:
+        batch: this group's slice.
+        step: committed steps before this txn.
+        committed: after the body: whether the txn was committed.
+    """
+
+    def __init__(
+        self, manager: ManagerFFT, plan: StartTxn, batch: Any, max_steps: int | None
+    ) -> None:
+        self.batch = batch
+        self.step = plan.step
+        self.epoch, self.attempt = plan.token
+        self.committed = False
+        self.closed = False
+        self._manager = manager
+        self._plan = plan
+        self._last = max_steps is not None and plan.step + 1 >= max_steps
+
+    def log(self, **metrics: float) -> None:
+        """Put figures of this attempt into the trace."""
+        manager = self._manager
+        if manager._engine is not None:
+            manager._trace.note("metrics", metrics, manager._engine.local)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.closed = True
+        manager = self._manager
+        if error is not None:
+            if not isinstance(error, Exception):
+                return False
+            manager._body_failed(self._plan, error)
+            return True
+        if self._last:
+            manager.drain()
+        command = manager._prepare()
+        if command is not None:
+            self.committed = True
+            slice_number = None if self._plan.index is None else self._plan.cursor + self._plan.index
+            manager._trace.note(
+                "consumed",
+                {
+                    "slice": slice_number,
+                    "step": self._plan.step,
+                    "token": list(self._plan.token),
+                },
+            )
+            manager._run_optimizers(command)
+        return True
+
+
+class _EngineHost:
+    """What the engine thread may do to the manager; does not keep it alive."""
+
+    def __init__(self, manager: ManagerFFT) -> None:
+        self._manager = weakref.ref(manager)
+
+    def cancel_futures(self, cause: str) -> None:
+        manager = self._manager()
+        if manager is None:
+            return
+        if manager._errored is None:
+            manager._errored = ExceptionWithTraceback(TxnAborted(cause))
+        for future in list(manager._futures):
+            future.cancel()
+
+    def abort_groups(self, cause: str) -> None:
+        manager = self._manager()
+        if manager is not None:
+            for group in manager._groups():
+                group.abort(cause)
+
+
+class _CancellableFuture:
+    """A torch future that completes with the wrapped one, or with ``default`` when cancelled."""
+
+    def __init__(self, default: Any, on_done: Callable[[_CancellableFuture], None]) -> None:
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self._default = default
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._done = False
+
+    def settle(self, inner: torch.futures.Future[Any]) -> None:
+        """Complete as the wrapped future, whose errors torchft has already replaced."""
+        self._set(inner.value())
+
+    def cancel(self) -> None:
+        """Complete with the default now."""
+        self._set(self._default)
+
+    def _set(self, value: Any) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._done = True
+        self._on_done(self)
+        self.future.set_result(value)
+
+
+class _ManifestBuilder:
+    """Counts the reductions of a txn for its vote."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._bytes = 0
+        self._shapes = hashlib.blake2b(digest_size=8)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was reduced yet."""
+        return self._count == 0
+
+    def add(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Note one reduction, in issue order."""
+        self._count += 1
+        self._bytes += tensor.nbytes
+        self._shapes.update(f"{op}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
+
+    def build(self) -> Manifest:
+        """The manifest so far."""
+        return Manifest(self._count, self._bytes, self._shapes.hexdigest())
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_tensor_bytes, value))
+    return 0
+
+
+def _text(error: BaseException) -> str:
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return lines[0][:500] if lines else type(error).__name__
+
+
+def _error(command: Finish) -> FftError:
+    kind = getattr(fft.errors, command.error or "", FftError)
+    assert issubclass(kind, FftError)
+    return kind(command.reason)
+
+
+__all__ = ["ManagerFFT", "Token", "Transaction"]

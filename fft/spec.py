@@ -1,0 +1,196 @@
+"""The spec format: strict models of an FSM file, and ``load_spec``.
+
+Pure: reads one YAML file, imports no torch, thread, clock or bus. A spec holds names only;
+what a guard or an effect name means is code in ``fft.core``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fft.errors import SpecError
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Row(_Strict):
+    """One way to react: if all guards hold, run the effects in order and go to ``to``."""
+
+    to: str | None = Field(None, description="next state; absent: stay, the state is not re-entered")
+    guard: list[str] = Field(default_factory=list, description="names; all must hold")
+    effects: list[str] = Field(default_factory=list, description="names; run in this order")
+    why: str = Field("", description="a sentence for the reader and the diagram")
+
+
+class StateSpec(_Strict):
+    """One state: for every event it has rows, or says by name why it ignores or defers it."""
+
+    doc: str = ""
+    timers: list[str] = Field(default_factory=list, description="armed on entry, cleared on leaving")
+    on: dict[str, list[Row]] = Field(default_factory=dict)
+    exit: list[Row] = Field(
+        default_factory=list, description="exit guards: tried in order after every event"
+    )
+    ignore: dict[str, str] = Field(default_factory=dict, description="event: reason")
+    defer: dict[str, str] = Field(default_factory=dict, description="event: reason")
+    terminal: bool = False
+
+
+class Common(_Strict):
+    """Rows for every state that is not terminal and does not name the event itself."""
+
+    on: dict[str, list[Row]] = Field(default_factory=dict)
+    ignore: dict[str, str] = Field(default_factory=dict)
+
+
+class Groups(_Strict):
+    """Which groups a paradigm has, and how each keeps together."""
+
+    replicate: Literal["every_step"] = Field(description="sync policy of the replicate groups")
+    shard: Literal["fails_as_one", "none"] = Field(description="unit of fault tolerance")
+
+
+class Policies(_Strict):
+    """Choices that guards read."""
+
+    min_reductions: int = Field(
+        1, ge=0, description="reductions that a YES needs, so that a phantom step cannot commit"
+    )
+
+
+class FsmSpec(_Strict):
+    """A whole paradigm, as written in ``fsm_specs/<name>.yaml``."""
+
+    name: str
+    version: Literal[1]
+    doc: str = ""
+    groups: Groups
+    policies: Policies
+    timeouts: dict[str, float] = Field(description="timer name: default, in seconds")
+    initial: str
+    common: Common = Common()
+    states: dict[str, StateSpec]
+
+    def digest(self) -> str:
+        """Hex digest of the content; two processes of one job must have the same."""
+        return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice instead of keeping the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise SpecError(f"line {line}: key {key!r} stands twice; keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads a bare `on` as true; our key is the word.
+_UniqueKeys.yaml_implicit_resolvers = {
+    first: [(tag, rx) for tag, rx in rules if tag != "tag:yaml.org,2002:bool"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_UniqueKeys.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    "tag:yaml.org,2002:bool", __import__("re").compile(r"^(?:true|false)$"), list("tf")
+)
+
+
+def spec_dirs() -> list[Path]:
+    """Where specs are looked up by name: an installed wheel first, then a checkout."""
+    here = Path(__file__).resolve().parent
+    return [d for d in (here / "fsm_specs", here.parent / "fsm_specs") if d.is_dir()]
+
+
+def find_spec(name_or_path: str | Path) -> Path:
+    """The file of a spec given by name (``hsdp``) or by path.
+
+    Raises:
+        SpecError: there is no such file; the message lists the names there are.
+    """
+    path = Path(name_or_path)
+    if path.suffix in {".yaml", ".yml"} or path.parent != Path():
+        if path.is_file():
+            return path
+        raise SpecError(f"{path}: no such spec file")
+    for directory in spec_dirs():
+        if (found := directory / f"{name_or_path}.yaml").is_file():
+            return found
+    known = sorted({p.stem for d in spec_dirs() for p in d.glob("*.yaml")})
+    raise SpecError(f"no spec named {str(name_or_path)!r}; there are: {', '.join(known) or 'none'}")
+
+
+def load_spec(name_or_path: str | Path) -> FsmSpec:
+    """Read and check a spec.
+
+    Raises:
+        SpecError: one error that names file, place and mend.
+    """
+    path = find_spec(name_or_path)
+    return parse_spec(path.read_text(encoding="utf-8"), str(path))
+
+
+def parse_spec(text: str, origin: str) -> FsmSpec:
+    """Parse and check spec text; ``origin`` names it in errors."""
+    from fft.checks import check_spec  # checks needs the models above
+
+    try:
+        spec = FsmSpec.model_validate(yaml.load(text, Loader=_UniqueKeys))
+    except yaml.YAMLError as error:
+        raise SpecError(f"{origin}: not YAML: {error}") from None
+    except SpecError as error:
+        raise SpecError(f"{origin}: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "top level"
+        line = _line_of(text, first["loc"])
+        raise SpecError(f"{origin}:{line}: {place}: {first['msg']}{_mend(first)}") from None
+    problems = check_spec(spec)
+    if problems:
+        place, message = problems[0]
+        raise SpecError(f"{origin}:{_line_of(text, place)}: {'.'.join(map(str, place))}: {message}")
+    return spec
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the spec format, for editors."""
+    return FsmSpec.model_json_schema()
+
+
+def _mend(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"; unknown key {error['loc'][-1]!r}: remove it, or correct its spelling"
+    if error["type"] == "missing":
+        return f"; add the key {error['loc'][-1]!r}"
+    return f"; found {error.get('input')!r}"
+
+
+def _line_of(text: str, loc: tuple[Any, ...]) -> int:
+    """Line (from 1) of the deepest part of ``loc`` that the text has."""
+    node: yaml.Node | None = yaml.compose(text, Loader=_UniqueKeys)
+    line = 1
+    for part in loc:
+        if isinstance(node, yaml.MappingNode):
+            match = [(k, v) for k, v in node.value if k.value == str(part)]
+            if not match:
+                break
+            line, node = match[0][0].start_mark.line + 1, match[0][1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            if part >= len(node.value):
+                break
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
