@@ -1,8 +1,10 @@
-"""Data by the committed global cursor: which slice a group takes, and how a loader gives it.
+"""Data by the committed global cursor: which item a rank takes, and how a loader gives it.
 
-One cursor counts *slices* (one slice is one item of the loader: a batch). In a txn the i-th
-participating group takes the i-th slice after the cursor; COMMIT moves it by the number of
-participating groups, ABORT leaves it. Touches only the loader it is given.
+The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
+loader (a batch) for each of its ranks. In a txn the i-th participating group takes the i-th slice
+after the cursor; COMMIT moves it by the number of participating groups, ABORT leaves it. Sources
+count in items: slice ``n`` of groups of ``R`` ranks is items ``n * R`` … ``n * R + R - 1``.
+Touches only the loader it is given.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from fft.errors import FftError
 
 
 class DataError(FftError):
-    """The loader cannot give the slice that the cursor asks for."""
+    """The loader cannot give the items that the cursor asks for."""
 
 
 class DataSource(Protocol):
     """What ``transactions`` draws from. All groups must have equal sources."""
 
-    def slices(self, cursor: int, count: int) -> list[Any] | None:
-        """Slices ``cursor`` … ``cursor + count - 1``; None if the data end before."""
+    def items(self, first: int, count: int) -> list[Any] | None:
+        """Items ``first`` … ``first + count - 1``; None if the data end before."""
 
-    def export(self, cursor: int) -> Any:
-        """State from which a fresh source can go on at ``cursor``."""
+    def export(self, first: int) -> Any:
+        """State from which a fresh source can go on at item ``first``."""
 
-    def load(self, state: Any, cursor: int) -> None:
-        """Go on at ``cursor`` from the ``export`` of another group."""
+    def load(self, state: Any, first: int) -> None:
+        """Go on at item ``first`` from the ``export`` of another group."""
 
 
 @runtime_checkable
@@ -40,13 +42,13 @@ class _Stateful(Protocol):
 class CursorLoader:
     """Batches of a map-style dataset by number, in an order that every group computes alike.
 
-    Slice ``n`` is batch ``n % batches`` of pass ``n // batches``; each pass visits every sample
+    Item ``n`` is batch ``n % batches`` of pass ``n // batches``; each pass visits every sample
     once in a new random order (the last, incomplete batch is left out). Nothing needs to be
     transferred to a group that joins.
 
     Args:
         dataset: ``len()`` and ``[index]``.
-        batch_size: samples per slice.
+        batch_size: samples per item, that is, for one rank in one step.
         seed: equal on all ranks.
         passes: end after so many passes; None: never.
         collate: list of samples → batch; default: torch's ``default_collate``.
@@ -73,7 +75,7 @@ class CursorLoader:
         self._order: tuple[int, list[int]] = (-1, [])
 
     def indices(self, number: int) -> list[int]:
-        """Sample indexes of slice ``number``."""
+        """Sample indexes of item ``number``."""
         import torch  # only here: the cursor itself needs no torch
 
         which, place = divmod(number, self._batches)
@@ -93,7 +95,7 @@ class CursorLoader:
         return default_collate(samples)
 
     def ends_before(self, number: int) -> bool:
-        """Whether slice ``number - 1`` is past the end."""
+        """Whether item ``number - 1`` is past the end."""
         return self._passes is not None and number > self._passes * self._batches
 
 
@@ -103,30 +105,30 @@ class _Indexed:
     def __init__(self, loader: CursorLoader) -> None:
         self._loader = loader
 
-    def slices(self, cursor: int, count: int) -> list[Any] | None:
-        if self._loader.ends_before(cursor + count):
+    def items(self, first: int, count: int) -> list[Any] | None:
+        if self._loader.ends_before(first + count):
             return None
-        return [_Lazy(self._loader, cursor + i) for i in range(count)]
+        return [_Lazy(self._loader, first + i) for i in range(count)]
 
-    def export(self, cursor: int) -> Any:
+    def export(self, first: int) -> Any:
         return None
 
-    def load(self, state: Any, cursor: int) -> None:
-        pass
+    def load(self, state: Any, first: int) -> None:
+        """Nothing to do: any item can be had at any time."""
 
 
 class _Lazy:
-    """A slice of which only the group that takes it loads the samples."""
+    """An item of which only the rank that takes it loads the samples."""
 
     def __init__(self, loader: CursorLoader, number: int) -> None:
         self.load = lambda: loader[number]
 
 
 class StreamSource:
-    """Any stateful loader as a source: every group draws the whole stream and keeps its slice.
+    """Any stateful loader as a source: every rank draws the whole stream and keeps its items.
 
     Items that were drawn but not committed stay here, so that a replay sees the same objects.
-    The loader must give the same items in the same order in every group, and have
+    The loader must give the same items in the same order on every rank, and have
     ``state_dict`` / ``load_state_dict`` so that a group that joins can go on where the others are.
     """
 
@@ -138,8 +140,8 @@ class StreamSource:
         self._states: list[Any] = []
         """Loader state before each of ``_items``."""
 
-    def slices(self, cursor: int, count: int) -> list[Any] | None:
-        self._forget(cursor)
+    def items(self, first: int, count: int) -> list[Any] | None:
+        self._forget(first)
         if self._iterator is None:
             self._iterator = iter(self._loader)
         while len(self._items) < count:
@@ -152,29 +154,29 @@ class StreamSource:
             self._items.append(item)
         return self._items[:count]
 
-    def export(self, cursor: int) -> Any:
-        self._forget(cursor)
+    def export(self, first: int) -> Any:
+        self._forget(first)
         return self._states[0] if self._states else self._state()
 
-    def load(self, state: Any, cursor: int) -> None:
+    def load(self, state: Any, first: int) -> None:
         if not isinstance(self._loader, _Stateful):
             raise DataError(
                 f"{type(self._loader).__name__} has no load_state_dict, so a group that joins "
                 "cannot go on at the common cursor; use fft.CursorLoader or a stateful loader"
             )
         self._loader.load_state_dict(copy.deepcopy(state))
-        self._iterator, self._start = None, cursor
+        self._iterator, self._start = None, first
         self._items, self._states = [], []
 
-    def _forget(self, cursor: int) -> None:
-        """Drop what was committed: everything before ``cursor``."""
+    def _forget(self, first: int) -> None:
+        """Drop what was committed: everything before ``first``."""
         if self._start is None:
-            self._start = cursor
-        done = cursor - self._start
+            self._start = first
+        done = first - self._start
         if not 0 <= done <= len(self._items):
-            raise DataError(f"the cursor is at {cursor}, but this loader is at {self._start}")
+            raise DataError(f"item {first} is due, but this loader is at {self._start}")
         del self._items[:done], self._states[:done]
-        self._start = cursor
+        self._start = first
 
     def _state(self) -> Any:
         if isinstance(self._loader, _Stateful):
@@ -188,5 +190,5 @@ def as_source(loader: Any) -> DataSource:
 
 
 def loaded(item: Any) -> Any:
-    """The batch of a slice that this group takes."""
+    """The batch that this rank takes."""
     return item.load() if isinstance(item, _Lazy) else item

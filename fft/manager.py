@@ -295,10 +295,12 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._raise_on_abort = True
         self._source = as_source(loader)
         while (plan := self._begin()) is not None:
-            items = self._source.slices(plan.cursor, plan.participants)
+            ranks = self._group_world_size
+            items = self._source.items(plan.cursor * ranks, plan.participants * ranks)
             if items is None or (max_steps is not None and plan.step >= max_steps):
                 return
-            txn = Transaction(self, plan, loaded(items[plan.index or 0]), max_steps)
+            mine = items[(plan.index or 0) * ranks + self._group_rank]
+            txn = Transaction(self, plan, loaded(mine), max_steps)
             yield txn
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
@@ -529,12 +531,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     def _send_state(self, command: Heal) -> None:
         record = command.record
+        position = record.cursor * self._group_world_size
         payload: dict[str, Any] = {
             "fft": {"lineage": record.lineage, "cursor": record.cursor},
             "torchft": {"step": record.step, "batches_committed": record.batches},
             "user": {key: value() for key, value in self._user_state_dicts.items()},
             "state": self._state.export() if self._state is not None else None,
-            "data": self._source.export(record.cursor) if self._source is not None else None,
+            "data": self._source.export(position) if self._source is not None else None,
         }
         self._checkpoint_transport.send_checkpoint(
             dst_ranks=list(command.send_to),
@@ -577,7 +580,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._state is not None:
             self._state.load(payload["state"])
         if self._source is not None:
-            self._source.load(payload["data"], record.cursor)
+            self._source.load(payload["data"], record.cursor * self._group_world_size)
 
     # --- torchft's Manager ---
 

@@ -27,6 +27,7 @@ from fft.core.messages import (
     Ack,
     Apply,
     Broadcast,
+    BusDown,
     CancelFutures,
     CastVote,
     Death,
@@ -84,7 +85,8 @@ def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember who asks to join; an older incarnation of the same identity has ended."""
     assert isinstance(event, Join)
     _heard(s, event.hello)
-    s.joining |= {event.hello.peer}
+    # A member's word that comes late, from before it was let in, asks for nothing any more.
+    s.joining |= {event.hello.peer} - set(member_peers(s))
     return ()
 
 
@@ -222,6 +224,7 @@ def note_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.proposed = False
     if event.record is not None:
         s.head = event.record
+        s.joining -= {p for g in event.record.members for p in g.peers()}
         if event.record.kind == "abort" and event.record.cause:
             s.cause = event.record.cause
     return ()
@@ -533,11 +536,36 @@ def rearm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def arm_bus_limit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The bus is out of reach: give it the limit to come back."""
+def note_bus_down(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The bus is out of reach; a proposal that was on its way may have been lost."""
+    assert isinstance(event, BusDown)
     s.proposed = False
-    if "bus_limit" not in s.timers:
-        yield arm(s, c, "bus_limit")
+    # A listener that has lost its place cannot be caught up with: only a restart helps.
+    s.deaf = s.deaf or event.operation == "listen"
+    s.bus_down = True
+    return ()
+
+
+@action
+def arm_bus_timers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Try again soon; give the bus the limit to come back."""
+    for name in ("bus_retry", "bus_limit"):
+        if name not in s.timers:
+            yield arm(s, c, name)
+
+
+@action
+def repeat_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Announce again the decision that I won, if it is the newest I know."""
+    if s.head is not None and s.head.by == c.me:
+        yield Broadcast(Decision(s.head))
+
+
+@action
+def recast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Cast my YES again: the ballot may not have it. Counted once, since votes carry names."""
+    if s.vote is not None:
+        yield CastVote(s.token, s.vote, len(member_peers(s)))
 
 
 @action

@@ -232,6 +232,12 @@ def all_expected_joined(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def bus_is_down(s: Local, c: Config, event: Event) -> bool:
+    """The bus has not been heard of since an operation on it failed."""
+    return s.bus_down or s.deaf
+
+
+@guard
 def superseded(s: Local, c: Config, event: Event) -> bool:
     """A newer incarnation of my own identity has joined."""
     if not isinstance(event, Join):

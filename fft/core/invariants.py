@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fft.core.local import Local, member_peers, members
+from fft.core.local import Local, member_peers
 from fft.core.messages import (
     Ack,
     Applied,
@@ -366,8 +366,20 @@ def drain(history: History, finding: Finding) -> None:
                 f"after {record.leavers} left with record {n} came a rollback: {after.cause}",
                 place,
             )
-            gone = {g.group for g in after.members} & set(record.leavers)
-            finding.expect(not gone, f"{gone} drained, but is in the next epoch", place)
+            stayed = {p for g in after.members for p in g.peers()} & _left(records, record)
+            finding.expect(not stayed, f"{stayed} drained, but are in the next epoch", place)
+
+
+def _left(records: Mapping[int, tuple[Record, str]], commit: Record) -> set[Peer]:
+    """Participants that leave with ``commit``, as the record of their epoch lists them."""
+    return {
+        peer
+        for record, _ in records.values()
+        if record.kind == "epoch" and record.epoch == commit.epoch
+        for group in record.members
+        if group.group in commit.leavers
+        for peer in group.peers()
+    }
 
 
 @invariant
@@ -383,7 +395,3 @@ def decided(history: History, finding: Finding) -> None:
                     move.place,
                 )
 
-
-def groups_of(local: Local) -> Mapping[str, int]:
-    """Group name → index in the participant's epoch."""
-    return {g.group: i for i, g in enumerate(members(local))}

@@ -77,6 +77,10 @@ class Local:
     rollbacks: int = 0
     """Since the last commit."""
     paused: bool = False
+    bus_down: bool = False
+    """An operation on the bus failed, and nothing was heard from it since."""
+    deaf: bool = False
+    """The listener has lost its place in the message order."""
     cause: str = ""
     deferred: tuple[Event, ...] = ()
     timers: Mapping[str, int] = field(default_factory=dict)

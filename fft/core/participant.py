@@ -20,6 +20,7 @@ from fft.core.messages import (
     Applied,
     ApplyFailed,
     Ballot,
+    BusMessage,
     ClearTimers,
     Death,
     Decision,
@@ -129,6 +130,10 @@ class Participant:
             case "refuse":
                 return Outcome("refused", reason)
         out = Outcome("row")
+        if isinstance(event, Timer):
+            s.timers = {n: serial for n, serial in s.timers.items() if n != event.name}
+        elif isinstance(event, (BusMessage, Ballot)):
+            s.bus_down = False  # whatever it says, the bus has spoken
         if not self._take_row(s, out, event, name, now):
             return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
         for _ in range(_MAX_CHAIN):

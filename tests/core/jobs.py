@@ -1,0 +1,123 @@
+"""Jobs of pure participants for the tests of the core, recorded so that they can be judged."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from fft.core.invariants import Finding, History, Move, judge
+from fft.core.local import Local
+from fft.core.messages import Drain, Event, Token
+from fft.core.participant import Outcome
+from fft.sim.cluster import Cluster, Node
+from fft.spec import FsmSpec, load_spec
+
+HSDP = load_spec("hsdp")
+
+
+class Job(Cluster):
+    """A cluster that remembers every move."""
+
+    def __init__(self, groups: int = 2, ranks: int = 1, spec: FsmSpec = HSDP, **config: Any) -> None:
+        self.record = History()
+        super().__init__(spec, observer=self._observe)
+        self.ranks = ranks
+        self.config = {"expected_groups": groups, **config}
+        for group in range(groups):
+            self.start_group(str(group))
+
+    def _observe(self, node: Node, before: Local, event: Event, out: Outcome) -> None:
+        moves = self.record.moves.setdefault(node.peer, [])
+        moves.append(Move(node.peer, before, event, node.local, out, f"{node.peer}:{len(moves)}"))
+        if out.verdict == "refused":
+            raise AssertionError(f"{node.peer} refused {event}: {out.reason}")
+        if event.type == "applied" and out.verdict == "row":
+            token, cursor = before.token, before.cursor
+            groups = [g.group for g in before.epoch.members] if before.epoch else []
+            slice_ = cursor + groups.index(node.peer.group)
+            self.record.consumed.append((node.peer, Token(*token), slice_, ""))
+
+    def start_group(self, group: str) -> list[Node]:
+        """Start all ranks of a group."""
+        generation = sum(p.group == group for p in self.nodes)
+        return [
+            self.add(group, r, self.ranks, store=f"{group}.{generation}", **self.config)
+            for r in range(self.ranks)
+        ]
+
+    def kill_group(self, group: str, tell: bool = True) -> None:
+        """SIGKILL all ranks of a group."""
+        for node in self.group(group):
+            self.crash(node, tell)
+
+    def group(self, group: str) -> list[Node]:
+        """Live nodes of a group."""
+        return [n for n in self.live() if n.peer.group == group]
+
+    def drain(self, *groups: str) -> None:
+        """Ask groups to leave, as a supervisor would."""
+        self.broadcast(Drain(groups=groups, by="test"))
+
+    def states(self) -> set[str]:
+        """FSM states of the live nodes."""
+        return {n.state for n in self.live()}
+
+    def steps(self) -> set[int]:
+        """Committed steps of the live nodes."""
+        return {n.local.step for n in self.live()}
+
+    def verdict(self) -> list[Finding]:
+        """Findings with a violation; members that never handled an event have an empty trace."""
+        for peer in self.nodes:
+            self.record.moves.setdefault(peer, [])
+        return [f for f in judge(self.record) if f.violation]
+
+
+def wander(job: Job, rng: random.Random, actions: int) -> None:
+    """Random deliveries, faults, crashes, restarts, drains, suspicions and bus outages."""
+    for _ in range(actions):
+        live = job.live()
+        if not live:
+            return
+        dice = rng.random()
+        node = rng.choice(live)
+        if dice < 0.80:
+            waiting = [n for n in live if n.inbox]
+            if waiting:
+                job.deliver(rng.choice(waiting))
+        elif dice < 0.92:
+            job.compute([node], reductions=1)
+        elif dice < 0.945:
+            job.fail(node)
+        elif dice < 0.955:
+            job.fire(rng.choice(["ack_window", "vote_window", "join_interval"]), [node])
+        elif dice < 0.965:
+            job.kill_group(node.peer.group, tell=rng.random() < 0.7)
+        elif dice < 0.985:
+            dead = {str(g) for g in range(3)} - {n.peer.group for n in live}
+            if dead:
+                job.start_group(rng.choice(sorted(dead)))
+        elif dice < 0.99:
+            job.drain(node.peer.group)
+        elif dice < 0.995:
+            job.apply_fails = frozenset({node.peer})
+        else:
+            job.bus_up = not job.bus_up
+
+
+def calm(job: Job, rounds: int = 60) -> int:
+    """No more faults: let everyone go on. Returns the commits made meanwhile."""
+    job.bus_up = True
+    job.apply_fails = frozenset()
+    before = job.head.step if job.head else 0
+    for _ in range(rounds):
+        job.step()
+        for timer in ("ack_window", "join_interval", "pause", "vote_window"):
+            job.fire(timer)
+            job.settle()
+        if any(n.state in ("INIT", "HEALING", "DRAIN_WAIT") for n in job.live()):
+            job.fire("join_window")
+            job.fire("drain_window")
+            job.fire("ready_window")
+            job.settle()
+    return (job.head.step if job.head else 0) - before
