@@ -1,0 +1,574 @@
+"""The bus over torch's TCPStore: `tcp://host:port/job`.
+
+Touches one TCPStore server and, in it, only keys under `fft/<job>/`. Per job there are
+
+- `gen`        names this life of the server (see `ErrorBus.generation`)
+- `head`       the number of the last message taken, a counter
+- `q/<number>` one message: write-once, removed once it is `RING_MESSAGES` old
+- `r/` `b/` `c/`  registers, ballots and counters by name
+
+**Messages.** A writer takes a number from `head`, then writes that slot. Listeners read the slots
+in the order of numbers, so all hear the same order. A slot that stays empty while `head` has
+passed it belongs to a writer that died or stalled: after `_GRACE_S` a listener's watch thread
+fills it with a tombstone. A slot's first content is final; a writer that finds a tombstone takes
+a new number. Whoever takes number n removes slot n - ring, so anything that happened to a slot
+while `head` was less than a ring past it happened before the removal. That is the test both sides
+use: a listener trusts what it read, and a writer what it wrote, only if `head`, read afterwards,
+is still less than a ring past the slot. Otherwise it says `BusOverrun`.
+
+**Numbers** are the store's signed 64-bit counters taken modulo 2**64 and compared by their
+distance (serial-number arithmetic), so running past the range is nothing special.
+
+**Connections.** A TCPStore client never connects again, and after an operation that timed out the
+late answer would be taken for the answer to the next question. So the first failure makes the
+bus object unusable for good. Pass the old `generation` to `open_bus` to recognise a bus that was
+started again empty. torch writes its own warnings about a lost server to stderr.
+
+**Name service.** On every new connection torch looks up the client's name in the server's only
+thread, and the server's name in the client. `serve_tcp` listens on an IPv4 socket when the host is
+one, so that loopback peers are found in /etc/hosts; with torch's own IPv6 socket each of them
+would be a DNS question, and one lost packet would stop the bus for 5 s. For clients on other
+hosts, see that their addresses resolve quickly where the bus is served.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from fft.bus.base import (
+    RING_MESSAGES,
+    BusClosed,
+    BusError,
+    BusForgot,
+    BusOverrun,
+    BusUnreachable,
+    ErrorBus,
+    Subscription,
+    check_bytes,
+    check_job,
+    check_key,
+    check_voters,
+    deliver,
+    overrun_text,
+    report_lost,
+)
+
+_GRACE_S: Final = 0.5  # how long a taken slot may stay empty before it is given up
+_WATCH_S: Final = 0.1  # how often a subscription looks for a slot that holds it up
+_STALL_S: Final = 0.05  # a writer that took longer to get its number looks before it writes
+_IDLE = timedelta(days=1)  # a listener's wait; torch warns on stderr each time one runs out
+_NUDGE_WAIT_S: Final = 0.4
+_JOIN_WAIT_S: Final = 0.4
+_SWEEP: Final = 4096  # messages between two sweeps for slots whose remover died
+_CONNECT_TRIES: Final = 4
+_CONNECT_TRY_S: Final = 0.5
+_RETRIES: Final = 100
+_NUMBERS: Final = 2**64
+
+_MESSAGE, _NUDGE, _TOMBSTONE = b"M", b"N", b"T"
+_VALUE = b"="  # before every register value: the store cannot tell an empty one from none
+_ABSENT = b"?"  # no value begins with this, so comparing with it reads and never writes
+_VOTE = struct.Struct("!HI")  # bytes in the tag, bytes in the vote; then both
+
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
+
+
+def _connect(host: str, port: int, url: str, timeout: float) -> Any:
+    """A new TCPStore client, or `BusUnreachable` within `timeout` seconds.
+
+    A plain connection is tried first, because torch logs and retries when nobody listens. torch's
+    own connecting has two waits that it does not bound: it asks the name service for the server's
+    name (one lost packet costs 5 s), and it waits for the server's answer. So it runs on threads,
+    a fresh try beside the one that hangs, and the first to succeed counts. A try that is left
+    behind ends with its lookup or its connection.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        raise BusUnreachable(url, str(error)) from error
+    tries: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def attempt() -> None:
+        try:
+            limit = timedelta(seconds=timeout)
+            tries.put(_TCPStore(host, port, None, False, limit, wait_for_workers=False))
+        except Exception as error:  # noqa: BLE001 - handed to the caller's thread below
+            tries.put(error)
+
+    for number in range(_CONNECT_TRIES):
+        threading.Thread(target=attempt, name="fft-bus-connect", daemon=True).start()
+        left = deadline - time.monotonic()
+        if number < _CONNECT_TRIES - 1:
+            left = min(left, _CONNECT_TRY_S)
+        try:
+            made = tries.get(timeout=max(0.0, left))
+        except queue.Empty:
+            continue
+        if isinstance(made, Exception):
+            raise BusUnreachable(url, str(made).splitlines()[0]) from made
+        return made
+    raise BusUnreachable(url, "something listens there but does not answer as a TCPStore")
+
+
+def _socket_of(store: Any) -> socket.socket:
+    """A second handle on the connection of `store`.
+
+    torch has no way to bound an operation's answer or to release a thread that waits in one;
+    the socket has both. Only the object's text names its descriptor.
+    """
+    match = re.search(r"SocketImpl\(fd=(\d+)", repr(store))
+    if match is None:
+        raise BusError(f"this torch does not name the socket of its TCPStore: {store!r}")
+    handle = socket.socket(fileno=os.dup(int(match.group(1))))
+    if socket.getdefaulttimeout() is not None:
+        handle.setblocking(True)  # Python then made the shared socket non-blocking
+    return handle
+
+
+class _Connection:
+    """One TCPStore client and the handle that can cut it."""
+
+    def __init__(self, host: str, port: int, url: str, timeout: float) -> None:
+        self.store = _connect(host, port, url, timeout)
+        self._handle = _socket_of(self.store)
+        self._lock = threading.Lock()
+
+    def limit_answers(self, seconds: float) -> None:
+        """Let an operation fail when its answer takes longer than `seconds`."""
+        whole = int(seconds)
+        bound = struct.pack("ll", whole, max(1, int((seconds - whole) * 1e6)))
+        self._handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+
+    def cut(self) -> None:
+        """Release whoever waits in this connection. It is of no more use."""
+        with self._lock:
+            try:
+                self._handle.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the other side was quicker, or we did it before
+                return
+
+    def drop(self) -> None:
+        """Give the descriptors back; nobody may be using the connection."""
+        with self._lock:
+            self._handle.close()
+            self.store = None
+
+
+def _lag(head: int, number: int) -> int:
+    """How far `head` is past `number`; negative if it has not reached it."""
+    distance = (head - number) % _NUMBERS
+    return distance - _NUMBERS if distance >= _NUMBERS // 2 else distance
+
+
+class _TcpSubscription(Subscription):
+    """A thread that waits for the next slot, and one that watches over it."""
+
+    def __init__(
+        self,
+        bus: TcpBus,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> None:
+        self._bus = bus
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._connection = bus._dial()
+        self._lock = threading.Lock()
+        self._ended = False  # lost or closed: whichever comes first
+        self._stop = threading.Event()
+        try:
+            self._connection.store.set_timeout(_IDLE)
+            self._next = (bus._head() + 1) % _NUMBERS
+        except BusError:
+            self._connection.drop()
+            raise
+        self._listener = threading.Thread(target=self._listen, name="fft-bus-listen", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="fft-bus-watch", daemon=True)
+
+    def start(self) -> None:
+        self._listener.start()
+        self._watcher.start()
+
+    def discard(self) -> None:
+        """Give the connection back; instead of `start`."""
+        self._connection.drop()
+
+    def _listen(self) -> None:
+        try:
+            while not self._stop.is_set():
+                frame = self._wait_for(self._next)
+                if frame is None or self._stop.is_set():
+                    continue
+                self._next = (self._next + 1) % _NUMBERS
+                if frame[:1] == _MESSAGE:
+                    deliver(self._on_message, frame[1:])
+        except BusError as error:
+            self._lose(error)
+        finally:
+            self._connection.drop()
+            self._stop.set()
+
+    def _wait_for(self, number: int) -> bytes | None:
+        """The content of slot `number` once it has any; None to try again.
+
+        One `multi_get` reads the slot and then `head`: the order the ring's rule asks for.
+        """
+        keys = [self._bus._slot(number), self._bus._key("head")]
+        try:
+            frame, head = self._connection.store.multi_get(keys)
+        except dist.DistStoreError:  # a day went by
+            return None
+        except RuntimeError as error:
+            if self._stop.is_set():
+                return None
+            raise self._bus._unreachable(error) from error
+        if not frame or _lag(int(head), number) >= RING_MESSAGES:
+            self._bus._delete(self._bus._slot_name(number))  # our watcher may have made it again
+            raise BusOverrun(overrun_text("listener"))
+        return bytes(frame)
+
+    def _watch(self) -> None:
+        """Give up slots that hold the listener up; cut it loose from a server gone silent."""
+        position, head, since = self._next, self._next - 1, time.monotonic()
+        try:
+            while not self._stop.wait(_WATCH_S):
+                held_up = position == self._next and _lag(head, position) >= 0
+                if held_up and time.monotonic() - since < _GRACE_S:
+                    continue
+                if held_up:
+                    self._bus._bury(position, head)
+                position, head, since = self._next, self._bus._head(), time.monotonic()
+            if self._listener.is_alive():
+                self._bus._send(_NUDGE)  # so that our listener wakes and sees the stop
+        except BusError:  # the listener, cut loose, says why
+            self._connection.cut()
+
+    def _lose(self, error: BusError) -> None:
+        with self._lock:
+            told, self._ended = self._ended, True
+        self._stop.set()
+        if not told:
+            self._bus._forget(self)
+            report_lost(self._on_lost, error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._ended = True
+        self._stop.set()
+        self._bus._forget(self)
+        self._join(self._listener, _NUDGE_WAIT_S)
+        if self._listener.is_alive():  # it is in a callback, or the server is silent
+            self._connection.cut()
+            self._join(self._listener, _JOIN_WAIT_S)
+        self._join(self._watcher, 0.1)
+
+    @staticmethod
+    def _join(thread: threading.Thread, seconds: float) -> None:
+        if thread is not threading.current_thread():
+            thread.join(seconds)
+
+
+class TcpBus(ErrorBus):
+    """One client of a TCPStore server, on one job's keys."""
+
+    def __init__(self, url: str, timeout: float = 5.0) -> None:
+        self.url = url
+        self._host, self._port, self._job = parse_url(url)
+        if not timeout > 0:
+            raise BusError(f"the bus timeout must be more than 0 seconds, not {timeout!r}")
+        self._timeout = timeout
+        self._prefix = f"fft/{self._job}/"
+        self._failure: str | None = None  # why the bus is unusable
+        self._lock = threading.Lock()
+        self._closing = False
+        self._subscriptions: set[_TcpSubscription] = set()
+        self._connection: _Connection | None = self._dial()
+        self._connection.limit_answers(timeout)
+        try:
+            self.generation = self._find_generation()
+        except BusError:
+            self.close()
+            raise
+
+    def broadcast(self, payload: bytes) -> None:
+        check_bytes(payload, "a message")
+        self._send(_MESSAGE + payload)
+
+    def subscribe(
+        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+    ) -> Subscription:
+        self._live()
+        subscription = _TcpSubscription(self, on_message, on_lost)
+        with self._lock:
+            if not self._closing:
+                self._subscriptions.add(subscription)
+                subscription.start()
+                return subscription
+        subscription.discard()
+        raise BusClosed(f"the bus {self.url} was closed meanwhile")
+
+    def read(self, key: str) -> bytes | None:
+        check_key(key)
+        held = self._peek("r/" + key)
+        return None if held is None else held[1:]
+
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        check_key(key)
+        check_bytes(desired, "a register value")
+        before = b"" if expected is None else _VALUE + expected
+        after = _VALUE + desired
+        held = self._swap("r/" + key, before, after)
+        # Without a value the store repeats what was expected: not to be taken for an answer.
+        if before and held == before and (after != before or self._peek("r/" + key) is None):
+            raise BusForgot(f"register {key!r} on {self.url} is gone; its value was known")
+        return held[1:]
+
+    def ballot(self, slot: str, tag: str, vote: bytes, voters: int) -> list[bytes] | None:
+        check_key(slot, "slot")
+        check_key(tag, "tag")
+        check_bytes(vote, "a vote")
+        check_voters(voters)
+        name = tag.encode()
+        frame = _VOTE.pack(len(name), len(vote)) + name + vote
+        self._do(lambda store: store.append(self._key("b/" + slot), frame))
+        cast = self._peek("b/" + slot)
+        if cast is None:
+            return None  # deleted since; whoever deletes a ballot has done with it
+        votes = [v for t, v in _split_votes(cast) if t == name]
+        return votes if len(votes) >= voters else None
+
+    def next_number(self, key: str) -> int:
+        check_key(key)
+        return self._add("c/" + key, 1)
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        for kind in ("b/", "r/", "c/"):
+            if self._delete(kind + key):
+                return
+
+    def key_count(self) -> int:
+        return len(self._keys(""))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            ending, connection = list(self._subscriptions), self._connection
+        for subscription in ending:
+            subscription.close()
+        with self._lock:
+            self._connection = None
+        if connection is not None:
+            connection.cut()
+            connection.drop()
+
+    # ---- the message ring
+
+    def _send(self, frame: bytes) -> None:
+        for _ in range(_RETRIES):
+            asked = time.monotonic()
+            number = self._take_number()
+            if time.monotonic() - asked > _STALL_S and self._passed(number):
+                continue  # given up for sure before anything was written
+            if self._write_slot(number, frame):
+                return
+        raise BusOverrun(overrun_text("writer"))
+
+    def _take_number(self) -> int:
+        return self._add("head", 1)
+
+    def _write_slot(self, number: int, frame: bytes) -> bool:
+        """Write a message into its slot; False if the slot was given up before."""
+        if self._swap(self._slot_name(number), b"", frame) != frame:
+            return False
+        self._delete(self._slot_name(number - RING_MESSAGES))
+        if self._passed(number):  # so the slot may have been given up, removed and made again
+            self._delete(self._slot_name(number))
+            raise BusOverrun(overrun_text("writer"))
+        if number % _SWEEP == 0:
+            self._sweep()
+        return True
+
+    def _passed(self, number: int) -> bool:
+        return _lag(self._head(), number) >= RING_MESSAGES
+
+    def _bury(self, first: int, last: int) -> None:
+        """Fill the slots from `first` to `last` that are still empty with tombstones.
+
+        If the ring has removed `first` for good, only that one, so that whoever waits for it
+        wakes and sees where `last` is.
+        """
+        lag = _lag(last, first)
+        for offset in range(lag + 1 if lag < RING_MESSAGES else 1):
+            name = self._slot_name(first + offset)
+            if not self._filled(name):
+                self._swap(name, b"", _TOMBSTONE)
+
+    def _sweep(self) -> None:
+        """Remove slots that a writer should have removed before it died."""
+        head = self._head()
+        for key in self._keys("q/"):
+            number = int(key.rpartition("/")[2], 16)
+            if _lag(head, number) >= RING_MESSAGES:
+                self._delete(self._slot_name(number))
+
+    def _head(self) -> int:
+        return self._add("head", 0)
+
+    def _slot_name(self, number: int) -> str:
+        return f"q/{number % _NUMBERS:016x}"
+
+    def _slot(self, number: int) -> str:
+        return self._key(self._slot_name(number))
+
+    # ---- the store
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _dial(self) -> _Connection:
+        return _Connection(self._host, self._port, self.url, self._timeout)
+
+    def _find_generation(self) -> str:
+        fresh = _VALUE + secrets.token_hex(16).encode()
+        return self._swap("gen", b"", fresh)[1:].decode()
+
+    def _forget(self, subscription: _TcpSubscription) -> None:
+        with self._lock:
+            self._subscriptions.discard(subscription)
+
+    def _unreachable(self, error: Exception) -> BusUnreachable:
+        """The error to raise for torch's `error`: the first reason found stays the reason."""
+        if self._failure is None:
+            self._failure = (str(error).splitlines() or [type(error).__name__])[0]
+        return BusUnreachable(self.url, self._failure)
+
+    def _live(self) -> _Connection:
+        connection = self._connection
+        if connection is None:
+            raise BusClosed(f"the bus {self.url} was closed; open it again with open_bus")
+        if self._failure is not None:
+            raise BusUnreachable(self.url, self._failure)
+        return connection
+
+    def _do(self, operation: Callable[[Any], Any]) -> Any:
+        """Run `operation` on the store; its first failure is the bus's last word."""
+        connection = self._live()
+        store = connection.store
+        if store is None:
+            raise BusClosed(f"the bus {self.url} was closed meanwhile")
+        try:
+            return operation(store)
+        except RuntimeError as error:
+            if self._connection is None:
+                raise BusClosed(f"the bus {self.url} was closed meanwhile") from error
+            connection.cut()
+            raise self._unreachable(error) from error
+
+    def _add(self, name: str, amount: int) -> int:
+        return int(self._do(lambda store: store.add(self._key(name), amount))) % _NUMBERS
+
+    def _swap(self, name: str, expected: bytes, desired: bytes) -> bytes:
+        key = self._key(name)
+        return bytes(self._do(lambda store: store.compare_set(key, expected, desired)))
+
+    def _peek(self, name: str) -> bytes | None:
+        """What `name` holds, now. (The store's own `get` waits for a key that is not there.)"""
+        held = self._swap(name, _ABSENT, _ABSENT)
+        return None if held == _ABSENT else held
+
+    def _filled(self, name: str) -> bool:
+        return bool(self._do(lambda store: store.check([self._key(name)])))
+
+    def _delete(self, name: str) -> bool:
+        return bool(self._do(lambda store: store.delete_key(self._key(name))))
+
+    def _keys(self, below: str) -> list[str]:
+        start = self._key(below)
+        keys = self._do(lambda store: store.list_keys())
+        return [key for key in keys if key.startswith(start)]
+
+
+def _split_votes(cast: bytes) -> list[tuple[bytes, bytes]]:
+    """(tag, vote) of every vote in a ballot, in the order of casting."""
+    votes, at = [], 0
+    while at < len(cast):
+        tag_bytes, vote_bytes = _VOTE.unpack_from(cast, at)
+        at += _VOTE.size
+        tag, at = cast[at : at + tag_bytes], at + tag_bytes
+        votes.append((tag, cast[at : at + vote_bytes]))
+        at += vote_bytes
+    return votes
+
+
+def parse_url(url: str) -> tuple[str, int, str]:
+    """(host, port, job) of `tcp://host:port/job`; `BusError` that names what is wrong."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise BusError(f"bus URL {url!r}: {error}; write tcp://host:port/job") from error
+    if parts.scheme != "tcp" or not host or not port or parts.query or parts.fragment:
+        raise BusError(f"bus URL {url!r}: write tcp://host:port/job")
+    check_job(parts.path.removeprefix("/"), url)
+    return host, port, parts.path.removeprefix("/")
+
+
+class TcpBusServer:
+    """A TCPStore server in this process, and the URL of one job on it."""
+
+    def __init__(self, store: Any, url: str) -> None:
+        self._store = store
+        self.url = url
+
+    def close(self) -> None:
+        """Stop serving; every client's next operation fails. Idempotent."""
+        self._store = None
+
+    def __enter__(self) -> TcpBusServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:
+    """Serve a bus on `host` only, at `port` (0: a free one), for `job` (None: a random name).
+
+    Raises `BusError` if the address is not to be had.
+    """
+    job = job if job is not None else "job-" + secrets.token_hex(4)
+    check_job(job, f"tcp://{host}:{port}/{job}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise BusError(
+            f"cannot serve a bus on {host}:{port}: {error}; choose another host or port"
+        ) from error
+    port = listening.getsockname()[1]
+    reach = f"[{host}]" if ":" in host else host
+    store = _TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return TcpBusServer(store, f"tcp://{reach}:{port}/{job}")

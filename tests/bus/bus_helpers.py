@@ -1,0 +1,82 @@
+"""A listener that can be waited for, and child processes, for the bus tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from fft.bus import BusError, ErrorBus
+
+CHILD = Path(__file__).with_name("child.py")
+
+
+class Heard:
+    """Collects what a subscription hears. Waits are bounded; a late message fails the test."""
+
+    def __init__(self, bus: ErrorBus, on_message: Callable[[bytes], None] | None = None) -> None:
+        self.messages: list[bytes] = []
+        self.lost: list[BusError] = []
+        self._changed = threading.Condition()
+        self._also = on_message
+        self.subscription = bus.subscribe(self._message, self._lost)
+
+    def _message(self, payload: bytes) -> None:
+        with self._changed:
+            self.messages.append(payload)
+            self._changed.notify_all()
+        if self._also is not None:
+            self._also(payload)
+
+    def _lost(self, error: BusError) -> None:
+        with self._changed:
+            self.lost.append(error)
+            self._changed.notify_all()
+
+    def wait(self, count: int, timeout: float = 20.0) -> list[bytes]:
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: len(self.messages) >= count or bool(self.lost), timeout
+            )
+            assert not self.lost, self.lost
+            assert done, f"heard {len(self.messages)} of {count} messages in {timeout} s"
+            return list(self.messages)
+
+    def wait_lost(self, timeout: float = 10.0) -> BusError:
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self.lost), timeout), "never told of a loss"
+            return self.lost[0]
+
+
+class Child:
+    """A real process that runs one command of `child.py`."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def wait(self, timeout: float = 60.0) -> int:
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()

@@ -1,0 +1,70 @@
+"""What all bus tests share: a bus of each kind, children, and a look for threads left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+from bus_helpers import Child
+
+from fft.bus import ErrorBus, open_bus, serve_tcp
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every bus thread has ended once the test's buses are closed.
+
+    Not counted: a try to connect that hangs in torch's name lookup, which ends by itself.
+    """
+    yield
+    deadline = time.monotonic() + 3.0
+    ours = "fft-bus-listen", "fft-bus-watch"
+    while left := [t for t in threading.enumerate() if t.name in ours]:
+        assert time.monotonic() < deadline, f"threads left behind: {left}"
+        left[0].join(0.05)
+
+
+@pytest.fixture
+def tcp_url(no_thread_left: None) -> Iterator[str]:
+    with serve_tcp(job="test") as server:
+        yield server.url
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "memory":
+        request.getfixturevalue("no_thread_left")
+        return f"memory://test-{uuid.uuid4().hex}"
+    found: str = request.getfixturevalue("tcp_url")
+    return found
+
+
+@pytest.fixture
+def connect(url: str) -> Iterator[Callable[[], ErrorBus]]:
+    """Opens clients of the test's bus; all are closed at the end of the test."""
+    opened: list[ErrorBus] = []
+
+    def make() -> ErrorBus:
+        opened.append(open_bus(url))
+        return opened[-1]
+
+    yield make
+    for bus in opened:
+        bus.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    """Starts children; all are ended at the end of the test."""
+    started: list[Child] = []
+
+    def start(*arguments: str) -> Child:
+        started.append(Child(*arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()

@@ -1,0 +1,378 @@
+"""The bus contract, the same tests for every backend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from bus_helpers import Heard
+
+from fft.bus import (
+    MAX_MESSAGE_BYTES,
+    BusClosed,
+    BusError,
+    BusForgot,
+    BusOverrun,
+    ErrorBus,
+    open_bus,
+)
+from fft.bus.base import RING_MESSAGES
+
+Connect = Callable[[], ErrorBus]
+ANY_BYTES = bytes(range(256))
+
+
+def by_writer(messages: list[bytes], name: str) -> list[int]:
+    return [int(m.split(b":")[1]) for m in messages if m.startswith(name.encode() + b":")]
+
+
+def test_all_listeners_hear_all_writers_in_one_order(connect: Connect) -> None:
+    listeners = [Heard(connect()) for _ in range(3)]
+    writers = {name: connect() for name in "abcd"}
+    start = threading.Barrier(len(writers))
+
+    def write(name: str) -> None:
+        start.wait(10)
+        for number in range(200):
+            writers[name].broadcast(f"{name}:{number}".encode())
+
+    with ThreadPoolExecutor(len(writers)) as pool:
+        list(pool.map(write, writers))
+    heard = [listener.wait(800) for listener in listeners]
+    assert heard[0] == heard[1] == heard[2]
+    assert len(heard[0]) == 800
+    for name in writers:
+        assert by_writer(heard[0], name) == list(range(200))
+
+
+def test_one_client_may_be_used_by_many_threads(connect: Connect) -> None:
+    bus = connect()
+    listener = Heard(bus)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: bus.broadcast(b"%d" % n), range(400)))
+    assert sorted(map(int, listener.wait(400))) == list(range(400))
+
+
+def test_subscription_starts_now(connect: Connect) -> None:
+    bus = connect()
+    bus.broadcast(b"before")
+    listener = Heard(connect())
+    bus.broadcast(b"after")
+    assert listener.wait(1) == [b"after"]
+
+
+def test_messages_are_any_bytes_up_to_the_limit(connect: Connect) -> None:
+    bus = connect()
+    listener = Heard(bus)
+    sent = [b"", ANY_BYTES, b"x" * MAX_MESSAGE_BYTES]
+    for payload in sent:
+        bus.broadcast(payload)
+    assert listener.wait(3) == sent
+
+
+def test_too_long_is_refused_with_the_limit(connect: Connect) -> None:
+    bus = connect()
+    long = b"x" * (MAX_MESSAGE_BYTES + 1)
+    for attempt in (
+        lambda: bus.broadcast(long),
+        lambda: bus.compare_set("k", None, long),
+        lambda: bus.ballot("s", "t", long, 1),
+    ):
+        with pytest.raises(BusError, match=str(MAX_MESSAGE_BYTES)):
+            attempt()
+    assert bus.read("k") is None
+
+
+def test_bad_names_are_refused(connect: Connect) -> None:
+    bus = connect()
+    with pytest.raises(BusError, match="key must be"):
+        bus.read("")
+    with pytest.raises(BusError, match="tag must be"):
+        bus.ballot("s", "t" * 300, b"", 1)
+    with pytest.raises(BusError, match="at least one voter"):
+        bus.ballot("s", "t", b"", 0)
+
+
+def test_a_listener_that_raises_lives_on(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(payload: bytes) -> None:
+        if payload == b"bad":
+            raise ValueError("cannot read this")
+
+    bus = connect()
+    listener = Heard(bus, fail)
+    bus.broadcast(b"bad")
+    bus.broadcast(b"good")
+    assert listener.wait(2) == [b"bad", b"good"]
+    assert "cannot read this" in caplog.text
+
+
+def test_closed_subscription_hears_nothing_more(connect: Connect) -> None:
+    bus = connect()
+    closed, open_still = Heard(bus), Heard(bus)
+    bus.broadcast(b"1")
+    closed.wait(1)
+    closed.subscription.close()
+    closed.subscription.close()
+    bus.broadcast(b"2")
+    open_still.wait(2)
+    assert closed.messages == [b"1"]
+    assert not closed.lost
+
+
+def test_subscription_may_be_closed_from_its_callback(connect: Connect) -> None:
+    bus = connect()
+    other = Heard(bus)
+    listener = Heard(bus, lambda payload: listener.subscription.close())
+    bus.broadcast(b"1")
+    bus.broadcast(b"2")
+    other.wait(2)
+    assert listener.wait(1) == [b"1"]
+    assert not listener.lost
+
+
+def test_a_listener_that_falls_behind_is_told(connect: Connect) -> None:
+    bus = connect()
+    release = threading.Event()
+    slow = Heard(bus, lambda payload: release.wait(60) and None)
+    quick = Heard(connect())
+    count = RING_MESSAGES + 100
+    credit = threading.Semaphore(500)  # the quick one must not fall behind too
+    pace = Heard(connect(), lambda payload: credit.release())
+    for number in range(count):
+        assert credit.acquire(timeout=20)
+        bus.broadcast(b"%d" % number)
+    quick.wait(count)
+    pace.wait(count)
+    release.set()
+    error = slow.wait_lost()
+    assert isinstance(error, BusOverrun)
+    heard = [int(m) for m in slow.messages]
+    assert heard == list(range(len(heard))), "before the loss nothing was left out"
+    bus.broadcast(b"later")
+    quick.wait(count + 1)
+    assert slow.lost == [error]
+    assert b"later" not in slow.messages
+
+
+def test_register(connect: Connect) -> None:
+    a, b = connect(), connect()
+    assert a.read("k") is None
+    assert a.compare_set("k", None, b"") == b""
+    assert b.read("k") == b""
+    assert b.compare_set("k", None, b"other") == b""
+    assert b.compare_set("k", b"wrong", b"other") == b""
+    assert b.compare_set("k", b"", ANY_BYTES) == ANY_BYTES
+    assert a.read("k") == ANY_BYTES
+    assert a.compare_set("k", ANY_BYTES, ANY_BYTES) == ANY_BYTES
+    a.delete("k")
+    assert b.read("k") is None
+    a.delete("k")
+
+
+@pytest.mark.parametrize("desired", [b"new", b"old"])
+def test_a_register_that_is_gone_is_no_win(connect: Connect, desired: bytes) -> None:
+    bus = connect()
+    with pytest.raises(BusForgot, match="'k'"):
+        bus.compare_set("k", b"old", desired)
+    assert bus.read("k") is None
+
+
+def test_compare_set_has_one_winner_and_all_see_it(connect: Connect) -> None:
+    clients = [connect() for _ in range(6)]
+    start = threading.Barrier(len(clients))
+
+    def chain(me: int) -> list[bytes]:
+        """Extend the register 50 times; whoever loses goes on from the winner's value."""
+        held: bytes | None = None
+        seen = []
+        for number in range(50):
+            start.wait(20)
+            held = clients[me].compare_set("head", held, b"%d by %d" % (number, me))
+            assert held is not None
+            seen.append(held)
+            start.wait(20)
+            assert clients[me].read("head") == held
+        return seen
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        seen = list(pool.map(chain, range(len(clients))))
+    assert all(one == seen[0] for one in seen)
+
+
+def test_compare_set_loses_no_update(connect: Connect) -> None:
+    clients = [connect() for _ in range(4)]
+    clients[0].compare_set("sum", None, b"0 -")
+
+    def add(me: int) -> None:
+        for number in range(50):
+            held = clients[me].read("sum")
+            while True:
+                assert held is not None
+                total = int(held.split()[0])
+                mine = b"%d %d.%d" % (total + 1, me, number)
+                after = clients[me].compare_set("sum", held, mine)
+                if after == mine:
+                    break
+                held = after
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        list(pool.map(add, range(len(clients))))
+    held = clients[0].read("sum")
+    assert held is not None
+    assert held.split()[0] == b"200"
+
+
+def test_ballot_last_voter_gets_all(connect: Connect) -> None:
+    clients = [connect() for _ in range(4)]
+    start = threading.Barrier(len(clients))
+
+    def vote(me: int, slot: int) -> list[bytes] | None:
+        start.wait(20)
+        return clients[me].ballot(f"slot{slot}", "t", b"%d" % me, len(clients))
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        for slot in range(50):
+            results = list(pool.map(lambda me, s=slot: vote(me, s), range(len(clients))))
+            full = [r for r in results if r is not None]
+            assert full, "nobody got the votes"
+            assert all(r == full[0] for r in full)
+            assert sorted(full[0]) == [b"0", b"1", b"2", b"3"]
+
+
+def test_ballot_order_tags_and_bytes(connect: Connect) -> None:
+    bus = connect()
+    long = b"\xff" * MAX_MESSAGE_BYTES
+    assert bus.ballot("s", "old", ANY_BYTES, 2) is None
+    assert bus.ballot("s", "new", b"", 2) is None
+    assert bus.ballot("s", "newer", b"alone", 1) == [b"alone"]
+    assert bus.ballot("s", "new", long, 2) == [b"", long]
+    assert bus.ballot("s", "old", b"late", 2) == [ANY_BYTES, b"late"]
+    assert bus.ballot("s", "old", b"third", 2) == [ANY_BYTES, b"late", b"third"]
+    bus.delete("s")
+    assert bus.ballot("s", "old", b"fresh", 2) is None
+
+
+def test_numbers_are_unique_and_without_gaps(connect: Connect) -> None:
+    clients = [connect() for _ in range(4)]
+
+    def take(me: int) -> list[int]:
+        return [clients[me].next_number("n") for _ in range(200)]
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        taken = list(pool.map(take, range(len(clients))))
+    assert sorted(number for one in taken for number in one) == list(range(1, 801))
+    assert all(one == sorted(one) for one in taken)
+    assert clients[0].next_number("other") == 1
+
+
+def test_the_three_kinds_do_not_mix(connect: Connect) -> None:
+    bus = connect()
+    assert bus.next_number("x") == 1
+    assert bus.read("x") is None
+    assert bus.compare_set("x", None, b"7") == b"7"
+    assert bus.next_number("x") == 2
+    assert bus.ballot("x", "t", b"v", 1) == [b"v"]
+    assert bus.read("x") == b"7"
+    for gone in range(3):
+        bus.delete("x")
+        assert (bus.read("x") is None) == (gone >= 1)
+    assert bus.next_number("x") == 1
+
+
+def test_keys_stay_bounded_over_100_000_messages(connect: Connect) -> None:
+    count, writers = 100_000, 3
+    credit = threading.Semaphore(RING_MESSAGES // 2)  # paced by the listener
+    listener = Heard(connect(), lambda payload: credit.release())
+    clients = [connect() for _ in range(writers)]
+    before = clients[0].key_count()
+    most = [0] * writers
+
+    def write(me: int) -> None:
+        for number in range(me, count, writers):
+            assert credit.acquire(timeout=30)
+            clients[me].broadcast(b"%d:%d" % (me, number))
+            if number % 1000 < writers:
+                most[me] = max(most[me], clients[me].key_count())
+
+    with ThreadPoolExecutor(writers) as pool:
+        list(pool.map(write, range(writers)))
+    messages = listener.wait(count, 30)
+    assert len(messages) == count
+    for me in range(writers):
+        assert by_writer(messages, str(me)) == list(range(me, count, writers))
+    assert max(most) <= before + RING_MESSAGES + 4 * writers
+    assert clients[0].key_count() <= before + RING_MESSAGES
+
+
+def test_keys_stay_bounded_over_10_000_decisions(connect: Connect) -> None:
+    bus = connect()
+    assert bus.compare_set("head", None, b"start") == b"start"
+    held: bytes | None = b"start"
+    bus.ballot("step", "warm", b"", 1)
+    bus.delete("step")
+    before = bus.key_count()
+    for step in range(10_000):
+        assert bus.ballot(f"step{step}", "t", b"yes", 1) == [b"yes"]
+        desired = b"commit %d" % step
+        assert (held := bus.compare_set("head", held, desired)) == desired
+        bus.delete(f"step{step}")
+    assert bus.key_count() == before
+
+
+def test_close_is_final_and_idempotent(connect: Connect) -> None:
+    bus = connect()
+    listener = Heard(bus)
+    bus.close()
+    bus.close()
+    listener.subscription.close()
+    operations: list[Callable[[], object]] = [
+        lambda: bus.broadcast(b""),
+        lambda: bus.subscribe(lambda payload: None, lambda error: None),
+        lambda: bus.read("k"),
+        lambda: bus.compare_set("k", None, b""),
+        lambda: bus.ballot("s", "t", b"", 1),
+        lambda: bus.next_number("n"),
+        lambda: bus.delete("k"),
+        bus.key_count,
+    ]
+    for operation in operations:
+        with pytest.raises(BusClosed):
+            operation()
+    assert not listener.lost, "closing one's own bus is no loss"
+
+
+def test_generation_tells_one_life_of_the_bus(connect: Connect, url: str) -> None:
+    bus = connect()
+    with open_bus(url, generation=bus.generation) as again:
+        assert again.generation == bus.generation
+    with pytest.raises(BusForgot, match="come back empty"):
+        open_bus(url, generation="another")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "memory://",
+        "memory://a b",
+        "nats://127.0.0.1:4222/job",
+        "127.0.0.1:4222",
+        "tcp://127.0.0.1:4222",
+        "tcp://127.0.0.1:4222/",
+        "tcp://127.0.0.1:4222/a/b",
+        "tcp://127.0.0.1:4222/" + "j" * 65,
+        "tcp://127.0.0.1/job",
+        "tcp://:4222/job",
+        "tcp://127.0.0.1:99999/job",
+        "tcp://127.0.0.1:0/job",
+        "tcp://127.0.0.1:4222/job?x=1",
+    ],
+)
+def test_bad_urls_name_themselves_and_the_mend(bad: str) -> None:
+    with pytest.raises(BusError) as caught:
+        open_bus(bad)
+    assert repr(bad) in str(caught.value)
+    assert "://" in str(caught.value).replace(bad, "")

@@ -1,0 +1,398 @@
+"""What only the TCPStore bus has: dead writers, the ring, wrapping numbers, dead servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from bus_helpers import Child, Heard
+
+from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
+from fft.bus.base import RING_MESSAGES
+from fft.bus.tcpstore import TcpBus
+
+Start = Callable[..., Child]
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float = 10.0) -> None:
+    """Poll, because another process's progress has no event here to wait on."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.005)
+
+
+class StalledBus(TcpBus):
+    """A writer that stops between taking its number and writing, until it is released."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.stalled = threading.Event()
+        self.release = threading.Event()
+        self.numbers: list[int] = []
+
+    def _write_slot(self, number: int, frame: bytes) -> bool:
+        self.numbers.append(number)
+        if len(self.numbers) == 1:
+            self.stalled.set()
+            assert self.release.wait(60)
+        return super()._write_slot(number, frame)
+
+
+def test_importing_the_bus_imports_no_torch() -> None:
+    code = "import fft.bus, fft.bus.memory, sys; fft.bus.open_bus('memory://x').close(); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_processes_hear_one_order(tcp_url: str, child: Start) -> None:
+    with open_bus(tcp_url) as one, open_bus(tcp_url) as two:
+        listeners = [Heard(one), Heard(two)]
+        writers = [child("write", tcp_url, name, "250") for name in "abc"]
+        assert [w.line() for w in writers] == ["ready"] * 3
+        for writer in writers:
+            writer.go()
+        heard = [listener.wait(750) for listener in listeners]
+        assert heard[0] == heard[1]
+        for name in b"a", b"b", b"c":
+            mine = [m for m in heard[0] if m.startswith(name)]
+            assert mine == [name + b":%d" % n for n in range(250)]
+        assert [w.wait() for w in writers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dead", [1, 3])
+def test_dead_writers_do_not_stall_the_listeners(tcp_url: str, child: Start, dead: int) -> None:
+    with open_bus(tcp_url) as bus:
+        listener = Heard(bus)
+        bus.broadcast(b"before")
+        victims = [child("die-between", tcp_url) for _ in range(dead)]
+        assert [v.wait() for v in victims] == [-signal.SIGKILL] * dead
+        start = time.monotonic()
+        bus.broadcast(b"after")
+        assert listener.wait(2) == [b"before", b"after"]
+        assert time.monotonic() - start < 2.0, "one grace for all of them, not one each"
+
+
+def test_a_writer_given_up_sends_again_and_is_heard_once(tcp_url: str) -> None:
+    with StalledBus(tcp_url) as slow, open_bus(tcp_url) as bus:
+        listeners = [Heard(bus), Heard(slow)]
+        writing = threading.Thread(target=slow.broadcast, args=(b"slow",))
+        writing.start()
+        assert slow.stalled.wait(10)
+        bus.broadcast(b"quick")
+        for listener in listeners:
+            assert listener.wait(1) == [b"quick"]
+        slow.release.set()
+        writing.join(10)
+        bus.broadcast(b"last")
+        for listener in listeners:
+            assert listener.wait(3) == [b"quick", b"slow", b"last"]
+        assert len(slow.numbers) == 2
+
+
+def test_a_writer_stalled_for_a_whole_ring_is_told_and_revives_nothing(tcp_url: str) -> None:
+    with StalledBus(tcp_url) as slow, open_bus(tcp_url) as bus:
+        errors: list[BusError] = []
+
+        def write() -> None:
+            try:
+                slow.broadcast(b"slow")
+            except BusError as error:
+                errors.append(error)
+
+        credit = threading.Semaphore(500)
+        listener = Heard(bus, lambda payload: credit.release())
+        writing = threading.Thread(target=write)
+        writing.start()
+        assert slow.stalled.wait(10)
+        for number in range(RING_MESSAGES + 10):
+            assert credit.acquire(timeout=20)
+            bus.broadcast(b"%d" % number)
+        heard = listener.wait(RING_MESSAGES + 10)
+        slow.release.set()
+        writing.join(10)
+        assert isinstance(errors[0], BusOverrun)
+        bus.broadcast(b"last")
+        assert listener.wait(len(heard) + 1)[-1] == b"last"
+        assert b"slow" not in listener.messages
+        assert not slow._filled(slow._slot_name(slow.numbers[0]))
+
+
+def test_a_listener_whose_slot_is_gone_is_told(tcp_url: str) -> None:
+    """Its next slot belongs to a dead writer, and the ring has passed it."""
+    with TcpBus(tcp_url) as bus, open_bus(tcp_url) as other:
+        release, inside = threading.Event(), threading.Event()
+
+        def block(payload: bytes) -> None:
+            inside.set()
+            assert release.wait(60)
+
+        slow = Heard(other, block)
+        bus.broadcast(b"first")
+        assert inside.wait(10)
+        dead = bus._take_number()
+        for number in range(RING_MESSAGES + 10):
+            bus.broadcast(b"%d" % number)
+        release.set()
+        assert isinstance(slow.wait_lost(), BusOverrun)
+        assert slow.messages == [b"first"]
+        until(lambda: not bus._filled(bus._slot_name(dead)), "the slot is removed again")
+
+
+def test_slots_of_dead_removers_are_swept(tcp_url: str) -> None:
+    with TcpBus(tcp_url) as bus:
+        bus._do(lambda store: store.set(bus._slot(bus._head() - RING_MESSAGES - 5), b"Mold"))
+        for _ in range(3):
+            bus.broadcast(b"")
+        leftover = bus.key_count()
+        bus._sweep()
+        assert bus.key_count() == leftover - 1
+
+
+@pytest.mark.parametrize("top", [2**63 - 3, 2**64 - 3])
+def test_message_numbers_run_past_their_range(tcp_url: str, top: int) -> None:
+    signed = top - 2**64 if top >= 2**63 else top
+    with TcpBus(tcp_url) as bus, open_bus(tcp_url) as other:
+        bus._do(lambda store: store.set(bus._key("head"), str(signed)))
+        credit = threading.Semaphore(500)
+        listeners = [Heard(bus, lambda payload: credit.release()), Heard(other)]
+        count = RING_MESSAGES + 200
+        for number in range(count):
+            assert credit.acquire(timeout=20)
+            (bus, other)[number % 2].broadcast(b"%d" % number)
+        for listener in listeners:
+            assert listener.wait(count) == [b"%d" % n for n in range(count)]
+        assert bus._head() == (top + count) % 2**64
+        assert bus.key_count() <= RING_MESSAGES + 3
+        bus._sweep()
+        assert bus.key_count() >= RING_MESSAGES, "the sweep keeps what is in the ring"
+
+
+def test_a_dead_writer_at_the_end_of_the_range(tcp_url: str) -> None:
+    with TcpBus(tcp_url) as bus:
+        bus._do(lambda store: store.set(bus._key("head"), str(2**63 - 2)))
+        listener = Heard(bus)
+        assert bus._take_number() == 2**63 - 1
+        bus.broadcast(b"after")
+        assert listener.wait(1) == [b"after"]
+        assert bus._head() == 2**63
+
+
+@pytest.mark.parametrize("top", [2**63 - 3, 2**64 - 3])
+def test_next_number_runs_past_its_range(tcp_url: str, top: int) -> None:
+    signed = top - 2**64 if top >= 2**63 else top
+    with TcpBus(tcp_url) as bus:
+        bus._do(lambda store: store.set(bus._key("c/n"), str(signed)))
+        numbers = [bus.next_number("n") for _ in range(6)]
+        assert numbers == [(top + i) % 2**64 for i in range(1, 7)]
+
+
+def test_jobs_on_one_server_do_not_meet(tcp_url: str) -> None:
+    with open_bus(tcp_url) as a, open_bus(tcp_url + "-2") as b:
+        heard_a, heard_b = Heard(a), Heard(b)
+        a.broadcast(b"a")
+        b.broadcast(b"b")
+        assert (heard_a.wait(1), heard_b.wait(1)) == ([b"a"], [b"b"])
+        a.compare_set("k", None, b"a")
+        assert b.read("k") is None
+        assert a.generation != b.generation
+        keys = b.key_count()
+        a.next_number("n")
+        assert b.key_count() == keys
+
+
+def dead_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_nobody_there(capfd: pytest.CaptureFixture[str]) -> None:
+    address = dead_address()
+    start = time.monotonic()
+    with pytest.raises(BusUnreachable) as caught:
+        open_bus(f"tcp://{address}/job", timeout=2)
+    assert time.monotonic() - start < 2.5
+    assert address in str(caught.value)
+    assert "fft serve" in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_somebody_there_who_is_no_bus() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        start = time.monotonic()
+        with pytest.raises(BusUnreachable, match=str(port)):
+            open_bus(f"tcp://127.0.0.1:{port}/job", timeout=0.5)
+        assert time.monotonic() - start < 1.5
+
+
+def test_server_killed(child: Start) -> None:
+    server = child("serve", "0")
+    url = server.line()
+    with open_bus(url) as bus:
+        listener = Heard(bus)
+        bus.broadcast(b"1")
+        listener.wait(1)
+        server.kill()
+        assert isinstance(listener.wait_lost(), BusUnreachable)
+        for operation in (lambda: bus.broadcast(b"2"), lambda: bus.read("k")) * 2:
+            start = time.monotonic()
+            with pytest.raises(BusUnreachable, match="fft serve"):
+                operation()
+            assert time.monotonic() - start < 1.0
+        with pytest.raises(BusUnreachable):
+            bus.subscribe(lambda payload: None, lambda error: None)
+        assert len(listener.lost) == 1
+
+
+def test_server_started_again_empty_is_recognised(child: Start) -> None:
+    server = child("serve", "0")
+    url = server.line()
+    port = url.rpartition(":")[2].partition("/")[0]
+    with open_bus(url) as bus:
+        bus.compare_set("k", None, b"v")
+        server.kill()
+        again = child("serve", port)
+        assert again.line() == url
+        with pytest.raises(BusUnreachable):
+            bus.read("k")
+        with pytest.raises(BusForgot, match="come back empty"):
+            open_bus(url, generation=bus.generation)
+        with open_bus(url) as fresh, pytest.raises(BusForgot):
+            fresh.compare_set("k", b"v", b"w")
+
+
+def test_a_late_answer_is_never_taken_for_the_next_one(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line(), timeout=0.5) as bus:
+        assert bus.next_number("n") == 1
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(BusUnreachable):
+                bus.read("k")
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        for _ in range(3):
+            with pytest.raises(BusUnreachable):
+                bus.next_number("n")
+
+
+def test_server_silent(child: Start) -> None:
+    """A stopped server: the operation is bounded, and its late answer is never believed."""
+    server = child("serve", "0")
+    url = server.line()
+    with open_bus(url, timeout=1.0) as bus:
+        listener = Heard(bus)
+        bus.compare_set("k", None, b"v")
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            with pytest.raises(BusUnreachable):
+                bus.read("k")
+            assert time.monotonic() - start < 2.0
+            assert isinstance(listener.wait_lost(), BusUnreachable)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        with pytest.raises(BusUnreachable):
+            bus.next_number("n")
+        assert len(listener.lost) == 1
+
+
+def test_closing_is_prompt_though_the_server_is_silent(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line(), timeout=30.0) as bus:
+        listener = Heard(bus)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            listener.subscription.close()
+            assert time.monotonic() - start < 1.0
+            bus.close()
+            assert time.monotonic() - start < 2.0
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        assert not listener.lost
+
+
+def test_a_killed_listener_disturbs_nobody(tcp_url: str, child: Start) -> None:
+    victim = child("hear", tcp_url)
+    assert victim.line() == "ready"
+    with open_bus(tcp_url) as bus:
+        listener = Heard(bus)
+        victim.kill()
+        bus.broadcast(b"1")
+        assert listener.wait(1) == [b"1"]
+
+
+def test_close_wakes_an_operation_in_another_thread(child: Start) -> None:
+    server = child("serve", "0")
+    bus = open_bus(server.line(), timeout=30.0)
+    errors: list[BusError] = []
+
+    def ask() -> None:
+        try:
+            bus.read("k")
+        except BusError as error:
+            errors.append(error)
+
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(lambda: asleep(asking), "the thread waits for the silent server")
+        bus.close()
+        asking.join(5)
+        assert not asking.is_alive()
+        assert isinstance(errors[0], BusClosed)
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+def asleep(thread: threading.Thread) -> bool:
+    with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_closing_gives_every_descriptor_back(tcp_url: str) -> None:
+    def use() -> None:
+        with serve_tcp() as server, open_bus(server.url) as bus, open_bus(tcp_url) as other:
+            for one in (bus, other):
+                listener = Heard(one)
+                one.broadcast(b"1")
+                listener.wait(1)
+
+    use()  # torch opens some of its own the first time
+    before = descriptors()
+    for _ in range(5):
+        use()
+    until(lambda: descriptors() <= before, "torch's threads have given their sockets back")
+
+
+def test_a_server_listens_where_it_was_told_only() -> None:
+    with serve_tcp() as server:
+        port = int(server.url.rpartition(":")[2].partition("/")[0])
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", port), 1).close()
+        with pytest.raises(BusError, match=f"127.0.0.1:{port}"):
+            serve_tcp(port=port)
+    server.close()
+    with pytest.raises(BusUnreachable):
+        open_bus(server.url, timeout=1)
+
+
+def test_bad_timeout_and_job() -> None:
+    with pytest.raises(BusError, match="timeout"):
+        open_bus("tcp://127.0.0.1:1/job", timeout=0)
+    with pytest.raises(BusError, match="job name"):
+        serve_tcp(job="a/b")
