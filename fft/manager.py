@@ -10,6 +10,7 @@ import concurrent.futures
 import hashlib
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -89,8 +90,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             seconds (``NUM_REPLICA_GROUPS``, else ``min_replica_size``).
         timeouts: seconds by the spec's timer names; come before ``timeout`` (``vote_window``)
             and ``quorum_timeout`` (``quorum``, ``ready_window``).
-        digest: ``commit``: trace a digest of this rank's state after every commit, so that the
-            audit can compare replicas bit by bit. Costs one pass over the state.
+        digest: ``commit``: trace a digest of this rank's parameters and optimizer state after
+            every commit, so that the audit can compare replicas bit by bit. Costs one pass over
+            them. (Module buffers may differ between replicas: batch-norm statistics are local.)
         max_body_failures: re-raise when this rank's own body fails so often in a row at one step.
 
     Raises:
@@ -383,7 +385,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             raise FftError("should_commit() without a txn: call start_quorum() first")
         self._await_reductions()
         yes = self._errored is None
-        cause = "" if yes else str(self._errored.original_exception)[:2000]  # type: ignore[union-attr]
+        cause = "" if self._errored is None else _text(self._errored.original_exception)
         engine.post(Prepared(plan.token, yes, self._manifest.build(), cause))
         self._inject("after_vote")
         command = engine.wait_command()
@@ -431,7 +433,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         token, self._applying = self._engine.local.token, None
         digest = None
         if self._digest == "commit" and self._state is not None:
-            digest = self._state.digest()
+            digest = self._state.digest(buffers=False)
         self._engine.post(Applied(token, digest))
 
     def _apply_failed(self, error: BaseException) -> None:
@@ -443,6 +445,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def _run_optimizers(self, command: Apply) -> None:
         self._applying = command
         try:
+            if self._injector is not None:
+                self._injector.at("apply")
             for optimizer in self._optimizers:
                 optimizer.step()
             for scheduler in self._schedulers:
@@ -494,15 +498,17 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._batches_committed = command.record.batches
         digest = None
         if self._digest == "commit" and self._state is not None:
-            digest = self._state.digest()
+            digest = self._state.digest(buffers=False)
         self._engine.post(Healed(epoch, size, source, digest))
 
     def _configure(self, command: Heal) -> None:
         record, rank = command.record, self._group_rank
         members = record.members
         self._quorum_id = record.epoch
+        # Both rendezvous at once; torchft's quorum thread has nothing else to do here.
+        shard = None
         if self._shard is not None:
-            self._configure_shard(str(record.epoch), record.epoch)
+            shard = self._executor.submit(self._configure_shard, f"{record.n}", record.epoch)
         self._replicate.configure(
             f"{members[0].store}/fft/{record.n}.{record.epoch}/{rank}",
             self._peer.group,
@@ -514,6 +520,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             [i * self._group_world_size + rank for i in range(len(members))],
             timeout=self._quorum_timeout,
         )
+        if shard is not None:
+            shard.result()
 
     def _configure_shard(self, name: str, epoch: int) -> None:
         assert self._shard is not None
@@ -661,6 +669,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             work = _ManagedWork(self, work, tensor)
             work.get_future().then(lambda _: tensor)
         self._works.append(work)
+        if self._injector is not None:
+            self._injector.at("during_allreduce")
         return work
 
     def _reduce_now(self, tensor: torch.Tensor) -> None:
@@ -890,8 +900,10 @@ def _tensor_bytes(value: Any) -> int:
 
 
 def _text(error: BaseException) -> str:
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    return lines[0][:500] if lines else type(error).__name__
+    """One line that says what happened; without gloo's source path and its general advice."""
+    first = (str(error).splitlines() or [""])[0]
+    plain = re.sub(r"^\[/\S+?:\d+\] ", "", first).split(". This is typically")[0]
+    return f"{type(error).__name__}: {plain}"[:500]
 
 
 def _error(command: Finish) -> FftError:

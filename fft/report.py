@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from fft.audit import Trace, read_trace
 
@@ -35,34 +36,61 @@ class _Line:
     who: tuple[str, int, int]
     record: dict[str, Any]
 
+    @property
+    def event(self) -> dict[str, Any]:
+        """The event of a transition; empty for anything else."""
+        return self.record.get("event") or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A register record that closed an epoch, when it was first known."""
+
+    wall: float
+    record: dict[str, Any]
+    following: dict[str, Any] | None
+    """Record of the next epoch."""
+
+    @property
+    def what(self) -> str:
+        """Why the epoch ended, in a few words."""
+        if self.record["kind"] == "abort":
+            return str(self.record["cause"])
+        if self.record["leavers"]:
+            return f"leaves after a commit: group {', '.join(self.record['leavers'])}"
+        return "a group asked to join"
+
 
 def incidents(directory: str | Path) -> list[Incident]:
-    """Every fault of a run: injected ones, and ends of epochs that nobody planned."""
+    """Every fault of a run: injected ones, and ends of epochs that nobody injected."""
     traces = [read_trace(path) for path in sorted(Path(directory).glob("*.jsonl"))]
     lines = sorted(_lines(traces), key=lambda x: x.wall)
-    ends = _epoch_ends(lines)
-    injected = _injected(lines)
-    found = [_incident(lines, wall, name, ends) for wall, name in injected]
-    explained = {e for wall, _ in injected for e in [_first_end(ends, wall)] if e is not None}
-    found += [
-        _incident(lines, end["wall"], end["cause"] or end["kind"], ends)
-        for end in ends
-        if end["n"] not in explained
-    ]
-    return found
+    ends = _ends(lines)
+    found: list[tuple[float, Incident]] = []
+    explained = set()
+    for wall, name in _injected(lines):
+        end = next((e for e in ends if e.wall >= wall), None)
+        if end is not None:
+            explained.add(end.record["n"])
+        found.append((wall, _incident(lines, name, wall, end)))
+    for end in ends:
+        if end.record["n"] not in explained:
+            name = end.what if end.record["kind"] == "commit" else "not injected"
+            found.append((end.wall, _incident(lines, name, end.wall, end)))
+    return [incident for _, incident in sorted(found, key=lambda f: f[0])]
 
 
 def fault_table(directory: str | Path) -> Table:
     """The incidents as a table."""
     table = Table(title="faults and what they cost")
     table.add_column("fault", overflow="fold")
-    table.add_column("noticed by", overflow="fold", max_width=44)
+    table.add_column("noticed by", overflow="fold", max_width=56)
     for name in ("ms to rolled back", "ms to next commit", "attempts lost", "bytes healed"):
         table.add_column(name, justify="right")
     for i in incidents(directory):
         table.add_row(
-            i.fault,
-            i.noticed,
+            Text(i.fault),
+            Text(i.noticed),
             _ms(i.rolled_back_ms),
             _ms(i.next_commit_ms),
             str(i.attempts_lost),
@@ -83,22 +111,17 @@ def _lines(traces: Iterable[Trace]) -> Iterable[_Line]:
                 yield _Line(record["wall"], who, record)
 
 
-def _event(line: _Line) -> dict[str, Any]:
-    return line.record.get("event") or {}
-
-
-def _epoch_ends(lines: list[_Line]) -> list[dict[str, Any]]:
-    """Records that closed an epoch, each when it was first known: aborts, and last commits."""
-    seen: dict[int, dict[str, Any]] = {}
+def _ends(lines: list[_Line]) -> list[_End]:
+    known: dict[int, tuple[float, dict[str, Any]]] = {}
     for line in lines:
-        record = _event(line).get("record")
-        if not record or record["n"] in seen:
-            continue
-        if record["kind"] == "abort" or (record["kind"] == "commit" and record["change"]):
-            why = f"leaves: {', '.join(record['leavers'])}" if record["leavers"] else "a group joins"
-            cause = record["cause"] if record["kind"] == "abort" else why
-            seen[record["n"]] = {**record, "wall": line.wall, "cause": cause}
-    return sorted(seen.values(), key=lambda r: r["wall"])
+        if record := line.event.get("record"):
+            known.setdefault(record["n"], (line.wall, record))
+    ends = []
+    for n, (wall, record) in sorted(known.items()):
+        if record["kind"] == "abort" or record["change"]:
+            following = known.get(n + 1, (0.0, None))[1]
+            ends.append(_End(wall, record, following))
+    return ends
 
 
 def _injected(lines: list[_Line]) -> list[tuple[float, str]]:
@@ -106,54 +129,38 @@ def _injected(lines: list[_Line]) -> list[tuple[float, str]]:
     for line in lines:
         if line.record.get("note") == "inject":
             data = line.record["data"]
-            name = f"{data['name']} ({data['kind']}, step {data['step']})"
-            first.setdefault(name, line.wall)
+            first.setdefault(f"{data['name']} ({data['kind']}, step {data['step']})", line.wall)
     return [(wall, name) for name, wall in first.items()]
 
 
-def _first_end(ends: list[dict[str, Any]], wall: float) -> int | None:
-    return next((e["n"] for e in ends if e["wall"] >= wall), None)
-
-
-def _incident(
-    lines: list[_Line], wall: float, name: str, ends: list[dict[str, Any]]
-) -> Incident:
-    end = next((e for e in ends if e["wall"] >= wall), None)
+def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> Incident:
     if end is None:
-        return Incident(name, "nobody had to notice", None, None, 0, 0)
-    following = next((e["wall"] for e in ends if e["n"] > end["n"]), float("inf"))
-    later = [x for x in lines if end["wall"] <= x.wall]
-    commits = [x for x in later if x.record.get("to") in ("NORMAL", "HEALING", "DRAIN_WAIT")]
-    applied = [x for x in commits if _event(x).get("type") == "applied"]
-    survivors = {x.who for x in applied}
-    first_commit = {who: min(x.wall for x in applied if x.who == who) for who in survivors}
-    if end["kind"] == "commit":  # the change itself was a commit; the next one is what was delayed
-        first_commit = {
-            who: w for who in survivors if (w := _second(applied, who, end["step"])) is not None
-        }
-    restored = [x for x in later if _event(x).get("type") == "restored" and x.wall < following]
-    healed = [
-        _event(x)["bytes"]
-        for x in later
-        if _event(x).get("type") == "healed" and x.wall < following
+        return Incident(name, "the job ended before anybody had to notice", None, None, 0, 0)
+    record = end.record
+    epoch = end.following["epoch"] if end.following else None
+    # Those who were in the epoch that ended and committed a later step: the survivors.
+    inside = {x.who for x in lines if x.record.get("epoch") == record["epoch"]}
+    commits: dict[tuple[str, int, int], float] = {}
+    for x in lines:
+        later = x.wall >= wall and x.event.get("type") == "applied"
+        if later and x.who in inside and x.record["step"] > record["step"]:
+            commits.setdefault(x.who, x.wall)
+    restored = [
+        x.wall
+        for x in lines
+        if x.event.get("type") == "restored"
+        and x.event["token"] == [record["epoch"], record["txn"]]
     ]
-    lost = {
-        tuple(x.record["event"]["record"][k] for k in ("epoch", "txn"))
-        for x in later
-        if x.wall <= following
-        and (_event(x).get("record") or {}).get("kind") == "abort"
-        and (_event(x).get("record") or {})["n"] == end["n"]
-    }
+    healed = [
+        x.event["bytes"]
+        for x in lines
+        if x.event.get("type") == "healed" and x.event["epoch"] == epoch
+    ]
     return Incident(
-        name,
-        end["cause"],
-        (max(x.wall for x in restored) - wall) * 1e3 if restored else None,
-        (max(first_commit.values()) - wall) * 1e3 if first_commit else None,
-        len(lost),
-        sum(healed),
+        fault=name,
+        noticed=end.what,
+        rolled_back_ms=(max(restored) - wall) * 1e3 if restored else None,
+        next_commit_ms=(max(commits.values()) - wall) * 1e3 if commits else None,
+        attempts_lost=int(record["kind"] == "abort"),
+        bytes_healed=sum(healed),
     )
-
-
-def _second(applied: list[_Line], who: tuple[str, int, int], step: int) -> float | None:
-    times = [x.wall for x in applied if x.who == who and x.record["step"] > step]
-    return min(times) if times else None

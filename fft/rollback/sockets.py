@@ -1,0 +1,155 @@
+"""The TCP sockets of this process, found by their addresses, and shut down one by one.
+
+gloo gives no handle on its connections, and shutting them down is the only way to free a thread
+that waits in a gloo collective. So they are looked up in ``/proc/self/fd`` by an address that only
+they can have. Touches nothing but the sockets that match; a listening socket never matches.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Address = tuple[str, int]
+T = TypeVar("T")
+
+_FD_DIR = "/proc/self/fd"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_MAPPED_V4 = "::ffff:"
+# Two threads that each look for "the one new listener" must not look at the same time.
+_create_lock = threading.Lock()
+
+
+def supported() -> bool:
+    """True where this process can list its own file descriptors (Linux)."""
+    return os.path.isdir(_FD_DIR)
+
+
+def _plain(address: object) -> Address | None:
+    """Host and port of a socket address; an IPv4 address mapped into IPv6 reads as IPv4."""
+    if not isinstance(address, tuple) or len(address) < 2:
+        return None
+    host = str(address[0]).removeprefix(_MAPPED_V4).partition("%")[0]
+    return host, int(address[1])
+
+
+def _links() -> dict[int, str]:
+    """Every socket descriptor of this process with its ``socket:[inode]`` link."""
+    found: dict[int, str] = {}
+    for name in os.listdir(_FD_DIR):
+        try:
+            link = os.readlink(f"{_FD_DIR}/{name}")
+        except OSError:  # closed since the listing
+            continue
+        if link.startswith("socket:"):
+            found[int(name)] = link
+    return found
+
+
+@contextmanager
+def _borrowed(fd: int, link: str) -> Iterator[socket.socket | None]:
+    """A second descriptor for socket `fd`, or None if `fd` is no longer the socket `link`.
+
+    What is looked at and shut down is the duplicate: whatever happens to the number `fd`
+    meanwhile, it stays the same socket.
+    """
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        same = os.readlink(f"{_FD_DIR}/{copy}") == link
+        blocking = os.get_blocking(copy)
+        sock = socket.socket(fileno=copy) if same else None
+    except OSError:
+        os.close(copy)
+        yield None
+        return
+    if sock is None:
+        os.close(copy)
+        yield None
+        return
+    if os.get_blocking(copy) != blocking:  # socket.setdefaulttimeout() is in use
+        os.set_blocking(copy, blocking)
+    try:
+        yield sock
+    finally:
+        sock.close()
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _listeners() -> dict[str, Address]:
+    """The listening TCP sockets of this process, by link."""
+    found: dict[str, Address] = {}
+    for fd, link in _links().items():
+        with _borrowed(fd, link) as sock:
+            if sock is None or sock.family not in _FAMILIES or not _listens(sock):
+                continue
+            address = _plain(sock.getsockname())
+            if address is not None:
+                found[link] = address
+    return found
+
+
+def listener_of(create: Callable[[], T], attempts: int = 10) -> tuple[T, Address]:
+    """Call `create`, which opens one listening socket, and return its result and the address.
+
+    `create` must be local and quick: a lock is held meanwhile, so that two groups of one process
+    do not take each other's listener. Code outside FFT may open a listener in the same instant;
+    then the result is dropped and `create` is called again.
+
+    Raises:
+        RuntimeError: not exactly one new listener in any of `attempts` calls.
+    """
+    seen = 0
+    for _ in range(attempts):
+        with _create_lock:
+            before = _listeners().keys()
+            made = create()
+            new = [a for link, a in _listeners().items() if link not in before]
+        if len(new) == 1:
+            return made, new[0]
+        seen = len(new)
+        del made
+    raise RuntimeError(
+        f"could not tell the new listening socket: {seen} appeared instead of 1, {attempts} times; "
+        "stop opening listening sockets in this process while its process group is configured"
+    )
+
+
+def shut_down(own: frozenset[Address], peers: frozenset[Address]) -> int:
+    """Shut down (both ways) each connection accepted at an `own` listener or made to a `peers` one.
+
+    Returns how many were shut down. A connection that is shut down already does not count.
+    """
+    if not own and not peers:
+        return 0
+    count = 0
+    for fd, link in _links().items():
+        with _borrowed(fd, link) as sock:
+            if sock is not None and sock.family in _FAMILIES and _matches(sock, own, peers):
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    count += 1
+                except OSError:  # the peer was faster
+                    continue
+    return count
+
+
+def _matches(sock: socket.socket, own: frozenset[Address], peers: frozenset[Address]) -> bool:
+    if _listens(sock):  # gloo ends the process when its listener is shut down
+        return False
+    if _plain(sock.getsockname()) in own:
+        return True
+    try:
+        return _plain(sock.getpeername()) in peers
+    except OSError:  # not connected
+        return False
