@@ -17,6 +17,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from fft.errors import FftError
+
 MAX_MESSAGE_BYTES = 64 * 1024
 """Longest payload, register value or vote, in bytes."""
 
@@ -31,7 +33,7 @@ JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 logger = logging.getLogger(__name__)
 
 
-class BusError(Exception):
+class BusError(FftError):
     """Anything the bus has to complain about; the text names the place and the mend."""
 
 

@@ -1,0 +1,57 @@
+# The two commands of a fresh clone are `make demo` and `make test`; each sets up .venv itself.
+# Needs Python >= 3.11 and its pip, found as python3 or given as PYTHON=…
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TRACES := runs/demo-$(shell date +%Y%m%d-%H%M%S)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+# what the demo runs; the plan is meant to be edited
+PLAN ?= examples/hsdp_demo_faults.yaml
+
+.PHONY: help setup demo test check clean
+
+help:
+	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
+	@echo "make test    run the tests"
+	@echo "make check   format, lint, types, import contract"
+	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
+	@echo "make clean   remove $(VENV), caches and runs/"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FFT needs Python >= 3.11, this is " + sys.version.split()[0] + "; give another one as make PYTHON=...")'
+	@echo "setting up $(VENV); this installs torch and takes some minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet torch==2.13.0
+	@$(PIP) install --quiet "torchft>=0.2,<0.3" -e ".[dev]"
+	@touch $@
+
+# Report and audit come after a failed run too: that is when they are needed most.
+demo: setup
+	@failed=0; \
+	$(BIN)/fft run --groups 2 --ranks 2 --faults $(PLAN) --trace-dir $(TRACES) \
+	  --stop-after-plan 10 --min-steps 60 --timeout 270 examples/hsdp_char_lm.py || failed=1; \
+	$(BIN)/fft report $(TRACES) || failed=1; \
+	$(BIN)/fft audit $(TRACES) || failed=1; \
+	exit $$failed
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs
+	find fft tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

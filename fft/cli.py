@@ -1,0 +1,208 @@
+"""The ``fft`` command. Every command imports what it needs by itself, so that ``fft --help``
+and the commands on specs and traces load no torch.
+
+This is the only module that takes signal handlers of the process (`run`, `serve`) and that
+ends it with an exit code: 0 good, 1 the job or the audit failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fft.errors import FftError
+
+if TYPE_CHECKING:
+    from fft.faults import FaultPlan
+    from fft.supervisor import RunConfig, Verdict
+
+app = typer.Typer(
+    help="Fast Fault Tolerance: every PyTorch training step is a transaction.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+_SPEC = typer.Argument(help="A spec: a name such as hsdp, or the path of a YAML file.")
+
+
+class GraphFormat(StrEnum):
+    """What ``fft graph`` can draw."""
+
+    mermaid = "mermaid"
+    dot = "dot"
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn an error meant for the user into its text on stderr and exit code 2."""
+    try:
+        yield
+    except FftError as error:
+        sys.stderr.write(f"fft: {error}\n")
+        raise typer.Exit(2) from error
+
+
+def _calm_lighthouse() -> None:
+    """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
+    os.environ.setdefault("RUST_LOG", "error")
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the bus; 0 takes a free one.")] = 0,
+    lighthouse_port: Annotated[int, typer.Option(help="Port of the lighthouse; 0 likewise.")] = 0,
+    job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
+) -> None:
+    """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
+    from fft.serve import serve_forever, start_services
+
+    _calm_lighthouse()
+    with _plain_errors():
+        serve_forever(start_services(host, port, lighthouse_port, job))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[Path, typer.Argument(help="The training script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    groups: Annotated[int, typer.Option(help="Number of replica groups.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Ranks in each group.")] = 1,
+    faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="For traces and logs; runs/<time> if absent.")
+    ] = None,
+    min_groups: Annotated[int, typer.Option(help="Give up with fewer usable groups.")] = 1,
+    max_restarts: Annotated[int, typer.Option(help="Restarts of a group without progress.")] = 10,
+    stop_after_plan: Annotated[
+        int | None, typer.Option(help="Drain this many steps after the plan is through.")
+    ] = None,
+    min_steps: Annotated[int, typer.Option(help="And not before this step.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Kill the job after so many s.")] = None,
+    drain_timeout: Annotated[float, typer.Option(help="Kill a drain after so many s.")] = 60.0,
+    progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
+) -> None:
+    """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
+    from fft.faults import FaultPlan, load_plan
+    from fft.supervisor import RunConfig
+
+    with _plain_errors():
+        config = RunConfig(
+            script=[str(script), *(arguments or [])],
+            groups=groups,
+            ranks=ranks,
+            trace_dir=trace_dir or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}"),
+            faults=faults,
+            min_groups=min_groups,
+            max_restarts=max_restarts,
+            stop_after_plan=stop_after_plan,
+            min_steps=min_steps,
+            timeout=timeout,
+            drain_timeout=drain_timeout,
+        )
+        config.check()
+        plan = load_plan(faults, groups, ranks) if faults else FaultPlan(faults=[])
+        verdict = _supervise(config, plan, progress)
+    for line in verdict.lines:
+        sys.stderr.write(f"fft: {line}\n")
+    sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
+    raise typer.Exit(0 if verdict.ok else 1)
+
+
+def _supervise(config: RunConfig, plan: FaultPlan, progress: bool) -> Verdict:
+    """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills."""
+    _calm_lighthouse()
+    from fft.progress import open_display
+    from fft.serve import start_services
+    from fft.supervisor import Supervisor
+
+    display = open_display(Console()) if progress else None
+    services = start_services(min_groups=config.min_groups)
+    try:
+        supervisor = Supervisor(config, plan, services, display)
+        previous = {
+            number: signal.signal(number, lambda *_: supervisor.interrupt())
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            return supervisor.run()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    finally:
+        services.close()
+
+
+@app.command()
+def audit(
+    directory: Annotated[Path, typer.Argument(help="A trace directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Replay traces against the spec and all invariants; exit 1 on a violation."""
+    from fft.audit import audit_dir
+
+    with _plain_errors():
+        found = audit_dir(directory)
+        text = json.dumps(found.to_json(), indent=2) if as_json else found.render()
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
+    """Show each fault of a run: how it was noticed, how long it took, what it cost."""
+    from fft.report import fault_table
+
+    with _plain_errors():
+        Console().print(fault_table(directory))
+
+
+@app.command()
+def graph(
+    spec: Annotated[str, _SPEC],
+    form: Annotated[GraphFormat, typer.Option("--format", help="Language.")] = GraphFormat.mermaid,
+) -> None:
+    """Draw a spec's machine as text."""
+    from fft.graph import to_dot, to_mermaid
+    from fft.spec import load_spec
+
+    with _plain_errors():
+        loaded = load_spec(spec)
+        text = to_dot(loaded) if form is GraphFormat.dot else to_mermaid(loaded)
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+@app.command(name="spec")
+def check_spec(spec: Annotated[str, _SPEC]) -> None:
+    """Validate a spec and summarise it."""
+    from fft.spec import load_spec
+
+    with _plain_errors():
+        loaded = load_spec(spec)
+    tables = [loaded.common.on, *(state.on for state in loaded.states.values())]
+    rows = sum(len(alternatives) for table in tables for alternatives in table.values())
+    states = ", ".join(loaded.states)
+    sys.stdout.write(f"{loaded.name}: valid; {rows} rows; {len(loaded.states)} states: {states}\n")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of specs, for editors."""
+    from fft.spec import json_schema
+
+    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,112 @@
+"""One child process: starting it, learning of its death, ending it.
+
+Starts processes in sessions of their own and signals only those, by pidfd (Linux), so that a
+pid that was used again is never hit. Opens one log file per child.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_SHIM = Path(__file__).with_name("shim.py")
+_TAIL_LINES = 12
+_TAIL_BYTES = 16 * 1024
+
+
+class Child:
+    """A running rank. `fd` becomes readable when it has died; then call `exit_code`, `reap`.
+
+    Must be made by a thread that lives as long as the child shall: the kernel ends the child
+    when that thread ends.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        start: int,
+        script: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.start = start
+        self.log = log
+        self.code: int | None = None
+        self.told_dead = False
+        command = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid())]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, sys.executable, *script],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,  # a Ctrl-C on the terminal is for the supervisor alone
+            )
+        self.pid = self._process.pid
+        self.fd = os.pidfd_open(self.pid)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not been reaped yet."""
+        return self.code is None
+
+    def exit_code(self) -> int:
+        """The exit code of the dead child, negative for a signal; leaves it unreaped."""
+        info = os.waitid(os.P_PIDFD, self.fd, os.WEXITED | os.WNOWAIT)
+        assert info is not None  # without WNOHANG there is always an answer
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def dies_within(self, seconds: float) -> bool:
+        """Wait for its death, at most so long."""
+        waiter = select.poll()
+        waiter.register(self.fd, select.POLLIN)
+        return bool(waiter.poll(max(0.0, seconds) * 1000))
+
+    def reap(self) -> int:
+        """Collect the dead child, ending what it had started and left running."""
+        # before the wait, while the zombie still keeps the number of its process group taken
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.code = self._process.wait()
+        os.close(self.fd)
+        return self.code
+
+    def signal(self, number: int) -> None:
+        """Send a signal; a child that is already dead is left alone."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.fd, number)
+
+    def verdict(self) -> str:
+        """One line on how it ended, and the last lines of its log."""
+        where = f"group {self.group} rank {self.rank} (pid {self.pid}, start {self.start})"
+        lines = [f"{where} ended with {cause_of(self.code)}; its log: {self.log}"]
+        lines += [f"    {line}" for line in _tail(self.log)]
+        return "\n".join(lines)
+
+
+def cause_of(code: int | None) -> str:
+    """An exit code in words: ``exit code 3`` or ``SIGKILL``."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _tail(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    return list(deque(text.splitlines(), maxlen=_TAIL_LINES))

@@ -1,0 +1,113 @@
+"""One replica group under supervision: its ranks' processes, its starts and its pauses.
+
+Starts processes and the group's rendezvous store (one fresh TCPStore per start).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from fft.supervisor.children import Child
+
+_PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class Pauses:
+    """The growing pauses before restarts, in seconds: none at first, at most half a minute."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+
+    def next(self) -> float:
+        """The pause before the next restart, which is thereby counted."""
+        self.restarts += 1
+        return _PAUSES[min(self.restarts, len(_PAUSES)) - 1]
+
+    def progressed(self) -> None:
+        """The group has committed a step: what comes is a new trouble, not the old one."""
+        self.restarts = 0
+
+
+class Group:
+    """A replica group. Exactly one of these holds: it runs, a restart is due, it has ended."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.starts = 0
+        self.children: list[Child] = []
+        self.pauses = Pauses()
+        self.restart_at: float | None = None
+        """When to start again, on the monotonic clock in seconds."""
+        self.return_at_step: int | None = None
+        """Drained; to start again when the job has committed this many steps."""
+        self.given_up = False
+        self.known_incs: dict[int, int] = {}
+        """The ranks' newest incarnations that were on record when it was started last."""
+        self._store: Any = None
+
+    @property
+    def living(self) -> list[Child]:
+        """The children that have not been reaped."""
+        return [child for child in self.children if child.alive]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ranks of the last start ended by their own word."""
+        return bool(self.children) and all(child.code == 0 for child in self.children)
+
+    def doing(self) -> str:
+        """The state of its processes, for the screen."""
+        if self.living:
+            return f"running (start {self.starts})"
+        if self.restart_at is not None:
+            return "restarting"
+        if self.return_at_step is not None:
+            return f"away until step {self.return_at_step}"
+        return "given up" if self.given_up else ("finished" if self.finished else "down")
+
+    def start(
+        self, script: list[str], env: Mapping[str, str], logs: Path, groups: int
+    ) -> list[Child]:
+        """Start all ranks with a store of their own. Raises OSError if a process cannot be."""
+        import torch.distributed as dist  # here, so that a bad plan is refused without it
+
+        self.restart_at = self.return_at_step = None
+        self.starts += 1
+        tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+        self._store = tcp_store(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+        self.children = []
+        for rank in range(self.ranks):
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "REPLICA_GROUP_ID": self.name,
+                "NUM_REPLICA_GROUPS": str(groups),
+            }
+            log = logs / f"g{self.name}r{rank}-{self.starts}.log"
+            child = Child(self.name, rank, self.starts, script, {**env, **place}, log)
+            self.children.append(child)
+        return self.children
+
+    def close(self) -> None:
+        """Let go of the store; its server ends with it."""
+        self._store = None
+
+
+def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What every child gets: the outer environment, the services, and calm defaults.
+
+    A fault plan comes from the supervisor only, which has validated it.
+    """
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in outer.items() if name != "FFT_FAULTS"}
+    return {**defaults, **inherited, "FFT_DRAIN_SIGNAL": "SIGTERM", **services}

@@ -1,0 +1,80 @@
+"""Real processes for the rollback tests: starts them, hands back what they return, ends them."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore
+
+LIMIT = 120.0  # seconds that one set of processes may take, torch's import included
+
+
+def store_server() -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def client(port: int) -> TCPStore:
+    return TCPStore(
+        "localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+
+
+def run(ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``body(rank, ranks, port, *args)`` in `ranks` processes; return what each returned."""
+    server = store_server()
+    context = mp.get_context("spawn")
+    started: list[tuple[Any, Connection]] = []
+    try:
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_main, args=(there, body, rank, ranks, server.port, args), daemon=True
+            )
+            process.start()
+            there.close()
+            started.append((process, here))
+        return [_result(here, rank) for rank, (_, here) in enumerate(started)]
+    finally:
+        for process, here in started:
+            here.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _result(here: Connection, rank: int) -> Any:
+    if not here.poll(LIMIT):
+        raise TimeoutError(f"rank {rank} gave no result in {LIMIT:g} s")
+    good, value = here.recv()
+    if not good:
+        raise AssertionError(f"rank {rank} failed:\n{value}")
+    return value
+
+
+def _main(
+    there: Connection, body: Callable[..., Any], rank: int, ranks: int, port: int, args: Any
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        answer = (True, body(rank, ranks, port, *args))
+    except BaseException:  # noqa: BLE001 - carried to the parent
+        answer = (False, traceback.format_exc())
+    there.send(answer)
+    there.close()
+
+
+def until(condition: Callable[[], bool], what: str, limit: float = 20.0) -> None:
+    """Look again every millisecond until `condition` holds: nothing signals it to us."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen in {limit:g} s")
+        time.sleep(0.001)

@@ -1,0 +1,232 @@
+"""StepState on plain modules: what comes back, what goes over, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from fft.rollback import StateMismatch, StepState
+
+
+class Model(nn.Module):
+    """Buffers of every sort: changed in place, replaced, filled late, not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("replaced", torch.zeros(4))
+        self.register_buffer("late", None)
+        self.register_buffer("hidden", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replaced = self.replaced + 1
+        self.late = torch.ones(2)
+        self.hidden.add_(1)
+        if "made" not in self._buffers:
+            self.register_buffer("made", torch.ones(1))
+        x = nn.functional.dropout(self.norm(self.linear(x)), 0.5)
+        return x + random.random() + float(numpy.random.rand()) + self.replaced
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"n": 0, "list": [1]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+class Setup:
+    def __init__(self, seed: int = 1) -> None:
+        torch.manual_seed(seed)
+        self.model = Model()
+        self.adam = torch.optim.AdamW(self.model.linear.parameters(), lr=torch.tensor(0.1))
+        self.sgd = torch.optim.SGD(self.model.norm.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.sgd, 0.5)
+        self.counter = Counter()
+        self.state = StepState(
+            [self.model], [self.adam, self.sgd], [self.schedule], {"counter": self.counter}
+        )
+
+    def compute(self) -> torch.Tensor:
+        out = self.model(torch.arange(12.0).reshape(3, 4)).square().sum()
+        out.backward()
+        return out.detach()
+
+    def step(self) -> None:
+        self.compute()
+        for optimizer in (self.adam, self.sgd):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.counter.seen["n"] += 1
+
+
+def test_restore_makes_the_next_attempt_the_same_as_the_first() -> None:
+    run = Setup()
+    run.step()
+    run.state.capture()
+    replaced = run.model.replaced
+    before = run.state.digest()
+    first = run.compute()
+    run.schedule.step()
+    run.counter.seen["n"] = 99
+    run.counter.seen["list"].append(2)
+    for _ in range(2):  # idempotent
+        run.state.restore()
+        assert run.state.digest() == before
+        assert run.model.replaced is replaced
+        assert run.counter.seen == {"n": 1, "list": [1]}
+        assert run.sgd.param_groups[0]["lr"] == 0.05
+        assert all(p.grad is None for p in run.model.parameters())
+        assert torch.equal(run.compute(), first)
+
+
+def test_buffers_made_or_filled_since_go_away() -> None:
+    run = Setup()
+    run.state.capture()
+    run.compute()
+    run.state.restore()
+    assert "made" not in run.model._buffers
+    assert run.model.late is None
+    assert run.model.hidden.item() == 0
+    assert run.model.norm.num_batches_tracked.item() == 0
+
+
+def test_only_the_given_generators_are_put_back() -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = StepState([], [], generators=[generator])
+    state.capture()
+    mine, process = torch.rand(3, generator=generator), torch.rand(3)
+    state.restore()
+    assert torch.equal(torch.rand(3, generator=generator), mine)
+    assert not torch.equal(torch.rand(3), process)
+
+
+def test_restore_without_capture_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="before the first capture"):
+        StepState([], []).restore()
+
+
+def carried(run: Setup) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(run.state.export(), buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+def test_export_and_load_carry_everything_over() -> None:
+    source, fresh = Setup(1), Setup(2)
+    for run in (source, fresh):
+        run.model(torch.zeros(2, 4))  # so that the late buffers are there
+    for _ in range(3):
+        source.step()
+    rate = fresh.adam.param_groups[0]["lr"]
+    count = fresh.state.load(carried(source))
+    assert count > sum(p.nbytes for p in source.model.parameters())
+    assert fresh.state.digest() == source.state.digest()
+    assert fresh.adam.param_groups[0]["lr"] is rate
+    assert fresh.sgd.param_groups[0]["lr"] == source.sgd.param_groups[0]["lr"]
+    assert fresh.counter.seen == source.counter.seen
+    rngs = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    source.step()
+    torch.set_rng_state(rngs[0])
+    random.setstate(rngs[1])
+    numpy.random.set_state(rngs[2])
+    fresh.step()
+    assert fresh.state.digest() == source.state.digest()
+
+
+def test_load_forgets_optimizer_state_that_the_source_does_not_have() -> None:
+    source, target = Setup(1), Setup(1)
+    for run in (source, target):
+        run.model(torch.zeros(2, 4))
+    target.step()
+    target.state.load(carried(source))
+    assert not target.adam.state
+    assert target.state.digest() == source.state.digest()
+
+
+MISFITS = {
+    "a missing parameter": (
+        lambda s: s["parameters"].pop("model0.linear.bias"),
+        "parameters: the state that came lacks 'model0.linear.bias'",
+    ),
+    "an unknown buffer": (
+        lambda s: s["buffers"].update(other=torch.zeros(1)),
+        "buffers: the state that came has 'other'",
+    ),
+    "another shape": (
+        lambda s: s["parameters"].update({"model0.linear.bias": torch.zeros(5)}),
+        r"parameters\[model0.linear.bias\]: shape torch.Size\(\[5\]\) came",
+    ),
+    "another dtype of a moment": (
+        lambda s: s["optimizers"][0]["state"]["model0.linear.bias"].update(
+            exp_avg=torch.zeros(4, dtype=torch.float64)
+        ),
+        r"optimizers\[0\].state\[model0.linear.bias\]\[exp_avg\]: dtype torch.float64 came",
+    ),
+    "state of a parameter of another optimizer": (
+        lambda s: s["optimizers"][0]["state"].update({"model0.norm.bias": {}}),
+        r"optimizers\[0\].state: 'model0.norm.bias' came",
+    ),
+    "a missing optimizer": (lambda s: s["optimizers"].pop(), "optimizers: 1 came, 2 are here"),
+    "a missing schedule": (lambda s: s["lr_schedulers"].pop(), "lr_schedulers: 0 came"),
+    "a missing extra": (lambda s: s["extra"].pop("counter"), "extra: .* lacks 'counter'"),
+    "a missing section": (lambda s: s.pop("extra"), "state: .* lacks 'extra'"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
+    change, message = MISFITS[name]
+    source, target = Setup(1), Setup(2)
+    for run in (source, target):
+        run.step()
+    state = carried(source)
+    change(state)
+    before, counter = target.state.digest(), copy.deepcopy(target.counter.seen)
+    with pytest.raises(StateMismatch, match=message):
+        target.state.load(state)
+    assert target.state.digest() == before
+    assert target.counter.seen == counter
+
+
+def test_what_is_not_plain_is_named() -> None:
+    run = Setup()
+    run.counter.seen["bad"] = {"deep": [object()]}
+    with pytest.raises(TypeError, match=r"extra\[counter\]\['bad'\]\['deep'\]\[0\] is a object"):
+        run.state.export()
+
+
+def test_digest_sees_every_part() -> None:
+    run = Setup()
+    run.step()
+    seen = {run.state.digest()}
+    with torch.no_grad():
+        run.model.linear.weight[0, 0] += 1
+    seen.add(run.state.digest())
+    run.model.norm.num_batches_tracked += 1
+    seen.add(run.state.digest())
+    run.adam.state[run.model.linear.weight]["exp_avg"][0, 0] += 1
+    seen.add(run.state.digest())
+    run.adam.state[run.model.linear.weight]["step"] += 1
+    seen.add(run.state.digest())
+    run.sgd.state[run.model.norm.weight]["momentum_buffer"] += 1
+    seen.add(run.state.digest())
+    assert len(seen) == 6
+    assert len(next(iter(seen))) == 32
+    halves = StepState([nn.Linear(2, 2).bfloat16()], [])
+    assert halves.digest() == halves.digest()

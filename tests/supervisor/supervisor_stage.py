@@ -1,0 +1,167 @@
+"""Children for the supervisor's tests: light scripts that do what the test tells them.
+
+Each child connects to the test's socket, says who it is, and obeys. Its end shows as the end
+of the connection, which the kernel closes whatever ended the process: no polling, no sleeps.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from fft.bus import open_bus
+from fft.faults import FaultPlan
+from fft.serve import start_services
+from fft.supervisor import RunConfig, Supervisor, Verdict
+
+WAIT_S = 30.0
+
+ACTOR = """
+import json, os, signal, socket, subprocess, sys
+
+stage = socket.socket(socket.AF_UNIX)
+stage.connect(os.environ["STAGE"])
+say = lambda **what: stage.sendall(json.dumps(what).encode() + b"\\n")
+if os.environ.get("STUBBORN"):
+    signal.signal(signal.SIGTERM, lambda *_: None)
+else:
+    signal.signal(signal.SIGTERM, lambda *_: say(heard="sigterm"))
+say(pid=os.getpid(), env=dict(os.environ), argv=sys.argv)
+for line in stage.makefile():
+    order, _, rest = line.strip().partition(" ")
+    if order == "exit":
+        sys.exit(int(rest))
+    elif order == "print":
+        print(rest)
+        say(printed=rest)
+    elif order == "raise":
+        raise RuntimeError(rest)
+    elif order == "spawn":  # a helper that holds a connection of its own, and outlives us
+        code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        code += "s.sendall(b'{}\\\\n'); s.recv(1)"
+        subprocess.Popen([sys.executable, "-c", code, os.environ["STAGE"]])
+"""
+
+
+class Actor:
+    """The test's end of one child."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(WAIT_S)
+        self._connection = connection
+        self._file = connection.makefile("r")
+        hello = json.loads(self._file.readline())
+        self.pid: int = hello.get("pid", 0)
+        self.env: dict[str, str] = hello.get("env", {})
+        self.argv: list[str] = hello.get("argv", [])
+        self.place = (self.env.get("REPLICA_GROUP_ID", ""), self.env.get("RANK", ""))
+
+    def order(self, text: str) -> None:
+        self._connection.sendall(text.encode() + b"\n")
+
+    def says(self) -> dict[str, Any]:
+        return json.loads(self._file.readline())
+
+    def gone(self) -> None:
+        """Return when the process has ended; fail if it says anything or takes too long."""
+        try:
+            rest = self._file.readline()
+        except ConnectionResetError:
+            rest = ""
+        assert rest == "", rest
+
+    def close(self) -> None:
+        self._file.close()
+        self._connection.close()
+
+
+class Stage:
+    """Where the children of one test appear."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "stage"
+        self.script = directory / "actor.py"
+        self.script.write_text(ACTOR)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen(64)
+        self._actors: list[Actor] = []
+
+    def enter(self, count: int, within: float = WAIT_S) -> dict[tuple[str, str], Actor]:
+        """The next ``count`` children, by (group, rank)."""
+        self._listener.settimeout(within)
+        new = [Actor(self._listener.accept()[0]) for _ in range(count)]
+        self._actors += new
+        return {actor.place: actor for actor in new}
+
+    def nobody(self) -> bool:
+        """Whether no child is waiting to be let in."""
+        self._listener.settimeout(0)
+        try:
+            self._actors.append(Actor(self._listener.accept()[0]))
+        except BlockingIOError:
+            return True
+        return False
+
+    def close(self) -> None:
+        for actor in self._actors:
+            actor.close()
+        self._listener.close()
+
+
+class Job:
+    """A supervisor at work in a thread, and what is heard on its bus."""
+
+    def __init__(self, supervisor: Supervisor, bus_url: str, config: RunConfig) -> None:
+        self.supervisor = supervisor
+        self.trace_dir = config.trace_dir
+        self.bus_url = bus_url
+        self.heard: queue.Queue[tuple[float, dict[str, Any]]] = queue.Queue()
+        self._bus = open_bus(bus_url)
+        self._bus.subscribe(
+            lambda payload: self.heard.put((time.monotonic(), json.loads(payload))),
+            lambda error: None,
+        )
+        self._verdicts: queue.Queue[Verdict] = queue.Queue()
+        self._thread = Thread(target=self._run, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._verdicts.put(self.supervisor.run())
+
+    def message(self) -> dict[str, Any]:
+        """The next message on the bus."""
+        return self.heard.get(timeout=WAIT_S)[1]
+
+    def verdict(self) -> Verdict:
+        return self._verdicts.get(timeout=WAIT_S)
+
+    def close(self) -> None:
+        self.supervisor.interrupt()
+        self.supervisor.interrupt()
+        self._thread.join(WAIT_S)
+        self._bus.close()
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def running(stage: Stage, trace_dir: Path, plan: FaultPlan, **settings: Any) -> Iterator[Job]:
+    """A job of actors under supervision, ended at the latest when the block is left."""
+    script = [str(stage.script), *settings.pop("arguments", [])]
+    config = RunConfig(script=script, trace_dir=trace_dir, **settings)
+    services = start_services()
+    try:
+        job = Job(Supervisor(config, plan, services), services.bus_url, config)
+        try:
+            yield job
+        finally:
+            job.close()
+    finally:
+        services.close()

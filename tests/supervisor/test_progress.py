@@ -1,0 +1,185 @@
+"""Tailing traces, and telling from them when a fault plan is through. No processes here."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fft.faults import FaultPlan
+from fft.progress import (
+    Injected,
+    JobView,
+    LiveDisplay,
+    PlainDisplay,
+    RankView,
+    Snapshot,
+    TraceTail,
+    open_display,
+    row_of,
+)
+from fft.supervisor.watch import PlanWatch
+
+
+def line(**fields: Any) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def moved(to: str, before: str = "NORMAL", **fields: Any) -> bytes:
+    return line(kind="transition", **{"from": before, "to": to}, **fields)
+
+
+# --- tailing ---------------------------------------------------------------------------
+
+
+def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
+    tail = TraceTail(tmp_path)
+    assert tail.poll().ranks == {}
+    whole = moved("PREPARED", epoch=2, step=5, members=["1", "0"])
+    with (tmp_path / "g0r1i3.jsonl").open("ab", buffering=0) as file:
+        file.write(line(kind="header", step=4, epoch=1) + whole[:20])
+        view = tail.poll().ranks["0", 1]
+        assert (view.inc, view.state, view.step) == (3, "INIT", 4)
+        file.write(whole[20:])
+    view = tail.poll().ranks["0", 1]
+    assert (view.state, view.epoch, view.step, view.members) == ("PREPARED", 2, 5, ("0", "1"))
+    tail.close()
+
+
+def test_notes_bring_loss_and_planned_faults(tmp_path: Path) -> None:
+    (tmp_path / "g1r0i7.jsonl").write_bytes(
+        line(kind="note", note="metrics", data={"loss": 1.25}, step=3, epoch=2)
+        + line(kind="note", note="inject", data={"name": "x", "kind": "kill"}, step=3, epoch=2)
+        + moved("ROLLBACK_REQ", step=3, epoch=2, cause="OSError: peer gone\nmore")
+    )
+    tail = TraceTail(tmp_path)
+    view = tail.poll()
+    assert view.injected == {"x": Injected("x", "kill", "1", 3, 2)}
+    row = row_of(view, "1", "running")
+    assert (row.loss, row.fault, row.state) == (1.25, "OSError: peer gone", "ROLLBACK_REQ")
+    tail.close()
+
+
+def test_a_newer_incarnation_takes_the_place_of_the_older(tmp_path: Path) -> None:
+    tail = TraceTail(tmp_path)
+    (tmp_path / "g0r0i9.jsonl").write_bytes(moved("COMMIT", step=8, epoch=4))
+    before = tail.poll().incs("0")
+    (tmp_path / "g0r0i10.jsonl").write_bytes(moved("HEALING", step=0, epoch=5))
+    view = tail.poll()
+    assert view.ranks["0", 0].state == "HEALING" and view.step == 0
+    assert not view.committed_since("0", before)
+    with (tmp_path / "g0r0i9.jsonl").open("ab") as file:
+        file.write(moved("COMMIT", step=9, epoch=4))
+    assert tail.poll().ranks["0", 0].inc == 10
+    with (tmp_path / "g0r0i10.jsonl").open("ab") as file:
+        file.write(moved("COMMIT", step=9, epoch=5))
+    assert tail.poll().committed_since("0", before)
+    tail.close()
+
+
+@pytest.mark.parametrize("junk", [b"{\n", b"[1]\n", b'"x"\n', b"\xff\n", b"\n", b'{"step": "a"}\n'])
+def test_what_cannot_be_read_is_skipped(tmp_path: Path, junk: bytes) -> None:
+    (tmp_path / "other.jsonl").write_bytes(moved("COMMIT", step=99))
+    (tmp_path / "g0r0i1.jsonl").write_bytes(
+        moved("COMMIT", step=2) + junk + moved("NORMAL", step=3)
+    )
+    tail = TraceTail(tmp_path)
+    view = tail.poll()
+    assert (view.ranks["0", 0].state, view.step) == ("NORMAL", 3)
+    tail.close()
+
+
+# --- showing ---------------------------------------------------------------------------
+
+
+def snapshot(elapsed: float) -> Snapshot:
+    view = JobView({("0", 0): RankView(1, "NORMAL", 3, 27, loss=2.5, fault="[red]boom")})
+    return Snapshot(elapsed, [row_of(view, "0", "running"), row_of(view, "1", "down")], 1, 4)
+
+
+def test_without_a_terminal_there_is_one_line_a_second() -> None:
+    out = io.StringIO()
+    display = open_display(Console(file=out, width=40))
+    assert isinstance(display, PlainDisplay)
+    for tenths in range(25):
+        display.show(snapshot(tenths / 10))
+    display.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert (
+        "1/4" in lines[0]
+        and "g0 running: NORMAL epoch 3 step 27 loss 2.500 [[red]boom]" in lines[0]
+    )
+
+
+def test_on_a_terminal_there_is_a_table() -> None:
+    out = io.StringIO()
+    display = open_display(Console(file=out, width=100, force_terminal=True))
+    assert isinstance(display, LiveDisplay)
+    display.show(snapshot(3))
+    display.close()
+    for word in ("1 of 4 faults fired", "NORMAL", "27", "2.500", "[red]boom", "down"):
+        assert word in out.getvalue()
+
+
+# --- the end of a plan -----------------------------------------------------------------
+
+KILL = {"name": "k", "kind": "kill", "step": 1, "group": 1, "phase": "vote"}
+RAISE = {"name": "e", "kind": "exception", "step": 1, "group": 1, "rank": 0, "phase": "vote"}
+LEAVE = {"name": "l", "kind": "drain", "step": 1, "group": 1}
+
+
+def watch(*faults: dict[str, Any], further: int = 0, min_steps: int = 0) -> PlanWatch:
+    plan = FaultPlan.model_validate({"faults": list(faults)})
+    return PlanWatch(plan, ["0", "1"], further, min_steps)
+
+
+def view_at(
+    step: int, epochs: tuple[int, int] = (2, 2), *injected: Injected, state: str = "NORMAL"
+) -> JobView:
+    both = ("0", "1")
+    ranks = {
+        (group, rank): RankView(1, state, epoch, step, both if epochs[0] == epochs[1] else (group,))
+        for group, epoch in zip(both, epochs, strict=True)
+        for rank in (0, 1)
+    }
+    return JobView(ranks, {fault.name: fault for fault in injected})
+
+
+def test_a_plan_is_through_only_after_the_recovery() -> None:
+    at = watch(KILL)
+    fired = Injected("k", "kill", "1", step=4, epoch=2)
+    assert not at.due(view_at(9)) and at.unfired(view_at(9)) == ["k"]
+    assert not at.due(view_at(5, (2, 2), fired))  # the survivors have not noticed yet
+    assert not at.due(view_at(5, (3, 2), fired))  # nor is the group back
+    assert not at.due(view_at(5, (4, 4), fired, state="HEALING"))
+    assert not at.due(view_at(4, (4, 4), fired))  # nor has a step been committed
+    assert at.due(view_at(5, (4, 4), fired))
+    assert not at.due(view_at(6, (4, 4), fired))  # said once
+    assert at.unfinished(view_at(6)) is None
+
+
+def test_a_fault_that_changes_no_epoch_is_over_with_the_next_commit() -> None:
+    fired = Injected("e", "exception", "1", step=4, epoch=2)
+    at = watch(RAISE)
+    assert not at.due(view_at(4, (2, 2), fired))
+    assert at.due(view_at(5, (2, 2), fired))
+
+
+def test_further_steps_and_the_least_step_come_after() -> None:
+    fired = Injected("e", "exception", "1", step=4, epoch=2)
+    at = watch(RAISE, further=3, min_steps=12)
+    assert not at.due(view_at(6, (3, 3), fired))
+    assert not at.due(view_at(9, (3, 3), fired))
+    assert "step 9, before step 12" in str(at.unfinished(view_at(9, (3, 3), fired)))
+    assert at.due(view_at(12, (3, 3), fired))
+
+
+def test_a_group_that_left_for_good_is_not_waited_for() -> None:
+    view = view_at(6, (3, 2), Injected("l", "drain", "1", step=4, epoch=2))
+    assert watch(LEAVE).due(view)
+    assert not watch({**LEAVE, "return_after_steps": 3}).due(view)

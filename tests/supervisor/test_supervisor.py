@@ -1,0 +1,288 @@
+"""The supervisor with real processes: deaths, restarts, drains, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from supervisor_stage import WAIT_S, Job, Stage
+
+from fft.faults import FaultPlan
+from fft.supervisor import RunConfig, SupervisorError
+from fft.supervisor.groups import Pauses
+
+StartJob = Callable[..., AbstractContextManager[Job]]
+
+
+def record(**fields: Any) -> str:
+    return json.dumps(fields) + "\n"
+
+
+def trace(job: Job, group: int, rank: int, inc: int, *records: str) -> None:
+    """Append to the trace of one incarnation, as the child itself would."""
+    path = job.trace_dir / f"g{group}r{rank}i{inc}.jsonl"
+    with path.open("a") as file:
+        file.writelines(records)
+
+
+def at_work(step: int, epoch: int, members: list[str]) -> str:
+    fields = {"step": step, "epoch": epoch, "members": members}
+    return record(kind="transition", **{"from": "NORMAL", "to": "COMMIT"}, **fields)
+
+
+def inject(name: str, kind: str, step: int, epoch: int) -> str:
+    data = {"name": name, "kind": kind}
+    return record(kind="note", note="inject", data=data, step=step, epoch=epoch)
+
+
+def test_children_get_their_places_and_a_good_end_is_good(
+    run_job: StartJob, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FFT_FAULTS", "one that nobody has validated")
+    with run_job(groups=2, ranks=2, arguments=["--steps", "3"]) as job:
+        actors = stage.enter(4)
+        assert set(actors) == {("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")}
+        for actor in actors.values():
+            env = actor.env
+            assert actor.argv[1:] == ["--steps", "3"]
+            assert (env["WORLD_SIZE"], env["NUM_REPLICA_GROUPS"]) == ("2", "2")
+            assert env["FFT_BUS"] == job.bus_url
+            assert env["TORCHFT_LIGHTHOUSE"].startswith("http://127.0.0.1:")
+            assert env["FFT_TRACE_DIR"] == str(tmp_path / "run")
+            assert env["FFT_DRAIN_SIGNAL"] == "SIGTERM" and env["OMP_NUM_THREADS"]
+            assert "FFT_FAULTS" not in env
+        ports = {actor.place: actor.env["MASTER_PORT"] for actor in actors.values()}
+        assert ports["0", "0"] == ports["0", "1"] != ports["1", "0"] == ports["1", "1"]
+        actors["0", "1"].order("print hello")
+        assert actors["0", "1"].says() == {"printed": "hello"}
+        for actor in actors.values():
+            actor.order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok and verdict.lines == ()
+    assert job.heard.empty()
+    logs = tmp_path / "run" / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == [
+        f"g{group}r{rank}-1.log" for group in (0, 1) for rank in (0, 1)
+    ]
+    assert (logs / "g0r1-1.log").read_text() == "hello\n"
+    assert psutil.Process().children() == []
+
+
+def test_a_death_is_told_at_once_and_the_group_starts_again(
+    run_job: StartJob, stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_job(groups=2, ranks=2) as job:
+        actors = stage.enter(4)
+        victim, mate = actors["1", "1"], actors["1", "0"]
+        began = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        heard_at, death = job.heard.get(timeout=WAIT_S)
+        with capsys.disabled():
+            print(f"\nSIGKILL to death message on the bus: {(heard_at - began) * 1e3:.2f} ms")
+        assert death.pop("host")
+        assert death == {
+            "v": 1,
+            "type": "death",
+            "group": "1",
+            "rank": 1,
+            "pid": victim.pid,
+            "by": "supervisor",
+            "cause": "SIGKILL",
+        }
+        second = job.message()
+        assert (second["rank"], second["pid"]) == (0, mate.pid)
+        assert second["cause"] == "SIGKILL by the supervisor, because rank 1 died"
+        mate.gone()
+        again = stage.enter(2)
+        assert set(again) == {("1", "0"), ("1", "1")}
+        ports = {actor.env["MASTER_PORT"] for actor in again.values()}
+        assert len(ports) == 1 and victim.env["MASTER_PORT"] not in ports
+        for actor in [actors["0", "0"], actors["0", "1"], *again.values()]:
+            actor.order("exit 0")
+        assert job.verdict().ok
+        assert job.heard.empty()
+        assert (job.trace_dir / "logs" / "g1r0-2.log").exists()
+
+
+def test_pauses_grow_to_half_a_minute_and_begin_anew_after_progress() -> None:
+    pauses = Pauses()
+    grown = [pauses.next() for _ in range(10)]
+    assert grown == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    pauses.progressed()
+    assert pauses.next() == 0
+
+
+def test_a_group_that_keeps_dying_is_given_up_with_the_tail_of_its_log(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=1, ranks=1, max_restarts=2) as job:
+        deaths = []
+        for _ in range(3):
+            (actor,) = stage.enter(1).values()
+            entered = time.monotonic()
+            if deaths:
+                pauses = entered - deaths[-1]
+                assert pauses >= (0, 0.5)[len(deaths) - 1]
+            actor.order("raise out of luck")
+            actor.gone()
+            deaths.append(time.monotonic())
+        verdict = job.verdict()
+        assert stage.nobody()
+        causes = [job.message() for _ in range(3)]
+    assert [message["cause"] for message in causes] == ["exit code 1"] * 3
+    assert not verdict.ok
+    assert "group 0 was given up" in verdict.lines[0]
+    assert f"group 0 rank 0 (pid {actor.pid}, start 3) ended with exit code 1" in verdict.lines[1]
+    assert verdict.lines[1].endswith("RuntimeError: out of luck")
+
+
+def test_progress_makes_the_next_death_a_first_one(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=1, ranks=1, max_restarts=1) as job:
+        for inc in (1, 2, 3):
+            (actor,) = stage.enter(1).values()
+            trace(job, 0, 0, inc, at_work(inc, inc, ["0"]))
+            actor.order("exit 3")
+        (actor,) = stage.enter(1).values()
+        actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_a_drain_is_told_forwarded_and_ends_well(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        job.supervisor.interrupt()
+        told = job.message()
+        assert told == {"v": 1, "type": "drain", "groups": ["0", "1"], "by": "supervisor"}
+        for actor in actors.values():
+            assert actor.says() == {"heard": "sigterm"}
+            actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_a_death_while_draining_is_not_restarted_and_not_good(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        job.supervisor.interrupt()
+        for actor in actors.values():
+            assert actor.says() == {"heard": "sigterm"}
+        actors["0", "0"].order("exit 7")
+        actors["1", "0"].order("exit 0")
+        verdict = job.verdict()
+        assert stage.nobody()
+    assert not verdict.ok
+    assert len(verdict.lines) == 1 and "ended with exit code 7" in verdict.lines[0]
+
+
+def test_a_drain_that_takes_too_long_is_ended(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=1, ranks=2, drain_timeout=0.3) as job:
+        actors = stage.enter(2)
+        job.supervisor.interrupt()
+        verdict = job.verdict()
+    assert not any(psutil.pid_exists(actor.pid) for actor in actors.values())
+    assert not verdict.ok
+    assert verdict.lines[0] == "the job had not drained 0.3 s after it was asked to"
+    assert "ended with SIGKILL" in verdict.lines[1]
+
+
+def test_a_second_interrupt_kills(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=1, ranks=1) as job:
+        (actor,) = stage.enter(1).values()
+        job.supervisor.interrupt()
+        assert actor.says() == {"heard": "sigterm"}
+        job.supervisor.interrupt()
+        verdict = job.verdict()
+        actor.gone()
+    assert verdict.lines[0] == "interrupted a second time"
+
+
+def test_the_job_has_a_time_limit(run_job: StartJob) -> None:
+    with run_job(groups=1, ranks=1, timeout=0.5) as job:
+        verdict = job.verdict()
+    assert psutil.Process().children() == []
+    assert verdict.lines[0] == "the job was not through within --timeout 0.5 s"
+
+
+def test_what_a_child_left_running_ends_with_it(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=1, ranks=1) as job:
+        (actor,) = stage.enter(1).values()
+        actor.order("spawn")
+        (helper,) = stage.enter(1).values()
+        actor.order("exit 0")
+        assert job.verdict().ok
+        helper.gone()
+
+
+def test_a_planned_drain_comes_back_and_the_plan_ends_the_job(
+    run_job: StartJob, stage: Stage
+) -> None:
+    raises = {"name": "x", "kind": "exception", "step": 1, "group": 0, "rank": 0, "phase": "vote"}
+    drains = {"name": "d", "kind": "drain", "step": 4, "group": 1, "return_after_steps": 5}
+    plan = FaultPlan.model_validate({"faults": [raises, drains]})
+    with run_job(plan, groups=2, ranks=1, stop_after_plan=3, min_steps=20) as job:
+        actors = stage.enter(2)
+        both = ["0", "1"]
+        trace(job, 0, 0, 1, inject("x", "exception", 1, 1), at_work(4, 2, both))
+        trace(job, 1, 0, 2, at_work(4, 2, both), inject("d", "drain", 4, 2), at_work(5, 2, both))
+        actors["1", "0"].order("exit 0")
+        trace(job, 0, 0, 1, at_work(9, 3, ["0"]))
+        actors["1", "0"].gone()
+        trace(job, 0, 0, 1, at_work(10, 3, ["0"]))  # 5 steps after its last
+        (back,) = stage.enter(1).values()
+        assert back.place == ("1", "0")
+        for step in range(11, 100):  # the job trains on until it is told to stop
+            trace(job, 1, 0, 3, at_work(step, 4, both))
+            trace(job, 0, 0, 1, at_work(step, 4, both))
+            with suppress(queue.Empty):
+                assert job.heard.get(timeout=0.1)[1]["type"] == "drain"
+                break
+        assert 20 <= step < 99
+        back.order("exit 0")
+        actors["0", "0"].order("exit 0")
+        actors["0", "0"].gone()  # it was told by the bus alone, without a signal
+        verdict = job.verdict()
+    assert verdict.ok, verdict.lines
+
+
+def test_a_plan_that_was_not_finished_is_no_good_end(run_job: StartJob, stage: Stage) -> None:
+    fault = {"name": "late", "kind": "drain", "step": 4, "group": 0}
+    plan = FaultPlan.model_validate({"faults": [fault]})
+    with run_job(plan, groups=1, ranks=1, stop_after_plan=1) as job:
+        (actor,) = stage.enter(1).values()
+        actor.order("exit 0")
+        verdict = job.verdict()
+    assert verdict.lines == ("the fault plan was not finished: faults that did not fire: late",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mend"),
+    [
+        ({"script": ["none.py"]}, "give the path of a Python file"),
+        ({"groups": 0}, "--groups and --ranks must be at least 1"),
+        ({"min_groups": 3}, "--min-groups must be from 1 to 2"),
+        ({"min_steps": 5}, "give both or none"),
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused(
+    stage: Stage, tmp_path: Path, changes: dict[str, Any], mend: str
+) -> None:
+    good = {"script": [str(stage.script)], "groups": 2, "ranks": 1, "trace_dir": tmp_path / "run"}
+    RunConfig(**good).check()
+    with pytest.raises(SupervisorError, match=mend):
+        RunConfig(**{**good, **changes}).check()
+
+
+def test_a_used_trace_directory_is_refused(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "g0r0i1.jsonl").write_text("")
+    with pytest.raises(SupervisorError, match="name a fresh --trace-dir"):
+        RunConfig([str(stage.script)], 1, 1, tmp_path).check()

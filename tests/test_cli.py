@@ -1,0 +1,216 @@
+"""The ``fft`` command as a user meets it: real processes, exit codes, one line per error."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fft.bus import open_bus
+
+FFT = [sys.executable, "-m", "fft.cli"]
+WAIT_S = 60.0
+
+CHILD = """
+import os, signal, socket, sys
+stage = socket.socket(socket.AF_UNIX)
+stage.connect(os.environ["STAGE"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+stage.sendall(f"{os.getpid()} {os.environ['FFT_FAULTS']}\\n".encode())
+stage.recv(1)
+"""
+
+
+def fft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*FFT, *arguments], capture_output=True, text=True, timeout=WAIT_S)
+
+
+@contextmanager
+def started(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*FFT, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], WAIT_S)
+    assert readable
+    return process.stdout.readline()
+
+
+def test_help_is_there_without_torch() -> None:
+    assert "serve" in fft("--help").stdout
+    code = "import sys, fft.cli; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S).returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
+    with started("serve", "--job", "mine") as process:
+        line = first_line(process)
+        found = re.fullmatch(
+            r"TORCHFT_LIGHTHOUSE=(http://127\.0\.0\.1:\d+) FFT_BUS=(tcp://127\.0\.0\.1:\d+/mine)\n",
+            line,
+        )
+        assert found, line
+        with open_bus(found[2]) as bus:
+            assert bus.next_number("n") == 1
+        lighthouse = psutil.Process(process.pid).net_connections("tcp")
+        port = int(found[1].rpartition(":")[2])
+        assert any(at.status == "LISTEN" and at.laddr.port == port for at in lighthouse)
+        process.send_signal(number)
+        rest, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, errors
+        assert rest == ""
+
+
+def test_a_port_in_use_is_named_with_the_mend() -> None:
+    with started("serve") as process:
+        port = first_line(process).rpartition(":")[2].partition("/")[0]
+        second = fft("serve", "--port", port)
+        lighthouse = fft("serve", "--lighthouse-port", port)
+    for failed in (second, lighthouse):
+        last = failed.stderr.splitlines()[-1]
+        assert failed.returncode == 2
+        assert f"127.0.0.1:{port}" in last and "choose another" in last
+        assert "Traceback" not in failed.stderr and failed.stdout == ""
+
+
+class Children:
+    """Where the children of a run report; their connection ends when they do."""
+
+    def __init__(self, directory: str) -> None:
+        import socket
+
+        self.script = Path(directory, "child.py")
+        self.script.write_text(CHILD)
+        self.path = os.path.join(directory, "stage")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(16)
+        self._listener.settimeout(WAIT_S)
+        self.connections: list[socket.socket] = []
+
+    def enter(self) -> list[str]:
+        connection, _ = self._listener.accept()
+        connection.settimeout(WAIT_S)
+        self.connections.append(connection)
+        return connection.recv(4096).decode().split()
+
+    def all_gone(self) -> bool:
+        return all(connection.recv(1) == b"" for connection in self.connections)
+
+    def nobody(self) -> bool:
+        self._listener.settimeout(0)
+        try:
+            self._listener.accept()
+        except BlockingIOError:
+            return True
+        return False
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with tempfile.TemporaryDirectory() as directory:
+        made = Children(directory)
+        yield made
+        made.close()
+
+
+def plan(tmp_path: Path, text: str = "faults: []") -> str:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def run_arguments(children: Children, tmp_path: Path, faults: str) -> list[str]:
+    size = ["--groups", "2", "--ranks", "2", "--faults", faults]
+    return ["run", *size, "--trace-dir", str(tmp_path / "run"), str(children.script)]
+
+
+def test_a_killed_supervisor_leaves_no_child(children: Children, tmp_path: Path) -> None:
+    faults = plan(tmp_path)
+    with started(*run_arguments(children, tmp_path, faults), STAGE=children.path) as process:
+        pids = [children.enter() for _ in range(4)]
+        assert {told for _, told in pids} == {faults}
+        process.kill()
+        assert children.all_gone()
+
+
+def test_sigterm_drains_the_children_and_ends_well(children: Children, tmp_path: Path) -> None:
+    arguments = run_arguments(children, tmp_path, plan(tmp_path))
+    with started(*arguments, STAGE=children.path) as process:
+        for _ in range(4):
+            children.enter()
+        process.send_signal(signal.SIGTERM)
+        out, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, errors
+        assert out.endswith(f"traces and logs: {tmp_path / 'run'}\n")
+        assert children.all_gone()
+
+
+def test_a_bad_plan_is_refused_before_anything_starts(children: Children, tmp_path: Path) -> None:
+    faults = plan(tmp_path, "faults: [{name: a, kind: drain, step: 1, group: 5}]")
+    with started(*run_arguments(children, tmp_path, faults), STAGE=children.path) as process:
+        out, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert errors == f"fft: {faults}: faults[0].group: no group '5' here; the groups are 0, 1\n"
+    assert out == "" and not (tmp_path / "run").exists()
+    assert children.nobody()
+
+
+def test_a_failing_script_is_named_with_its_log(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise ValueError('no data')")
+    failed = fft(
+        "run",
+        "--max-restarts",
+        "0",
+        "--no-progress",
+        "--trace-dir",
+        str(tmp_path / "t"),
+        str(script),
+    )
+    assert failed.returncode == 1
+    assert "group 0 rank 0" in failed.stderr and "ended with exit code 1" in failed.stderr
+    assert failed.stderr.rstrip().endswith("ValueError: no data")
+
+
+def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
+    script = tmp_path / "shows.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    done = fft("run", "--trace-dir", str(tmp_path / "t"), str(script), "--steps", "3", "--help")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "t/logs/g0r0-1.log").read_text() == "['--steps', '3', '--help']\n"
+
+
+def test_a_spec_that_is_not_there_is_one_line() -> None:
+    failed = fft("spec", "no-such-spec")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("fft: ") and failed.stderr.count("\n") == 1, failed.stderr

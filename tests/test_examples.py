@@ -1,0 +1,69 @@
+"""The examples as a user starts them: real processes, real training, audited afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fft.audit import audit_dir
+from fft.faults import load_plan
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LIMIT_S = 150
+
+TRANSIENT = """
+faults:
+  - {name: raise, kind: exception, step: 2, group: 1, rank: 1, phase: backward}
+  - {name: one-sided, kind: one_sided, step: 4, group: 0}
+"""
+
+
+def run(tmp_path: Path, *arguments: str) -> Path:
+    """Run a job to its good end and return its trace directory."""
+    traces = tmp_path / "run"
+    fixed = ["run", "--trace-dir", str(traces), "--timeout", str(LIMIT_S - 20)]
+    done = subprocess.run(
+        [sys.executable, "-m", "fft.cli", *fixed, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return traces
+
+
+def test_the_demo_has_the_four_faults_of_its_table() -> None:
+    plan = load_plan(EXAMPLES / "hsdp_demo_faults.yaml", groups=2, ranks=2)
+    assert [fault.kind for fault in plan.faults] == ["exception", "one_sided", "kill", "drain"]
+
+
+@pytest.mark.multiprocess
+def test_hsdp_trains_through_transient_faults_until_the_plan_is_through(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(TRANSIENT)
+    size = ["--groups", "2", "--ranks", "2", "--max-restarts", "0"]
+    until = ["--faults", str(plan), "--stop-after-plan", "3", "--min-steps", "10"]
+    traces = run(tmp_path, *size, *until, str(EXAMPLES / "hsdp_char_lm.py"))
+    found = audit_dir(traces)
+    assert found.ok, found.render()
+    logs = [log.read_text().splitlines()[-1] for log in sorted((traces / "logs").iterdir())]
+    assert len(logs) == 4  # nobody was started twice
+    steps = {line.rpartition("done at step ")[2] for line in logs}
+    assert len(steps) == 1 and int(steps.pop()) >= 10
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("manager", ["fft", "torchft"])
+def test_the_plain_loop_runs_with_either_manager(tmp_path: Path, manager: str) -> None:
+    script = [str(EXAMPLES / "torchft_loop.py"), "--manager", manager, "--steps", "20"]
+    traces = run(tmp_path, "--groups", "2", "--min-groups", "2", "--max-restarts", "0", *script)
+    for group in (0, 1):
+        assert "step 20: loss" in (traces / "logs" / f"g{group}r0-1.log").read_text()
+    if manager == "fft":
+        found = audit_dir(traces)
+        assert found.ok, found.render()
