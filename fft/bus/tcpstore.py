@@ -553,15 +553,26 @@ def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) ->
     """
     job = job if job is not None else "job-" + secrets.token_hex(4)
     check_job(job, f"tcp://{host}:{port}/{job}")
+    store, port = host_store(host, port)
+    reach = f"[{host}]" if ":" in host else host
+    return TcpBusServer(store, f"tcp://{reach}:{port}/{job}")
+
+
+def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
+    """A TCPStore server in this process that listens on `host` only, and its port.
+
+    It is given its listening socket: torch's own would be one for IPv6, on which the server's only
+    thread asks the name service about every loopback client. Raises `BusError` if the address is
+    not to be had.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise BusError(
-            f"cannot serve a bus on {host}:{port}: {error}; choose another host or port"
+            f"cannot serve on {host}:{port}: {error}; choose another host or port"
         ) from error
     port = listening.getsockname()[1]
-    reach = f"[{host}]" if ":" in host else host
     store = _TCPStore(
         host,
         port,
@@ -571,4 +582,4 @@ def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) ->
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    return TcpBusServer(store, f"tcp://{reach}:{port}/{job}")
+    return store, port

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from fft.supervisor.children import Child
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class Pauses:
@@ -75,21 +73,18 @@ class Group:
         self, script: list[str], env: Mapping[str, str], logs: Path, groups: int
     ) -> list[Child]:
         """Start all ranks with a store of their own. Raises OSError if a process cannot be."""
-        import torch.distributed as dist  # here, so that a bad plan is refused without it
+        from fft.bus.tcpstore import host_store  # here, so that a bad plan is refused without torch
 
         self.restart_at = self.return_at_step = None
         self.starts += 1
-        tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
-        self._store = tcp_store(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
-        )
+        self._store, port = host_store()
         self.children = []
         for rank in range(self.ranks):
             place = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
+                "MASTER_PORT": str(port),
                 "REPLICA_GROUP_ID": self.name,
                 "NUM_REPLICA_GROUPS": str(groups),
             }

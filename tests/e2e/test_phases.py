@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import yaml
-from torch.distributed import TCPStore
+
 from torchft._torchft import LighthouseServer
 
 from fft.audit import audit_dir
 from fft.bus import serve_tcp
+from fft.bus.tcpstore import host_store
 from fft.report import incidents
 
 STEPS = 12
@@ -62,15 +63,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
     bus = serve_tcp()
     address = bus.url.rsplit("/", 1)[0]
-    keep: list[TCPStore] = []
+    keep: list[Any] = []
     config: dict[str, Any] = {"steps": STEPS, "cases": []}
     for name, fault in CASES.items():
         folder = root / name
         folder.mkdir()
         stores = {}
         for group in ("0", "1"):
-            keep.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-            stores[group] = keep[-1].port
+            store, stores[group] = host_store()
+            keep.append(store)
         plan = ""
         if fault is not None:
             (folder / "plan.yaml").write_text(yaml.safe_dump({"faults": [fault]}))
