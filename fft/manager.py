@@ -803,7 +803,9 @@ class Transaction:
         command = manager._prepare()
         if command is not None:
             self.committed = True
-            slice_number = None if self._plan.index is None else self._plan.cursor + self._plan.index
+            slice_number = (
+                None if self._plan.index is None else self._plan.cursor + self._plan.index
+            )
             manager._trace.note(
                 "consumed",
                 {

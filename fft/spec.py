@@ -23,7 +23,9 @@ class _Strict(BaseModel):
 class Row(_Strict):
     """One way to react: if all guards hold, run the effects in order and go to ``to``."""
 
-    to: str | None = Field(None, description="next state; absent: stay, the state is not re-entered")
+    to: str | None = Field(
+        None, description="next state; absent: stay, the state is not re-entered"
+    )
     guard: list[str] = Field(default_factory=list, description="names; all must hold")
     effects: list[str] = Field(default_factory=list, description="names; run in this order")
     why: str = Field("", description="a sentence for the reader and the diagram")
@@ -33,7 +35,9 @@ class StateSpec(_Strict):
     """One state: for every event it has rows, or says by name why it ignores or defers it."""
 
     doc: str = ""
-    timers: list[str] = Field(default_factory=list, description="armed on entry, cleared on leaving")
+    timers: list[str] = Field(
+        default_factory=list, description="armed on entry, cleared on leaving"
+    )
     on: dict[str, list[Row]] = Field(default_factory=dict)
     exit: list[Row] = Field(
         default_factory=list, description="exit guards: tried in order after every event"

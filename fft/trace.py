@@ -23,6 +23,7 @@ from fft.core.participant import Outcome
 from fft.spec import FsmSpec
 from fft.traceformat import FORMAT, chain
 
+
 def trace_path(directory: Path, peer: Peer) -> Path:
     """File of one participant: ``g<group>r<rank>i<incarnation>.jsonl``."""
     safe = "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in peer.group)

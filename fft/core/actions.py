@@ -131,9 +131,7 @@ def dead_peers(s: Local, event: Death) -> list[Peer]:
     """The participants that a death notice speaks of, among those known here."""
     where = (event.pid, event.host)
     known = [(h.peer, (h.pid, h.host)) for h in s.hellos.values()]
-    known += [
-        (Peer(g.group, r.rank, r.inc), (r.pid, r.host)) for g in members(s) for r in g.ranks
-    ]
+    known += [(Peer(g.group, r.rank, r.inc), (r.pid, r.host)) for g in members(s) for r in g.ranks]
     return [p for p, at in known if at == where and p[:2] == (event.group, event.rank)]
 
 

@@ -394,4 +394,3 @@ def decided(history: History, finding: Finding) -> None:
                     f"{move.after.cause}",
                     move.place,
                 )
-

@@ -11,6 +11,7 @@ the group's own rendezvous. One short-lived thread runs while a group is configu
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import logging
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceOptions,
     ReduceScatterOptions,
     _register_process_group,
     _unregister_process_group,
@@ -53,11 +55,17 @@ _ADDRESS_KEY = "fft/listeners/{rank}"
 _FIRST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.002
 # c10d's OpType of gloo Works that are complete only once somebody has waited for them: SEND, RECV,
-# RECVANYSOURCE, and UNKNOWN, which is reduce-scatter (its output is written inside wait()).
-_COMPLETE_BY_WAIT = frozenset({12, 13, 14, 100})
+# RECVANYSOURCE.
+_COMPLETE_BY_WAIT = frozenset({12, 13, 14})
+# How long, at most, a wait for a gloo op goes on after an abort that gloo has not told it of.
+_SLICE = timedelta(milliseconds=50)
+_SLICE_IS_OVER = "Operation timed out!"  # what torch says when a Work's wait(timeout) ends early
+_OP_THREAD = "pt_gloo_runloop"  # torch's name for the threads that carry out gloo's ops
 # How long close() waits for what the last configure() left behind, in seconds.
 _CLOSE_LIMIT = 5.0
 _mesh_numbers = itertools.count()
+_stranded_backends: list[tuple[object, deque[Any]]] = []
+_stranded_lock = threading.Lock()
 
 
 class GroupAborted(RuntimeError):
@@ -79,8 +87,10 @@ class _Era:
     store_addr: str = ""
     own: frozenset[Address] = frozenset()
     peers: frozenset[Address] = frozenset()
-    works: deque[Work | _WaitedWork] = field(default_factory=deque)
+    works: deque[Work | _GlooWork] = field(default_factory=deque)
     entering: int = 0
+    stranded: bool = False
+    """Aborted with ops that gloo has forgotten: they write nothing, but end only by timeout."""
 
 
 class _AbortedBackend:
@@ -107,46 +117,73 @@ class _AbortedBackend:
         raise GroupAborted(self._era.cause or "the process group was aborted")
 
 
-class _WaitedWork(Work):
-    """A Work of `_COMPLETE_BY_WAIT`: complete when its wait() has returned, however it did."""
+class _GlooWork(Work):
+    """A gloo Work that an abort frees in any case.
 
-    def __init__(self, work: Work, era: _Era) -> None:
+    gloo forgets the waiter of a transfer that is under way, or just being queued, when the
+    connection ends: it sleeps until the op's own timeout. So ``wait`` waits in slices, and looks
+    for an abort between them. ``by_wait``: a Work of `_COMPLETE_BY_WAIT`, complete when its
+    ``wait`` has ended, however it did.
+    """
+
+    def __init__(self, work: Work, era: _Era, by_wait: bool) -> None:
         super().__init__()
         self._work = work
         self._era = era
+        self._by_wait = by_wait
         self._lock = threading.Lock()
         self._waiting = 0
         self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         with self._lock:
-            if self._era.cause is not None and not self._over:
+            if self._by_wait and self._era.cause is not None and not self._over:
                 raise GroupAborted(self._era.cause)
             self._waiting += 1
-        return self._finish(timeout)
-
-    def _finish(self, timeout: timedelta | None) -> bool:
         try:
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
+            return self._wait(
+                None if timeout is None else time.monotonic() + timeout.total_seconds()
+            )
         finally:
             with self._lock:
                 self._waiting -= 1
+
+    def _wait(self, deadline: float | None) -> bool:
+        while True:
+            left = _SLICE if deadline is None else min(_SLICE, _left(deadline))
+            try:
+                done = self._work.wait(left)
+            except RuntimeError as error:
+                if str(error) != _SLICE_IS_OVER:
+                    self._over = True
+                    raise
+                if self._era.cause is not None:
+                    raise GroupAborted(self._era.cause) from None
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            else:
                 self._over = True
+                return done
 
     def end(self) -> None:
         """After an abort: wait on behalf of one who never will, so that the op is over."""
         with self._lock:
-            if self._over or self._waiting:
+            if self._over or self._waiting or not self._by_wait:
                 return
             self._waiting += 1
         try:
-            self._finish(timedelta(milliseconds=1))
+            self._wait(time.monotonic())
         except RuntimeError as error:  # it was aborted
             logger.debug("aborted op ended with: %s", error)
+        finally:
+            with self._lock:
+                self._waiting -= 1
 
     def is_completed(self) -> bool:
-        with self._lock:
-            return self._over and not self._waiting
+        if self._by_wait:
+            with self._lock:
+                return self._over and not self._waiting
+        return self._work.is_completed()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._work.is_success()
@@ -165,6 +202,9 @@ class _WaitedWork(Work):
 
     def synchronize(self) -> None:
         self._work.synchronize()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
 
     def _get_op_type(self) -> int:
         kind: int = self._work._get_op_type()  # type: ignore[attr-defined]
@@ -315,7 +355,9 @@ class AbortableGroup:
         if store is not None:
             store.cancel(cause)
         if self._gloo:
-            sockets.shut_down(era.own, era.peers)
+            # Reading first: gloo then closes the connection by itself, whereas a write that fails
+            # before it has done so would leave its waiter asleep.
+            sockets.shut_down(era.own, era.peers, writing=False)
         elif first:
             self._native_abort()
             self._entomb(era)
@@ -335,7 +377,8 @@ class AbortableGroup:
             raise RuntimeError("quiesce() needs an aborted process group: call abort() first")
         deadline = time.monotonic() + timeout.total_seconds()
         pause = _FIRST_PAUSE
-        while self._count(era):
+        asleep: dict[str, str] | None = None
+        while self._count(era) and not era.stranded:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"{_describe(era)} still pending {timeout.total_seconds():g} s after abort "
@@ -344,12 +387,24 @@ class AbortableGroup:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
             if self._gloo:
-                # an op that was just starting may have made a connection since
-                sockets.shut_down(era.own, era.peers)
-                for work in list(era.works):
-                    if isinstance(work, _WaitedWork):
-                        work.end()
+                before, asleep = asleep, self._stranded(era)
+                if asleep is not None and asleep == before and pause == _LONGEST_PAUSE:
+                    era.stranded = True
         self._entomb(era)
+
+    def _stranded(self, era: _Era) -> dict[str, str] | None:
+        """The threads of gloo that sleep for good, if nothing is left that could wake them.
+
+        Every connection is closed, so that nothing can arrive, and each of gloo's op threads
+        sleeps: such an op writes nothing any more, though it ends only with its timeout.
+        """
+        # an op that was just starting may have made a connection since
+        if sockets.shut_down(era.own, era.peers, writing=True):
+            return None
+        for work in list(era.works):
+            if isinstance(work, _GlooWork):
+                work.end()
+        return None if era.entering else sockets.parked_threads(_OP_THREAD)
 
     def pending(self) -> int:
         """How many ops issued through the group since the last configure() are not complete."""
@@ -401,7 +456,7 @@ class AbortableGroup:
             for past in self._take_past():
                 self._retire(past, everyone=True)  # all members are past that rendezvous
             return
-        sockets.shut_down(era.own, era.peers)
+        sockets.shut_down(era.own, era.peers, writing=True)
         del backend
         if era.store is not None:
             era.store.reclaim(everyone=False)
@@ -457,6 +512,8 @@ class AbortableGroup:
 
     def _retire(self, era: _Era, everyone: bool) -> None:
         """Drop what an ended configuration still holds, and its keys (RendezvousStore.reclaim)."""
+        if era.stranded:
+            _keep_stranded(era)
         era.backend = None  # joins gloo's threads; they have nothing left to do
         reached = era.store is not None and era.store.reclaim(everyone)
         with self._lock:
@@ -520,8 +577,8 @@ class AbortableGroup:
         def track(work: Any, opts: object) -> Work:
             with self._lock:
                 era = self._era
-                if self._gloo and work._get_op_type() in _COMPLETE_BY_WAIT:
-                    work = _WaitedWork(work, era)
+                if self._gloo:
+                    work = _GlooWork(work, era, work._get_op_type() in _COMPLETE_BY_WAIT)
                 _forget_completed(era.works)
                 era.works.append(work)
             return native(work, opts)
@@ -608,12 +665,53 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
     ) -> Work:
-        return self._issue("_reduce_scatter_base", output, input, opts or ReduceScatterOptions())
+        return self.reduce_scatter_single(output, input, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
     ) -> Work:
-        return self._issue("reduce_scatter_single", output, input, opts or ReduceScatterOptions())
+        # What gloo's own does, an all-reduce of a copy, but on a Work that can be aborted: gloo's
+        # waits without any limit.
+        copy = input.detach().clone(memory_format=torch.contiguous_format)
+        reduce = AllreduceOptions()
+        if opts is not None:
+            reduce.reduceOp = opts.reduceOp
+        return _ScatterWork(self.allreduce([copy], reduce), copy, output, self.rank())
+
+
+class _ScatterWork(Work):
+    """An all-reduce of which this rank keeps its part, when it has waited for it."""
+
+    def __init__(self, work: Work, reduced: torch.Tensor, output: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        self._work = work
+        self._reduced: torch.Tensor | None = reduced
+        self._output = output
+        self._rank = rank
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        if self._reduced is not None:
+            size = self._output.numel()
+            part = self._reduced.reshape(-1).narrow(0, self._rank * size, size)
+            self._output.detach().copy_(part.view(self._output.shape))
+            self._reduced = None
+        return done
+
+    def is_completed(self) -> bool:
+        return self._reduced is None
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._output]
+
+    def synchronize(self) -> None:
+        self.wait()
 
 
 def _innermost(pg: Any) -> Any:
@@ -682,12 +780,29 @@ def _gloo_group(
     return pg
 
 
-def _forget_completed(works: deque[Work | _WaitedWork]) -> None:
+def _forget_completed(works: deque[Work | _GlooWork]) -> None:
     """Drop completed Works, wherever they stand, and their tensors with them."""
     for _ in range(len(works)):
         work = works.popleft()
         if not work.is_completed():
             works.append(work)
+
+
+def _keep_stranded(era: _Era) -> None:
+    """Never drop a backend that has a sleeping op: that would join its thread, for the op's timeout.
+
+    A stranded op costs two threads, a listener and its tensors. Backends whose ops have timed out
+    since are dropped here.
+    """
+    with _stranded_lock:
+        for backend, works in list(_stranded_backends):
+            _forget_completed(works)
+            if not works:
+                _stranded_backends.remove((backend, works))
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
+        # one reference more than Python knows of: at its exit the interpreter drops the others
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
+        _stranded_backends.append((era.backend, era.works))
 
 
 def _describe(era: _Era) -> str:

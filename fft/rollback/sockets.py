@@ -11,13 +11,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 Address = tuple[str, int]
 T = TypeVar("T")
 
 _FD_DIR = "/proc/self/fd"
+_TASK_DIR = "/proc/self/task"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _MAPPED_V4 = "::ffff:"
 # Two threads that each look for "the one new listener" must not look at the same time.
@@ -125,23 +126,44 @@ def listener_of(create: Callable[[], T], attempts: int = 10) -> tuple[T, Address
     )
 
 
-def shut_down(own: frozenset[Address], peers: frozenset[Address]) -> int:
-    """Shut down (both ways) each connection accepted at an `own` listener or made to a `peers` one.
+def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool) -> int:
+    """Shut down each connection accepted at an `own` listener or made to a `peers` one.
 
-    Returns how many were shut down. A connection that is shut down already does not count.
+    Reading always ends; ``writing``: writing too. Returns how many such connections are open: gloo
+    closes them once it has seen their end.
     """
     if not own and not peers:
         return 0
+    how = socket.SHUT_RDWR if writing else socket.SHUT_RD
     count = 0
     for fd, link in _links().items():
         with _borrowed(fd, link) as sock:
             if sock is not None and sock.family in _FAMILIES and _matches(sock, own, peers):
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
-                except OSError:  # the peer was faster
-                    continue
+                count += 1
+                with suppress(OSError):  # the peer was faster
+                    sock.shutdown(how)
     return count
+
+
+def parked_threads(name: str) -> dict[str, str] | None:
+    """The threads of this process called `name`, with their context switches; None if one runs.
+
+    Two equal answers some time apart: all of them have slept from the one to the other.
+    """
+    found: dict[str, str] = {}
+    for task in os.listdir(_TASK_DIR):
+        try:
+            with open(f"{_TASK_DIR}/{task}/status", encoding="ascii", errors="replace") as file:
+                fields = dict(line.split(":", 1) for line in file if ":" in line)
+        except OSError:  # ended since the listing
+            continue
+        if fields.get("Name", "").strip() != name:
+            continue
+        if fields["State"].split()[0] != "S":
+            return None
+        switches = (fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"])
+        found[task] = "/".join(s.strip() for s in switches)
+    return found
 
 
 def _matches(sock: socket.socket, own: frozenset[Address], peers: frozenset[Address]) -> bool:

@@ -18,7 +18,9 @@ HSDP = load_spec("hsdp")
 class Job(Cluster):
     """A cluster that remembers every move."""
 
-    def __init__(self, groups: int = 2, ranks: int = 1, spec: FsmSpec = HSDP, **config: Any) -> None:
+    def __init__(
+        self, groups: int = 2, ranks: int = 1, spec: FsmSpec = HSDP, **config: Any
+    ) -> None:
         self.record = History()
         super().__init__(spec, observer=self._observe)
         self.ranks = ranks

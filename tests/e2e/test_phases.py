@@ -112,7 +112,15 @@ def test_a_transient_fault_leaves_no_bit_changed(runs: Path, case: str) -> None:
     for group, rank in RANKS:
         clean, faulty = (_result(runs, c, group, rank) for c in ("no-fault", case))
         assert faulty["steps"] == STEPS
-        for what in ("parameters", "optimizers", "buffers", "schedule", "rng", "consumed", "digest"):
+        for what in (
+            "parameters",
+            "optimizers",
+            "buffers",
+            "schedule",
+            "rng",
+            "consumed",
+            "digest",
+        ):
             assert faulty[what] == clean[what], f"{what} differ on group {group} rank {rank}"
     report = audit_dir(runs / case)
     assert report.ok, report.render()
