@@ -126,7 +126,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._applying: Apply | None = None
         self._raise_on_abort = False
         super().__init__(pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs)
-        self._quorum_future = concurrent.futures.Future()
+        self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._quorum_future.set_result(None)
         self._bus = open_bus(url, timeout=min(10.0, self._connect_timeout.total_seconds()))
         self._replicate = AbortableGroup(pg)
@@ -174,7 +174,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         group = self._store.get(REPLICA_ID_KEY).decode().split(":")[0]
         incarnation = self._bus.next_number(f"inc/{group}/{self._group_rank}")
         self._peer = Peer(group, self._group_rank, incarnation)
-        store = cast("torch.distributed.TCPStore", self._store)
+        store: Any = self._store
         self._store_addr = f"{store.host}:{store.port}"
         self._trace = TraceWriter(self._trace_dir, self._peer)
 
@@ -275,7 +275,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             module.set_all_reduce_hook(self._reduce_now)
         if not sharded:
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(self._reduce_grad)
+                hooked: Any = parameter  # torch does not type this method
+                hooked.register_post_accumulate_grad_hook(self._reduce_grad)
 
     def shard_mesh(self) -> DeviceMesh:
         """Device mesh over the ranks of this replica group, for ``fully_shard``."""
@@ -655,7 +656,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self,
         tensor: torch.Tensor,
         should_quantize: bool = False,
-        reduce_op: ReduceOp = ReduceOp.AVG,
+        reduce_op: Any = ReduceOp.AVG,
     ) -> Work:
         """torchft's fault tolerant all-reduce; what it reduced goes into the vote's manifest."""
         if self._injector is not None:
@@ -663,7 +664,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._raise_on_abort and (error := self._errored) is not None:
             raise TxnAborted(str(error.original_exception))
         self._manifest.add(tensor, reduce_op)
-        work = super().allreduce(tensor, should_quantize, reduce_op)
+        work: Work = super().allreduce(tensor, should_quantize, reduce_op)
         if isinstance(work, _DummyWork):
             # What torchft's DDP hook expects, which a bare _DummyWork makes it fail on.
             work = _ManagedWork(self, work, tensor)
@@ -880,7 +881,7 @@ class _ManifestBuilder:
         """Whether nothing was reduced yet."""
         return self._count == 0
 
-    def add(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+    def add(self, tensor: torch.Tensor, op: Any) -> None:
         """Note one reduction, in issue order."""
         self._count += 1
         self._bytes += tensor.nbytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fft.core.local import Local, member_peers
 from fft.core.messages import (
@@ -212,7 +213,7 @@ def exactly_once(history: History, finding: Finding) -> None:
             finding.expect(
                 after.lineage == expected, f"{move.peer} broke the lineage chain", move.place
             )
-        for earlier, later in zip(moves, moves[1:], strict=False):
+        for earlier, later in pairwise(moves):
             same = earlier.after.lineage == later.before.lineage
             finding.expect(same, f"{later.peer} changed its lineage between events", later.place)
 
@@ -266,7 +267,7 @@ def shard_unity(history: History, finding: Finding) -> None:
 
 @invariant
 def replicas_equal(history: History, finding: Finding) -> None:
-    """5: after a commit all replicas have equal lineage, and equal digests where they were taken."""
+    """5: after a commit all replicas have equal lineage, and equal digests where taken."""
     lineages: dict[Token, tuple[str, Peer]] = {}
     digests: dict[tuple[str, int], tuple[str, Peer]] = {}
     for move in history.all():

@@ -51,7 +51,7 @@ class Local:
     step: int = 0
     cursor: int = 0
     batches: int = 0
-    token: Token = Token(0, 0)
+    token: Token = Token(0, 0)  # noqa: RUF009  (a tuple: safe to share)
     """(epoch, txn) this participant stands at."""
     head: Record | None = None
     head_read: bool = False

@@ -275,6 +275,7 @@ class AbortableGroup:
         # torch look up host names on both ends, the store's only thread included: seconds, where
         # a name server is slow to answer.
         self._clients: dict[str, list[Any]] = {}
+        self._devices: list[tuple[Any, Address]] = []
         self._worker: threading.Thread | None = None
         self._hooks: list[str] = []
         self._native_configure: Callable[..., None] = self._target.configure
@@ -350,6 +351,8 @@ class AbortableGroup:
             first = era.cause is None
             if first:
                 era.cause = cause
+        if not first:
+            return
         era.settled.set()
         store = era.store
         if store is not None:
@@ -358,15 +361,14 @@ class AbortableGroup:
             # Reading first: gloo then closes the connection by itself, whereas a write that fails
             # before it has done so would leave its waiter asleep.
             sockets.shut_down(era.own, era.peers, writing=False)
-        elif first:
+        else:
             self._native_abort()
             self._entomb(era)
 
     def quiesce(self, timeout: timedelta) -> None:
         """After `abort`: wait until no op of the old group can write a tensor any more.
 
-        Then the group lets go of the old backend; its threads and its listener end with the next
-        `configure` or with `close`, because gloo takes 10 ms for that.
+        Then the group lets go of the old backend, which ends with the next `configure` or `close`.
 
         Raises:
             TimeoutError: ops are still pending after `timeout`; the text names them.
@@ -419,6 +421,7 @@ class AbortableGroup:
         for era in (*self._take_past(), self._era):
             self._retire(era, everyone=False)
         self._clients.clear()
+        self._devices.clear()
         for name in self._hooks:
             self._target.__dict__.pop(name, None)
         self._hooks.clear()
@@ -474,10 +477,23 @@ class AbortableGroup:
                 store.cancel(era.cause)
         if not self._gloo:
             return self._target._create_pg(store, call.rank, call.world_size)
-        devices = [sockets.listener_of(create) for create in _device_makers()]
+        devices = self._take_devices()
         era.own = frozenset(address for _, address in devices)
         era.peers = _exchange(store, era)
-        return _gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
+        made = _gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
+        with self._lock:
+            self._devices = devices
+        return made
+
+    def _take_devices(self) -> list[tuple[Any, Address]]:
+        """gloo's devices with their listeners: kept from one configuration to the next.
+
+        To drop one takes gloo 10 ms, in which no Python runs. After a configuration that failed
+        they are made anew, since connections of it may still lie unclaimed at the listener.
+        """
+        with self._lock:
+            devices, self._devices = self._devices, []
+        return devices or [sockets.listener_of(create) for create in _device_makers()]
 
     def _give_up(self, era: _Era, limit: timedelta) -> TimeoutError:
         store = era.store

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 # Pauses between two looks for a key, in seconds. A look costs about 25 us. The store's own wait is
 # no choice: it cannot be cancelled, and one that runs out logs two warnings.
 _FIRST_PAUSE = 0.0002
-_LONGEST_PAUSE = 0.005
+_LONGEST_PAUSE = 0.002
 
 
 class RendezvousCancelled(RuntimeError):
