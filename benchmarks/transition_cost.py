@@ -86,7 +86,9 @@ def main() -> None:
         lines = sum(len(h[3].steps) for h in rows)
         size = sum(p.stat().st_size for p in Path(directory).iterdir())
     show("trace: one event written (JSON, chain digest, write)", traced)
-    print(f"rows per step and participant: {lines / steps / 4:.1f}; {size / lines:.0f} bytes a line")
+    print(
+        f"rows per step and participant: {lines / steps / 4:.1f}; {size / lines:.0f} bytes a line"
+    )
 
 
 if __name__ == "__main__":

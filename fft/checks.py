@@ -105,8 +105,8 @@ def _fights(spec: FsmSpec) -> Iterator[Problem]:
                 if not row.guard:
                     yield (*place, i), "an exit row needs a guard, or the state is never left alone"
     for name, state in spec.states.items():
-        named = [state.on, state.ignore, state.defer]
-        for event in set().union(*named):
+        named = [set(state.on), set(state.ignore), set(state.defer)]
+        for event in sorted(set[str]().union(*named)):
             if sum(event in group for group in named) > 1:
                 yield (
                     ("states", name),

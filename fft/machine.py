@@ -97,5 +97,6 @@ def _ask(name: str, event: EventData) -> bool:
     return turn.guards[name]
 
 
-def _take(row: Row, event: Any) -> None:
-    event.model.row = row
+def _take(row: Row, event: EventData) -> None:
+    turn: Turn = event.model
+    turn.row = row

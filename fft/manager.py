@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -150,6 +151,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._timeouts = self._coherent_timeouts(timeouts or {})
         directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
         self._trace_dir = Path(directory) if directory else None
+        self._logger = _QuietLogger(self, self._logger)
         self._identify()
         self._injector = self._make_injector()
         self._install_drain_signal()
@@ -367,7 +369,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._served:
             self._checkpoint_transport.disallow_checkpoint()
             self._served = False
-        self._errored = None
+        self._errored: ExceptionWithTraceback | None = None
         self._works.clear()
         self._manifest = _ManifestBuilder()
         self._step = plan.step
@@ -647,7 +649,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._applying is not None:
             self._apply_failed(e)
             return
-        super().report_error(e)
+        self._errored = _Reported(e)
         token = self._txn.token if self._txn is not None else engine.local.token
         if not isinstance(e, (TxnAborted, GroupAborted)):
             engine.post(Fault(token, _text(e), type(e).__name__))
@@ -830,7 +832,7 @@ class _EngineHost:
         if manager is None:
             return
         if manager._errored is None:
-            manager._errored = ExceptionWithTraceback(TxnAborted(cause))
+            manager._errored = _Reported(TxnAborted(cause))
         for future in list(manager._futures):
             future.cancel()
 
@@ -839,6 +841,42 @@ class _EngineHost:
         if manager is not None:
             for group in manager._groups():
                 group.abort(cause)
+
+
+class _Reported(ExceptionWithTraceback):  # type: ignore[misc]
+    """torchft's record of an error, with the stack trace put into words when it is asked for.
+
+    To do that at once reads source files, in the middle of a rollback.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        Exception.__init__(self, str(error))
+        self.original_exception = error
+
+    @property
+    def stack_trace(self) -> str:
+        """As torchft's attribute of this name."""
+        return "".join(traceback.format_exception(self.original_exception))
+
+
+class _QuietLogger:
+    """torchft's logger of a manager, less the stack traces of what an abort has caused."""
+
+    def __init__(self, manager: ManagerFFT, inner: Any) -> None:
+        self._manager = weakref.ref(manager)
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def exception(self, message: str) -> None:
+        """Log with the stack trace, unless the txn is being rolled back anyway."""
+        manager = self._manager()
+        error = manager._errored if manager is not None else None
+        if error is not None:
+            self._inner.info(message)
+        else:
+            self._inner.exception(message)
 
 
 class _CancellableFuture:

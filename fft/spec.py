@@ -163,8 +163,8 @@ def parse_spec(text: str, origin: str) -> FsmSpec:
         raise SpecError(f"{origin}:{line}: {place}: {first['msg']}{_mend(first)}") from None
     problems = check_spec(spec)
     if problems:
-        place, message = problems[0]
-        raise SpecError(f"{origin}:{_line_of(text, place)}: {'.'.join(map(str, place))}: {message}")
+        where, message = problems[0]
+        raise SpecError(f"{origin}:{_line_of(text, where)}: {'.'.join(map(str, where))}: {message}")
     return spec
 
 

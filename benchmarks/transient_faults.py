@@ -1,0 +1,123 @@
+"""What a transient fault costs beyond one step: the demo's job under a train of faults.
+
+Runs ``fft run --groups 2 --ranks 2 examples/hsdp_char_lm.py`` with exceptions in mid backward and
+one-sided failures in turn, each on another rank, and prints, per kind, the median and range of the
+time from fault to next commit on the last rank, less the run's own median step; and where that time
+goes. Asserts nothing. ``python benchmarks/transient_faults.py [faults]`` with fft installed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fft.audit import audit_dir, read_trace
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "hsdp_char_lm.py"
+SPACING = 6
+"""Steps from one fault to the next."""
+
+
+def plan(count: int) -> list[dict[str, Any]]:
+    """Faults in turn over kinds, groups and ranks."""
+    faults = []
+    for i in range(count):
+        place = {"group": i // 2 % 2, "rank": i // 4 % 2, "step": 10 + SPACING * i}
+        if i % 2:
+            faults.append({"name": f"one-sided-{i}", "kind": "one_sided", **place})
+        else:
+            kind = {"kind": "exception", "phase": "backward"}
+            faults.append({"name": f"exception-{i}", **kind, **place})
+    return faults
+
+
+def run(directory: Path, count: int) -> None:
+    """One training run under the plan."""
+    (directory / "plan.yaml").write_text(yaml.safe_dump({"faults": plan(count)}))
+    steps = 10 + SPACING * count + 5
+    command = ["fft", "run", "--groups", "2", "--ranks", "2", "--no-progress"]
+    command += ["--faults", str(directory / "plan.yaml"), "--trace-dir", str(directory / "t")]
+    here = Path(sys.executable).parent / "fft"
+    subprocess.run(
+        [str(here), *command[1:], str(EXAMPLE), "--steps", str(steps)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """All lines of all traces by time."""
+    lines = [r for p in directory.glob("*.jsonl") for _, r in read_trace(p).lines]
+    return sorted((r for r in lines if r["kind"] != "header"), key=lambda r: r["wall"])
+
+
+def median_step(lines: list[dict[str, Any]]) -> float:
+    """Median ms between commits on one rank, over steps that no fault touched."""
+    first = (lines[0]["group"], lines[0]["rank"])
+    mine = [r for r in lines if r.get("on") == "applied" and (r["group"], r["rank"]) == first]
+    return statistics.median(
+        (b["wall"] - a["wall"]) * 1e3 for a, b in pairwise(mine) if a["epoch"] == b["epoch"]
+    )
+
+
+Mark = Callable[[dict[str, Any]], bool]
+MARKS: dict[str, Mark] = {
+    "all know of the ABORT": lambda r: r.get("to") == "ROLLBACK_SYNC" != r.get("from"),
+    "all rolled back": lambda r: r.get("on") == "restored",
+    "all groups rebuilt": lambda r: r.get("on") == "healed",
+    "all begin the replay": lambda r: r.get("to") == "NORMAL" and r.get("from") == "HEALING",
+    "all have voted": lambda r: r.get("to") == "PREPARED" != r.get("from"),
+    "all have committed": lambda r: r.get("on") == "applied",
+}
+
+
+def costs(lines: list[dict[str, Any]], ranks: int = 4) -> Iterator[tuple[str, dict[str, float]]]:
+    """(kind, ms from the fault to each mark on the last rank) for every fault."""
+    for i, fault in enumerate(lines):
+        if fault.get("note") != "inject":
+            continue
+        found = {}
+        for name, mark in MARKS.items():
+            first: dict[tuple[str, int], float] = {}
+            for r in lines[i:]:
+                if mark(r):
+                    first.setdefault((r["group"], r["rank"]), r["wall"])
+                if len(first) == ranks:
+                    break
+            found[name] = (max(first.values()) - fault["wall"]) * 1e3
+        yield fault["data"]["kind"], found
+
+
+def main() -> None:
+    """Run and print."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    with tempfile.TemporaryDirectory() as name:
+        run(Path(name), count)
+        report = audit_dir(Path(name) / "t")
+        lines = records(Path(name) / "t")
+    step = median_step(lines)
+    print(
+        f"step: median {step:.1f} ms; {report.commits} commits; {report.bytes_healed} bytes healed"
+    )
+    print("audit:", "no violation" if report.ok else report.render())
+    every = list(costs(lines))
+    for kind in ("exception", "one_sided"):
+        over = sorted(c["all have committed"] - step for k, c in every if k == kind)
+        print(
+            f"{kind}: fault to next commit on all, beyond one step: median "
+            f"{statistics.median(over):.1f} ms, {over[0]:.1f} to {over[-1]:.1f} ms, n={len(over)}"
+        )
+    for name in MARKS:
+        print(f"  {name:<24} median {statistics.median(c[name] for _, c in every):7.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

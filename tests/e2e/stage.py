@@ -1,0 +1,267 @@
+"""A job of several managers in one process, in threads, for the tests of the manager.
+
+Each group is one thread with a model, a gloo group and a store of its own; the bus is in memory.
+Nothing waits without a bound: a thread that does not end in time fails the test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchft import ProcessGroupGloo
+from torchft._torchft import LighthouseServer
+
+import fft
+from fft.audit import AuditReport, audit_dir, read_trace
+from fft.bus.tcpstore import host_store
+
+PG_TIMEOUT = timedelta(seconds=60)
+JOIN_S = 60.0
+WIDTH = 8
+
+
+class Noisy(nn.Module):
+    """Two layers with batch norm between, and noise from a generator of the group's own."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        torch_state = torch.Generator().manual_seed(3)
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+        self.generator = torch.Generator().manual_seed(100 + int(group))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch_state) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.1 * torch.randn(x.shape, generator=self.generator)
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """Sample ``i`` is ``i``."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def batch_of(indices: torch.Tensor) -> torch.Tensor:
+    """The input that belongs to sample indexes."""
+    return torch.sin(indices.float()[:, None] * torch.arange(1, WIDTH + 1))
+
+
+def weights(model: nn.Module) -> str:
+    """Digest of every bit of the parameters and buffers."""
+    hasher = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        hasher.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()[:16]
+
+
+def parameters(model: nn.Module) -> list[list[float]]:
+    """Every parameter's values; what groups must have in common."""
+    return [p.detach().reshape(-1).tolist() for p in model.parameters()]
+
+
+class Member:
+    """One group: its model, optimizer and manager, and what its thread did."""
+
+    def __init__(self, job: Job, group: str, **settings: Any) -> None:
+        self.group = group
+        self.job = job
+        self.model = settings.pop("model", None) or Noisy(group)
+        kind = settings.pop("optimizer", torch.optim.AdamW)
+        self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), lr=1e-2)
+        self.store, port = host_store()
+        register = settings.pop("register", True)
+        values: dict[str, Any] = {
+            "load_state_dict": None,
+            "state_dict": None,
+            "min_replica_size": 1,
+            "expected_groups": job.groups,
+            "init_sync": False,
+            "bus": job.bus,
+            "trace_dir": job.traces,
+            "digest": "commit" if register else "never",
+            "quorum_timeout": timedelta(seconds=20),
+            "timeout": timedelta(seconds=20),
+            **settings,
+        }
+        self.manager = fft.ManagerFFT(
+            pg=ProcessGroupGloo(timeout=PG_TIMEOUT),
+            replica_id=group,
+            store_addr="127.0.0.1",
+            store_port=port,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=job.lighthouse.address(),
+            **values,
+        )
+        if register:
+            self.manager.register(
+                self.model, self.optimizer, generators=[self.model.generator]
+            )
+            self.manager.sync_gradients(self.model)
+        self.consumed: list[int] = []
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def train(
+        self,
+        steps: int | None,
+        loader: Any = None,
+        body: Callable[[Member, fft.Transaction], None] | None = None,
+    ) -> None:
+        """Train until ``steps`` or the end; ``body`` runs in each txn before the backward pass."""
+        loader = loader or fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+        for txn in self.manager.transactions(loader, max_steps=steps):
+            with txn:
+                if body is not None:
+                    body(self, txn)
+                x = batch_of(txn.batch)
+                self.model(x).sub(x.mean(1, keepdim=True)).square().mean().backward()
+            if txn.committed and self.manager.participating_rank() is not None:
+                self.consumed += txn.batch.tolist()
+
+    def start(self, work: Callable[[Member], None]) -> Member:
+        """Run ``work`` in a thread of its own, and shut the manager down after it."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"group-{self.group}")
+        self._thread.start()
+        return self
+
+    def _run(self, work: Callable[[Member], None]) -> None:
+        try:
+            work(self)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+        finally:
+            self.manager.shutdown()
+
+    def end(self, within: float = JOIN_S) -> None:
+        """Wait for the end of the thread."""
+        assert self._thread is not None
+        self._thread.join(within)
+        assert not self._thread.is_alive(), f"group {self.group} is not through after {within} s"
+
+
+class Job:
+    """A lighthouse, a bus in memory and the members."""
+
+    def __init__(self, traces: Path, groups: int) -> None:
+        self.traces = traces
+        self.groups = groups
+        self.bus = f"memory://e2e-{uuid.uuid4().hex[:12]}"
+        self.lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
+        self.members: list[Member] = []
+
+    def member(self, group: str, **settings: Any) -> Member:
+        """One more group."""
+        made = Member(self, group, **settings)
+        self.members.append(made)
+        return made
+
+    def run(self, work: Callable[[Member], None], **settings: Any) -> list[Member]:
+        """All groups at the same work, to their end; an error of one is raised."""
+        made = [self.member(str(g), **settings) for g in range(self.groups)]
+        for member in made:
+            member.start(work)
+        for member in made:
+            member.end()
+        for member in made:
+            if member.error is not None:
+                raise member.error
+        return made
+
+    def audit(self) -> AuditReport:
+        """The audit of the job, which must find nothing."""
+        report = audit_dir(self.traces)
+        assert report.ok, report.render()
+        return report
+
+
+@contextmanager
+def job(traces: Path, groups: int) -> Iterator[Job]:
+    """A job; its members are shut down at the end, whatever happened."""
+    made = Job(traces, groups)
+    try:
+        yield made
+    finally:
+        for member in made.members:
+            member.manager.shutdown()
+        for member in made.members:
+            if member._thread is not None:
+                member.end()
+        made.lighthouse.shutdown()
+
+
+def wait_until(holds: Callable[[], bool], what: str, within: float = 30.0) -> None:
+    """Poll for what another thread or process brings about and has no event for."""
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        time.sleep(0.005)
+
+
+# --- what the traces say --------------------------------------------------------------------------
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """All trace records of a job, by wall clock."""
+    found = [r for p in sorted(directory.glob("*.jsonl")) for _, r in read_trace(p).lines]
+    return sorted(found, key=lambda r: r.get("wall", 0.0))
+
+
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Trace records of events of one type, with the event under ``event``."""
+    return [r for r in lines(directory) if (r.get("event") or {}).get("type") == kind]
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """Values of the head register that anybody saw, in order."""
+    seen: dict[int, dict[str, Any]] = {}
+    for line in lines(directory):
+        if record := (line.get("event") or {}).get("record"):
+            seen.setdefault(record["n"], record)
+    return [seen[n] for n in sorted(seen)]
+
+
+def fetches(directory: Path) -> list[tuple[str, int, int, int, str]]:
+    """(group, rank, incarnation, bytes, source) of every transfer of state."""
+    return [
+        (r["group"], r["rank"], r["inc"], r["event"]["bytes"], r["event"]["source"])
+        for r in events(directory, "healed")
+        if r["event"]["bytes"] > 0
+    ]
+
+
+def slices(directory: Path) -> dict[int, list[int]]:
+    """Slices consumed by committed txns, for each rank number."""
+    found: dict[int, list[int]] = {}
+    for line in lines(directory):
+        if line.get("note") == "consumed" and line["data"]["slice"] is not None:
+            found.setdefault(line["rank"], []).append(line["data"]["slice"])
+    return found
+
+
+def notes(directory: Path, name: str) -> list[dict[str, Any]]:
+    """Trace notes of one name."""
+    return [line for line in lines(directory) if line.get("note") == name]
+
+
+def dump(value: Any) -> str:
+    """For messages of failed assertions."""
+    return json.dumps(value, indent=1, default=str)[:4000]

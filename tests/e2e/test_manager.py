@@ -1,0 +1,500 @@
+"""Several managers in one process, in threads: each of the manager's promises by itself.
+
+The bus is in memory and every group has one rank; gloo, the stores and the lighthouse are real.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage import (
+    Job,
+    Member,
+    dump,
+    events,
+    fetches,
+    job,
+    notes,
+    parameters,
+    records,
+    slices,
+    wait_until,
+    weights,
+)
+from torchft.manager import WorldSizeMode
+
+import fft
+from fft.bus import BusUnreachable, open_bus
+from fft.errors import BodyKeepsFailing, Drained, Fenced, FftError
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Job]:
+    with job(tmp_path / "traces", 2) as made:
+        yield made
+
+
+def same_weights(*members: Member) -> None:
+    first = parameters(members[0].model)
+    for other in members[1:]:
+        assert parameters(other.model) == first
+
+
+# --- rollback -------------------------------------------------------------------------------------
+
+
+def test_a_rank_blocked_in_gloo_is_freed_and_its_tensor_is_never_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three groups: two are in a collective on 16 MB that the third never enters."""
+    failed_at: list[float] = []
+    freed_at: dict[str, float] = {}
+    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    entering = threading.Barrier(3)
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step != 3 or txn.epoch > 1:
+            return
+        if member.group == "2":
+            entering.wait(20)
+            # There is no event for "is inside the collective": let some of it go over the wire.
+            with suppress(TimeoutError):
+                member.manager._engine.wait_command(limit=0.2)
+            failed_at.append(time.monotonic())
+            raise ValueError("the body of group 2 fails")
+        tensor = torch.full((4 << 20,), float(member.group) + 1)
+        entering.wait(20)
+        try:
+            member.manager.allreduce(tensor).wait()
+        finally:
+            freed_at[member.group] = time.monotonic()
+            kept[member.group] = (tensor, tensor.clone())
+
+    with job(tmp_path / "traces", 3) as made:
+        members = made.run(lambda m: m.train(6, body=body))
+        made.audit()
+    waits = {g: (at - failed_at[0]) * 1e3 for g, at in freed_at.items()}
+    with capsys.disabled():
+        print(f"\nfault of a peer → out of the gloo collective (PG timeout 60 s), ms: {waits}")
+    assert set(waits) == {"0", "1"} and max(waits.values()) < 2000
+    for tensor, snapshot in kept.values():
+        assert torch.equal(tensor, snapshot)
+    same_weights(*members)
+    assert fetches(tmp_path / "traces") == []
+
+
+def test_batch_norm_noise_and_data_are_as_if_the_fault_had_not_been(tmp_path: Path) -> None:
+    ends = []
+    for fails in (False, True):
+        done: list[int] = []
+
+        def body(member: Member, txn: fft.Transaction, done=done, fails=fails) -> None:
+            member.model(torch.ones(4, 8))  # touches the statistics and draws noise
+            if fails and txn.step == 2 and member.group == "1" and not done:
+                done.append(txn.step)
+                raise ValueError("once")
+
+        with job(tmp_path / str(fails), 2) as made:
+            members = made.run(lambda m: m.train(6, body=body))  # noqa: B023
+            assert made.audit().bytes_healed == 0
+        kinds = [r["kind"] for r in records(tmp_path / str(fails))]
+        assert kinds.count("abort") == (1 if fails else 0)
+        ends.append(
+            [(weights(m.model), m.model.generator.get_state().tolist(), m.consumed) for m in members]
+        )
+    assert ends[0] == ends[1]
+
+
+def test_an_optimizer_that_fails_after_commit_heals_from_the_peer(two: Job) -> None:
+    class FailsOnce(torch.optim.AdamW):
+        left = 1
+
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            if threading.current_thread().name == "group-1" and int(self.count) == 2 and self.left:
+                type(self).left = 0
+                raise OSError("the step was half done")
+            return result
+
+        @property
+        def count(self) -> float:
+            first = self.param_groups[0]["params"][0]
+            return float(self.state[first]["step"]) - 1
+
+    members = two.run(lambda m: m.train(8), optimizer=FailsOnce)
+    two.audit()
+    assert FailsOnce.left == 0
+    same_weights(*members)
+    (fetch,) = fetches(two.traces)
+    assert (fetch[0], fetch[4]) == ("1", "0")
+    aborts = [r for r in records(two.traces) if r["kind"] == "abort"]
+    assert len(aborts) == 1 and "half done" in aborts[0]["cause"]
+    assert sorted(slices(two.traces)[0]) == list(range(16))
+    assert sum(r["kind"] == "commit" for r in records(two.traces)) == 8
+
+
+def test_a_body_that_keeps_failing_is_told_to_the_user(two: Job) -> None:
+    tries = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if member.group == "0" and txn.step == 2:
+            tries.append(txn.attempt)
+            raise ZeroDivisionError("always at this step")
+
+    members = [two.member(g) for g in "01"]
+    for member in members:
+        member.start(lambda m: m.train(6, body=body))
+    for member in members:
+        member.end()
+    assert isinstance(members[0].error, BodyKeepsFailing)
+    assert isinstance(members[0].error.__cause__, ZeroDivisionError)
+    assert len(tries) == 5
+    assert members[1].error is None and members[1].manager.current_step() == 6
+    two.audit()
+
+
+# --- identity, bus --------------------------------------------------------------------------------
+
+
+def test_of_two_processes_with_one_identity_the_newer_wins(two: Job) -> None:
+    reached = threading.Event()
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step >= 3:
+            reached.set()
+
+    old, peer = two.member("0"), two.member("1")
+    for member in (old, peer):
+        member.start(lambda m: m.train(None, body=body))
+    assert reached.wait(30)
+    newer = two.member("0").start(lambda m: m.train(None, body=body))
+    old.end()
+    assert isinstance(old.error, Fenced), repr(old.error)
+    assert "is replaced by 0/0" in str(old.error) and "give each process its own" in str(old.error)
+    begun = peer.manager.current_step()
+    wait_until(lambda: newer.manager.current_step() > begun + 3, "the newer one takes part")
+    for member in (newer, peer):
+        member.manager.drain()
+    for member in (newer, peer):
+        member.end()
+        assert member.error is None
+    same_weights(newer, peer)
+    assert [(f[0], f[2]) for f in fetches(two.traces)] == [("0", 2)]
+    two.audit()
+
+
+def _threads() -> set[threading.Thread]:
+    return set(threading.enumerate())
+
+
+def test_a_bus_out_of_reach_is_an_error_that_says_how_to_start_one(
+    two: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound and not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        before, began = _threads(), time.monotonic()
+        with pytest.raises(BusUnreachable) as caught:
+            two.member("0", bus=f"tcp://{address}/job", connect_timeout=timedelta(seconds=2))
+        took = time.monotonic() - began
+    with capsys.disabled():
+        print(f"\nunreachable bus (connect timeout 2 s): error after {took * 1e3:.0f} ms")
+    assert took < 6
+    assert address in str(caught.value) and "fft serve" in str(caught.value)
+    assert _threads() - before == set()
+
+
+def test_no_bus_named_at_all_is_an_error(two: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FFT_BUS", raising=False)
+    with pytest.raises(FftError, match="fft serve"):
+        two.member("0", bus=None)
+
+
+def test_a_timeout_that_the_spec_does_not_know_is_refused_and_leaves_nothing(two: Job) -> None:
+    before = _threads()
+    with pytest.raises(FftError, match="unknown name 'vote'.*vote_window"):
+        two.member("0", timeouts={"vote": 1.0})
+    assert _threads() - before == set()
+
+
+def test_an_unreadable_message_is_counted_traced_and_nothing_else(two: Job) -> None:
+    rubbish = [b"\xff\xfe", b"{}", b'{"v":1,"type":"launch"}', b'{"v":1,"type":"ack","hello":3}']
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == 2 and member.group == "0":
+            bus = open_bus(two.bus)
+            for payload in rubbish:
+                bus.broadcast(payload)
+            bus.close()
+
+    members = two.run(lambda m: m.train(8, body=body))
+    for member in members:
+        assert member.manager._engine.unreadable == len(rubbish)
+    assert len(notes(two.traces, "unreadable")) == 2 * len(rubbish)
+    report = two.audit()
+    assert (report.commits, report.epochs) == (8, 1)
+    same_weights(*members)
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A stateful loader: counts up; its state is how far it has counted."""
+
+    def __init__(self, end: int = 1_000_000) -> None:
+        self.at, self.end = 0, end
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < self.end:
+            self.at += 1
+            yield torch.arange(4) + (self.at - 1) * 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stateful_loader_serves_a_late_group_and_every_item_once(two: Job) -> None:
+    reached = threading.Event()
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step >= 6:
+            reached.set()
+
+    early = [two.member(g) for g in "01"]
+    for member in early:
+        member.start(lambda m: m.train(None, Stream(), body))
+    assert reached.wait(30)
+    late = two.member("2").start(lambda m: m.train(None, Stream(), body))
+    wait_until(lambda: len(late.consumed) > 40, "the late group takes part")
+    for member in two.members:
+        member.manager.drain()
+    for member in two.members:
+        member.end()
+        assert member.error is None, repr(member.error)
+    same_weights(*two.members)
+    drawn = sorted(index for member in two.members for index in member.consumed)
+    assert drawn == list(range(len(drawn)))
+    assert [f[0] for f in fetches(two.traces)] == ["2"]
+    two.audit()
+
+
+@pytest.mark.parametrize("items", [24, 25])
+def test_when_the_data_end_all_groups_end_at_one_commit(two: Job, items: int) -> None:
+    members = two.run(lambda m: m.train(None, Stream(items)))
+    assert {m.manager.current_step() for m in members} == {12}
+    same_weights(*members)
+    drawn = sorted(index for m in members for index in m.consumed)
+    assert drawn == list(range(24 * 4))
+    assert [r["kind"] for r in records(two.traces)].count("abort") == 0
+    two.audit()
+
+
+def test_a_loader_without_state_refuses_a_late_group_and_says_why(two: Job) -> None:
+    reached = threading.Event()
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step >= 3:
+            reached.set()
+
+    endless = [torch.arange(4) for _ in range(100_000)]
+    first = two.member("0", expected_groups=1).start(lambda m: m.train(None, endless, body))
+    assert reached.wait(30)
+    late = two.member("1").start(lambda m: m.train(None, endless, body))
+    wait_until(
+        lambda: any(
+            "no load_state_dict" in r["event"]["cause"] for r in events(two.traces, "heal_failed")
+        ),
+        "the late group says why it cannot heal",
+    )
+    late.manager.drain()
+    late.end()
+    first.manager.drain()
+    first.end()
+    assert first.error is None, repr(first.error)
+    two.audit()
+
+
+# --- membership -----------------------------------------------------------------------------------
+
+
+def test_max_steps_ends_all_groups_at_the_same_commit(tmp_path: Path) -> None:
+    with job(tmp_path / "traces", 3) as made:
+        members = made.run(lambda m: m.train(5))
+        assert {m.manager.current_step() for m in members} == {5}
+        assert all(m.manager.drained for m in members)
+        same_weights(*members)
+        report = made.audit()
+    assert (report.commits, report.epochs) == (5, 1)
+    last = records(tmp_path / "traces")[-1]
+    assert last["kind"] == "commit" and last["leavers"] == ["0", "1", "2"]
+
+
+def test_a_drained_group_leaves_after_a_commit_and_nobody_rolls_back(two: Job) -> None:
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if member.group == "1" and txn.step == 3:
+            member.manager.drain()
+
+    members = two.run(lambda m: m.train(9, body=body))
+    assert members[1].manager.drained
+    assert members[1].manager.current_step() == 4
+    assert members[0].manager.current_step() == 9
+    kinds = [r["kind"] for r in records(two.traces)]
+    assert "abort" not in kinds and kinds.count("epoch") == 2
+    assert sorted(slices(two.traces)[0]) == list(range(4 * 2 + 5))
+    two.audit()
+
+
+def test_a_drain_before_the_first_step_ends_at_once(two: Job) -> None:
+    member = two.member("0")
+    member.manager.drain()
+    member.start(lambda m: m.train(5))
+    member.end()
+    assert member.error is None and member.manager.current_step() == 0
+
+
+def test_spares_train_along_without_a_share_of_the_data(tmp_path: Path) -> None:
+    with job(tmp_path / "traces", 3) as made:
+        members = made.run(
+            lambda m: m.train(6),
+            min_replica_size=2,
+            world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
+        )
+        made.audit()
+    same_weights(*members)
+    shares = [len(m.consumed) for m in members]
+    assert shares == [24, 24, 0]
+    assert {m.manager.num_participants() for m in members} == {2}
+    assert sorted(slices(tmp_path / "traces")[0]) == list(range(12))
+    assert members[0].manager.batches_committed() == 12
+
+
+def test_too_few_groups_is_an_error_that_says_so(two: Job) -> None:
+    member = two.member("0", min_replica_size=2, quorum_timeout=timedelta(seconds=1))
+    member.start(lambda m: m.train(5))
+    member.end()
+    assert "1 whole replica groups within 1 s, but min_replica_size is 2" in str(member.error)
+
+
+# --- the whole life of a manager ------------------------------------------------------------------
+
+
+def test_a_checkpoint_resumes_step_lineage_and_data(tmp_path: Path) -> None:
+    with job(tmp_path / "straight", 2) as made:
+        straight = made.run(lambda m: m.train(8))
+    with job(tmp_path / "first", 2) as made:
+        first = made.run(lambda m: m.train(5))
+        saved = [
+            (m.manager.state_dict(), m.manager._state.export(), m.model.generator.get_state())
+            for m in first
+        ]
+    assert saved[0][0] == saved[1][0]
+    manager_state = saved[0][0]
+    assert (manager_state["step"], manager_state["cursor"]) == (5, 10)
+    with job(tmp_path / "second", 2) as made:
+        members = [made.member(g) for g in "01"]
+        for member, (values, state, noise) in zip(members, saved, strict=True):
+            member.manager._state.load(state)
+            member.model.generator.set_state(noise)
+            member.manager.load_state_dict(values)
+            assert member.manager.current_step() == 5
+            member.start(lambda m: m.train(8))
+        for member in members:
+            member.end()
+            assert member.error is None, repr(member.error)
+        report = made.audit()
+    assert (report.commits, report.bytes_healed) == (3, 0)
+    assert records(tmp_path / "second")[0]["lineage"] == manager_state["lineage"]
+    for early, late, whole in zip(first, members, straight, strict=True):
+        assert early.consumed + late.consumed == whole.consumed
+        assert weights(late.model) == weights(whole.model)
+    with pytest.raises(FftError, match="before the first step"):
+        members[0].manager.load_state_dict(manager_state)
+
+
+def _open_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(f.split(":")[0] for f in found)
+
+
+def test_shutdown_leaves_no_thread_and_no_file_behind(tmp_path: Path) -> None:
+    def once(name: str) -> None:
+        with job(tmp_path / name, 2) as made:
+            made.run(lambda m: m.train(4))
+            for member in made.members:
+                member.manager.shutdown()  # a second time does no harm
+
+    once("warm-up")  # torchft's runtime and gloo keep some of their own, once
+    gc.collect()
+    threads, files = _threads(), _open_files()
+    for i in range(3):
+        once(f"again{i}")
+    gc.collect()
+    assert {t.name for t in _threads() - threads} == set()
+    # sockets of stores and gloo are closed by threads of their own
+    wait_until(lambda: _open_files() == files, dump([files, _open_files()]), within=10)
+
+
+def test_beginning_a_step_twice_is_harmless(two: Job) -> None:
+    def work(member: Member) -> None:
+        manager = member.manager
+        while manager.current_step() < 4:
+            manager.start_quorum()
+            manager.start_quorum()
+            manager.wait_quorum()
+            member.optimizer.zero_grad()
+            member.model(torch.ones(4, 8)).sum().backward()
+            if manager.should_commit():
+                member.optimizer.step()
+
+    members = two.run(work)
+    same_weights(*members)
+    report = two.audit()
+    assert (report.commits, report.epochs) == (4, 1)
+    assert "abort" not in [r["kind"] for r in records(two.traces)]
+
+
+def test_a_step_started_over_after_its_reductions_is_rolled_back_not_lost(two: Job) -> None:
+    again: list[int] = []
+
+    def work(member: Member) -> None:
+        manager = member.manager
+        while manager.current_step() < 4:
+            manager.start_quorum()
+            member.optimizer.zero_grad()
+            member.model(torch.ones(4, 8)).sum().backward()
+            if member.group == "0" and manager.current_step() == 2 and not again:
+                again.append(2)
+                continue
+            if manager.should_commit():
+                member.optimizer.step()
+
+    members = two.run(work)
+    same_weights(*members)
+    assert two.audit().commits == 4
+    assert [r["kind"] for r in records(two.traces)].count("abort") == 1
+
+
+def test_the_drained_plain_loop_ends_the_process_well(two: Job) -> None:
+    member = two.member("0", expected_groups=1)
+    member.manager.drain()
+    with pytest.raises(Drained) as caught:
+        member.manager.start_quorum()
+    assert caught.value.code == 0
