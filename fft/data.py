@@ -121,7 +121,10 @@ class _Lazy:
     """An item of which only the rank that takes it loads the samples."""
 
     def __init__(self, loader: CursorLoader, number: int) -> None:
-        self.load = lambda: loader[number]
+        self._loader, self._number = loader, number
+
+    def load(self) -> Any:
+        return self._loader[self._number]
 
 
 class StreamSource:

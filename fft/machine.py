@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, cast
 
 from transitions import EventData, Machine
 
@@ -91,12 +91,12 @@ class Table:
 
 
 def _ask(name: str, event: EventData) -> bool:
-    turn: Turn = event.model
+    turn = cast(Turn, event.model)
     if name not in turn.guards:
         turn.guards[name] = turn.check(name)
     return turn.guards[name]
 
 
 def _take(row: Row, event: EventData) -> None:
-    turn: Turn = event.model
+    turn = cast(Turn, event.model)
     turn.row = row

@@ -127,34 +127,42 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._applying: Apply | None = None
         self._raise_on_abort = False
         super().__init__(pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs)
-        self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._quorum_future.set_result(None)
-        self._bus = open_bus(url, timeout=min(10.0, self._connect_timeout.total_seconds()))
-        self._replicate = AbortableGroup(pg)
-        self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
-        self._futures: set[_CancellableFuture] = set()
-        self._works: list[Work] = []
-        self._manifest = _ManifestBuilder()
-        self._state: StepState | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._schedulers: list[Any] = []
-        self._source: DataSource | None = None
-        self._served = False
-        self._digest = digest
-        self._max_body_failures = max_body_failures
-        self._body_failures = (-1, 0)
-        self._lineage, self._cursor = "", 0
-        self._drain_asked = False
-        self._expected = expected_groups or int(
-            os.environ.get("NUM_REPLICA_GROUPS", str(min_replica_size))
-        )
-        self._timeouts = self._coherent_timeouts(timeouts or {})
-        directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
-        self._trace_dir = Path(directory) if directory else None
-        self._logger = _QuietLogger(self, self._logger)
-        self._identify()
-        self._injector = self._make_injector()
-        self._install_drain_signal()
+        try:
+            self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
+            self._quorum_future.set_result(None)
+            self._bus = open_bus(url, timeout=min(10.0, self._connect_timeout.total_seconds()))
+            self._replicate = AbortableGroup(pg)
+            self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
+            self._futures: set[_CancellableFuture] = set()
+            self._works: list[Work] = []
+            self._manifest = _ManifestBuilder()
+            self._state: StepState | None = None
+            self._optimizers: list[torch.optim.Optimizer] = []
+            self._schedulers: list[Any] = []
+            self._source: DataSource | None = None
+            self._served = False
+            self._digest = digest
+            self._max_body_failures = max_body_failures
+            self._body_failures = (-1, 0)
+            self._lineage, self._cursor = "", 0
+            self._drain_asked = False
+            self._expected = expected_groups or int(
+                os.environ.get("NUM_REPLICA_GROUPS", str(min_replica_size))
+            )
+            self._timeouts = self._coherent_timeouts(timeouts or {})
+            directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
+            self._trace_dir = Path(directory) if directory else None
+            self._logger = _QuietLogger(self, vars(self)["_logger"])
+            self._identify()
+            self._injector = self._make_injector()
+            self._install_drain_signal()
+        except BaseException:
+            # torchft has begun to serve and to send heartbeats, which nobody else could end now.
+            super().shutdown()
+            for made in ("_bus", "_trace"):
+                if hasattr(self, made):
+                    getattr(self, made).close()
+            raise
 
     # --- identity and start ---
 
@@ -301,11 +309,16 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._source = as_source(loader)
         while (plan := self._begin()) is not None:
             ranks = self._group_world_size
-            items = self._source.items(plan.cursor * ranks, plan.participants * ranks)
+            first, count = plan.cursor * ranks, plan.participants * ranks
+            # One txn ahead, so that at the end of the data all groups leave with one commit.
+            items = self._source.items(first, 2 * count)
+            last = items is None or (max_steps is not None and plan.step + 1 >= max_steps)
+            items = items or self._source.items(first, count)
             if items is None or (max_steps is not None and plan.step >= max_steps):
                 return
+            self._state.capture()
             mine = items[(plan.index or 0) * ranks + self._group_rank]
-            txn = Transaction(self, plan, loaded(mine), max_steps)
+            txn = Transaction(self, plan, loaded(mine), last)
             yield txn
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
@@ -363,7 +376,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                     raise _error(command)
                 case Apply():  # a decision for a body that has already raised out of its step
                     self._applying = command
-                    self._finish_apply()
+                    self._apply_failed(RuntimeError("interrupted before the optimizer step"))
 
     def _enter(self, plan: StartTxn) -> None:
         if self._served:
@@ -375,8 +388,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._step = plan.step
         self._participating_replica_rank = plan.index
         self._participating_replica_world_size = plan.participants
-        if self._state is not None:
-            self._state.capture()
+        if self._state is not None and self._source is None:
+            self._state.capture()  # else after the items are drawn, which may use random numbers
         self._txn = plan
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
@@ -428,6 +441,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._batches_committed += plan.participants
         self._commit_failures = 0
         self._body_failures = (-1, 0)
+        if self._state is not None:
+            self._state.forget()
 
     def _finish_apply(self) -> None:
         """The optimizer step that COMMIT asked for is behind us: tell the engine."""
@@ -472,7 +487,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             group.quiesce(self._timeout)
         self._works.clear()
         if self._state is not None:
-            self._state.restore()
+            if self._state.captured:
+                self._state.restore()
+            else:  # aborted before this rank began the txn: its state is that of the last commit
+                self._state.unwind()
         assert self._engine is not None
         self._engine.post(Restored(command.token))
 
@@ -767,9 +785,7 @@ class Transaction:
         committed: after the body: whether the txn was committed.
     """
 
-    def __init__(
-        self, manager: ManagerFFT, plan: StartTxn, batch: Any, max_steps: int | None
-    ) -> None:
+    def __init__(self, manager: ManagerFFT, plan: StartTxn, batch: Any, last: bool) -> None:
         self.batch = batch
         self.step = plan.step
         self.epoch, self.attempt = plan.token
@@ -777,7 +793,7 @@ class Transaction:
         self.closed = False
         self._manager = manager
         self._plan = plan
-        self._last = max_steps is not None and plan.step + 1 >= max_steps
+        self._last = last
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""

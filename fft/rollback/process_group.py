@@ -715,7 +715,9 @@ class _ScatterWork(Work):
         return done
 
     def is_completed(self) -> bool:
-        return self._reduced is None
+        if self._reduced is None:
+            return True
+        return self._work.is_completed() and not self._work.is_success()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._work.is_success()

@@ -111,8 +111,7 @@ class StepState:
         saved = self._captured
         if saved is None:
             raise RuntimeError("restore() before the first capture()")
-        _reset_fsdp(self._models)
-        self._drop_gradients()
+        self.unwind()
         _restore_buffers(saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -123,6 +122,20 @@ class StepState:
             self._extra[name].load_state_dict(copy.deepcopy(values))
         for put_back in saved.rng:
             put_back()
+
+    @property
+    def captured(self) -> bool:
+        """Whether `restore` has something to put back."""
+        return self._captured is not None
+
+    def forget(self) -> None:
+        """The step was committed, or another state was loaded: the last `capture` is void."""
+        self._captured = None
+
+    def unwind(self) -> None:
+        """Take FSDP2 out of the middle of an iteration and drop all gradients."""
+        _reset_fsdp(self._models)
+        self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         for model in self._models:
@@ -183,6 +196,7 @@ class StepState:
         for name, values in state["extra"].items():
             self._extra[name].load_state_dict(copy.deepcopy(values))
         self._drop_gradients()
+        self.forget()
         return sum(tensor.nbytes for _, tensor in _tensors(state, ""))
 
     def digest(self, buffers: bool = True) -> str:

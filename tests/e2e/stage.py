@@ -112,9 +112,9 @@ class Member:
             **values,
         )
         if register:
-            self.manager.register(
-                self.model, self.optimizer, generators=[self.model.generator]
-            )
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+            noise = [self.model.generator]
+            self.manager.register(self.model, self.optimizer, self.schedule, generators=noise)
             self.manager.sync_gradients(self.model)
         self.consumed: list[int] = []
         self.error: BaseException | None = None
@@ -228,6 +228,13 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Trace records of events of one type, with the event under ``event``."""
     return [r for r in lines(directory) if (r.get("event") or {}).get("type") == kind]
+
+
+def aborts(directory: Path) -> list[dict[str, Any]]:
+    """Rollbacks before the last commit; a group that ends first ends the epoch of the others."""
+    found = records(directory)
+    last = max((r["n"] for r in found if r["kind"] == "commit"), default=0)
+    return [r for r in found if r["kind"] == "abort" and r["n"] < last]
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
