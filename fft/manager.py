@@ -471,7 +471,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 scheduler.step()
             for optimizer in self._optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        except Exception as error:  # noqa: BLE001 - any failure leaves a torn state, which heals
+        except Exception as error:
             logger.exception("optimizer step failed after COMMIT; this state is torn")
             self._apply_failed(error)
             return
@@ -511,9 +511,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 touched = True
                 self._load_state(payload, command.record)
                 source = command.record.members[command.fetch_from].group
-        except Exception as error:  # noqa: BLE001 - whatever failed, the epoch is given up
+        except Exception as error:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._engine.post(HealFailed(epoch, _text(error), torn=touched))
+            if touched:  # it came and does not fit in here: again would only stop the others again
+                raise
             return
         self._step = command.record.step
         self._batches_committed = command.record.batches

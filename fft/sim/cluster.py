@@ -16,8 +16,8 @@ from fft.core.local import GENESIS, Config, Local
 from fft.core.messages import (
     AbortGroups,
     Applied,
-    ApplyFailed,
     Apply,
+    ApplyFailed,
     Ballot,
     Broadcast,
     BusDown,

@@ -119,7 +119,8 @@ def train(case: dict[str, Any], group: str, rank: int, steps: int) -> dict[str, 
 def _bits(value: Any) -> str:
     """Every bit of plain data, as text."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{value.contiguous().view(-1).view(torch.uint8).tolist()}"
+        raw = value.contiguous().view(-1).view(torch.uint8)
+        return f"{value.dtype}{tuple(value.shape)}{raw.tolist()}"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{_bits(v)}" for k, v in sorted(value.items())) + "}"
     if isinstance(value, (list, tuple)):

@@ -11,12 +11,12 @@ import os
 import statistics
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
 from torchft._torchft import LighthouseServer
 
 from fft.audit import audit_dir
@@ -144,7 +144,7 @@ def test_every_sample_is_consumed_once(runs: Path) -> None:
 @pytest.mark.multiprocess
 def test_shows_how_long_a_transient_fault_costs(runs: Path) -> None:
     clean = _result(runs, "no-fault", "0", 0)["times"]
-    step = statistics.median(b - a for a, b in zip(clean, clean[1:], strict=False)) * 1e3
+    step = statistics.median(b - a for a, b in pairwise(clean)) * 1e3
     costs = []
     for case in CASES:
         if case != "no-fault":

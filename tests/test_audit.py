@@ -1,0 +1,245 @@
+"""The audit: real traces of whole jobs pass; whatever was done to a trace is named with its place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "core"))
+from jobs import HSDP, Job
+
+from fft.audit import AuditError, audit_dir
+from fft.core.local import Local
+from fft.core.messages import Event
+from fft.core.participant import Outcome
+from fft.report import incidents
+from fft.sim.cluster import Node
+from fft.trace import TraceWriter, header, trace_path
+from fft.traceformat import chain
+
+
+class TracedJob(Job):
+    """A job of pure participants that writes the traces that engines would."""
+
+    def __init__(self, directory: Path, groups: int = 2, ranks: int = 1) -> None:
+        self.directory = directory
+        self.writers: dict[object, TraceWriter] = {}
+        self.clock = 0.0
+        super().__init__(groups, ranks)
+
+    def _now(self) -> float:
+        self.clock += 0.001
+        return self.clock
+
+    def add(self, *args: object, **config: object) -> Node:
+        node = super().add(*args, **config)  # type: ignore[arg-type]
+        writer = TraceWriter(self.directory, node.peer, (self._now, self._now))
+        writer.write("header", header(HSDP, node.participant.config, node.local))
+        self.writers[node.peer] = writer
+        return node
+
+    def _observe(self, node: Node, before: Local, event: Event, out: Outcome) -> None:
+        super()._observe(node, before, event, out)
+        self.writers[node.peer].outcome(before, node.local, event, out, 0.0)
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """Two groups; a fault, a kill, a rejoin, a drain; 9 commits and more."""
+    job = TracedJob(tmp_path)
+    for _ in range(3):
+        job.step()
+    job.fail(next(iter(job.nodes.values())), "boom")
+    for _ in range(3):
+        job.step()
+    job.kill_group("1")
+    job.step()
+    job.start_group("1")
+    for _ in range(3):
+        job.step()
+    job.drain("1")
+    for _ in range(3):
+        job.step()
+    job.close()
+    return tmp_path
+
+
+def first(directory: Path) -> Path:
+    return sorted(directory.glob("*.jsonl"))[0]
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True)
+
+
+def test_traces_of_a_whole_job_pass(traces: Path) -> None:
+    report = audit_dir(traces)
+    assert report.ok, report.render()
+    assert report.files == 3
+    assert report.commits >= 9
+    assert report.bytes_healed == 100
+    assert {f.name for f in report.findings if f.checks} >= {
+        "trace_whole", "replay", "agreement", "validity", "exactly_once", "samples_once",
+        "shard_unity", "replicas_equal", "fencing", "live_set", "drain", "decided",
+    }  # fmt: skip
+    told = json.loads(json.dumps(report.to_json()))
+    assert told["ok"] is True
+    assert all(i["violation"] is None for i in told["invariants"])
+
+
+def _change_a_byte(lines: list[str]) -> list[str]:
+    lines[9] = lines[9].replace('"seq":10', '"seq":10 ', 1)
+    return lines
+
+
+def _delete(lines: list[str]) -> list[str]:
+    del lines[9]
+    return lines
+
+
+def _insert(lines: list[str]) -> list[str]:
+    return [*lines[:9], lines[5], *lines[9:]]
+
+
+def _swap(lines: list[str]) -> list[str]:
+    lines[9], lines[10] = lines[10], lines[9]
+    return lines
+
+
+def _cut_in_the_middle(lines: list[str]) -> list[str]:
+    lines[9] = lines[9][: len(lines[9]) // 2] + "\n"
+    return lines
+
+
+DAMAGE: dict[str, Callable[[list[str]], list[str]]] = {
+    "a byte changed": _change_a_byte,
+    "a line deleted": _delete,
+    "a line inserted": _insert,
+    "lines swapped": _swap,
+    "a line cut": _cut_in_the_middle,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_named_with_file_and_line(traces: Path, how: str) -> None:
+    path = first(traces)
+    path.write_text("".join(DAMAGE[how](lines_of(path))))
+    report = audit_dir(traces)
+    assert not report.ok
+    (whole,) = [f for f in report.findings if f.name == "trace_whole"]
+    assert whole.violation is not None
+    assert whole.violation.startswith(f"{path.name}:10: ")
+    assert "VIOLATION" in report.render()
+
+
+def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:
+    path = first(traces)
+    path.write_bytes(path.read_bytes()[:-20])
+    report = audit_dir(traces)
+    whole = next(f for f in report.findings if f.name == "trace_whole")
+    assert whole.violation is None
+    assert report.torn == [path.name]
+    assert "torn" in report.render()
+
+
+def _forge(path: Path, change: Callable[[dict[str, object]], bool]) -> int:
+    """Change the first record that ``change`` takes, and link the file anew; its line number."""
+    link, out, place = "", [], 0
+    for number, line in enumerate(lines_of(path), 1):
+        record = json.loads(line)
+        record.pop("h")
+        if not place and change(record):
+            place = number
+        body = json.dumps(record, separators=(",", ":"))
+        link = chain(link, body)
+        out.append(f'{body[:-1]},"h":"{link}"}}\n')
+    path.write_text("".join(out))
+    assert place, "nothing was changed"
+    return place
+
+
+def test_a_forged_decision_is_found_although_the_chain_is_right(traces: Path) -> None:
+    def forge(record: dict[str, object]) -> bool:
+        event = record.get("event")
+        held = event.get("record") if isinstance(event, dict) else None
+        if not held or held["kind"] != "commit" or record.get("from") != "PREPARED":
+            return False
+        held["lineage"] = "0" * 24
+        return True
+
+    _forge(first(traces), forge)
+    report = audit_dir(traces)
+    assert not report.ok
+    names = {f.name for f in report.findings if f.violation}
+    assert names & {"replay", "agreement", "exactly_once"}
+
+
+def test_a_transition_that_the_table_does_not_have_is_found_with_its_line(traces: Path) -> None:
+    def forge(record: dict[str, object]) -> bool:
+        if record.get("to") != "PREPARED":
+            return False
+        record["to"] = "COMMIT"
+        return True
+
+    path = first(traces)
+    place = _forge(path, forge)
+    report = audit_dir(traces)
+    (replay,) = [f for f in report.findings if f.name == "replay"]
+    assert replay.violation is not None
+    assert replay.place == f"{path.name}:{place}"
+
+
+def test_a_missing_trace_is_found(traces: Path) -> None:
+    first(traces).unlink()
+    report = audit_dir(traces)
+    validity = next(f for f in report.findings if f.name == "validity")
+    assert validity.violation is not None
+    assert "there is no trace of" in validity.violation
+
+
+@pytest.mark.parametrize("content", ["hello\n", '{"seq":1}\n', "[]\n", "\x00\x01\n"])
+def test_a_file_that_is_no_trace_is_named(traces: Path, content: str) -> None:
+    (traces / "stranger.jsonl").write_text(content)
+    report = audit_dir(traces)
+    whole = next(f for f in report.findings if f.name == "trace_whole")
+    assert whole.violation is not None
+    assert "stranger.jsonl:1" in whole.violation
+
+
+def test_another_format_is_refused(traces: Path) -> None:
+    def forge(record: dict[str, object]) -> bool:
+        record["format"] = 99
+        return True
+
+    _forge(first(traces), forge)
+    replay = next(f for f in audit_dir(traces).findings if f.name == "replay")
+    assert replay.violation is not None
+    assert "format" in replay.violation
+
+
+def test_a_directory_without_traces_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AuditError, match="--trace-dir"):
+        audit_dir(tmp_path)
+
+
+def test_the_report_has_a_row_for_each_incident(traces: Path) -> None:
+    found = incidents(traces)
+    assert [i.attempts_lost for i in found].count(1) == 2
+    assert sum(i.bytes_healed for i in found) == 100
+    assert any("boom" in i.noticed for i in found)
+    assert any("group 1" in i.noticed for i in found)
+
+
+def test_trace_files_are_named_by_participant(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path)
+    job.close()
+    for peer in job.nodes:
+        assert trace_path(tmp_path, peer).exists()
