@@ -1,4 +1,4 @@
-"""``ManagerFFT``: torchft's Manager whose steps are transactions. Thin: the protocol is in the core.
+"""``ManagerFFT``: torchft's Manager whose steps are transactions. Thin: the core has the protocol.
 
 Touches torchft, torch and the process groups; runs on the user's main thread, plus what the
 engine calls from its own thread (``_EngineHost``).
@@ -28,6 +28,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 from torchft.manager import (
     REPLICA_ID_KEY,
     ExceptionWithTraceback,
@@ -135,6 +136,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
             self._futures: set[_CancellableFuture] = set()
             self._works: list[Work] = []
+            self._hooks: list[RemovableHandle] = []
+            """On parameters; the garbage collector does not see that they keep us alive."""
             self._manifest = _ManifestBuilder()
             self._state: StepState | None = None
             self._optimizers: list[torch.optim.Optimizer] = []
@@ -228,7 +231,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                     "name": fault.name,
                     "kind": fault.kind,
                     "phase": fault.phase,
-                    "step": self._step,
+                    "step": fault.step,
                 },
                 self._engine.local if self._engine else None,
             ),
@@ -286,7 +289,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if not sharded:
             for parameter in model.parameters():
                 hooked: Any = parameter  # torch does not type this method
-                hooked.register_post_accumulate_grad_hook(self._reduce_grad)
+                hook = hooked.register_post_accumulate_grad_hook(self._reduce_grad)
+                self._hooks.append(hook)
 
     def shard_mesh(self) -> DeviceMesh:
         """Device mesh over the ranks of this replica group, for ``fully_shard``."""
@@ -754,6 +758,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._finish_apply()
         if self._engine is not None:
             self._engine.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for group in self._groups():
             group.close()
         if self._injector is not None:

@@ -1,4 +1,4 @@
-"""The audit: real traces of whole jobs pass; whatever was done to a trace is named with its place."""
+"""The audit: real traces pass; whatever was done to a trace is named with its place."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_a_deferral_without_an_end_is_refused() -> None:
 
 def test_a_spec_is_found_by_name_and_by_path() -> None:
     assert load_spec("hsdp").digest() == load_spec(ROOT / "fsm_specs" / "hsdp.yaml").digest()
-    with pytest.raises(SpecError, match="there are: .*hsdp"):
+    with pytest.raises(SpecError, match=r"there are: .*hsdp"):
         find_spec("hdsp")
     with pytest.raises(SpecError, match="no such spec file"):
         find_spec("elsewhere/hsdp.yaml")

@@ -807,7 +807,7 @@ def _forget_completed(works: deque[Work | _GlooWork]) -> None:
 
 
 def _keep_stranded(era: _Era) -> None:
-    """Never drop a backend that has a sleeping op: that would join its thread, for the op's timeout.
+    """Never drop a backend with a sleeping op: that would join its thread, for the op's timeout.
 
     A stranded op costs two threads, a listener and its tensors. Backends whose ops have timed out
     since are dropped here.
