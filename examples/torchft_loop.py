@@ -9,6 +9,7 @@ only can commit on one side and not on the other; with FFT's it cannot. To run t
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -49,16 +50,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--manager", choices=["fft", "torchft"], default="fft")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--width", type=int, default=64)
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Linear(args.width, 1))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = make_manager(args.manager, model, inner)
     optimizer = Optimizer(manager, inner)
     try:
         train(manager, optimizer, model, args.steps)
-    finally:
+    finally:  # also when the group has drained, which ends the process with exit code 0
+        print(f"weights {digest(model)} at step {manager.current_step()}")
         manager.shutdown()
 
 
@@ -70,13 +73,24 @@ def train(manager: Manager, optimizer: Optimizer, model: nn.Module, steps: int) 
         y = x.square().mean(dim=1, keepdim=True)
 
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        for work in [manager.allreduce(gradient) for gradient in gradients]:
-            work.wait()
+        try:
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            for work in [manager.allreduce(gradient) for gradient in gradients]:
+                work.wait()
+        except RuntimeError as error:
+            manager.report_error(error)  # so that step() does not commit
         optimizer.step()
     print(f"step {manager.current_step()}: loss {loss.item():.4f}")
+
+
+def digest(model: nn.Module) -> str:
+    """A short name for the values of all weights, to compare the groups by."""
+    hasher = hashlib.sha256()
+    for parameter in model.parameters():
+        hasher.update(parameter.detach().numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -130,6 +130,14 @@ class AuditReport:
         return "\n".join(lines)
 
 
+def trace_files(directory: str | Path) -> list[Path]:
+    """The trace files of a run, by name. Raises ``AuditError`` if there is none."""
+    paths = sorted(Path(directory).glob("*.jsonl"))
+    if not paths:
+        raise AuditError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")
+    return paths
+
+
 def audit_dir(directory: str | Path) -> AuditReport:
     """Audit every ``*.jsonl`` of a directory.
 
@@ -137,9 +145,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         AuditError: there is no trace in it.
     """
     root = Path(directory)
-    paths = sorted(root.glob("*.jsonl"))
-    if not paths:
-        raise AuditError(f"{root}: no trace files (*.jsonl); pass the run's --trace-dir")
+    paths = trace_files(root)
     whole, replayed, history = Finding("trace_whole"), Finding("replay"), History()
     traces = [read_trace(path) for path in paths]
     for trace in traces:

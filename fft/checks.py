@@ -65,10 +65,12 @@ def _names(spec: FsmSpec) -> Iterator[Problem]:
         for event in silent:
             if event not in events:
                 yield (*owner, event), _unknown("event", event, events)
-    for name, state in spec.states.items():
-        for i, timer in enumerate(state.timers):
+    armed: list[tuple[Place, list[str]]] = [(("common",), spec.common.timers)]
+    armed += [(("states", name), state.timers) for name, state in spec.states.items()]
+    for owner, timers in armed:
+        for i, timer in enumerate(timers):
             if timer not in spec.timeouts:
-                yield ("states", name, "timers", i), _unknown("timer", timer, spec.timeouts)
+                yield (*owner, "timers", i), _unknown("timer", timer, spec.timeouts)
 
 
 def _row_names(spec: FsmSpec, place: Place, row: Row) -> Iterator[Problem]:
@@ -125,7 +127,8 @@ def _silences(spec: FsmSpec) -> Iterator[Problem]:
             if state.on or state.exit or state.defer or state.timers:
                 yield ("states", name), "a terminal state has no rows, deferrals or timers"
             continue
-        expected = EVENTS | {f"timer.{timer}" for timer in state.timers}
+        timers = [*state.timers, *spec.common.timers]
+        expected = EVENTS | {f"timer.{timer}" for timer in timers}
         for event in sorted(expected - answered(spec, state)):
             yield (
                 ("states", name),

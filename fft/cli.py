@@ -165,7 +165,10 @@ def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]
     from fft.report import fault_table
 
     with _plain_errors():
-        Console().print(fault_table(directory))
+        console = Console()
+        if not console.is_terminal:  # a pipe has no width; 80 columns would fold every cell
+            console.width = 130
+        console.print(fault_table(directory))
 
 
 @app.command()

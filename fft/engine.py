@@ -212,8 +212,9 @@ class Engine:
             case SetTimer(name=name, seconds=seconds, serial=serial):
                 due = time.monotonic() + seconds
                 heapq.heappush(self._timers, (due, serial, Timer(name, serial)))
-            case ClearTimers():
-                self._timers.clear()
+            case ClearTimers(names=names):
+                self._timers = [t for t in self._timers if t[2].name not in names]
+                heapq.heapify(self._timers)
             case Restore() | Heal() | Apply() | StartTxn() | Finish():
                 with self._changed:
                     self._slot = effect

@@ -184,7 +184,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         }
 
     def _identify(self) -> None:
-        group = self._store.get(REPLICA_ID_KEY).decode().split(":")[0]
+        # A launcher that reports deaths and asks for drains must mean the group that we call so.
+        named = self._store.get(REPLICA_ID_KEY).decode().split(":")[0]
+        group = os.environ.get("FFT_GROUP") or named
         incarnation = self._bus.next_number(f"inc/{group}/{self._group_rank}")
         self._peer = Peer(group, self._group_rank, incarnation)
         store: Any = self._store
@@ -695,6 +697,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             # What torchft's DDP hook expects, which a bare _DummyWork makes it fail on.
             work = _ManagedWork(self, work, tensor)
             work.get_future().then(lambda _: tensor)
+        work.__class__ = _TxnWork
         self._works.append(work)
         if self._injector is not None:
             self._injector.at("during_allreduce")
@@ -902,6 +905,19 @@ class _QuietLogger:
             self._inner.info(message)
         else:
             self._inner.exception(message)
+
+
+class _TxnWork(_ManagedWork):  # type: ignore[misc]
+    """torchft's managed work; its future is there after a failed wait too, as DDP needs."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As torchft's: False, and the error reported, if the work failed."""
+        done = bool(super().wait(timeout))
+        tail = self._managed_fut_tail
+        if tail._fut is None:
+            tail._fut = torch.futures.Future()
+            tail._fut.set_result(self._value)
+        return done
 
 
 class _CancellableFuture:

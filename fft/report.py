@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fft.audit import Trace, read_trace
+from fft.audit import Trace, read_trace, trace_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class _End:
 
 def incidents(directory: str | Path) -> list[Incident]:
     """Every fault of a run: injected ones, and ends of epochs that nobody injected."""
-    traces = [read_trace(path) for path in sorted(Path(directory).glob("*.jsonl"))]
+    paths = trace_files(directory)
+    traces = [read_trace(path) for path in paths]
     lines = sorted(_lines(traces), key=lambda x: x.wall)
     ends = _ends(lines)
     found: list[tuple[float, Incident]] = []

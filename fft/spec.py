@@ -53,6 +53,9 @@ class Common(_Strict):
 
     on: dict[str, list[Row]] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
+    timers: list[str] = Field(
+        default_factory=list, description="timers that effects arm and that outlive a state"
+    )
 
 
 class Groups(_Strict):

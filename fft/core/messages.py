@@ -397,7 +397,9 @@ class SetTimer:
 
 @dataclass(frozen=True)
 class ClearTimers:
-    """Forget every timer set so far."""
+    """Forget these timers."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)

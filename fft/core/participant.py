@@ -157,9 +157,10 @@ class Participant:
         return lambda name: GUARDS[name](s, self.config, event)
 
     def _enter(self, s: Local, out: Outcome) -> None:
-        if s.timers:
-            s.timers = {}
-            out.effects.append(ClearTimers())
+        lasting = self.table.spec.common.timers
+        if gone := tuple(name for name in s.timers if name not in lasting):
+            s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
+            out.effects.append(ClearTimers(gone))
         for name in self.table.spec.states[s.state].timers:
             out.effects.append(arm(s, self.config, name))
 

@@ -227,8 +227,9 @@ class Cluster:
                 self.ballots.pop(token, None)
             case SetTimer(name=name):
                 node.timers[name] = effect
-            case ClearTimers():
-                node.timers.clear()
+            case ClearTimers(names=names):
+                for name in names:
+                    node.timers.pop(name, None)
             case CancelFutures() | AbortGroups():
                 pass
             case Restore(token=token):

@@ -86,6 +86,7 @@ class Group:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "REPLICA_GROUP_ID": self.name,
+                "FFT_GROUP": self.name,  # by which supervisor and participants speak of it
                 "NUM_REPLICA_GROUPS": str(groups),
             }
             log = logs / f"g{self.name}r{rank}-{self.starts}.log"

@@ -7,7 +7,17 @@ from typing import Any
 
 from fft.core.invariants import Finding, History, Move, judge
 from fft.core.local import Local
-from fft.core.messages import Drain, Event, Token
+from fft.core.messages import (
+    Decision,
+    Drain,
+    Event,
+    Heal,
+    HealFailed,
+    Manifest,
+    Peer,
+    Prepared,
+    Token,
+)
 from fft.core.participant import Outcome
 from fft.sim.cluster import Cluster, Node
 from fft.spec import FsmSpec, load_spec
@@ -24,6 +34,8 @@ class Job(Cluster):
         self.record = History()
         super().__init__(spec, observer=self._observe)
         self.ranks = ranks
+        self.heal_fails: dict[Peer, bool] = {}
+        """Whose next healing fails, and whether that tears the state."""
         self.config = {"expected_groups": groups, **config}
         for group in range(groups):
             self.start_group(str(group))
@@ -39,13 +51,55 @@ class Job(Cluster):
             slice_ = cursor + groups.index(node.peer.group)
             self.record.consumed.append((node.peer, Token(*token), slice_, ""))
 
-    def start_group(self, group: str) -> list[Node]:
+    def start_group(self, group: str, **start: Any) -> list[Node]:
         """Start all ranks of a group."""
         generation = sum(p.group == group for p in self.nodes)
         return [
-            self.add(group, r, self.ranks, store=f"{group}.{generation}", **self.config)
+            self.add(group, r, self.ranks, store=f"{group}.{generation}", **self.config, **start)
             for r in range(self.ranks)
         ]
+
+    def _heal(self, node: Node, effect: Heal) -> None:
+        if node.peer in self.heal_fails:
+            torn = self.heal_fails.pop(node.peer)
+            self.post(node, HealFailed(effect.record.epoch, "connection reset", torn))
+            return
+        super()._heal(node, effect)
+
+    def until_running(self) -> Job:
+        """Form the first epoch; everyone is in its first txn."""
+        self.settle()
+        assert self.states() == {"NORMAL"}
+        return self
+
+    def refuse(self, node: Node, cause: str = "nan") -> None:
+        """The node's body ends with a NO."""
+        assert node.txn is not None
+        self.post(node, Prepared(node.txn.token, False, Manifest(), cause))
+
+    def lose_decisions(self, node: Node) -> None:
+        """Decisions that wait in the node's inbox never come."""
+        kept = [e for e in node.inbox if not isinstance(e, Decision)]
+        node.inbox.clear()
+        node.inbox.extend(kept)
+
+    def node(self, group: str, rank: int = 0) -> Node:
+        """The newest incarnation of (group, rank)."""
+        return max(
+            (n for p, n in self.nodes.items() if p[:2] == (group, rank)), key=lambda n: n.peer.inc
+        )
+
+    def kinds(self) -> list[str]:
+        """Kinds of all register records, in order."""
+        return [r.kind for r in self.history]
+
+    def fetches(self) -> dict[str, int]:
+        """State transfers so far by newest participant, those without any left out."""
+        return {
+            str(n.peer): sum(h.fetch_from is not None for h in n.heals)
+            for n in self.nodes.values()
+            if n.fetched
+        }
 
     def kill_group(self, group: str, tell: bool = True) -> None:
         """SIGKILL all ranks of a group."""

@@ -1,0 +1,1050 @@
+"""What must hold of the protocol, one scenario each, on the simulated job. No threads, no clocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from jobs import Job
+
+from fft.core.invariants import Finding
+from fft.core.messages import (
+    Ack,
+    ClearTimers,
+    Death,
+    Decision,
+    Drain,
+    Event,
+    Fault,
+    Finish,
+    Join,
+    Leave,
+    Prepared,
+    Ready,
+    SetTimer,
+    Stop,
+    Timer,
+    Token,
+)
+from fft.sim.cluster import Node
+
+
+def clean(job: Job) -> list[Finding]:
+    """Let everything settle; then no guarantee may be broken."""
+    job.settle()
+    return job.verdict()
+
+
+def error_of(node: Node) -> tuple[str | None, str]:
+    assert node.finished is not None, f"{node.peer} is still in {node.state}"
+    return node.finished.error, node.finished.reason
+
+
+# --- the txn --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("groups", "ranks"), [(1, 1), (2, 1), (2, 2), (3, 2)])
+def test_all_yes_commits_on_everyone(groups: int, ranks: int) -> None:
+    job = Job(groups, ranks).until_running()
+    for step in (1, 2, 3):
+        job.step()
+        assert job.steps() == {step}
+    assert job.kinds() == ["epoch", "commit", "commit", "commit"]
+    assert job.head is not None and job.head.cursor == 3 * groups
+    assert len({n.local.lineage for n in job.live()}) == 1
+    assert job.ballots == {}, "decided ballots leave nothing behind"
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_one_no_aborts_on_all_and_the_same_step_runs_again_without_a_fetch() -> None:
+    job = Job(2, 2).until_running()
+    *others, last = job.live()
+    job.compute(others)
+    job.refuse(last)
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"] and job.steps() == {0}
+    assert job.states() == {"NORMAL"}
+    assert {n.local.token for n in job.live()} == {Token(2, 1)}
+    assert job.history[1].cause.endswith("nan")
+    job.step()
+    assert job.steps() == {1} and job.head is not None and job.head.cursor == 2
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_a_fault_on_one_rank_aborts_on_all() -> None:
+    job = Job(2, 2).until_running()
+    job.fail(job.node("1", 1), "out of memory")
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"]
+    assert "1/1#1: out of memory" in job.history[1].cause
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_faults_on_all_ranks_at_once_make_one_abort() -> None:
+    job = Job(3, 2).until_running()
+    for node in job.live():
+        job.fail(node)
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"] and clean(job) == []
+
+
+def test_a_fault_after_the_vote_aborts_while_nobody_has_decided() -> None:
+    job = Job(2).until_running()
+    job.compute([job.node("0")])
+    job.settle()
+    job.fail(job.node("0"), "late writer")
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"]
+    job.step()
+    assert job.steps() == {1} and clean(job) == []
+
+
+def test_a_fault_after_the_last_vote_obeys_the_commit() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.compute([b])
+    job.deliver(b)  # votes; holds the whole ballot now
+    job.fail(a)
+    job.deliver(b)  # proposes COMMIT and wins
+    job.settle()
+    assert job.kinds() == ["epoch", "commit"] and job.steps() == {1} and clean(job) == []
+
+
+def test_votes_whose_manifests_do_not_fit_cannot_commit() -> None:
+    job = Job(2).until_running()
+    job.compute([job.node("0")], reductions=1)
+    job.compute([job.node("1")], reductions=2)
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"]
+    assert "manifests do not fit together (" in job.history[1].cause
+    assert "0/0#1: 1x/4B" in job.history[1].cause and "1/0#1: 2x/8B" in job.history[1].cause
+    assert clean(job) == []
+
+
+def test_a_rank_without_reductions_cannot_vote_yes() -> None:
+    job = Job(2).until_running()
+    job.compute([job.node("0")], reductions=0)
+    job.compute([job.node("1")], reductions=0)
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"] and job.steps() == {0}
+    assert "a step that reduced nothing must not be committed" in job.history[1].cause
+
+
+def test_a_vote_without_reductions_counts_where_the_policy_says_so() -> None:
+    job = Job(1, min_reductions=0).until_running()
+    job.compute(reductions=0)
+    job.settle()
+    assert job.kinds() == ["epoch", "commit"]
+
+
+def test_silence_after_a_yes_aborts_by_the_window() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    assert a.state == "PREPARED" and b.state == "NORMAL"
+    job.fire("vote_window", [a])
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"]
+    assert "no decision in time" in job.history[1].cause
+    job.step()
+    assert job.steps() == {1} and clean(job) == []
+
+
+def test_an_abort_that_does_not_come_back_is_proposed_again() -> None:
+    job = Job(2).until_running()
+    a = job.node("0")
+    job.bus_up = False
+    job.fail(a)
+    job.settle()
+    assert a.state == "ROLLBACK_REQ" and job.kinds() == ["epoch"]
+    job.bus_up = True
+    job.fire("vote_window", [a])
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"] and clean(job) == []
+
+
+# --- in doubt -------------------------------------------------------------------------------------
+
+
+def in_doubt() -> tuple[Job, Node, Node]:
+    """Both voted YES, but the bus went away before the second vote was in the ballot."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.bus_up = False
+    job.compute([b])
+    job.settle()
+    assert job.states() == {"PREPARED"} and job.kinds() == ["epoch"]
+    return job, a, b
+
+
+def test_in_doubt_nobody_acts_on_its_own() -> None:
+    job, a, b = in_doubt()
+    job.fire("vote_window")
+    job.settle()
+    assert job.states() == {"PREPARED"}
+    assert a.applied == b.applied == [] and not a.finished and not b.finished
+
+
+def test_in_doubt_and_the_bus_comes_back_everyone_decides() -> None:
+    job, _, b = in_doubt()
+    job.bus_up = True
+    job.fire("bus_retry", [b])
+    job.settle()
+    assert job.kinds() == ["epoch", "commit"] and job.steps() == {1}
+    assert job.states() == {"NORMAL"} and clean(job) == []
+
+
+def test_in_doubt_and_the_commit_was_written_but_not_announced() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.compute([b])
+    job.deliver(b)
+    job.deliver(b)  # COMMIT is in the register
+    job.bus_up = False
+    job.settle()
+    assert b.local.step == 1 and a.state == "PREPARED"
+    job.bus_up = True
+    job.fire("bus_retry", [b])  # b says again what it won
+    job.settle()
+    assert job.steps() == {1} and job.kinds() == ["epoch", "commit"] and clean(job) == []
+
+
+def test_the_bus_is_away_for_good_stops_in_doubt() -> None:
+    job, a, b = in_doubt()
+    job.fire("vote_window", [a])
+    job.settle()
+    job.fire("bus_limit")
+    job.settle()
+    for node in (a, b):
+        error, reason = error_of(node)
+        assert error == "InDoubt" and reason.startswith("in doubt: voted YES, decision unknown;")
+        assert "out of reach for 30 s at step 0, epoch 1, txn 1" in reason
+    assert [f.name for f in job.verdict()] == ["decided"], "blocking for good shows in the audit"
+
+
+def test_the_bus_is_away_for_good_without_a_vote_stops_without_doubt() -> None:
+    job = Job(2).until_running()
+    a = job.node("0")
+    job.bus_up = False
+    job.fail(a)
+    job.settle()
+    job.fire("bus_limit", [a])
+    job.settle()
+    error, reason = error_of(a)
+    assert error == "InDoubt" and not reason.startswith("in doubt")
+    assert clean(job) == []
+
+
+def test_the_bus_limit_means_nothing_once_the_bus_has_spoken() -> None:
+    job, a, _ = in_doubt()
+    job.bus_up = True
+    job.fire("bus_retry")
+    job.settle()
+    job.bus_up = False
+    job.fail(a)
+    job.settle()
+    job.bus_up = True
+    job.broadcast(Ready(a.peer, 1))
+    job.settle()
+    job.fire("bus_limit", [a])
+    job.settle()
+    assert a.finished is None
+
+
+def test_a_deaf_listener_stops_even_if_it_could_still_speak() -> None:
+    job = Job(2).until_running()
+    a = job.node("0")
+    from fft.core.messages import BusDown
+
+    job.post(a, BusDown("listen", "fell behind"))
+    job.broadcast(Ready(a.peer, 1))
+    job.settle()
+    job.fire("bus_limit", [a])
+    job.settle()
+    assert error_of(a)[0] == "InDoubt"
+
+
+def test_a_missed_commit_is_settled_by_the_abort_of_the_next_txn() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.compute([b])
+    while b.inbox:
+        job.deliver(b)
+    job.lose_decisions(a)
+    assert b.local.step == 1 and a.state == "PREPARED"
+    job.fail(b)
+    job.settle()
+    assert job.kinds() == ["epoch", "commit", "abort", "epoch"]
+    assert job.steps() == {1} and job.states() == {"NORMAL"}
+    assert len(a.applied) == 1, "a finished the commit from the gradients it held"
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_a_missed_commit_is_settled_by_the_epoch_that_left_me_out() -> None:
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.compute([a, b])
+    job.settle()
+    job.compute([c])
+    while b.inbox or c.inbox:
+        for node in (b, c):
+            if node.inbox:
+                job.deliver(node)
+    job.lose_decisions(a)
+    job.fail(b)
+    while b.inbox or c.inbox:
+        for node in (b, c):
+            if node.inbox:
+                job.deliver(node)
+    job.lose_decisions(a)
+    job.fire("ack_window", [b, c])
+    job.settle()
+    assert job.history[3].kind == "epoch" and len(job.history[3].members) == 2
+    assert a.local.step == 1 and len(a.applied) == 1, "settled by lineage, then fenced"
+    assert a.state == "INIT"
+    job.fail(b)  # an epoch without a commit: a, who is current, needs nothing when it comes back
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.live()) == 3
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_an_abort_that_was_missed_is_settled_by_the_next_epoch() -> None:
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.compute([a])
+    job.settle()
+    job.fail(b)
+    for _ in range(40):
+        for node in (b, c):
+            if node.inbox:
+                job.deliver(node)
+    job.lose_decisions(a)
+    job.fire("ack_window", [b, c])
+    job.settle()
+    assert a.applied == [] and a.state == "INIT"
+    assert clean(job) == []
+
+
+def test_a_vote_cast_twice_counts_once() -> None:
+    job, a, b = in_doubt()
+    job.bus_up = True
+    job.fire("bus_retry", [b])
+    job.fire("bus_retry", [b])
+    for _ in range(3):
+        job.deliver(b)
+    job.settle()
+    assert job.kinds() == ["epoch", "commit"] and a.local.step == b.local.step == 1
+
+
+# --- after COMMIT ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_apply_that_fails_after_commit_heals_that_rank_from_a_peer(ranks: int) -> None:
+    job = Job(2, ranks).until_running()
+    job.step()
+    victim = job.node("1")
+    job.apply_fails = frozenset({victim.peer})
+    job.step()
+    assert job.kinds() == ["epoch", "commit", "commit", "abort", "epoch"]
+    assert "optimizer step failed after COMMIT: cuda error" in job.history[3].cause
+    assert job.fetches() == {str(victim.peer): 1} and job.steps() == {2}
+    job.step()
+    assert job.steps() == {3} and len({n.local.lineage for n in job.live()}) == 1
+    assert clean(job) == []
+
+
+def test_apply_that_fails_everywhere_leaves_nobody_with_the_state() -> None:
+    job = Job(2).until_running()
+    job.apply_fails = frozenset(job.nodes)
+    job.step()
+    job.fire("quorum")
+    job.settle()
+    for node in job.nodes.values():
+        error, reason = error_of(node)
+        assert error == "NoState" and "committed step 1" in reason
+        assert "restore a checkpoint" in reason
+
+
+def test_apply_that_fails_at_a_commit_that_ends_the_epoch_heals_in_the_next() -> None:
+    job = Job(2).until_running()
+    job.start_group("2")
+    job.settle()
+    job.apply_fails = frozenset({job.node("0").peer})
+    job.step()
+    job.settle()
+    assert "0/0#1" in job.fetches() and job.steps() == {1}
+    assert job.states() == {"NORMAL"} and len(job.live()) == 3
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_a_decision_that_comes_while_a_commit_is_applied_waits_for_it() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.compute([b])
+    while b.inbox:
+        job.deliver(b)
+    job.fail(b)
+    while b.inbox:
+        job.deliver(b)  # the next txn is aborted before a has applied this one
+    verdicts = []
+    while a.inbox:
+        verdicts.append(job.deliver(a).verdict)
+    assert "deferred" in verdicts
+    assert len(a.applied) == 1
+    job.settle()
+    assert job.states() == {"NORMAL"} and job.fetches() == {} and clean(job) == []
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_apply_behind_a_closed_successor_rolls_back_or_heals(torn: bool) -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.compute([b])
+    while b.inbox:
+        job.deliver(b)
+    job.lose_decisions(a)
+    if torn:
+        job.apply_fails = frozenset({a.peer})
+    job.fail(b)
+    job.settle()
+    assert job.steps() == {1} and job.states() == {"NORMAL"}
+    assert job.fetches() == ({"0/0#1": 1} if torn else {}) and clean(job) == []
+
+
+# --- who dies, who comes --------------------------------------------------------------------------
+
+
+def test_a_death_notice_rolls_back_and_goes_on_without_the_dead() -> None:
+    job = Job(3).until_running()
+    job.step()
+    job.kill_group("1")
+    job.settle()
+    assert job.kinds() == ["epoch", "commit", "abort", "epoch"]
+    assert "1/0#1 died" in job.history[2].cause and "(seen by sim)" in job.history[2].cause
+    job.step()
+    assert job.steps() == {2} and job.fetches() == {}
+    assert job.head is not None and job.head.cursor == 3 + 2, "its share is not lost with it"
+    assert clean(job) == []
+
+
+def test_a_death_that_nobody_saw_is_noticed_by_silence() -> None:
+    job = Job(3).until_running()
+    job.kill_group("1", tell=False)
+    job.fail(job.node("0"), "connection closed by peer")
+    job.settle()
+    assert job.states() == {"ROLLBACK_SYNC"}, "all have stopped but one that is awaited"
+    job.fire("ack_window")
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"] and len(job.history[2].members) == 2
+    job.step()
+    assert job.steps() == {1} and job.fetches() == {} and clean(job) == []
+
+
+@pytest.mark.parametrize("moment", ["PREPARED", "HEALING", "ROLLBACK_SYNC"])
+def test_a_death_at_any_moment_is_survived(moment: str) -> None:
+    job = Job(3).until_running()
+    a, b, _ = job.live()
+    if moment == "PREPARED":
+        job.compute([a, b])
+    else:
+        job.fail(a)
+    for _ in range(200):
+        if a.state == moment:
+            break
+        waiting = [n for n in job.live() if n.inbox]
+        job.deliver(waiting[0])
+    assert a.state == moment
+    job.kill_group("2")
+    job.settle()
+    job.step()
+    assert job.steps() == {1} and len(job.live()) == 2 and clean(job) == []
+
+
+def test_the_death_of_one_rank_takes_its_group_out_of_the_next_epoch() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.step()
+    job.crash(job.node("1", 1))
+    job.settle()
+    assert [g.group for g in job.history[-1].members] == ["0"]
+    assert job.node("1", 0).state == "INIT", "a rank without its group is outside"
+    job.step()
+    assert job.node("0").local.step == 2
+    job.crash(job.node("1", 0))
+    new = job.start_group("1")
+    job.settle()
+    job.step()
+    job.settle()
+    assert {n.state for n in new} == {"NORMAL"}
+    assert job.fetches() == {"1/0#2": 1, "1/1#2": 1}
+    job.step()
+    assert len({(n.local.step, n.local.lineage) for n in job.live()}) == 1 and clean(job) == []
+
+
+def test_a_group_that_is_started_again_heals_once_and_takes_part() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.step()
+    job.kill_group("1")
+    job.settle()
+    job.step()
+    job.start_group("1")
+    job.settle()
+    before = job.kinds().count("abort")
+    job.step()  # the commit that ends the epoch
+    job.step()
+    assert job.kinds().count("abort") == before, "a joiner costs nobody a rollback"
+    assert job.fetches() == {"1/0#2": 1, "1/1#2": 1}
+    assert job.steps() == {4} and clean(job) == []
+
+
+def test_a_joiner_during_a_rollback_is_in_the_next_epoch() -> None:
+    job = Job(2).until_running()
+    job.step()
+    (joiner,) = job.start_group("2")
+    job.deliver(joiner)  # it asks to join
+    job.fail(job.node("0"))
+    job.settle()
+    assert job.kinds() == ["epoch", "commit", "abort", "epoch"]
+    assert [g.group for g in job.history[-1].members] == ["0", "1", "2"]
+    assert job.fetches() == {"2/0#1": 1} and clean(job) == []
+
+
+def test_a_joiner_that_was_not_heard_asks_again() -> None:
+    job = Job(2).until_running()
+    job.bus_up = False
+    job.start_group("2")
+    job.settle()
+    job.bus_up = True
+    job.fire("bus_retry", job.group("2"))
+    job.settle()
+    job.step()
+    job.settle()
+    assert len(job.live()) == 3 and job.states() == {"NORMAL"} and clean(job) == []
+
+
+def test_the_first_epoch_does_not_wait_for_ever_for_an_announced_group() -> None:
+    job = Job(2, expected_groups=3)
+    job.settle()
+    assert job.states() == {"INIT"}
+    job.fire("join_window")
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.history[0].members) == 2
+
+
+def test_a_second_incarnation_of_a_live_identity_fences_the_older() -> None:
+    job = Job(2).until_running()
+    job.step()
+    old = job.node("1")
+    job.start_group("1")
+    job.settle()
+    error, reason = error_of(old)
+    assert error == "Fenced" and "1/0#1 is replaced by 1/0#2 (pid 1002 on sim)" in reason
+    assert "end the older one" in reason
+    job.step()
+    job.step()
+    assert job.states() == {"NORMAL"} and job.fetches() == {"1/0#2": 1} and clean(job) == []
+
+
+def test_a_second_incarnation_fences_an_older_one_that_still_waits_outside() -> None:
+    job = Job(2, expected_groups=3)
+    job.settle()
+    old = job.node("1")
+    job.start_group("1")
+    job.settle()
+    assert error_of(old)[0] == "Fenced"
+    job.fire("join_window")
+    job.settle()
+    assert job.states() == {"NORMAL"} and {n.peer.inc for n in job.live()} == {1, 2}
+
+
+def test_a_member_that_stops_by_its_own_word_is_not_waited_for() -> None:
+    job = Job(2).until_running()
+    job.post(job.node("1"), Stop("user asked"))
+    job.settle()
+    assert error_of(job.node("1")) == (None, "user asked")
+    assert "1/0#1 left: user asked" in job.history[1].cause
+    job.step()
+    assert job.steps() == {1} and clean(job) == []
+
+
+# --- drain ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_that_drains_leaves_after_a_commit_and_nobody_rolls_back(ranks: int) -> None:
+    job = Job(3, ranks).until_running()
+    job.step()
+    leavers = job.group("1")
+    job.drain("1")
+    job.step()
+    assert job.kinds() == ["epoch", "commit", "commit", "epoch"]
+    assert job.history[2].leavers == ("1",)
+    for node in leavers:
+        assert error_of(node) == (None, "left after a commit") and node.local.step == 2
+    assert len(job.live()) == 2 * ranks
+    job.step()
+    assert job.steps() == {3} and job.fetches() == {} and clean(job) == []
+
+
+def test_a_drain_asked_for_in_one_rank_takes_its_whole_group_along() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.post(job.node("1", 0), Drain(groups=("1",), by="1/0", local=True))
+    job.step()
+    assert {n.finished is not None for n in job.nodes.values() if n.peer.group == "1"} == {True}
+    assert clean(job) == []
+
+
+def test_all_groups_can_drain_at_one_commit() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.drain("0", "1")
+    job.step()
+    assert job.live() == [] and job.kinds() == ["epoch", "commit"]
+    assert all(error_of(n)[0] is None and n.local.step == 1 for n in job.nodes.values())
+    assert job.verdict() == []
+
+
+def test_a_drain_asked_for_twice_is_one_drain() -> None:
+    job = Job(2).until_running()
+    job.drain("1")
+    job.drain("1")
+    job.step()
+    job.drain("1")
+    job.step()
+    assert job.kinds() == ["epoch", "commit", "epoch", "commit"]
+    assert job.steps() == {2} and len(job.live()) == 1 and clean(job) == []
+
+
+def test_a_drain_during_a_rollback_leaves_with_the_next_commit() -> None:
+    job = Job(2).until_running()
+    job.fail(job.node("0"))
+    job.drain("1")
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"] and len(job.live()) == 2
+    job.step()
+    assert job.node("1").finished is not None and job.node("1").local.step == 1
+    assert job.history[3].leavers == ("1",) and clean(job) == []
+
+
+def test_a_drained_group_can_come_back() -> None:
+    job = Job(2).until_running()
+    job.drain("1")
+    job.step()
+    job.start_group("1")
+    job.settle()
+    job.step()
+    job.step()
+    assert job.steps() == {3} and len(job.live()) == 2
+    assert job.fetches() == {"1/0#2": 1} and "abort" not in job.kinds() and clean(job) == []
+
+
+def test_a_leaver_does_not_wait_for_ever_for_those_who_stay() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.drain("1")
+    for node in (a, b):
+        while node.inbox:
+            job.deliver(node)
+    job.compute([a])
+    job.deliver(a)
+    job.compute([b])
+    while b.inbox and b.state != "DRAIN_WAIT":
+        job.deliver(b)
+    assert b.state == "DRAIN_WAIT"
+    job.fire("drain_window", [b])
+    while b.inbox and not b.finished:
+        job.deliver(b)
+    assert error_of(b) == (None, "left after a commit") and clean(job) == []
+
+
+def test_a_leaver_whose_last_optimizer_step_fails_leaves_all_the_same() -> None:
+    job = Job(2).until_running()
+    job.drain("1")
+    job.apply_fails = frozenset({job.node("1").peer})
+    job.step()
+    assert error_of(job.node("1")) == (None, "left after a commit")
+    job.step()
+    assert job.steps() >= {2} and job.kinds() == ["epoch", "commit", "epoch", "commit"]
+
+
+def test_a_drain_before_the_first_epoch_ends_at_once() -> None:
+    job = Job(2, expected_groups=3)
+    job.settle()
+    job.drain("1")
+    job.settle()
+    assert error_of(job.node("1"))[0] is None and job.node("0").state == "INIT"
+    job.fire("join_window")
+    job.settle()
+    assert [g.group for g in job.history[0].members] == ["0"] and clean(job) == []
+
+
+# --- suspicion ------------------------------------------------------------------------------------
+
+
+def suspected() -> tuple[Job, Node]:
+    """Three groups; a fault; the third is alive but has not said so when the window closes."""
+    job = Job(3).until_running()
+    job.step()
+    a, b, c = job.live()
+    job.fail(a)
+    for _ in range(40):
+        for node in (a, b):
+            if node.inbox:
+                job.deliver(node)
+    assert c.inbox and a.state == "ROLLBACK_SYNC"
+    return job, c
+
+
+def test_a_suspect_that_speaks_in_time_is_in_the_next_epoch() -> None:
+    job, c = suspected()
+    a, b = job.node("0"), job.node("1")
+    a.local = replace(a.local, suspected=frozenset({c.peer}), paused=True)
+    while c.inbox:
+        job.deliver(c)
+    while a.inbox:
+        job.deliver(a)
+    assert a.local.suspected == frozenset() and b.local.suspected == frozenset()
+    job.settle()
+    assert len(job.history[-1].members) == 3 and job.fetches() == {} and clean(job) == []
+
+
+def test_a_false_suspect_comes_back_without_a_fetch_if_its_lineage_is_current() -> None:
+    job, c = suspected()
+    a, b = job.node("0"), job.node("1")
+    job.fire("ack_window", [a, b])
+    for _ in range(60):
+        for node in (a, b):
+            if node.inbox:
+                job.deliver(node)
+    assert len(job.history[-1].members) == 2 and a.state == b.state == "NORMAL"
+    job.settle()
+    assert c.state == "INIT" and c.finished is None
+    job.fail(a)
+    job.settle()
+    assert c.state == "NORMAL" and c.local.step == 1
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_a_false_suspect_that_missed_a_commit_fetches_once() -> None:
+    job, c = suspected()
+    job.fire("ack_window", [job.node("0"), job.node("1")])
+    job.settle()
+    job.step()
+    job.settle()
+    assert c.state == "NORMAL" and job.steps() == {2}
+    assert job.fetches() == {str(c.peer): 1} and clean(job) == []
+
+
+def test_whoever_does_not_reach_the_barrier_is_left_out_of_the_next_epoch() -> None:
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    for _ in range(200):
+        if c.heals and len(c.heals) == 2:
+            break
+        waiting = [n for n in job.live() if n.inbox]
+        job.deliver(waiting[0])
+    c.inbox.clear()  # hangs in the rendezvous
+    for _ in range(60):
+        for node in (a, b):
+            if node.inbox:
+                job.deliver(node)
+    assert a.state == b.state == "HEALING"
+    job.fire("ready_window", [a])
+    for _ in range(80):
+        for node in (a, b):
+            if node.inbox:
+                job.deliver(node)
+    job.fire("ack_window", [a, b])
+    for _ in range(80):
+        for node in (a, b):
+            if node.inbox:
+                job.deliver(node)
+    assert a.state == b.state == "NORMAL" and len(job.history[-1].members) == 2
+    assert "not in the barrier in time: 2/0#1" in job.history[-2].cause
+
+
+# --- healing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_fault_in_healing_goes_back_to_rollback(torn: bool) -> None:
+    job = Job(2).until_running()
+    job.step()
+    victim = job.node("1")
+    job.heal_fails = {victim.peer: torn}
+    job.fail(job.node("0"))
+    job.settle()
+    assert job.kinds() == ["epoch", "commit", "abort", "epoch", "abort", "epoch"]
+    assert "connection reset" in job.history[4].cause
+    assert job.fetches() == ({str(victim.peer): 1} if torn else {})
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_a_fault_reported_while_healing_ends_that_epoch() -> None:
+    job = Job(2).until_running()
+    a = job.node("0")
+    job.fail(a)
+    for _ in range(200):
+        if a.state == "HEALING" and a.local.token == Token(2, 1):
+            break
+        waiting = [n for n in job.live() if n.inbox]
+        job.deliver(waiting[0])
+    job.post(a, Fault(Token(2, 1), "watchdog"))
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch", "abort", "epoch"]
+    assert job.states() == {"NORMAL"} and clean(job) == []
+
+
+def test_pauses_grow_with_rollbacks_in_a_row_and_end_with_a_commit() -> None:
+    job = Job(2).until_running()
+    a = job.node("0")
+    pauses = []
+    for _ in range(12):
+        job.fail(a)
+        job.settle()
+        if timer := a.timers.get("pause"):
+            assert a.state == "HEALING"
+            pauses.append(timer.seconds)
+            job.fire("pause")
+            job.settle()
+        assert job.states() == {"NORMAL"}
+    assert pauses == pytest.approx([0.1 * f for f in (1, 2, 4, 8, 16, 32, 64, 64, 64)])
+    job.step()
+    job.fail(a)
+    job.settle()
+    assert "pause" not in a.timers and job.states() == {"NORMAL"} and clean(job) == []
+
+
+def test_state_is_fetched_per_rank_and_spread_over_the_sources() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.step()
+    job.start_group("2")
+    job.start_group("3")
+    job.settle()
+    job.apply_fails = frozenset({job.node("0", 1).peer})
+    job.step()
+    job.settle()
+    plans = {n.peer[:2]: n.heals[-1] for n in job.live()}
+    assert {k: p.fetch_from for k, p in plans.items()} == {
+        ("0", 0): None, ("1", 0): None, ("2", 0): 0, ("3", 0): 1,
+        ("0", 1): 1, ("1", 1): None, ("2", 1): 1, ("3", 1): 1,
+    }  # fmt: skip
+    assert plans["0", 0].send_to == (2,) and plans["1", 0].send_to == (3,)
+    assert plans["1", 1].send_to == (0, 2, 3) and plans["0", 1].send_to == ()
+    assert job.states() == {"NORMAL"} and clean(job) == []
+
+
+def test_groups_that_lost_different_ranks_heal_each_other() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.apply_fails = frozenset({job.node("0", 0).peer, job.node("1", 1).peer})
+    job.step()
+    job.settle()
+    assert job.fetches() == {"0/0#1": 1, "1/1#1": 1}
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_equal_step_with_another_lineage_must_heal() -> None:
+    job = Job(1, expected_groups=2)
+    job.start_group("1", lineage="another run", step=0)
+    job.settle()
+    assert job.fetches() == {"1/0#1": 1} and job.states() == {"NORMAL"}
+    job.step()
+    assert len({n.local.lineage for n in job.live()}) == 1 and clean(job) == []
+
+
+def test_before_the_first_epoch_the_furthest_state_wins() -> None:
+    job = Job(1, expected_groups=2)
+    job.start_group("1", lineage="checkpoint 7", step=7)
+    job.settle()
+    assert job.fetches() == {"0/0#1": 1} and job.steps() == {7}
+
+
+# --- how an epoch cannot be ---------------------------------------------------------------------------
+
+
+def test_too_few_groups_stop_with_the_count_and_the_mend() -> None:
+    job = Job(1, min_groups=2)
+    job.settle()
+    job.fire("join_window")
+    job.settle()
+    assert job.history == [] and job.states() == {"INIT"}
+    job.fire("quorum")
+    job.settle()
+    error, reason = error_of(job.node("0"))
+    assert error == "NotEnoughGroups"
+    assert reason.startswith("1 whole replica groups within 60 s, but min_replica_size is 2;")
+
+
+def test_too_few_groups_after_a_kill_wait_for_one_to_come_back() -> None:
+    job = Job(2, min_groups=2).until_running()
+    job.kill_group("1")
+    job.settle()
+    assert job.states() == {"HEALING"} and job.kinds() == ["epoch", "abort"]
+    job.start_group("1")
+    job.settle()
+    assert job.states() == {"NORMAL"} and clean(job) == []
+    job.kill_group("1")
+    job.settle()
+    job.fire("quorum")
+    job.settle()
+    assert error_of(job.node("0"))[0] == "NotEnoughGroups"
+
+
+def test_nobody_holds_the_state_of_the_head() -> None:
+    job = Job(1).until_running()
+    job.step()
+    job.kill_group("0")
+    job.start_group("0")
+    job.settle()
+    job.fire("join_window")
+    job.settle()
+    assert job.states() == {"INIT"}, "an empty newcomer does not start the job over"
+    job.fire("quorum")
+    job.settle()
+    error, reason = error_of(job.node("0"))
+    assert error == "NoState" and "committed step 1" in reason
+
+
+def test_ranks_of_two_instances_of_a_group_are_no_whole_group() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.crash(job.node("1", 1))
+    job.settle()
+    job.add("1", 1, 2, store="another", **job.config)
+    job.settle()
+    job.step()
+    job.settle()
+    last = [r for r in job.history if r.kind == "epoch"][-1]
+    assert [g.group for g in last.members] == ["0"]
+
+
+def test_spares_take_no_slice_and_the_cursor_moves_by_participants() -> None:
+    job = Job(3, min_groups=2, fixed_with_spares=True).until_running()
+    indexes = {n.peer.group: n.txn.index for n in job.live() if n.txn}
+    assert indexes == {"0": 0, "1": 1, "2": None}
+    assert {n.txn.participants for n in job.live() if n.txn} == {2}
+    job.step()
+    assert job.head is not None and job.head.cursor == 2 and job.head.batches == 2
+    job.kill_group("0")
+    job.settle()
+    assert {n.peer.group: n.txn.index for n in job.live() if n.txn} == {"1": 0, "2": 1}
+    assert job.fetches() == {}, "a spare has the state"
+
+
+# --- fencing --------------------------------------------------------------------------------------
+
+
+def moved_on() -> tuple[Job, Node]:
+    """A job in its second epoch whose group 1 is in its second incarnation."""
+    job = Job(2).until_running()
+    job.kill_group("1")
+    job.settle()
+    job.start_group("1")
+    job.settle()
+    job.step()
+    job.settle()
+    assert job.states() == {"NORMAL"}
+    return job, job.node("0")
+
+
+def stale_events() -> dict[str, Event]:
+    job, node = moved_on()
+    old = next(n for p, n in job.nodes.items() if p == ("1", 0, 1))
+    said = {e.event.type: e.event for e in job.record.moves[old.peer]}
+    hello = job.node("1").local
+    join = next(
+        m.event for m in job.record.moves[node.peer]
+        if isinstance(m.event, Join) and m.event.hello.peer == old.peer
+    )  # fmt: skip
+    c = old.participant.config
+    assert said and hello
+    return {
+        "old ack": Ack(replace(join.hello, peer=node.peer), Token(1, 1)),
+        "ack of a dead peer": Ack(join.hello, Token(9, 1)),
+        "join of a replaced incarnation": join,
+        "ready for an old epoch": Ready(job.node("1").peer, 1),
+        "ready of a replaced incarnation": Ready(old.peer, 3),
+        "leave of a replaced incarnation": Leave(old.peer, "late"),
+        "death of nobody": Death("1", 0, 4711, "elsewhere", "sim"),
+        "death of another rank with that pid": Death("1", 1, c.pid, c.host, "sim"),
+        "prepared in an old txn": Prepared(Token(1, 1), True),
+        "fault of an old txn": Fault(Token(1, 1), "late"),
+    }
+
+
+@pytest.mark.parametrize("name", stale_events())
+def test_what_is_stale_is_fenced_and_changes_nothing(name: str) -> None:
+    _, node = moved_on()
+    event = stale_events()[name]
+    after, out = node.participant.handle(node.local, event, 0.0)
+    assert out.verdict == "fenced" and out.reason and out.effects == out.steps == []
+    assert after == node.local
+
+
+def test_a_decision_heard_twice_is_known() -> None:
+    job, node = moved_on()
+    for record in job.history:
+        after, out = node.participant.handle(node.local, Decision(record), 0.0)
+        assert out.verdict == "known" and out.effects == [] and after == node.local
+
+
+def test_two_values_for_one_register_record_are_a_protocol_error() -> None:
+    job, node = moved_on()
+    assert job.head is not None
+    forged = replace(job.head, cause="forged")
+    after, out = node.participant.handle(node.local, Decision(forged), 0.0)
+    assert out.verdict == "refused" and "two values for record" in out.reason
+    assert after == node.local
+
+
+def test_a_timer_that_was_cleared_does_nothing() -> None:
+    job = Job(1).until_running()
+    node = job.node("0")
+    after, out = node.participant.handle(node.local, Timer("ack_window", 1), 0.0)
+    assert out.verdict == "known" and after == node.local
+
+
+def test_an_event_that_the_state_has_no_word_for_is_refused() -> None:
+    job = Job(1).until_running()
+    node = job.node("0")
+    node.local = replace(node.local, timers={"pause": 77})
+    after, out = node.participant.handle(node.local, Timer("pause", 77), 0.0)
+    assert out.verdict == "refused" and out.reason == "NORMAL has no row for 'timer.pause'"
+    assert after.state == "NORMAL"
+
+
+def test_nothing_moves_a_participant_that_is_out() -> None:
+    job = Job(2).until_running()
+    node = job.node("1")
+    job.post(node, Stop())
+    job.settle()
+    after, out = node.participant.handle(node.local, Stop(), 0.0)
+    assert (
+        out.verdict == "ignored" and out.reason == "the state is terminal" and after == node.local
+    )
+
+
+def test_an_entered_state_clears_the_timers_of_the_one_before() -> None:
+    job = Job(1)
+    node = job.node("0")
+    out = job.deliver(node)
+    armed = [e.name for e in out.effects if isinstance(e, SetTimer)]
+    assert armed == ["join_interval", "join_window", "quorum"]
+    job.settle()
+    assert any(isinstance(e, ClearTimers) for o in node.outcomes for e in o.effects)
+    assert node.timers == {} and not any(isinstance(e, Finish) for e in node.outcomes[-1].effects)

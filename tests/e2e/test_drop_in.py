@@ -1,0 +1,187 @@
+"""The plain torchft loop under ``ManagerFFT``: no split commit, no needless transfer.
+
+One job of three groups runs the example unchanged under a fault plan; torchft's DDP wrapper and
+LocalSGD run in threads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage import Member, aborts, fetches, job, parameters, records
+from torchft import DistributedDataParallel
+from torchft.local_sgd import LocalSGD
+from torchft.optim import OptimizerWrapper
+
+from fft.audit import audit_dir
+from fft.report import incidents
+
+LOOP = Path(__file__).parents[2] / "examples" / "torchft_loop.py"
+LIMIT_S = 120
+PLAN = """
+faults:
+  - {name: caught, kind: exception, step: 5, group: 1, rank: 0, phase: before_allreduce}
+  - {name: midway, kind: exception, step: 8, group: 2, rank: 0, phase: during_allreduce}
+  - {name: one-sided, kind: one_sided, step: 11, group: 0}
+  - {name: kill, kind: kill, step: 14, group: 2, phase: during_allreduce}
+  - {name: leave, kind: drain, step: 20, group: 1, with_groups: 3, settled_steps: 10}
+"""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The job, run once, to its good end."""
+    root = tmp_path_factory.mktemp("drop-in")
+    (root / "plan.yaml").write_text(PLAN)
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "3", "--ranks", "1"]
+    command += ["--faults", str(root / "plan.yaml"), "--trace-dir", str(root / "run")]
+    command += ["--stop-after-plan", "5", "--timeout", str(LIMIT_S - 20), str(LOOP)]
+    command += ["--steps", "1000000", "--width", "4096"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "run"
+
+
+def _ends(traces: Path) -> dict[str, tuple[str, int]]:
+    """Log name → (weights, step) printed at the end, for every process that came to its end."""
+    found = {}
+    for log in (traces / "logs").iterdir():
+        if said := re.search(r"^weights (\w+) at step (\d+)$", log.read_text(), re.MULTILINE):
+            found[log.stem] = (said[1], int(said[2]))
+    return found
+
+
+@pytest.mark.multiprocess
+def test_the_plain_loop_never_splits_and_ends_with_equal_weights(traces: Path) -> None:
+    report = audit_dir(traces)
+    assert report.ok, report.render()
+    ends = _ends(traces)
+    assert set(ends) == {"g0r0-1", "g1r0-1", "g2r0-2"}  # all but the killed process
+    assert ends["g0r0-1"] == ends["g2r0-2"]
+    assert ends["g1r0-1"][1] < ends["g0r0-1"][1]
+    causes = [record["cause"] for record in aborts(traces)]
+    assert len(causes) == 4, causes
+    for cause, word in zip(causes, ("caught", "midway", "last all-reduce", ""), strict=True):
+        assert word in cause
+
+
+@pytest.mark.multiprocess
+def test_the_plain_loop_transfers_state_only_to_who_has_none(traces: Path) -> None:
+    """At the start every group but one takes its weights from there (``init_sync``)."""
+    found = fetches(traces)
+    assert sorted(fetch[:3] for fetch in found[:2]) in (
+        [("1", 0, 1), ("2", 0, 1)],
+        [("0", 0, 1), ("2", 0, 1)],
+        [("0", 0, 1), ("1", 0, 1)],
+    )
+    assert [fetch[:3] for fetch in found[2:]] == [("2", 0, 2)]
+
+
+@pytest.mark.multiprocess
+def test_a_drained_group_of_the_plain_loop_ends_well(traces: Path) -> None:
+    history = records(traces)
+    left = next(i for i, record in enumerate(history) if record["leavers"])
+    assert history[left]["leavers"] == ["1"]
+    rest = history[left:]
+    last = max(i for i, record in enumerate(rest) if record["kind"] == "commit")
+    assert all(record["kind"] != "abort" for record in rest[:last])
+    assert "SystemExit" not in (traces / "logs" / "g1r0-1.log").read_text()
+
+
+@pytest.mark.multiprocess
+def test_shows_what_the_faults_cost(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print()
+        for found in incidents(traces):
+            ms = "-" if found.next_commit_ms is None else f"{found.next_commit_ms:.0f} ms"
+            print(f"  {found.fault}: next commit after {ms}, {found.bytes_healed} bytes healed")
+    transient = incidents(traces)[1:4] if len(incidents(traces)) > 4 else []
+    assert all(found.bytes_healed == 0 for found in transient)
+
+
+# --- torchft's wrappers, in threads ---------------------------------------------------------------
+
+
+def _state_functions(model: torch.nn.Module) -> dict[str, Any]:
+    return {
+        "state_dict": lambda: model.state_dict(),
+        "load_state_dict": lambda state: model.load_state_dict(state),
+        "register": False,
+        "model": model,
+    }
+
+
+def _net(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+
+
+def _run(traces: Path, work: Any, transfers: int = 1) -> list[Member]:
+    """Two groups that begin with different weights; the second takes the first's."""
+    with job(traces, 2) as made:
+        members = [made.member(str(g), init_sync=True, **_state_functions(_net(g))) for g in (0, 1)]
+        for member in members:
+            member.start(work)
+        for member in members:
+            member.end()
+            assert member.error is None, repr(member.error)
+        report = made.audit()
+        assert report.ok
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert len(fetches(traces)) == transfers
+    return members
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchft_ddp_runs_under_it(tmp_path: Path, fails: bool) -> None:
+    failed: list[int] = []
+
+    def work(member: Member) -> None:
+        manager = member.manager
+        ddp = DistributedDataParallel(manager, member.model)
+        optimizer = OptimizerWrapper(manager, member.optimizer)
+        draw = torch.Generator().manual_seed(int(member.group))
+        while manager.current_step() < 8:
+            optimizer.zero_grad()
+            try:
+                loss = ddp(torch.randn(4, 8, generator=draw)).square().mean()
+                if fails and member.group == "1" and manager.current_step() == 3 and not failed:
+                    failed.append(3)
+                    raise ValueError("before the backward pass, while the peer reduces")
+                loss.backward()
+            except ValueError as error:
+                manager.report_error(error)
+            optimizer.step()
+
+    _run(tmp_path / "traces", work)
+    lost = aborts(tmp_path / "traces")
+    assert len(lost) == len(failed) == int(fails)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_local_sgd_runs_under_it(tmp_path: Path, fails: bool) -> None:
+    failed: list[int] = []
+
+    def work(member: Member) -> None:
+        manager, optimizer = member.manager, member.optimizer
+        draw = torch.Generator().manual_seed(int(member.group))
+        with LocalSGD(manager, member.model, optimizer, sync_every=3):
+            while manager.current_step() < 4:
+                optimizer.zero_grad()
+                member.model(torch.randn(4, 8, generator=draw)).square().mean().backward()
+                if fails and member.group == "1" and manager.current_step() == 2 and not failed:
+                    failed.append(2)
+                    manager.report_error(ValueError("between two synchronisations"))
+                optimizer.step()
+
+    # What is reported after a commit counts as a failure to apply it: that rank heals.
+    _run(tmp_path / "traces", work, transfers=1 + int(fails))
+    lost = aborts(tmp_path / "traces")
+    assert len(lost) == len(failed) == int(fails)

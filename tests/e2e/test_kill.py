@@ -1,0 +1,108 @@
+"""Loss of state: a group SIGKILLed in its backward pass, a torn optimizer step, and a drain.
+
+One job of 2 groups x 2 FSDP2 ranks under ``fft run``; the traces are then asked what happened.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import aborts, fetches, lines, records, slices
+
+from fft.audit import audit_dir
+from fft.report import incidents
+
+SCRIPT = Path(__file__).with_name("kill_script.py")
+LIMIT_S = 120
+PLAN = """
+faults:
+  - {name: torn, kind: exception, step: 4, group: 0, rank: 1, phase: apply}
+  - {name: kill, kind: kill, step: 8, group: 1, phase: backward}
+  - {name: leave, kind: drain, step: 12, group: 1, with_groups: 2, settled_steps: 5,
+     return_after_steps: 5}
+"""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The job, run once, to its good end."""
+    root = tmp_path_factory.mktemp("kill")
+    (root / "plan.yaml").write_text(PLAN)
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
+    command += ["--faults", str(root / "plan.yaml"), "--trace-dir", str(root / "run")]
+    command += ["--stop-after-plan", "5", "--timeout", str(LIMIT_S - 20), str(SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "run"
+
+
+@pytest.mark.multiprocess
+def test_all_groups_have_equal_bits_at_equal_lineage(traces: Path) -> None:
+    report = audit_dir(traces)
+    assert report.ok, report.render()
+    digests: dict[tuple[str, int], set[str]] = {}
+    seen: dict[tuple[str, int], set[str]] = {}
+    for line in lines(traces):
+        event: dict[str, Any] = line.get("event") or {}
+        if event.get("type") in ("applied", "healed") and event.get("digest"):
+            key = (line["lineage"], line["rank"])
+            digests.setdefault(key, set()).add(event["digest"])
+            seen.setdefault(key, set()).add(line["group"])
+    assert all(len(found) == 1 for found in digests.values())
+    assert sum(groups == {"0", "1"} for groups in seen.values()) > 20
+
+
+@pytest.mark.multiprocess
+def test_state_is_fetched_once_by_each_rank_that_lost_it_and_by_nobody_else(traces: Path) -> None:
+    found = fetches(traces)
+    assert [fetch[4] for fetch in found] == ["1"] + ["0"] * 4
+    # the torn rank; the killed group; the group that came back from its drain
+    assert [fetch[:2] for fetch in found[:1]] == [("0", 1)]
+    assert sorted(fetch[:3] for fetch in found[1:3]) == [("1", 0, 2), ("1", 1, 2)]
+    assert sorted(fetch[:3] for fetch in found[3:]) == [("1", 0, 3), ("1", 1, 3)]
+    assert not list(traces.glob("g0r*i2.jsonl")), "group 0 was never started again"
+
+
+@pytest.mark.multiprocess
+def test_every_slice_is_consumed_exactly_once(traces: Path) -> None:
+    by_rank = slices(traces)
+    cursor = max(record["cursor"] for record in records(traces))
+    assert cursor > 40
+    for rank in (0, 1):
+        assert sorted(by_rank[rank]) == list(range(cursor))
+
+
+@pytest.mark.multiprocess
+def test_a_drained_group_leaves_after_a_commit_without_a_rollback(traces: Path) -> None:
+    lost = aborts(traces)
+    assert len(lost) == 2, lost  # the torn step, the SIGKILL
+    assert "optimizer step failed after COMMIT" in lost[0]["cause"]
+    assert "SIGKILL" in lost[1]["cause"]
+    history = records(traces)
+    (left,) = (i for i, record in enumerate(history) if record["leavers"] == ["1"])
+    assert history[left]["kind"] == "commit"
+    alone, back = [r for r in history[left:] if r["kind"] == "epoch"]
+    assert [g["group"] for g in alone["members"]] == ["0"]
+    assert [g["group"] for g in back["members"]] == ["0", "1"]
+    assert history[-1]["leavers"] == ["0", "1"], "the job ends with one commit for all"
+
+
+@pytest.mark.multiprocess
+def test_shows_what_it_cost(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print()
+        for found in incidents(traces):
+            back, following = (
+                "-" if ms is None else f"{ms:.0f}"
+                for ms in (found.rolled_back_ms, found.next_commit_ms)
+            )
+            print(
+                f"  {found.fault}: rolled back after {back} ms, next commit after {following} ms, "
+                f"{found.bytes_healed} bytes healed; {found.noticed[:100]}"
+            )
+    assert len(incidents(traces)) >= 4

@@ -1,0 +1,23 @@
+"""The light parts stay light: no torch until a name needs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import fft
+
+LIGHT = "fft fft.spec fft.audit fft.report fft.graph fft.sim.cluster fft.engine fft.bus fft.cli"
+
+
+def test_the_light_parts_import_no_torch() -> None:
+    code = f"import sys, {LIGHT.replace(' ', ', ')}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_name_that_is_not_there_is_said() -> None:
+    with pytest.raises(AttributeError, match="ManagerFTT"):
+        _ = fft.ManagerFTT
