@@ -1,4 +1,4 @@
-"""What must hold of the protocol, one scenario each, on the simulated job. No threads, no clocks."""
+"""What must hold of the protocol, one scenario each, on the simulated job: no thread, no clock."""
 
 from __future__ import annotations
 
@@ -875,7 +875,7 @@ def test_before_the_first_epoch_the_furthest_state_wins() -> None:
     assert job.fetches() == {"0/0#1": 1} and job.steps() == {7}
 
 
-# --- how an epoch cannot be ---------------------------------------------------------------------------
+# --- how an epoch cannot be -----------------------------------------------------------
 
 
 def test_too_few_groups_stop_with_the_count_and_the_mend() -> None:

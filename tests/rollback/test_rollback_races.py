@@ -37,7 +37,7 @@ def _racing(rank: int, ranks: int, port: int, seed: int) -> float:
     rng = random.Random(seed)  # equal on both ranks
     longest = 0.0
     for round_ in range(ROUNDS):
-        size, after = rng.choice([4, 4096, 2_000_000]), rng.randrange(12)
+        size, after = rng.choice([4, 4096, 2_000_000]), rng.randrange(1, 12)
         group.configure(f"localhost:{port}/r{round_}", "0", rank, ranks, round_)
         done = [0]
         worker = threading.Thread(target=_work, args=(pg, size, done))
