@@ -22,7 +22,7 @@ from torchft._torchft import LighthouseServer
 from fft.audit import audit_dir
 from fft.bus import serve_tcp
 from fft.bus.tcpstore import host_store
-from fft.report import incidents
+from fft.report import Incident, incidents
 
 STEPS = 12
 FAULT_STEP = 5
@@ -106,6 +106,11 @@ def _result(runs: Path, case: str, group: str, rank: int) -> dict[str, Any]:
     return found
 
 
+def _injected(directory: Path) -> Incident | None:
+    """What the planned fault cost. There may be others: a slow name service fails a rendezvous."""
+    return next((i for i in incidents(directory) if i.fault.startswith("f (")), None)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", [name for name in CASES if name != "no-fault"])
 def test_a_transient_fault_leaves_no_bit_changed(runs: Path, case: str) -> None:
@@ -126,8 +131,7 @@ def test_a_transient_fault_leaves_no_bit_changed(runs: Path, case: str) -> None:
     assert report.ok, report.render()
     assert report.commits == STEPS
     assert report.bytes_healed == 0
-    found = incidents(runs / case)
-    assert found[0].fault.startswith("f ("), "the fault must have happened"
+    assert _injected(runs / case) is not None, "the fault must have happened"
 
 
 @pytest.mark.multiprocess
@@ -148,10 +152,11 @@ def test_shows_how_long_a_transient_fault_costs(runs: Path) -> None:
     costs = []
     for case in CASES:
         if case != "no-fault":
-            (first, *_) = incidents(runs / case)
-            assert first.next_commit_ms is not None or "vote" in case
-            if first.next_commit_ms is not None and first.attempts_lost:
-                costs.append(first.next_commit_ms)
+            fault = _injected(runs / case)
+            assert fault is not None
+            assert fault.next_commit_ms is not None or "vote" in case
+            if fault.next_commit_ms is not None and fault.attempts_lost:
+                costs.append(fault.next_commit_ms)
     print(
         f"\nstep {step:.1f} ms; fault to next commit of the last rank: median "
         f"{statistics.median(costs):.1f} ms, max {max(costs):.1f} ms over {len(costs)} cases"
