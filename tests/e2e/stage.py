@@ -11,7 +11,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -244,6 +244,16 @@ def records(directory: Path) -> list[dict[str, Any]]:
         if record := (line.get("event") or {}).get("record"):
             seen.setdefault(record["n"], record)
     return [seen[n] for n in sorted(seen)]
+
+
+def assert_in_order(words: Sequence[str], causes: Sequence[str]) -> None:
+    """Each word is in a cause of its own, in this order.
+
+    There may be more causes: a machine under load adds faults that nobody planned.
+    """
+    rest = iter(causes)
+    for word in words:
+        assert any(word in cause for cause in rest), f"{word!r} is missing, or late, in {causes}"
 
 
 def fetches(directory: Path) -> list[tuple[str, int, int, int, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage import Member, aborts, fetches, job, parameters, records
+from stage import Member, aborts, assert_in_order, fetches, job, parameters, records
 from torchft import DistributedDataParallel
 from torchft.local_sgd import LocalSGD
 from torchft.optim import OptimizerWrapper
@@ -67,9 +67,7 @@ def test_the_plain_loop_never_splits_and_ends_with_equal_weights(traces: Path) -
     assert ends["g0r0-1"] == ends["g2r0-2"]
     assert ends["g1r0-1"][1] < ends["g0r0-1"][1]
     causes = [record["cause"] for record in aborts(traces)]
-    assert len(causes) == 4, causes
-    for cause, word in zip(causes, ("caught", "midway", "last all-reduce", ""), strict=True):
-        assert word in cause
+    assert_in_order(("caught", "midway", "last all-reduce"), causes)
 
 
 @pytest.mark.multiprocess
@@ -89,9 +87,7 @@ def test_a_drained_group_of_the_plain_loop_ends_well(traces: Path) -> None:
     history = records(traces)
     left = next(i for i, record in enumerate(history) if record["leavers"])
     assert history[left]["leavers"] == ["1"]
-    rest = history[left:]
-    last = max(i for i, record in enumerate(rest) if record["kind"] == "commit")
-    assert all(record["kind"] != "abort" for record in rest[:last])
+    assert [record["kind"] for record in history[left : left + 2]] == ["commit", "epoch"]
     assert "SystemExit" not in (traces / "logs" / "g1r0-1.log").read_text()
 
 

@@ -79,15 +79,16 @@ def test_every_slice_is_consumed_exactly_once(traces: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_a_drained_group_leaves_after_a_commit_without_a_rollback(traces: Path) -> None:
-    lost = aborts(traces)
-    # the torn step, and the SIGKILL, which gloo may notice before the supervisor's word is heard
-    assert len(lost) == 2, lost
-    assert "optimizer step failed after COMMIT" in lost[0]["cause"]
+    # the SIGKILL may be noticed by gloo before the supervisor's word; a machine may add faults
+    causes = [record["cause"] for record in aborts(traces)]
+    assert sum("optimizer step failed after COMMIT" in cause for cause in causes) == 1, causes
     history = records(traces)
     (left,) = (i for i, record in enumerate(history) if record["leavers"] == ["1"])
     assert history[left]["kind"] == "commit"
-    alone, back = [r for r in history[left:] if r["kind"] == "epoch"]
+    alone = history[left + 1]
+    assert alone["kind"] == "epoch", "nothing was rolled back for the drain"
     assert [g["group"] for g in alone["members"]] == ["0"]
+    back = [r for r in history[left:] if r["kind"] == "epoch"][-1]
     assert [g["group"] for g in back["members"]] == ["0", "1"]
     assert history[-1]["leavers"] == ["0", "1"], "the job ends with one commit for all"
 
