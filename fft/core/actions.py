@@ -535,9 +535,8 @@ def rearm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_bus_down(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The bus is out of reach; a proposal that was on its way may have been lost."""
+    """The bus is out of reach."""
     assert isinstance(event, BusDown)
-    s.proposed = False
     # A listener that has lost its place cannot be caught up with: only a restart helps.
     s.deaf = s.deaf or event.operation == "listen"
     s.bus_down = True
@@ -550,6 +549,17 @@ def arm_bus_timers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     for name in ("bus_retry", "bus_limit"):
         if name not in s.timers:
             yield arm(s, c, name)
+
+
+@action
+def give_up_proposal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """What I proposed may be lost with the bus: I may propose again.
+
+    Not before the retry timer: a proposal that is repeated at once, and fails at once, would leave
+    no time for any timer, that of giving up included.
+    """
+    s.proposed = False
+    return ()
 
 
 @action

@@ -1,18 +1,19 @@
-"""The guarantees as functions over a history of moves: one function each, pure.
+"""The guarantees, each as a function from one move to claims. Pure.
 
-A history is what audit, simulator and checker all have: for every participant the events it
-handled, with its state before and after. ``INVARIANTS`` lists the functions by name; a new one is
-picked up by everyone who judges a history. Numbers in docstrings are those of the guarantees in
-DESIGN.md. Guarantee 6 (data flow between parameter groups) has nothing to decide while a spec
-has one parameter group.
+A **move** is one event handled by one participant. An invariant says of a move what must hold:
+of the move alone (``Holds``), or together with what other moves tell (``Same``, ``Given``). Claims
+are weighed against **facts**, which name no order between participants, so that one definition
+serves those who see moves as they happen (simulator, checker) and those who read traces that were
+written side by side (audit). ``INVARIANTS`` lists the functions by name; a new one is picked up by
+everyone. Numbers in docstrings are those of the guarantees in DESIGN.md. Guarantee 6 (data flow
+between parameter groups) has nothing to decide while a spec has one parameter group.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import Any
 
 from fft.core.local import Local, member_peers
 from fft.core.messages import (
@@ -21,19 +22,23 @@ from fft.core.messages import (
     ApplyFailed,
     Ballot,
     Decision,
+    Drain,
     Event,
     Fault,
+    Finish,
     Healed,
     Peer,
     Prepared,
     Ready,
     Record,
+    Stop,
     Token,
     next_lineage,
 )
 from fft.core.participant import Outcome
 
 _COMMITTING = frozenset({"COMMIT", "DRAIN_COMMIT"})
+_LEAVING = frozenset({"DRAIN_COMMIT", "DRAIN_WAIT"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,11 @@ class Move:
         """Whether the move went into one of the states from another one."""
         return any(s.dest in states and s.source != s.dest for s in self.out.steps)
 
+    @property
+    def record(self) -> Record | None:
+        """The register record that the event brings, if any."""
+        return self.event.record if isinstance(self.event, Decision) else None
+
 
 @dataclass(slots=True)
 class History:
@@ -59,7 +69,7 @@ class History:
 
     moves: dict[Peer, list[Move]] = field(default_factory=dict)
     consumed: list[tuple[Peer, Token, int, str]] = field(default_factory=list)
-    """(who, txn, slice, place)"""
+    """(who, txn, slice, place), as the data loaders noted it."""
 
     def all(self) -> Iterator[Move]:
         """Every move, participant by participant."""
@@ -70,9 +80,67 @@ class History:
         """Values of the head register by number, as first seen, with the place."""
         seen: dict[int, tuple[Record, str]] = {}
         for move in self.all():
-            if isinstance(move.event, Decision) and move.event.record is not None:
-                seen.setdefault(move.event.record.n, (move.event.record, move.place))
+            if move.record is not None:
+                seen.setdefault(move.record.n, (move.record, move.place))
         return seen
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+Key = tuple[Hashable, ...]
+"""What a fact is about; the first element names the kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Know:
+    """A fact that other claims may ask for. Nothing is claimed."""
+
+    key: Key
+    value: Any = True
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Whoever speaks of ``key`` gives it this value. ``{was}`` in ``text``: what came first."""
+
+    key: Key
+    value: Any
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """True of the move by itself."""
+
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """``test`` holds of the values of ``keys``. Unknown keys: wrong if ``needed``, else no claim.
+
+    What is needed has happened before the move that claims it.
+    """
+
+    keys: tuple[Key, ...]
+    text: str
+    test: Callable[..., bool] = lambda *values: True
+    needed: bool = True
+
+
+Claim = Know | Same | Holds | Given
+Invariant = Callable[[Move], Iterable[Claim]]
+INVARIANTS: dict[str, Invariant] = {}
+
+
+def invariant(function: Invariant) -> Invariant:
+    """Register an invariant under its function name."""
+    INVARIANTS[function.__name__] = function
+    return function
+
+
+# --- judging --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -91,307 +159,309 @@ class Finding:
             self.violation, self.place = text, place
 
 
-Invariant = Callable[[History, Finding], None]
-INVARIANTS: dict[str, Invariant] = {}
+class Judge:
+    """Weighs claims as moves come in, in any order between participants.
 
+    Args:
+        names: invariants to evaluate; all by default.
+        traced: participants whose moves will come in; None: all that there are.
+    """
 
-def invariant(function: Invariant) -> Invariant:
-    """Register an invariant under its function name."""
-    INVARIANTS[function.__name__] = function
-    return function
+    def __init__(
+        self, names: Iterable[str] | None = None, traced: Collection[Peer] | None = None
+    ) -> None:
+        self.findings = {name: Finding(name) for name in names or INVARIANTS}
+        self._traced = traced
+        self._facts: dict[Key, Any] = {}
+        self._waiting: list[tuple[Finding, Given, str]] = []
+
+    def feed(self, move: Move) -> None:
+        """Take one move."""
+        for name, finding in self.findings.items():
+            for claim in INVARIANTS[name](move):
+                self._weigh(finding, claim, move.place)
+
+    def consumed(self, peer: Peer, token: Token, number: int, place: str) -> None:
+        """Take the note of a data loader: this slice went into that txn."""
+        if "samples_once" in self.findings:
+            finding = self.findings["samples_once"]
+            text = f"slice {number} was served to {peer} in {token}, and to {{was}}"
+            key = ("served", number, peer.rank)
+            self._weigh(finding, Same(key, f"{peer} in {token}", text), place)
+            text = f"{peer} consumed slice {number} in txn {token}, which has others"
+            given = Given((("data of", token),), text, lambda data: data[0] <= number < data[1])
+            self._weigh(finding, given, place)
+
+    def finish(self) -> list[Finding]:
+        """Weigh what had to wait for facts, and tell what was found."""
+        for finding, claim, place in self._waiting:
+            self._ask(finding, claim, place)
+        self._waiting.clear()
+        return list(self.findings.values())
+
+    def _weigh(self, finding: Finding, claim: Claim, place: str) -> None:
+        match claim:
+            case Know(key=key, value=value):
+                self._facts.setdefault(key, value)
+            case Same(key=key, value=value, text=text):
+                was = self._facts.setdefault(key, value)
+                finding.expect(was == value, text.replace("{was}", str(was)), place)
+            case Holds(ok=ok, text=text):
+                finding.expect(ok, text, place)
+            case Given():
+                if all(key in self._facts for key in claim.keys):
+                    self._ask(finding, claim, place)
+                else:
+                    self._waiting.append((finding, claim, place))
+
+    def _ask(self, finding: Finding, claim: Given, place: str) -> None:
+        missing = [key for key in claim.keys if key not in self._facts]
+        if missing and not claim.needed:
+            return
+        for peer in (part for key in missing for part in key if isinstance(part, Peer)):
+            if self._traced is not None and peer not in self._traced:
+                finding.expect(False, f"there is no trace of {peer}, a member", place)
+                return
+        holds = not missing and claim.test(*(self._facts[key] for key in claim.keys))
+        finding.expect(holds, claim.text, place)
 
 
 def judge(history: History, names: Iterable[str] | None = None) -> list[Finding]:
-    """Evaluate the invariants, all of them by default."""
-    findings = []
-    for name in names or INVARIANTS:
-        finding = Finding(name)
-        INVARIANTS[name](history, finding)
-        findings.append(finding)
-    return findings
-
-
-# --- what happened --------------------------------------------------------------------------------
-
-
-def decisions(history: History) -> Iterator[tuple[Move, Token, str]]:
-    """(move, txn, ``commit`` or ``abort``) for every decision that a participant obeyed."""
+    """Evaluate the invariants, all of them by default, on a whole history."""
+    bench = Judge(names, history.moves.keys())
     for move in history.all():
-        if move.entered(*_COMMITTING):
-            yield move, move.before.token, "commit"
-        elif isinstance(move.event, Decision) and move.event.record is not None:
-            record = move.event.record
-            if record.kind == "abort" and record.token == move.before.token and move.out.steps:
-                yield move, record.token, "abort"
+        bench.feed(move)
+    for peer, token, number, place in history.consumed:
+        bench.consumed(peer, token, number, place)
+    return bench.finish()
 
 
-def votes(history: History) -> dict[tuple[Token, Peer], Move]:
-    """The YES of every participant by txn."""
-    return {(m.before.token, m.peer): m for m in history.all() if m.entered("PREPARED")}
+# --- what a move did ------------------------------------------------------------------------------
 
 
-def epochs(history: History) -> dict[int, list[tuple[Move, Record]]]:
-    """Who took part in each epoch, with the record it was given."""
-    found: dict[int, list[tuple[Move, Record]]] = defaultdict(list)
-    for move in history.all():
-        new = move.after.epoch
-        if new is not None and (move.before.epoch is None or move.before.epoch.n != new.n):
-            found[new.epoch].append((move, new))
-    return found
+def obeyed(move: Move) -> str | None:
+    """``commit`` or ``abort``, if the move obeys a decision about the txn it stands at."""
+    if move.entered(*_COMMITTING):
+        return "commit"
+    record = move.record
+    if record is None or record.kind != "abort" or not move.out.steps:
+        return None
+    return "abort" if record.token == move.before.token else None
 
 
-def _applied(moves: Iterable[Move]) -> Iterator[Move]:
-    return (m for m in moves if isinstance(m.event, Applied) and m.out.verdict == "row")
+def _applied(move: Move) -> bool:
+    return isinstance(move.event, Applied) and move.out.verdict == "row"
 
 
 # --- the guarantees -------------------------------------------------------------------------------
 
 
 @invariant
-def agreement(history: History, finding: Finding) -> None:
+def agreement(move: Move) -> Iterator[Claim]:
     """1: no txn is decided differently by two participants; the register never changes its mind."""
-    first: dict[Token, tuple[str, Peer]] = {}
-    for move, token, outcome in decisions(history):
-        known = first.setdefault(token, (outcome, move.peer))
-        finding.expect(
-            known[0] == outcome,
-            f"txn {token}: {move.peer} obeyed {outcome}, {known[1]} obeyed {known[0]}",
-            move.place,
-        )
-    seen = history.records()
-    for move in history.all():
-        if isinstance(move.event, Decision) and move.event.record is not None:
-            record = move.event.record
-            finding.expect(
-                seen[record.n][0] == record,
-                f"{move.peer} saw another value of register record {record.n} than others",
-                move.place,
-            )
+    token = move.before.token
+    if outcome := obeyed(move):
+        text = f"txn {token}: {move.peer} obeyed {outcome}, another participant obeyed {{was}}"
+        yield Same(("outcome", token), outcome, text)
+    if (record := move.record) is not None:
+        text = f"{move.peer} saw another value of register record {record.n} than others"
+        yield Same(("record", record.n), record, text)
 
 
 @invariant
-def validity(history: History, finding: Finding) -> None:
+def validity(move: Move) -> Iterator[Claim]:
     """2: COMMIT only if every participant of the epoch voted YES, with manifests that fit."""
-    yes = votes(history)
-    for move, token, outcome in decisions(history):
-        if outcome != "commit":
-            continue
-        for peer in member_peers(move.before):
-            if peer not in history.moves:
-                finding.expect(False, f"there is no trace of {peer}, a member", move.place)
-                continue
-            finding.expect(
-                (token, peer) in yes,
-                f"txn {token} was committed, but {peer} did not vote YES in it",
-                move.place,
-            )
-    counts: dict[Token, set[int]] = defaultdict(set)
-    for (token, _), move in yes.items():
-        if isinstance(move.event, Prepared):
-            counts[token].add(move.event.manifest.count)
-    committed = {token for _, token, outcome in decisions(history) if outcome == "commit"}
-    for token in committed:
-        finding.expect(
-            len(counts[token]) <= 1 and 0 not in counts[token],
-            f"txn {token} was committed with {sorted(counts[token])} reductions",
-            "",
-        )
+    token, event = move.before.token, move.event
+    if move.entered("PREPARED") and isinstance(event, Prepared):
+        yield Holds(event.yes, f"{move.peer} voted YES in txn {token} in spite of: {event.cause}")
+        yield Know(("yes", token, move.peer), event.manifest.count)
+    if obeyed(move) != "commit":
+        return
+    members = member_peers(move.before)
+    yield Holds(bool(members), f"{move.peer} committed txn {token} outside every epoch")
+    for peer in members:
+        text = f"txn {token} was committed, but {peer} did not vote YES in it"
+        yield Given((("yes", token, peer),), text)
+    yield Given(
+        tuple(("yes", token, peer) for peer in members),
+        f"txn {token} was committed with different numbers of reductions, or with none",
+        lambda *counts: len(set(counts)) == 1 and counts[0] > 0,
+        needed=False,
+    )
 
 
 @invariant
-def exactly_once(history: History, finding: Finding) -> None:
-    """3: on a lineage each step is applied once and only once to each participant's state."""
-    for moves in history.moves.values():
-        for move in _applied(moves):
-            before, after = move.before, move.after
-            finding.expect(
-                after.step == before.step + 1,
-                f"{move.peer} applied a step and went from step {before.step} to {after.step}",
-                move.place,
-            )
-            expected = next_lineage(before.lineage, before.token, after.step, after.cursor)
-            finding.expect(
-                after.lineage == expected, f"{move.peer} broke the lineage chain", move.place
-            )
-        for earlier, later in pairwise(moves):
-            same = earlier.after.lineage == later.before.lineage
-            finding.expect(same, f"{later.peer} changed its lineage between events", later.place)
+def exactly_once(move: Move) -> Iterator[Claim]:
+    """3: a step is applied after its COMMIT, once, and the lineage tells it."""
+    if (record := move.record) is not None and record.kind == "commit":
+        yield Know(("committed", record.token), record.n)
+    if not _applied(move):
+        return
+    before, after = move.before, move.after
+    text = f"{move.peer} applied txn {before.token}, which was never committed"
+    yield Given((("committed", before.token),), text)
+    text = f"{move.peer} applied a step and went from step {before.step} to {after.step}"
+    yield Holds(after.step == before.step + 1, text)
+    expected = next_lineage(before.lineage, before.token, after.step, after.cursor)
+    yield Holds(after.lineage == expected, f"{move.peer} broke the lineage chain")
+    where = (before.step, before.lineage)
+    text = f"{move.peer} applied txn {before.token} at {where} and at {{was}}"
+    yield Same(("applied", before.token, move.peer), where, text)
 
 
 @invariant
-def samples_once(history: History, finding: Finding) -> None:
+def samples_once(move: Move) -> Iterator[Claim]:
     """3: each slice of data is consumed by exactly one committed txn, none is left out."""
-    previous: Record | None = None
-    ranges: dict[Token, range] = {}
-    for _, (record, place) in sorted(history.records().items()):
-        if record.kind == "commit" and previous is not None and previous.n == record.n - 1:
-            ranges[record.token] = range(previous.cursor, record.cursor)
-            finding.expect(record.cursor > previous.cursor, f"{record.token}: no slice", place)
-        if previous is not None and previous.n == record.n - 1 and record.kind != "commit":
-            finding.expect(
-                record.cursor == previous.cursor,
-                f"record {record.n} ({record.kind}) moved the cursor",
-                place,
-            )
-        previous = record
-    taken: dict[tuple[int, int], tuple[Peer, Token]] = {}
-    for peer, token, number, place in history.consumed:
-        if token in ranges:
-            finding.expect(
-                number in ranges[token],
-                f"{peer} consumed slice {number} in txn {token}, which is {ranges[token]}",
-                place,
-            )
-        known = taken.setdefault((number, peer.rank), (peer, token))
-        finding.expect(
-            known == (peer, token),
-            f"slice {number} was consumed by {known[0]} in {known[1]} and by {peer} in {token}",
-            place,
+    record, before = move.record, move.before
+    if record is not None:
+        yield Know(("record", record.n), record)
+        yield Given(
+            (("record", record.n - 1), ("record", record.n)),
+            f"record {record.n} ({record.kind}) does not go on where the data before it end",
+            _cursor_goes_on,
+            needed=False,
         )
+    if _applied(move):
+        # Within a txn the places in the member list, which all share, keep the members apart.
+        token, data = before.token, (before.cursor, move.after.cursor)
+        text = f"{move.peer} applied txn {token} with data {data}, another with {{was}}"
+        yield Same(("data of", token), data, text)
+        text = f"the data from {before.cursor} on went into txn {token} and into {{was}}"
+        yield Same(("data from", before.cursor), token, text)
+
+
+def _cursor_goes_on(before: Record, after: Record) -> bool:
+    moved = after.cursor - before.cursor
+    return moved > 0 if after.kind == "commit" else moved == 0
 
 
 @invariant
-def shard_unity(history: History, finding: Finding) -> None:
+def shard_unity(move: Move) -> Iterator[Claim]:
     """4: all ranks of a group begin a txn at the same step and with the same lineage."""
-    starts: dict[tuple[Token, str], tuple[int, str]] = {}
-    for move in history.all():
-        if move.entered("NORMAL"):
-            at = (move.after.step, move.after.lineage)
-            known = starts.setdefault((move.after.token, move.peer.group), at)
-            finding.expect(
-                known == at,
-                f"{move.peer} began txn {move.after.token} at {at}, another rank at {known}",
-                move.place,
-            )
+    if move.entered("NORMAL"):
+        at = (move.after.step, move.after.lineage)
+        text = f"{move.peer} began txn {move.after.token} at {at}, another rank at {{was}}"
+        yield Same(("begin", move.after.token, move.peer.group), at, text)
 
 
 @invariant
-def replicas_equal(history: History, finding: Finding) -> None:
+def replicas_equal(move: Move) -> Iterator[Claim]:
     """5: after a commit all replicas have equal lineage, and equal digests where taken."""
-    lineages: dict[Token, tuple[str, Peer]] = {}
-    digests: dict[tuple[str, int], tuple[str, Peer]] = {}
-    for move in history.all():
-        event, after = move.event, move.after
-        if not isinstance(event, (Applied, Healed)) or move.out.verdict != "row":
-            continue
-        if isinstance(event, Applied):
-            known = lineages.setdefault(move.before.token, (after.lineage, move.peer))
-            finding.expect(
-                known[0] == after.lineage,
-                f"after txn {move.before.token} {move.peer} and {known[1]} differ in lineage",
-                move.place,
-            )
-        if event.digest is not None:
-            where = (after.lineage, move.peer.rank)
-            first = digests.setdefault(where, (event.digest, move.peer))
-            finding.expect(
-                first[0] == event.digest,
-                f"at step {after.step} the states of {move.peer} and {first[1]} differ "
-                "although their lineage is equal",
-                move.place,
-            )
+    event, after = move.event, move.after
+    if not isinstance(event, (Applied, Healed)) or move.out.verdict != "row":
+        return
+    if isinstance(event, Applied):
+        token = move.before.token
+        text = f"after txn {token} {move.peer} has lineage {after.lineage}, another has {{was}}"
+        yield Same(("lineage", token), after.lineage, text)
+    if event.digest is not None:
+        text = (
+            f"at step {after.step} the state of {move.peer} (digest {event.digest}) differs from "
+            "another's ({was}) although their lineage is equal"
+        )
+        yield Same(("digest", after.lineage, move.peer.rank), event.digest, text)
 
 
 @invariant
-def fencing(history: History, finding: Finding) -> None:
+def fencing(move: Move) -> Iterator[Claim]:
     """7: nothing from an older epoch, txn or incarnation changes state."""
-    for move in history.all():
-        if move.out.verdict != "row":
-            continue
-        here, event = move.before.token, move.event
-        if isinstance(event, (Prepared, Ballot, Applied, ApplyFailed, Fault)):
-            finding.expect(
-                event.token == here, f"{move.peer} took {event.type} of {event.token}", move.place
-            )
-        if isinstance(event, Ack):
-            finding.expect(
-                event.token.epoch >= here.epoch, f"{move.peer} took an old ack", move.place
-            )
-        if isinstance(event, Ready):
-            finding.expect(event.epoch >= here.epoch, f"{move.peer} took an old ready", move.place)
-        if isinstance(event, Ballot):
-            strangers = {v.peer for v in event.votes} - set(member_peers(move.before))
-            finding.expect(
-                not strangers, f"{move.peer} counted votes of {sorted(strangers)}", move.place
-            )
+    if move.out.verdict != "row":
+        return
+    here, event, peer = move.before.token, move.event, move.peer
+    if isinstance(event, (Prepared, Ballot, Applied, ApplyFailed, Fault)):
+        yield Holds(event.token == here, f"{peer} at {here} took {event.type} of {event.token}")
+    if isinstance(event, Ack):
+        yield Holds(
+            event.token.epoch >= here.epoch, f"{peer} at {here} took an ack of an old epoch"
+        )
+    if isinstance(event, Ready):
+        yield Holds(event.epoch >= here.epoch, f"{peer} took ready for epoch {event.epoch}")
+    if isinstance(event, Healed):
+        yield Holds(event.epoch == here.epoch, f"{peer} took healed for epoch {event.epoch}")
+    if isinstance(event, Ballot):
+        strangers = sorted({v.peer for v in event.votes} - set(member_peers(move.before)))
+        yield Holds(not strangers, f"{peer} counted votes of {strangers}")
+    speaker = _speaker(event)
+    if speaker is not None:
+        known = move.before.hellos.get((speaker.group, speaker.rank))
+        newer = known is not None and known.peer.inc > speaker.inc
+        yield Holds(not newer, f"{peer} listened to {speaker}, which had been replaced")
+
+
+def _speaker(event: Event) -> Peer | None:
+    """Whose word the event is, if it is a participant's about itself."""
+    hello = getattr(event, "hello", None)
+    found = hello.peer if hello is not None else getattr(event, "peer", None)
+    return found if isinstance(found, Peer) else None
 
 
 @invariant
-def live_set(history: History, finding: Finding) -> None:
+def live_set(move: Move) -> Iterator[Claim]:
     """8: an epoch's members are the same set for all, and all were in the barrier at one instant.
 
     After the formal semantics of JAX's ``live_devices``: whoever leaves the barrier has seen that
     every member had entered it, and nobody else is given that epoch.
     """
-    ready: dict[Peer, set[int]] = {
-        peer: {m.before.token.epoch for m in moves if isinstance(m.event, Healed)}
-        for peer, moves in history.moves.items()
-    }
-    for number, entries in epochs(history).items():
-        for move, record in entries:
-            finding.expect(
-                record == entries[0][1], f"two member lists for epoch {number}", move.place
-            )
-            inside = {p for g in record.members for p in g.peers()}
-            finding.expect(
-                move.peer in inside, f"{move.peer} entered epoch {number} uninvited", move.place
-            )
-    for move in history.all():
-        if not move.entered("NORMAL") or move.before.state != "HEALING":
-            continue
-        epoch = move.after.token.epoch
-        for peer in member_peers(move.after):
-            finding.expect(
-                move.after.ready.get(peer) == epoch and epoch in ready.get(peer, {epoch}),
-                f"{move.peer} left the barrier of epoch {epoch} without {peer}",
-                move.place,
-            )
+    before, after, peer = move.before, move.after, move.peer
+    if isinstance(move.event, Healed) and move.out.verdict == "row":
+        yield Know(("in barrier", before.token.epoch, peer))
+    new = after.epoch
+    if new is not None and (before.epoch is None or before.epoch.n != new.n):
+        text = f"{peer} and others have different member lists for epoch {new.epoch}"
+        yield Same(("epoch", new.epoch), new, text)
+        inside = any(peer in g.peers() for g in new.members)
+        yield Holds(inside, f"{peer} entered epoch {new.epoch} uninvited")
+    if move.entered("NORMAL") and before.state == "HEALING":
+        epoch = after.token.epoch
+        for member in member_peers(after):
+            text = f"{peer} left the barrier of epoch {epoch} without {member}"
+            yield Holds(after.ready.get(member) == epoch, text)
+            yield Given((("in barrier", epoch, member),), text)
 
 
 @invariant
-def drain(history: History, finding: Finding) -> None:
+def drain(move: Move) -> Iterator[Claim]:
     """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it."""
-    records = history.records()
-    for moves in history.moves.values():
-        for move in moves:
-            if move.entered("EXIT") and move.before.state in ("DRAIN_COMMIT", "DRAIN_WAIT"):
-                head = move.before.head
-                finding.expect(
-                    head is not None, f"{move.peer} drained without a commit", move.place
-                )
-    for n, (record, place) in records.items():
-        if record.kind == "commit" and record.leavers and n + 1 in records:
-            after = records[n + 1][0]
-            finding.expect(
-                after.kind == "epoch",
-                f"after {record.leavers} left with record {n} came a rollback: {after.cause}",
-                place,
-            )
-            stayed = {p for g in after.members for p in g.peers()} & _left(records, record)
-            finding.expect(not stayed, f"{stayed} drained, but are in the next epoch", place)
+    before, record = move.before, move.record
+    if move.entered("EXIT"):
+        gone = [e for e in move.out.effects if isinstance(e, Finish)]
+        on_purpose = bool(gone) and gone[0].error is None and not isinstance(move.event, Stop)
+        if on_purpose and before.epoch is not None:
+            text = f"{move.peer}, a member, left in state {before.state}, not after a commit"
+            yield Holds(before.state in _LEAVING, text)
+        if isinstance(move.event, Drain):
+            yield Holds(before.epoch is None, f"{move.peer} left at the word of a drain")
+    if record is None:
+        return
+    yield Know(("record", record.n), record)
+    if record.kind == "epoch":
+        members = frozenset(peer for g in record.members for peer in g.peers())
+        yield Know(("members", record.epoch), members)
+    if record.kind == "commit" and record.leavers:
+        after = ("record", record.n + 1)
+        text = f"after {record.leavers} left with record {record.n} came a rollback"
+        yield Given((after,), text, lambda after: after.kind == "epoch", needed=False)
+        yield Given(
+            (("members", record.epoch), after),
+            f"of {record.leavers}, who left with record {record.n}, some are in the next epoch",
+            lambda members, after: not _stayed(members, record, after),
+            needed=False,
+        )
 
 
-def _left(records: Mapping[int, tuple[Record, str]], commit: Record) -> set[Peer]:
-    """Participants that leave with ``commit``, as the record of their epoch lists them."""
-    return {
-        peer
-        for record, _ in records.values()
-        if record.kind == "epoch" and record.epoch == commit.epoch
-        for group in record.members
-        if group.group in commit.leavers
-        for peer in group.peers()
+def _stayed(members: frozenset[Peer], commit: Record, after: Record) -> set[Peer]:
+    """Participants that left with ``commit`` and are members of the epoch after it."""
+    return {peer for peer in members if peer.group in commit.leavers} & {
+        peer for group in after.members for peer in group.peers()
     }
 
 
 @invariant
-def decided(history: History, finding: Finding) -> None:
-    """10: nobody leaves in doubt; every YES that is followed by anything is decided."""
-    for moves in history.moves.values():
-        for move in moves:
-            if move.entered("EXIT"):
-                finding.expect(
-                    move.before.vote is None or move.before.state in _COMMITTING,
-                    f"{move.peer} stopped in doubt about txn {move.before.token}: "
-                    f"{move.after.cause}",
-                    move.place,
-                )
+def decided(move: Move) -> Iterator[Claim]:
+    """10: nobody leaves in doubt."""
+    if move.entered("EXIT"):
+        before = move.before
+        yield Holds(
+            before.vote is None or before.state in _COMMITTING,
+            f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",
+        )

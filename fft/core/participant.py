@@ -8,12 +8,12 @@ applies, and last gives deferred events another chance. Nothing is decided outsi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fft.core.actions import ACTIONS, arm, dead_peers
-from fft.core.guards import GUARDS
+from fft.core.actions import ACTIONS, Action, arm, dead_peers
+from fft.core.guards import GUARDS, Guard
 from fft.core.local import GENESIS, Config, Local
 from fft.core.messages import (
     Ack,
@@ -54,6 +54,8 @@ class Step:
     event: str
     guards: dict[str, bool]
     effects: list[str]
+    row: Row
+    """As the spec has it."""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,14 @@ def event_name(event: Event) -> str:
 
 
 class Participant:
-    """Runs one participant's part of the protocol over a table; holds no state itself."""
+    """Runs one participant's part of the protocol over a table; holds no state itself.
+
+    ``guards``, ``actions`` and ``stale`` are what the names of a spec mean, and the fencing. The
+    checker's planted bugs replace one of them in a subclass; nobody else does.
+    """
+
+    guards: Mapping[str, Guard] = GUARDS
+    actions: Mapping[str, Action] = ACTIONS
 
     def __init__(self, table: Table, config: Config) -> None:
         self.table = table
@@ -107,6 +116,10 @@ class Participant:
         self._retry_deferred(s, out, before.state, now)
         return s, out
 
+    def stale(self, s: Local, event: Event) -> Outcome | None:
+        """What to say of an event that is fenced or known already; None: it counts."""
+        return _stale(s, event)
+
     def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
         while s.deferred and s.state != tried_in:
             tried_in, waiting, s.deferred = s.state, s.deferred, ()
@@ -118,7 +131,7 @@ class Participant:
                 out.effects += again.effects
 
     def _handle_one(self, s: Local, event: Event, now: float) -> Outcome:
-        if (stale := _stale(s, self.config, event)) is not None:
+        if (stale := self.stale(s, event)) is not None:
             return stale
         name = event_name(event)
         verdict, reason = self.table.verdict(s.state, name)
@@ -146,7 +159,7 @@ class Participant:
         turn = self.table.look_up(Turn(source, self._checker(s, event)), name)
         if turn.row is None:
             return False
-        out.steps.append(Step(source, turn.state, name, turn.guards, turn.row.effects))
+        out.steps.append(Step(source, turn.state, name, turn.guards, turn.row.effects, turn.row))
         if turn.row.to is not None:
             s.state, s.since = turn.state, now
             self._enter(s, out)
@@ -154,7 +167,7 @@ class Participant:
         return True
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
-        return lambda name: GUARDS[name](s, self.config, event)
+        return lambda name: self.guards[name](s, self.config, event)
 
     def _enter(self, s: Local, out: Outcome) -> None:
         lasting = self.table.spec.common.timers
@@ -166,13 +179,13 @@ class Participant:
 
     def _run(self, s: Local, out: Outcome, event: Event, row: Row) -> None:
         for name in row.effects:
-            out.effects += ACTIONS[name](s, self.config, event)
+            out.effects += self.actions[name](s, self.config, event)
 
 
 # --- fencing ------------------------------------------------------------------------------------
 
 
-def _stale(s: Local, c: Config, event: Event) -> Outcome | None:
+def _stale(s: Local, event: Event) -> Outcome | None:
     """The one place where tokens are compared: what is older than I am changes nothing."""
     match event:
         case Timer(name=name, serial=serial):

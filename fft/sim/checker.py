@@ -1,0 +1,328 @@
+"""``fft check``: every reachable state of a model within its bounds, breadth first.
+
+Pure. Three kinds of properties: *always* (the invariants, and that no event is refused) hold at every
+step; *sometimes* (every row of the table, every kind of fault, and the things users wait for) happen
+in some run; *eventually*: from every state, faults over, everyone decides and the job goes on. The
+last is decided on the whole graph: a state from which no sequence of free steps leads to a settled
+state is a violation. A counterexample is the shortest there is.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fft.core.invariants import INVARIANTS, Know
+from fft.core.local import Local
+from fft.core.participant import Participant
+from fft.sim.intern import thaw
+from fft.sim.model import Model, Scope, State, Step, World
+from fft.spec import FsmSpec, Row
+
+Progress = Callable[[int, int, int], None]
+"""(states found, states expanded, depth)"""
+
+
+@dataclass(slots=True)
+class Violation:
+    """A property that does not hold, and the shortest run that shows it."""
+
+    name: str
+    text: str
+    path: list[tuple[int, str]]
+    """(index of the process or -1, what it does), from the first state."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What one search found."""
+
+    scope: Scope
+    states: int = 0
+    steps: int = 0
+    depth: int = 0
+    seconds: float = 0.0
+    complete: bool = False
+    """Every state within the bounds was expanded."""
+    checks: Counter[str] = field(default_factory=Counter)
+    """Invariant: claims weighed."""
+    rows: set[int] = field(default_factory=set)
+    happened: Counter[str] = field(default_factory=Counter)
+    """What a step was called: how often."""
+    settled: int = 0
+    violation: Violation | None = None
+
+
+class Search:
+    """One breadth-first search.
+
+    Args:
+        limit: states; the search stops there and says that it is not complete.
+    """
+
+    def __init__(self, model: Model, limit: int | None = None) -> None:
+        self.model, self.limit = model, limit
+        self.result = Result(model.scope)
+        self._index: dict[State, int] = {}
+        self._order: list[State] = []
+        self._parent = array("q")
+        self._free_from, self._free_to = array("q"), array("q")
+        self._settled = bytearray()
+        self._weighed: Counter[tuple[int, ...]] = Counter()
+        self._kinds: Counter[str] = Counter()
+        self._sound: dict[tuple[Any, ...], bool] = {}
+
+    def run(self, progress: Progress | None = None) -> Result:
+        """Search until all states are expanded, something is broken, or the limit is reached."""
+        began, result = time.perf_counter(), self.result
+        try:
+            self._find(self.model.initial(), -1)
+            broken = self._expand_all(progress)
+            if broken is None and result.complete:
+                broken = self._stuck()
+            result.violation = broken
+        finally:
+            result.states = len(self._order)
+            result.seconds = time.perf_counter() - began
+            result.rows = set(self.model.rows)
+            result.settled = sum(self._settled)
+            result.happened = self._kinds
+            self._count_checks()
+        return result
+
+    def _find(self, state: State, parent: int) -> int:
+        found = self._index.get(state)
+        if found is None:
+            found = self._index[state] = len(self._order)
+            self._order.append(state)
+            self._parent.append(parent)
+            self._settled.append(self._is_settled(state))
+        return found
+
+    def _expand_all(self, progress: Progress | None) -> Violation | None:
+        at, level_ends, depth = 0, 1, 0
+        while at < len(self._order):
+            if at == level_ends:
+                level_ends, depth = len(self._order), depth + 1
+            if progress and at % 20_000 == 0:
+                progress(len(self._order), at, depth)
+            if self.limit is not None and len(self._order) >= self.limit:
+                self.result.depth = depth
+                return None
+            if (broken := self._expand(at)) is not None:
+                self.result.depth = depth + 1
+                return broken
+            at += 1
+        self.result.depth, self.result.complete = depth, True
+        return None
+
+    def _expand(self, at: int) -> Violation | None:
+        canonical = self.model.canonical
+        for step in self.model.steps(self._order[at]):
+            self.result.steps += 1
+            self._kinds[step.what] += 1
+            if step.checks:
+                self._weighed[step.checks] += 1
+            if step.broken is not None and self._counts(step):
+                name, text = step.broken
+                return Violation(name, text, [*self._path(at), (step.who, step.what)])
+            to = self._find(canonical(step.state), at)
+            if step.free:
+                self._free_from.append(at)
+                self._free_to.append(to)
+        return None
+
+    def _counts(self, step: Step) -> bool:
+        """A bus that lost its memory leaves participants in doubt: the one way to end so."""
+        assert step.broken is not None
+        bus = self.model.shared[step.state[self.model.size]].bus
+        return not (step.broken[0] == "decided" and bus == "gone")
+
+    # --- settled states ---
+
+    def _is_settled(self, state: State) -> bool:
+        """Everyone has decided, and the job has gone as far as the bounds let it, or cannot go on."""
+        model = self.model
+        nodes = [model.nodes[i] for i in state[: model.size]]
+        if any(n.pending or n.inbox or n.done >= 0 for n in nodes):
+            return False
+        key = (state[model.size], *(n.local for n in nodes))
+        found = self._sound.get(key)
+        if found is None:
+            shared = model.shared[state[model.size]]
+            views = [(i, thaw(model.locals[n.local])) for i, n in enumerate(nodes) if n.local >= 0]
+            found = self._sound[key] = _settled(model.scope, shared, views)
+        return found
+
+    def _stuck(self) -> Violation | None:
+        """The first state from which no free steps lead to a settled one."""
+        reach = np.frombuffer(bytes(self._settled), dtype=np.uint8).astype(bool)
+        if reach.all():
+            return None
+        source = np.frombuffer(self._free_from, dtype=np.int64)
+        target = np.frombuffer(self._free_to, dtype=np.int64)
+        order = np.argsort(target, kind="stable")
+        source, starts = source[order], np.searchsorted(target[order], np.arange(len(reach) + 1))
+        front = np.flatnonzero(reach)
+        while front.size:
+            spans = [source[starts[i] : starts[i + 1]] for i in front]
+            before = np.unique(np.concatenate(spans)) if spans else front[:0]
+            front = before[~reach[before]]
+            reach[front] = True
+        bad = np.flatnonzero(~reach)
+        if not bad.size:
+            return None
+        first = int(bad[0])
+        text = "from here on, without any further fault, the job never settles: " + self.describe(
+            self._order[first]
+        )
+        return Violation("eventually", text, list(self._path(first)))
+
+    def describe(self, state: State) -> str:
+        """Where everyone stands."""
+        model, parts = self.model, []
+        for who in range(model.size):
+            node = model.node(state, who)
+            name = model.peer(who, node.inc)
+            if node.local < 0:
+                parts.append(f"{name} out")
+                continue
+            local = thaw(model.locals[node.local])
+            parts.append(f"{name} {local.state} at {tuple(local.token)}")
+        return ", ".join(parts)
+
+    # --- counterexamples ---
+
+    def _path(self, at: int) -> Iterator[tuple[int, str]]:
+        """Steps from the first state to one that is like the given one but for names of groups."""
+        chain = [at]
+        while self._parent[chain[-1]] >= 0:
+            chain.append(self._parent[chain[-1]])
+        chain.reverse()
+        state = self._order[chain[0]]
+        for number in chain[1:]:
+            wanted = self._order[number]
+            for step in self.model.steps(state):
+                if not step.broken and self.model.canonical(step.state) == wanted:
+                    yield step.who, step.what
+                    state = step.state
+                    break
+            else:
+                raise AssertionError("a step of the search cannot be taken again")
+
+    def _count_checks(self) -> None:
+        for numbers, times in self._weighed.items():
+            for number in numbers:
+                for name, claim in self.model.claims[number]:
+                    if not isinstance(claim, Know):
+                        self.result.checks[name] += times
+        for name in INVARIANTS:
+            self.result.checks.setdefault(name, 0)
+
+
+def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
+    if shared.bus != "up":
+        return shared.bus == "gone" and not views
+    inside = [(i, s) for i, s in views if s.epoch is not None]
+    if any(s.state != "NORMAL" for _, s in inside):
+        return not _can_go_on(scope, shared, views) and _waits(views)
+    if len({s.token for _, s in inside}) > 1:
+        return False
+    if not inside:
+        return not _can_go_on(scope, shared, views)
+    return bool(shared.head.step >= scope.commits)
+
+
+def _waits(views: list[tuple[int, Local]]) -> bool:
+    """Nobody has anything undecided; they wait for groups that may still come."""
+    return all(s.vote is None and s.state in ("INIT", "HEALING") for _, s in views)
+
+
+def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
+    """Whether whole live groups hold, together, the state of the head."""
+    head = shared.head
+    by_group: dict[int, list[Local]] = {}
+    for i, s in views:
+        by_group.setdefault(i // scope.ranks, []).append(s)
+    whole = [ranks for ranks in by_group.values() if len(ranks) == scope.ranks]
+    if head is None:
+        return bool(whole)
+    return bool(whole) and all(
+        any(ranks[r].lineage == head.lineage for ranks in whole) for r in range(scope.ranks)
+    )
+
+
+def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Row]]:
+    """(place, row) of every row of a spec."""
+    for event, rows in spec.common.on.items():
+        for i, row in enumerate(rows):
+            yield f"common.on.{event}.{i}", row
+    for name, state in spec.states.items():
+        for event, rows in state.on.items():
+            for i, row in enumerate(rows):
+                yield f"states.{name}.on.{event}.{i}", row
+        for i, row in enumerate(state.exit):
+            yield f"states.{name}.exit.{i}", row
+
+
+def search(
+    spec: FsmSpec,
+    scope: Scope,
+    participant: type[Participant] = Participant,
+    world: World = World(),
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Search, Result]:
+    """Check one scope of a spec."""
+    made = Search(Model(spec, scope, participant, world), limit)
+    return made, made.run(progress)
+
+
+def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
+    """The run of a path, a line a step: who does what, and what changes."""
+    state = model.initial()
+    for number, (who, what) in enumerate(path, 1):
+        step = next(s for s in model.steps(state) if (s.who, s.what) == (who, what))
+        yield f"{number:3}. {_line(model, state, step)}"
+        state = step.state
+
+
+def _line(model: Model, state: State, step: Step) -> str:
+    if step.who < 0:
+        return step.what
+    before, after = model.node(state, step.who), model.node(step.state, step.who)
+    name, what = model.peer(step.who, after.inc), step.what
+    if what.startswith(("hears", "never")) and before.inbox:
+        event = model.events[before.inbox[1 if " 1" in what else 0]]
+        what = f"{what.split()[0] if 'never' not in what else what[:-2]} {_say(event)}"
+    elif what.startswith(("does", "fails at")) and before.pending:
+        what = f"{what} {_say(model.effects[before.pending[0]])}"
+    moved = ""
+    if before.local >= 0 and after.local >= 0:
+        was, now = thaw(model.locals[before.local]), thaw(model.locals[after.local])
+        if was.state != now.state:
+            moved = f"   {was.state} → {now.state}"
+        if was.token != now.token:
+            moved += f" {tuple(now.token)}"
+    elif before.local >= 0:
+        moved = "   → out"
+    return f"{name} {what}{moved}"
+
+
+def _say(thing: Any) -> str:
+    """A message or effect in few words."""
+    message = getattr(thing, "message", thing)
+    record = getattr(message, "record", None) or getattr(message, "proposal", None)
+    kind = getattr(message, "type", "")
+    if record is not None:
+        return f"{record.kind} {record.epoch}.{record.txn} by {record.by}"
+    who = getattr(message, "peer", None) or getattr(getattr(message, "hello", None), "peer", "")
+    if kind:
+        return f"{kind} of {who}" if who else kind
+    return ""
