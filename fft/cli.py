@@ -172,6 +172,35 @@ def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]
 
 
 @app.command()
+def simulate(
+    spec: Annotated[
+        str, typer.Argument(help="A spec: a name, or the path of a YAML file.")
+    ] = "hsdp",
+    seeds: Annotated[
+        int | None, typer.Option(help="How many seeds to run; 1000 if absent.")
+    ] = None,
+    first: Annotated[int, typer.Option(help="The first of them.")] = 0,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes to run them in; one per core if absent.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Run this one seed, and tell more.")] = None,
+    trace_dir: Annotated[
+        Path | None,
+        typer.Option(help="For the traces of --seed, or of seeds that fail (runs/simulate)."),
+    ] = None,
+) -> None:
+    """Live whole jobs under seeds, with faults of every kind; exit 1 on a violation."""
+    from fft.sim.batch import simulate as run_seeds
+
+    with _plain_errors():
+        console = Console()
+        if not console.is_terminal:  # a pipe has no width; 80 columns would fold every cell
+            console.width = 130
+        good = run_seeds(spec, seeds, first, jobs, seed, trace_dir, console)
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
 def graph(
     spec: Annotated[str, _SPEC],
     form: Annotated[GraphFormat, typer.Option("--format", help="Language.")] = GraphFormat.mermaid,

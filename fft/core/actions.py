@@ -42,6 +42,7 @@ from fft.core.messages import (
     Healed,
     HealFailed,
     Hello,
+    Here,
     Join,
     Leave,
     Peer,
@@ -85,8 +86,11 @@ def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember who asks to join; an older incarnation of the same identity has ended."""
     assert isinstance(event, Join)
     _heard(s, event.hello)
-    # A member's word that comes late, from before it was let in, asks for nothing any more.
-    s.joining |= {event.hello.peer} - set(member_peers(s))
+    peer = event.hello.peer
+    # A member's word from before it was let in asks for nothing any more. But a member that knows
+    # of this epoch's record, or of later ones, and still asks is not in it, and will not be.
+    if s.epoch is None or peer not in member_peers(s) or event.hello.head >= s.epoch.n:
+        s.joining |= {peer}
     return ()
 
 
@@ -187,6 +191,12 @@ def say_ack_committed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def say_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Enter the barrier of the epoch."""
     yield Broadcast(Ready(c.me, s.token.epoch))
+
+
+@action
+def say_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Tell a joiner that the job goes on and will let it in."""
+    yield Broadcast(Here(c.me))
 
 
 @action
@@ -523,8 +533,9 @@ def rearm(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def rearm_join_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A member gave a sign of life: wait for it to let me in."""
+    """A member gave a sign of life: wait for it to let me in, as long as its step may take."""
     yield arm(s, c, "join_window")
+    yield arm(s, c, "quorum")
 
 
 @action

@@ -167,8 +167,9 @@ def forming(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def member_lost(s: Local, c: Config, event: Event) -> bool:
-    """A participant of my epoch has ended."""
-    return any(p in s.dead for p in member_peers(s))
+    """A participant of my epoch has ended, or is outside and asks to come in."""
+    gone = s.dead | s.joining
+    return any(p in gone for p in member_peers(s))
 
 
 @guard
@@ -220,6 +221,12 @@ def no_head(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def has_history(s: Local, c: Config, event: Event) -> bool:
+    """The register answered with a record."""
+    return _record(event) is not None
+
+
+@guard
 def head_known(s: Local, c: Config, event: Event) -> bool:
     """The head register has been read."""
     return s.head_read
@@ -244,6 +251,12 @@ def superseded(s: Local, c: Config, event: Event) -> bool:
         return False
     other = event.hello.peer
     return (other.group, other.rank) == (c.me.group, c.me.rank) and other.inc > c.me.inc
+
+
+@guard
+def wrote_head(s: Local, c: Config, event: Event) -> bool:
+    """The last decision of the job is mine: it is for me to answer joiners."""
+    return s.head is not None and s.head.by == c.me
 
 
 @guard

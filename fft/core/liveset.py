@@ -32,8 +32,8 @@ are. So: from the cut reached, take the least cut of each process's next answer.
 all others, taking it costs nothing, since every chain that goes on from here can be given it
 first. If not, each of the minimal ones is tried. With n processes and m events an instant costs
 O(n * (m + n)); k answers that follow each other cost O(k) times that. Only answers whose order is
-open and matters (their sets are disjoint, and some failure could fall on either side) branch, so
-that the worst case is exponential in how many of those there are at one time.
+open and matters branch (as when their sets are disjoint, and failures could fall on either side),
+so that the worst case is exponential in how many of those there are at one time.
 """
 
 from __future__ import annotations
@@ -334,19 +334,15 @@ class _Model:
         inside = name in (stay.members or ())
         want = "in the barrier with that answer or none" if inside else "dead"
         fitting = [k for k in range(len(self.where[p])) if self.fits(stay, p, k)]
-        if not fitting:
-            return f"{stay}, but {name} is never {want}{self._others(stay, p)}"
+        if not fitting:  # a member: whoever else was dead at the beginning
+            given = [_names(s.members or ()) for s in self.stays[p] if s.barrier == stay.barrier]
+            other = f"; it was given {', '.join(given[:3])}" if given else ""
+            return f"{stay}, but {name} is never {want}{other}"
         end = self.event((p, fitting[-1]))
         at = stuck.cause and self.event((self.names.index(stuck.cause[0]), stuck.cause[1]))
         return f"{stay}, but {name} is {want} only until {end}, which comes before " + (
             at or "the instant just taken"
         )
-
-    def _others(self, stay: _Stay, p: int) -> str:
-        if self.names[p] not in (stay.members or ()):
-            return ""
-        given = [_names(s.members or ()) for s in self.stays[p] if s.barrier == stay.barrier]
-        return f"; it was given {', '.join(given[:3])}" if given else ""
 
 
 # --- the decision ---------------------------------------------------------------------------------

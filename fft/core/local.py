@@ -61,7 +61,7 @@ class Local:
     hellos: Mapping[tuple[str, int], Hello] = field(default_factory=dict)
     """Newest word of each identity (group, rank)."""
     joining: frozenset[Peer] = frozenset()
-    """Outside the epoch, and asked to come in."""
+    """Outside the epoch, and asked to come in. Also a member that never came in, or fell out."""
     stopped: Mapping[Peer, Token] = field(default_factory=dict)
     ready: Mapping[Peer, int] = field(default_factory=dict)
     dead: frozenset[Peer] = frozenset()
@@ -125,6 +125,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         lineage=held.lineage,
         cursor=held.cursor,
         batches=held.batches,
+        head=s.head.n if s.head else 0,
     )
 
 
@@ -136,7 +137,7 @@ def committed(s: Local, c: Config) -> tuple[str, int]:
 
 def waited_for(s: Local) -> set[Peer]:
     """Members whose acknowledgement the next epoch waits for."""
-    gone = s.dead | s.suspected
+    gone = s.dead | s.suspected | s.joining
     leavers = s.head.leavers if s.head and s.head.kind == "commit" else ()
     return {p for p in member_peers(s) if p not in gone and p.group not in leavers}
 

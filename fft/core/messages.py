@@ -84,6 +84,8 @@ class Hello:
     """Of the state it holds; empty: lost or torn."""
     cursor: Count
     batches: Count
+    head: Count = 0
+    """Number of the newest register record it knows; 0: none."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -172,6 +174,14 @@ class Ready:
     peer: Peer
     epoch: int
     type: Literal["ready"] = "ready"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Here:
+    """A member lives: its epoch will let joiners in, however long its step takes."""
+
+    peer: Peer
+    type: Literal["here"] = "here"
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -330,7 +340,7 @@ class Timer:
     type: Literal["timer"] = "timer"
 
 
-BusMessage = Join | Ack | Ready | Leave | Death | Drain | Decision
+BusMessage = Join | Ack | Ready | Here | Leave | Death | Drain | Decision
 Event = (
     BusMessage
     | Start

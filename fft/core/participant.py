@@ -30,6 +30,7 @@ from fft.core.messages import (
     Healed,
     HealFailed,
     Hello,
+    Here,
     Join,
     Leave,
     Peer,
@@ -203,7 +204,7 @@ def _stale(s: Local, event: Event) -> Outcome | None:
             if epoch < s.token.epoch:
                 return Outcome("fenced", f"ready for epoch {epoch}, I stand at {s.token}")
             return _stale_peer(s, peer)
-        case Leave(peer=peer):
+        case Leave(peer=peer) | Here(peer=peer):
             return _stale_peer(s, peer)
         case Death():
             if not dead_peers(s, event):

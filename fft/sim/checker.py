@@ -1,10 +1,10 @@
 """``fft check``: every reachable state of a model within its bounds, breadth first.
 
-Pure. Three kinds of properties: *always* (the invariants, and that no event is refused) hold at every
-step; *sometimes* (every row of the table, every kind of fault, and the things users wait for) happen
-in some run; *eventually*: from every state, faults over, everyone decides and the job goes on. The
-last is decided on the whole graph: a state from which no sequence of free steps leads to a settled
-state is a violation. A counterexample is the shortest there is.
+Pure. Three kinds of properties: *always* (the invariants, and that no event is refused) hold at
+every step; *sometimes* (every row of the table, every kind of fault, what users wait for) happens in
+some run; *eventually*: from every state, faults over, everyone decides and the job goes on. The last
+is decided on the whole graph: a state from which no sequence of free steps leads to a settled state
+is a violation. A counterexample is the shortest there is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fft.core.invariants import INVARIANTS, Know
 from fft.core.local import Local
 from fft.core.participant import Participant
 from fft.sim.intern import thaw
-from fft.sim.model import Model, Scope, State, Step, World
+from fft.sim.model import REAL, Model, Scope, State, Step, World
 from fft.spec import FsmSpec, Row
 
 Progress = Callable[[int, int, int], None]
@@ -147,7 +147,7 @@ class Search:
     # --- settled states ---
 
     def _is_settled(self, state: State) -> bool:
-        """Everyone has decided, and the job has gone as far as the bounds let it, or cannot go on."""
+        """Everyone has decided; the job is as far as the bounds let it get, or cannot go on."""
         model = self.model
         nodes = [model.nodes[i] for i in state[: model.size]]
         if any(n.pending or n.inbox or n.done >= 0 for n in nodes):
@@ -227,8 +227,9 @@ class Search:
 
 
 def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    if shared.bus != "up":
-        return shared.bus == "gone" and not views
+    done = all(s.state == "NORMAL" and s.step >= scope.commits for _, s in views)
+    if shared.bus != "up":  # out, or with nothing left to ask the bus for
+        return shared.bus == "gone" and done
     inside = [(i, s) for i, s in views if s.epoch is not None]
     if any(s.state != "NORMAL" for _, s in inside):
         return not _can_go_on(scope, shared, views) and _waits(views)
@@ -275,7 +276,7 @@ def search(
     spec: FsmSpec,
     scope: Scope,
     participant: type[Participant] = Participant,
-    world: World = World(),
+    world: World = REAL,
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Search, Result]:

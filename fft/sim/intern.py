@@ -121,6 +121,6 @@ class Renamer:
             changes["members"] = tuple(sorted(changes["members"], key=lambda g: g.group))
         if isinstance(value, Record) and "leavers" in changes:
             changes["leavers"] = tuple(sorted(changes["leavers"]))
-        if isinstance(value, Drain):
+        if "groups" in changes and isinstance(value, Drain):
             changes["groups"] = tuple(sorted(changes["groups"]))
         return dataclasses.replace(value, **changes) if changes else value

@@ -4,8 +4,8 @@ Pure. A state is a short tuple of numbers (``fft.sim.intern``); ``Model.steps`` 
 that a participant, its main thread, the bus or a fault can take next. Engines are modelled as in
 ``fft.engine``: the effects of an event are carried out in order, one step for each that others can
 see (broadcast, read, decide, vote), so that anybody can act, and crash, between two of them;
-answers are handled after the effects and before anything else. Real time does not exist: a timer may fire
-early as a fault, or when nothing else can happen.
+answers are handled after the effects and before anything else. Real time does not exist: a timer
+may fire early as a fault, or when nothing else can happen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from fft.core.invariants import INVARIANTS, Claim, Given, Holds, Know, Move, Same
 from fft.core.local import GENESIS, Config, member_peers
 from fft.core.messages import (
+    Ack,
     Applied,
     Apply,
     ApplyFailed,
@@ -38,11 +39,13 @@ from fft.core.messages import (
     Heal,
     Healed,
     HealFailed,
+    Join,
     Leave,
     Manifest,
     Peer,
     Prepared,
     ReadHead,
+    Ready,
     Record,
     Restore,
     Restored,
@@ -80,6 +83,8 @@ KINDS = (
 
 GROUPS = "ABCDEFGH"
 _SHARED = (Broadcast, ReadHead, Decide, CastVote)
+_UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "forget")
+"""Faults that tell an order of messages from another."""
 _NOT_FREE = frozenset({"quorum", "bus_limit"})
 """Timers that give up; they fire by themselves only where nothing else is left."""
 
@@ -122,6 +127,9 @@ class World:
     """A bus that lost its memory is recognised and never used again."""
 
 
+REAL = World()
+
+
 class Node(NamedTuple):
     """One process. ``local`` < 0: it is not there."""
 
@@ -137,6 +145,8 @@ class Node(NamedTuple):
     done: int = -1
     """The main thread's word that it applied the step, not handled yet."""
     bits: Bits | None = None
+    aged: frozenset[str] = frozenset()
+    """Timers that are armed since before a much shorter one ran out."""
 
 
 class Shared(NamedTuple):
@@ -176,6 +186,8 @@ class _Handled(NamedTuple):
     claims: int
     refused: str
     outcome: Outcome
+    kept: frozenset[str]
+    """Timers that are armed as they were before."""
 
 
 class Act(NamedTuple):
@@ -215,7 +227,7 @@ class Model:
         spec: FsmSpec,
         scope: Scope,
         participant: type[Participant] = Participant,
-        world: World = World(),
+        world: World = REAL,
     ) -> None:
         self.spec, self.scope, self.world = spec, scope, world
         self._class, self._table = participant, Table(spec)
@@ -225,7 +237,7 @@ class Model:
         self.budgets: Interner[tuple[int, ...]] = Interner()
         self.facts: Interner[frozenset[tuple[Any, Any]]] = Interner()
         self.events: Interner[Event] = Interner()
-        self.effects: Interner[Effect | _Begin | _Fetch] = Interner()
+        self.effects: Interner[AnyEffect] = Interner()
         self.locals: Interner[tuple[Any, ...]] = Interner()
         self.claims: Interner[tuple[tuple[str, Claim], ...]] = Interner()
         self.rows: set[int] = set()
@@ -237,7 +249,9 @@ class Model:
         self._node_views: dict[int, View | None] = {}
         self._pruned: dict[tuple[int, Any], int] = {}
         self._tidied: dict[tuple[int, int], int] = {}
-        self._kept: dict[tuple[int, int, Any, int], tuple[Act, ...]] = {}
+        self._kept: dict[tuple[int, int, int, int], tuple[Act, ...]] = {}
+        self._quiet_acts: dict[tuple[int, int], Act | None] = {}
+        self._calms: dict[int, bool] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: scope.groups]
         # Lineages of unlike starts have the groups' names mixed in: no symmetry to fold.
@@ -318,6 +332,9 @@ class Model:
         shared_id, left_id = state[size], state[size + 1]
         if not faults:
             left_id = self.budgets.id((0,) * (1 + len(KINDS)))
+        if (quiet := self._quiet(state, shared_id, left_id)) is not None:
+            yield self._close(*quiet, state)
+            return
         idle = True
         for who in range(size):
             for act in self._acts(who, state, shared_id, left_id):
@@ -334,6 +351,49 @@ class Model:
             yield from self._faults_of_bus(state, shared, left)
             yield from self._restarts(state, left)
 
+    def _quiet(self, state: State, shared_id: int, left_id: int) -> tuple[int, Act] | None:
+        """An act that may as well come before everything else that can happen, if there is one.
+
+        Hearing a message that is only noted down (no row but its own, no effect, no fact) gives the
+        same in any order with what else can happen here or elsewhere, as long as no fault is left
+        that touches messages, timers or the bus. Such confluent steps can be taken first, alone,
+        without loss (partial order reduction; Groote & van de Pol, *State space reduction using
+        partial tau-confluence*).
+        """
+        if not self._calm(left_id) or self.shared[shared_id].bus != "up":
+            return None
+        for who in range(self.size):
+            number = state[who]
+            if (who, number) not in self._quiet_acts:
+                self._quiet_acts[who, number] = self._hear_quietly(who, self.nodes[number])
+            if (found := self._quiet_acts[who, number]) is not None:
+                return who, found
+        return None
+
+    def _calm(self, left_id: int) -> bool:
+        found = self._calms.get(left_id)
+        if found is None:
+            left = self.budgets[left_id]
+            found = not left[0] or not any(left[1 + KINDS.index(kind)] for kind in _UNQUIET)
+            self._calms[left_id] = found
+        return found
+
+    def _hear_quietly(self, who: int, node: Node) -> Act | None:
+        if node.local < 0 or node.pending or not node.inbox:
+            return None
+        event = self.events[node.inbox[0]]
+        if not isinstance(event, (Join, Ack, Ready)) or thaw(self.locals[node.local]).bus_down:
+            return None
+        here = _Here(self, who, node, Shared(), (0,))
+        act = here.event("hears 0", node._replace(inbox=node.inbox[1:]), event)
+        after = self.nodes[act.node]
+        same = after.local >= 0 and not after.pending and after.task == node.task
+        if act.broken or act.sent or not same:
+            return None
+        rows = self._handled[who, node.inc, node.local, node.inbox[0]].outcome.steps
+        notes = all(isinstance(c, Holds) for n in act.claims for _, c in self.claims[n])
+        return act if notes and len(rows) <= 1 else None
+
     def _acts(self, who: int, state: State, shared_id: int, left_id: int) -> Iterable[Act]:
         """What the process at an index can do, or suffer, by itself."""
         node_id = state[who]
@@ -341,8 +401,7 @@ class Model:
         if node.local < 0:
             return ()
         shared = self.shared[shared_id]
-        context: Any = shared_id if node.pending else (shared.head and shared.head.step, shared.bus)
-        key = (who, node_id, context, left_id)
+        key = (who, node_id, shared_id if node.pending else -1, left_id)
         found = self._kept.get(key)
         if found is None:
             here = _Here(self, who, node, shared, self.budgets[left_id])
@@ -353,16 +412,32 @@ class Model:
         return found
 
     def _timers_when_idle(self, state: State, shared: Shared) -> Iterator[Step]:
-        """Nothing else can happen: time passes until a timer fires."""
-        for who in range(self.size):
+        """Nothing else can happen: time passes until a timer fires.
+
+        Of two timers of which one is at least twice as long, the shorter fires first; a longer one
+        when a shorter one has fired since it was armed.
+        """
+        armed = [
+            (who, name, serial)
+            for who in range(self.size)
+            if self.nodes[state[who]].local >= 0
+            for name, serial in thaw(self.locals[self.nodes[state[who]].local]).timers.items()
+            if name not in _NOT_FREE or (name == "bus_limit" and shared.bus == "gone")
+        ]
+        lasts = self.spec.timeouts
+        shortest = min((lasts[name] for _, name, _ in armed), default=0.0)
+        for who, name, serial in armed:
             node = self.nodes[state[who]]
-            if node.local < 0:
+            if lasts[name] >= 2 * shortest and name not in node.aged:
                 continue
-            here = _Here(self, who, node, shared, (0,))
-            for name, serial in thaw(self.locals[node.local]).timers.items():
-                if name not in _NOT_FREE or (name == "bus_limit" and shared.bus == "gone"):
-                    act = here.event(f"timer {name}", node, Timer(name, serial))
-                    yield self._close(who, act, state)
+            older = list(state)
+            for other, longer, _ in armed:
+                if lasts[longer] >= 2 * lasts[name] and longer != name:
+                    grown = self.nodes[older[other]]
+                    older[other] = self.nodes.id(grown._replace(aged=grown.aged | {longer}))
+            here = _Here(self, who, self.nodes[older[who]], shared, (0,))
+            act = here.event(f"timer {name}", here.node, Timer(name, serial))
+            yield self._close(who, act, tuple(older))
 
     def _faults_of_bus(self, state: State, shared: Shared, left: tuple[int, ...]) -> Iterator[Step]:
         if shared.bus != "up":
@@ -441,7 +516,9 @@ class Model:
         turn.claims.append(found.claims)
         if found.refused and turn.broken is None:
             turn.broken = ("protocol", found.refused)
-        turn.node = node._replace(local=found.local, pending=node.pending + found.effects)
+        aged = node.aged & found.kept if node.aged else node.aged
+        pending = node.pending + found.effects
+        turn.node = node._replace(local=found.local, pending=pending, aged=aged)
         self._settle(turn, who)
 
     def _compute(self, who: int, inc: int, local: int, event: int) -> _Handled:
@@ -451,7 +528,8 @@ class Model:
             after, out = participant.handle(before, happened, 0.0)
         except Exception as error:  # noqa: BLE001  (whatever the core raises is a finding)
             text = f"the core raises {type(error).__name__}: {error}"
-            return _Handled(local, (), self.claims.id(()), text, Outcome("refused", text))
+            out, kept = Outcome("refused", text), frozenset(before.timers)
+            return _Handled(local, (), self.claims.id(()), text, out, kept)
         self.rows.update(id(step.row) for step in out.steps)
         refused = out.reason if out.verdict == "refused" else ""
         move = Move(participant.config.me, before, happened, after, out)
@@ -459,9 +537,9 @@ class Model:
             (name, claim) for name, function in INVARIANTS.items() for claim in function(move)
         )
         effects = tuple(self.effects.id(_bare(e)) for e in out.effects if _matters(e))
-        return _Handled(
-            self.locals.id(freeze(after)), effects, self.claims.id(claims), refused, out
-        )
+        kept = frozenset(n for n, serial in after.timers.items() if serial <= before.timer_serial)
+        number = self.locals.id(freeze(after))
+        return _Handled(number, effects, self.claims.id(claims), refused, out, kept)
 
     def _settle(self, turn: _Turn, who: int) -> None:
         while True:
@@ -475,7 +553,7 @@ class Model:
             self._handle(turn, who, node.answers[0])
             return
 
-    def _privately(self, node: Node, who: int, effect: Effect | _Begin | _Fetch) -> Node:
+    def _privately(self, node: Node, who: int, effect: AnyEffect) -> Node:
         match effect:
             case Restore(token=token):
                 return node._replace(task=("restore", token))
@@ -508,7 +586,7 @@ class Model:
         turn.node = node._replace(pending=node.pending[1:], answers=answers)
         self._settle(turn, who)
 
-    def _on_bus(self, turn: _Turn, effect: Effect) -> Event | None:
+    def _on_bus(self, turn: _Turn, effect: AnyEffect) -> Event | None:
         shared = turn.shared
         match effect:
             case Broadcast(message=message):
@@ -746,7 +824,7 @@ class _Here:
             yield from self._lapses(effect, None, outcomes)
 
     def _lapses(
-        self, effect: Effect, cost: str | None, outcomes: tuple[bool, ...]
+        self, effect: AnyEffect, cost: str | None, outcomes: tuple[bool, ...]
     ) -> Iterator[Act]:
         for done in outcomes:
             if not (done and isinstance(effect, ReadHead)):
@@ -766,10 +844,8 @@ class _Here:
             return
         elif name == "restore":
             yield self.event("restores", idle._replace(bits=bits.restored()), Restored(args[0]))
-        elif name == "txn":
-            done = self.shared.head.step if self.shared.head else 0
-            if done < model.scope.commits:
-                yield from self._body(idle, args[0])
+        elif name == "txn" and thaw(model.locals[node.local]).step < model.scope.commits:
+            yield from self._body(idle, args[0])
 
     def _apply(self, idle: Node, bits: Bits, token: Token) -> Iterator[Act]:
         events, after = self.model.events, bits.applied(self.me, token)
@@ -925,7 +1001,10 @@ class _Fetch:
     group: str | None
 
 
-def _bare(effect: Effect) -> Effect | _Begin | _Fetch:
+AnyEffect = Effect | _Begin | _Fetch
+
+
+def _bare(effect: Effect) -> AnyEffect:
     """The effect without texts, which nobody acts on, and without places in the member list."""
     match effect:
         case Decide(after=after, proposal=proposal):

@@ -1,0 +1,118 @@
+"""The weather of a simulated job: which faults strike, and how often. Pure data.
+
+A **rate** is for faults that come by the clock: how many per virtual second. A **chance** is for
+faults that strike a thing when it is done: a body, an optimizer step, a transfer. ``DEFAULT`` is
+the mix of ``fft simulate``; each seed takes some of its kinds, at some strength (``drawn``), so
+that kinds meet in many combinations and some seeds are dominated by one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RATES: Mapping[str, str] = {
+    "kill_rank": "SIGKILL of one rank, at any instant, between two effects of one event too",
+    "kill_group": "SIGKILL of all ranks of a group",
+    "slow": "one process takes 3 to 50 times as long for everything, for a while",
+    "stop_short": "SIGSTOP for less than the acknowledgement window, then SIGCONT",
+    "stop_long": "SIGSTOP for longer than the acknowledgement window: a false suspicion",
+    "drain": "a group is asked to leave, by a signal to its ranks or over the bus",
+    "join": "a new group comes late",
+    "duplicate": "a second instance of a live group is started by mistake",
+    "partition": "some processes cannot reach the bus for a while; others can",
+    "outage": "nobody can reach the bus for a while",
+    "lag": "one listener hears everything up to 2 s late, for a while",
+    "burst": "for a while faults come five times as often, and half of all bodies fail",
+}
+"""Kinds of fault that come by the clock."""
+
+CHANCES: Mapping[str, str] = {
+    "exception": "the body raises",
+    "late_exception": "the body raises after its reductions completed",
+    "one_sided": "the last reduction fails on this rank, after it completed elsewhere",
+    "skipped": "one rank skips some of its reductions and votes YES",
+    "skipped_by_all": "one rank number of every group skips a reduction and votes YES",
+    "after_vote": "a fault is reported after the vote",
+    "quit": "the user's code gives up and shuts the manager down",
+    "apply_failed": "the optimizer step raises after COMMIT",
+    "heal_failed": "rebuilding the groups or the transfer fails",
+    "heal_torn": "the transfer fails half way: the state is torn, and the process gives up",
+    "repeated": "a message is delivered twice",
+    "lost": "a message never reaches one of its listeners",
+    "deaf": "a listener falls behind the ring of the bus, and hears nothing more",
+}
+"""Kinds of fault that strike a thing when it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """Rates per virtual second and chances per occasion, by kind; what is not named is 0.
+
+    Raises:
+        ValueError: a kind that does not exist, or a number that is no rate or chance.
+    """
+
+    rates: Mapping[str, float]
+    chances: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for given, known in ((self.rates, RATES), (self.chances, CHANCES)):
+            for kind, value in given.items():
+                if kind not in known:
+                    raise ValueError(f"no fault kind {kind!r}; there are: {', '.join(known)}")
+                if value < 0 or (known is CHANCES and value > 1):
+                    raise ValueError(
+                        f"{kind}: {value} is no {'chance' if known is CHANCES else 'rate'}"
+                    )
+
+    def drawn(self, rng: random.Random) -> Weather:
+        """The weather of one seed: each kind with 2 chances in 3, at a strength from 0.3 to 3."""
+        strength = 0.3 * 10.0 ** rng.random()
+
+        def some(given: Mapping[str, float], most: float) -> dict[str, float]:
+            return {
+                kind: min(most, value * strength)
+                for kind, value in given.items()
+                if rng.random() < 2 / 3
+            }
+
+        return Weather(some(self.rates, 10.0), some(self.chances, 0.5))
+
+
+DEFAULT = Weather(
+    rates={
+        "kill_rank": 0.12,
+        "kill_group": 0.12,
+        "slow": 0.12,
+        "stop_short": 0.12,
+        "stop_long": 0.10,
+        "drain": 0.12,
+        "join": 0.08,
+        "duplicate": 0.03,
+        "partition": 0.10,
+        "outage": 0.06,
+        "lag": 0.12,
+        "burst": 0.05,
+    },
+    chances={
+        "exception": 0.03,
+        "late_exception": 0.015,
+        "one_sided": 0.02,
+        "skipped": 0.01,
+        "skipped_by_all": 0.01,
+        "after_vote": 0.01,
+        "quit": 0.004,
+        "apply_failed": 0.02,
+        "heal_failed": 0.03,
+        "heal_torn": 0.02,
+        "repeated": 0.002,
+        "lost": 0.001,
+        "deaf": 0.0003,
+    },
+)
+"""The default mix."""
+
+CALM = Weather({}, {})
+"""No fault at all."""

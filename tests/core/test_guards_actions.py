@@ -1,0 +1,246 @@
+"""Guards, actions and the participant itself, each by what it must say or do, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from jobs import HSDP, Job
+
+from fft.checks import check_spec
+from fft.core.guards import GUARDS
+from fft.core.messages import (
+    Ack,
+    Applied,
+    ApplyFailed,
+    Ballot,
+    BusDown,
+    Death,
+    Decision,
+    Drain,
+    Event,
+    Fault,
+    Healed,
+    HealFailed,
+    Hello,
+    Here,
+    Join,
+    Leave,
+    Manifest,
+    Peer,
+    Prepared,
+    Ready,
+    Record,
+    Restored,
+    Start,
+    Stop,
+    Timer,
+    Token,
+    Vote,
+)
+from fft.core.participant import Participant
+from fft.machine import Table
+from fft.sim.cluster import Node
+from fft.spec import FsmSpec
+
+HELLO = Hello(Peer("1", 0, 1), 1, "1.0", "t", 1001, "sim", 0, "genesis", 0, 0)
+RECORD = Record(9, "commit", 1, 1, 1, "x", 1, 1, Peer("1", 0, 1))
+EVENTS: list[Event] = [
+    Join(HELLO),
+    Ack(HELLO, Token(1, 1)),
+    Ready(HELLO.peer, 1),
+    Here(HELLO.peer),
+    Leave(HELLO.peer),
+    Death("1", 0, 1001, "sim", "test"),
+    Drain(("1",), "test"),
+    Decision(None),
+    Decision(RECORD),
+    Start(),
+    Prepared(Token(1, 1), True, Manifest(1)),
+    Ballot(Token(1, 1), (Vote(HELLO.peer, Manifest(1)),)),
+    Applied(Token(1, 1)),
+    ApplyFailed(Token(1, 1), "x"),
+    Fault(Token(1, 1), "x"),
+    Restored(Token(1, 1)),
+    Healed(1),
+    HealFailed(1, "x"),
+    Stop(),
+    BusDown("read", "x"),
+    Timer("pause", 1),
+]
+
+
+def running(groups: int = 2, **config: object) -> tuple[Job, Node]:
+    """A job in its first txn, and its first participant."""
+    job = Job(groups, **config).until_running()
+    return job, job.node("0")
+
+
+def handle(node: Node, event: Event):  # type: ignore[no-untyped-def]
+    return node.participant.handle(node.local, event, 0.0)
+
+
+def test_the_list_of_events_is_whole() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event))
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_answers_any_event_in_any_state(name: str) -> None:
+    """Exit rows are asked after every event, so a guard may meet all of them, not just its own."""
+    outside = Job(2, expected_groups=3)
+    outside.settle()
+    for job in (outside, running()[0]):
+        node = job.node("0")
+        kept = replace(node.local)
+        for event in EVENTS:
+            answer = GUARDS[name](node.local, node.participant.config, event)
+            assert answer is True or answer is False
+        assert node.local == kept, "a guard only asks"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["votes_yes", "all_voted", "manifests_fit", "superseded", "drains_me", "decided_commit",
+     "decided_abort", "epoch_ends", "i_leave", "epoch_with_me", "moved_on", "settled_commit"],
+)  # fmt: skip
+def test_a_guard_about_an_event_says_no_to_all_others(name: str) -> None:
+    _, node = running()
+    own = {
+        "votes_yes": Prepared, "all_voted": Ballot, "manifests_fit": Ballot, "superseded": Join,
+        "drains_me": Drain,
+    }.get(name, Decision)  # fmt: skip
+    for event in EVENTS:
+        if not isinstance(event, own):
+            assert not GUARDS[name](node.local, node.participant.config, event)
+
+
+@pytest.mark.parametrize(
+    ("manifests", "fit"),
+    [
+        ({("0", 0): "a", ("0", 1): "b", ("1", 0): "a", ("1", 1): "b"}, True),
+        ({("0", 0): "a", ("0", 1): "b", ("1", 0): "b", ("1", 1): "a"}, False),
+        ({("0", 0): "a", ("1", 0): "a"}, True),
+    ],
+)
+def test_manifests_fit_rank_by_rank(manifests: dict[tuple[str, int], str], fit: bool) -> None:
+    """Shards of one rank number are reduced with each other; those of two numbers may differ."""
+    _, node = running()
+    votes = tuple(Vote(Peer(*who, 1), Manifest(1, 4, s)) for who, s in manifests.items())
+    ballot = Ballot(Token(1, 1), votes)
+    assert GUARDS["manifests_fit"](node.local, node.participant.config, ballot) is fit
+
+
+def test_all_ranks_did_as_many_reductions() -> None:
+    """A rank that skipped one makes its whole group differ, whatever its shapes are."""
+    _, node = running()
+    votes = tuple(Vote(Peer("0", rank, 1), Manifest(1 + rank, 4, "a")) for rank in (0, 1))
+    ballot = Ballot(Token(1, 1), votes)
+    assert not GUARDS["manifests_fit"](node.local, node.participant.config, ballot)
+
+
+def test_nobody_votes_for_another_or_from_outside() -> None:
+    job, node = running()
+    c = node.participant.config
+    yes = tuple(Vote(n.peer, Manifest(1)) for n in job.live())
+    stranger = Vote(Peer("1", 0, 2), Manifest(1))
+    assert GUARDS["all_voted"](node.local, c, Ballot(Token(1, 1), yes))
+    for wrong in (yes[:1], (yes[0], yes[0]), (yes[0], stranger), (*yes, stranger)):
+        assert not GUARDS["all_voted"](node.local, c, Ballot(Token(1, 1), wrong))
+
+
+# --- fencing: what is old, cleared or unasked for changes nothing ---------------------------------
+
+
+def late(name: str) -> tuple[Node, Event, str]:
+    """(participant, event, what its refusal says)"""
+    job, node = running()
+    job.fail(node)
+    job.settle()
+    assert node.local.token == Token(2, 1) and node.state == "NORMAL"
+    return node, *{
+        "a second restore": (Restored(Token(1, 1)), "I wait for None"),
+        "healed for the epoch before": (Healed(1), "healed for epoch 1"),
+        "healing failed in the epoch before": (HealFailed(1, "reset", True), "epoch 1"),
+        "applied in the txn before": (Applied(Token(1, 1)), "applied of"),
+        "ballot of the txn before": (Ballot(Token(1, 1), ()), "ballot of"),
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a second restore", "healed for the epoch before", "healing failed in the epoch before",
+     "applied in the txn before", "ballot of the txn before"],
+)  # fmt: skip
+def test_an_answer_of_the_main_thread_that_comes_late_is_fenced(name: str) -> None:
+    node, event, reason = late(name)
+    after, out = handle(node, event)
+    assert out.verdict == "fenced" and reason in out.reason
+    assert after == node.local and out.effects == []
+
+
+@pytest.mark.parametrize("word", [Join(HELLO), Ack(HELLO, Token(9, 1)), Ready(HELLO.peer, 9)])
+def test_a_participant_that_has_ended_does_not_come_back_under_its_incarnation(word: Event) -> None:
+    job, node = running(3)
+    job.kill_group("1")
+    job.deliver(node)
+    assert HELLO.peer in node.local.dead
+    after, out = handle(node, word)
+    assert out.verdict == "fenced" and out.reason == "1/0#1 has ended" and after == node.local
+
+
+def test_a_txn_that_i_did_not_vote_for_cannot_have_been_committed() -> None:
+    """Such a record is against validity: the table has no row for it, and nothing is applied."""
+    job, node = running()
+    assert job.head is not None
+    forged = replace(job.head, n=2, kind="commit", txn=1, step=1, lineage="forged", members=())
+    after, out = handle(node, Decision(forged))
+    assert out.verdict == "refused" and out.reason == "NORMAL: no guard of 'decision' holds"
+    assert after == node.local and out.effects == out.steps == []
+
+
+# --- the participant over other tables ------------------------------------------------------------
+
+
+def changed(edit) -> Participant:  # type: ignore[no-untyped-def]
+    """A participant over a table that passes the checks, but is not the shipped one."""
+    data = HSDP.model_dump()
+    edit(data)
+    spec = FsmSpec.model_validate(data)
+    assert check_spec(spec) == []
+    return Participant(Table(spec), Job(2).node("0").participant.config)
+
+
+def test_an_exit_row_that_never_settles_is_named_instead_of_running_for_ever() -> None:
+    def edit(data):  # type: ignore[no-untyped-def]
+        data["states"]["INIT"]["exit"].append({"guard": ["not_paused"], "effects": []})
+
+    participant = changed(edit)
+    with pytest.raises(AssertionError, match="exit rows of INIT never settle"):
+        participant.handle(participant.initial(), Start(), 0.0)
+
+
+def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
+    """Deferred twice, handled once: order is kept and nothing is lost between."""
+
+    def edit(data):  # type: ignore[no-untyped-def]
+        waiting = data["states"]["DRAIN_WAIT"]
+        del waiting["on"]["decision"]
+        waiting["defer"] = {"decision": "the last state will tell"}
+        waiting["on"]["timer.drain_window"] = [{"to": "NORMAL"}]
+
+    participant = changed(edit)
+    job, node = running()
+    head = replace(job.history[0], n=2, kind="commit", txn=1, members=())
+    abort = Decision(replace(head, n=3, kind="abort", txn=2))
+    s = replace(node.local, state="DRAIN_COMMIT", head=head)
+    s, out = participant.handle(s, abort, 0.0)
+    assert out.verdict == "deferred" and s.deferred == (abort,)
+    s, out = participant.handle(s, Applied(s.token), 0.0)
+    assert s.state == "DRAIN_WAIT" and s.deferred == (abort,)
+    s, out = participant.handle(s, Timer("drain_window", s.timers["drain_window"]), 0.0)
+    assert [step.event for step in out.steps] == ["timer.drain_window", "decision"]
+    assert s.state == "ROLLBACK_SYNC" and s.deferred == () and s.head == abort.record

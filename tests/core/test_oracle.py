@@ -1,0 +1,439 @@
+"""Stateful property tests of the core against an oracle that knows no machine.
+
+The oracle reads the register, hears who votes, who says it is ready, and whose optimizer step ran
+or tore. From that alone it says what each participant holds: (step, committed txns, cursor).
+Whatever hypothesis does to a job, the core must hold the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import test_rows
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+from jobs import HSDP, Job, calm
+
+from fft.core.local import GENESIS, Local
+from fft.core.messages import (
+    Applied,
+    ApplyFailed,
+    Broadcast,
+    CastVote,
+    Event,
+    Fault,
+    Heal,
+    HealFailed,
+    Peer,
+    Ready,
+    Record,
+    StartTxn,
+    Token,
+)
+from fft.core.participant import Outcome
+from fft.sim.cluster import Node
+from fft.spec import FsmSpec
+
+# --- the oracle -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one participant holds. ``txns``: every commit in its state; None: lost or torn."""
+
+    step: int = 0
+    txns: tuple[Token, ...] | None = ()
+    cursor: int = 0
+
+
+@dataclass
+class Oracle:
+    """Derives what everybody holds from the register and from what can be seen from outside."""
+
+    register: list[Record] = field(default_factory=list)
+    yes: dict[Token, set[Peer]] = field(default_factory=dict)
+    held: dict[Peer, Held] = field(default_factory=dict)
+    fetching: dict[tuple[Peer, int], bool] = field(default_factory=dict)
+    book: dict[str, tuple[Token, ...] | None] = field(
+        default_factory=lambda: {"": None, GENESIS: ()}
+    )
+    spelled: int = 0
+    """Records whose lineage is in the book."""
+
+    def after(self, n: int) -> Held:
+        """The state that the first ``n`` records of the register lead to."""
+        commits = [r for r in self.register[:n] if r.kind == "commit"]
+        cursor = commits[-1].cursor if commits else 0
+        return Held(len(commits), tuple(r.token for r in commits), cursor)
+
+    def commit(self, token: Token) -> int:
+        """Where in the register ``token`` was committed."""
+        found = [i for i, r in enumerate(self.register) if r.kind == "commit" and r.token == token]
+        assert len(found) == 1, f"{token} stands {len(found)} times as committed in the register"
+        return found[0]
+
+    def epoch(self, number: int) -> int:
+        """Where in the register the epoch was formed."""
+        return next(
+            i for i, r in enumerate(self.register) if r.kind == "epoch" and r.epoch == number
+        )
+
+    def applied(self, peer: Peer, token: Token) -> None:
+        """An optimizer step ran: it must be the next commit of the register, and voted for."""
+        n = self.commit(token)
+        assert self.held[peer] == self.after(n), f"{peer} applied {token} to another state"
+        assert peer in self.yes[token], f"{peer} applied {token} without having voted YES"
+        self.held[peer] = self.after(n + 1)
+
+    def torn(self, peer: Peer) -> None:
+        """A step or a fetch was half done."""
+        self.held[peer] = replace(self.held[peer], txns=None)
+
+    def ready(self, peer: Peer, epoch: int) -> None:
+        """It says that it holds the state of the epoch: by a fetch, or because it always did."""
+        base = self.after(self.epoch(epoch))
+        fetched = self.fetching[peer, epoch]
+        assert fetched or self.held[peer] == base, f"{peer} is ready with another state"
+        self.held[peer] = base
+
+    def memory_of(self, local: Local) -> Held:
+        """What the core says it holds, its lineage spelled out as the commits that made it."""
+        for n in range(self.spelled, len(self.register)):
+            txns = self.after(n + 1).txns
+            assert self.book.setdefault(self.register[n].lineage, txns) == txns
+        self.spelled = len(self.register)
+        return Held(local.step, self.book[local.lineage], local.cursor)
+
+
+# --- a job that is watched ------------------------------------------------------------------------
+
+
+class Watched(Job):
+    """A job whose oracle hears what can be seen from outside."""
+
+    def __init__(self, groups: int = 2, ranks: int = 1, **config: Any) -> None:
+        self.oracle = Oracle()
+        self.starts: dict[Token, dict[Peer, StartTxn]] = {}
+        self.judged = 0
+        super().__init__(groups, ranks, **config)
+        self.oracle.register = self.history
+
+    def add(self, group: str, rank: int = 0, *args: object, **kw: object) -> Node:
+        """A new process holds the state that everybody starts with."""
+        node = super().add(group, rank, *args, **kw)  # type: ignore[arg-type]
+        self.oracle.held[node.peer] = Held()
+        return node
+
+    def _observe(self, node: Node, before: Local, event: Event, out: Outcome) -> None:
+        super()._observe(node, before, event, out)
+        for effect in out.effects:
+            match effect:
+                case CastVote(token=token):
+                    self.oracle.yes.setdefault(token, set()).add(node.peer)
+                case Heal(record=record, fetch_from=source):
+                    self.oracle.fetching[node.peer, record.epoch] = source is not None
+                case Broadcast(message=Ready(epoch=epoch)):
+                    self.oracle.ready(node.peer, epoch)
+                case StartTxn(token=token):
+                    self.starts.setdefault(token, {})[node.peer] = effect
+        match event:
+            case Applied(token=token):
+                self.oracle.applied(node.peer, token)
+            case ApplyFailed():
+                self.oracle.torn(node.peer)
+            case HealFailed(torn=True) if out.verdict == "row":
+                self.oracle.torn(node.peer)
+
+    # --- what must always hold ---
+
+    def everybody_holds_what_the_register_says(self) -> None:
+        """(step, commits in the state, cursor) of each participant, alive or not."""
+        committed = sum(r.kind == "commit" for r in self.history)
+        for peer, node in self.nodes.items():
+            says = self.oracle.memory_of(node.local)
+            assert says == self.oracle.held[peer], f"{peer} says {says}"
+            assert says.step <= committed, f"{peer} is ahead of the register"
+            if node.local.state in ("COMMIT", "DRAIN_COMMIT"):
+                self.oracle.commit(node.local.token)
+
+    def commits_are_of_all_and_share_the_data(self) -> None:
+        """Every member voted YES; the groups' slices are those between two cursors, each once."""
+        for n in range(self.judged, len(self.history)):
+            record = self.history[n]
+            if record.kind != "commit":
+                continue
+            members = self.history[self.oracle.epoch(record.epoch)].members
+            peers = {p for g in members for p in g.peers()}
+            assert peers == self.oracle.yes[record.token], "a commit without a YES of every member"
+            starts = self.starts[record.token]
+            took = {(p.group, s.cursor + s.index) for p, s in starts.items() if s.index is not None}
+            slices = range(self.oracle.after(n).cursor, record.cursor)
+            assert sorted(slice_ for _, slice_ in took) == list(slices), f"{took} of {slices}"
+            assert {s.step for s in starts.values()} == {record.step - 1}
+        self.judged = len(self.history)
+
+    def who_computes_agrees(self) -> None:
+        """Open txns: the epoch is the register's; in one txn all hold the same."""
+        at: dict[Token, Held] = {}
+        for node in self.live():
+            if node.local.state == "NORMAL":
+                token, epoch = node.local.token, node.local.epoch
+                assert epoch == self.history[self.oracle.epoch(token.epoch)]
+                assert epoch is not None and any(node.peer in g.peers() for g in epoch.members)
+                held = self.oracle.held[node.peer]
+                assert at.setdefault(token, held) == held, f"two states in txn {token}"
+
+    def check(self) -> None:
+        """All of it."""
+        self.everybody_holds_what_the_register_says()
+        self.commits_are_of_all_and_share_the_data()
+        self.who_computes_agrees()
+
+
+CROWD = 8
+"""Live processes above which no group is started: newcomers greet each other, all with all."""
+
+SELDOM = st.sampled_from([False] * 7 + [True])
+THEN = st.sampled_from(["", "", "settle", "step"])
+
+
+def happens(**strategies: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A rule after which the job may go on for a while: disturbances alone would lead nowhere."""
+
+    def wrap(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def both(self: Life, then: str, **given: Any) -> Any:
+            result = method(self, **given)
+            if then:
+                getattr(self.job, then)()
+            return result
+
+        return rule(then=THEN, **strategies)(both)
+
+    return wrap
+
+
+# --- what may happen ------------------------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """Anything may happen to a job, in any order."""
+
+    peers = Bundle("peers")
+
+    @initialize(
+        target=peers,
+        groups=st.sampled_from([3, 2, 1]),
+        ranks=st.integers(1, 2),
+        min_groups=st.integers(1, 2),
+        running=st.sampled_from([True, True, True, False]),
+    )
+    def begin(self, groups: int, ranks: int, min_groups: int, running: bool):  # type: ignore[no-untyped-def]
+        self.job = Watched(groups, ranks, min_groups=min(groups, min_groups))
+        if running:
+            self.job.until_running()
+        return multiple(*self.job.nodes)
+
+    def node(self, peer: Peer) -> Node | None:
+        """The process, or else the newest of its rank; None if that does not run either."""
+        for node in (self.job.nodes[peer], self.job.node(peer.group, peer.rank)):
+            if node.alive and node.finished is None:
+                return node
+        return None
+
+    @rule(peer=peers, count=st.integers(1, 8))
+    def deliver(self, peer: Peer, count: int) -> None:
+        for _ in range(count):
+            node = self.node(peer)
+            if node is not None and node.inbox:
+                self.job.deliver(node)
+
+    @rule()
+    def deliver_everything(self) -> None:
+        self.job.settle()
+
+    @happens(peer=peers)
+    def others_go_on_without(self, peer: Peer) -> None:
+        for _ in range(2_000):
+            waiting = [n for n in self.job.live() if n.inbox and n.peer != peer]
+            if not waiting:
+                return
+            self.job.deliver(waiting[0])
+        raise AssertionError("the others do not settle")
+
+    @rule(count=st.integers(1, 3))
+    def whole_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.job.step()
+
+    @happens(peer=peers)
+    def miss_decisions(self, peer: Peer) -> None:
+        if (node := self.node(peer)) is not None:
+            self.job.lose_decisions(node)
+
+    @happens(peer=peers, reductions=st.sampled_from([1, 1, 1, 2, 0]))
+    def finish_body(self, peer: Peer, reductions: int) -> None:
+        if (node := self.node(peer)) is not None:
+            self.job.compute([node], reductions)
+
+    @happens(peer=peers)
+    def finish_body_badly(self, peer: Peer) -> None:
+        if (node := self.node(peer)) is not None and node.txn is not None:
+            self.job.refuse(node)
+
+    @happens(peer=peers)
+    def fault(self, peer: Peer) -> None:
+        if (node := self.node(peer)) is not None:
+            self.job.post(node, Fault(node.local.token, "a fault"))
+
+    @happens(peer=peers, which=st.integers(0, 5))
+    def fire_timer(self, peer: Peer, which: int) -> None:
+        if (node := self.node(peer)) is not None and node.timers:
+            names = sorted(node.timers)
+            self.job.fire(names[which % len(names)], [node])
+
+    @happens(name=st.sampled_from(["ack_window", "vote_window", "bus_retry", "ready_window"]))
+    def fire_everywhere(self, name: str) -> None:
+        self.job.fire(name)
+
+    def may_end(self, peer: Peer, even_the_last: bool) -> bool:
+        """A job whose last group ends has lost its state: seldom, or lives would all be short."""
+        holds = {n.peer.group for n in self.job.live() if n.state == "NORMAL"}
+        return even_the_last or bool(holds - {peer.group})
+
+    @happens(peer=peers, noticed=st.booleans(), even_the_last=SELDOM)
+    def crash_rank(self, peer: Peer, noticed: bool, even_the_last: bool) -> None:
+        node = self.node(peer)
+        if node is not None and self.may_end(peer, even_the_last):
+            self.job.crash(node, noticed)
+
+    @happens(peer=peers, noticed=st.booleans(), even_the_last=SELDOM)
+    def crash_group(self, peer: Peer, noticed: bool, even_the_last: bool) -> None:
+        if self.may_end(peer, even_the_last):
+            self.job.kill_group(peer.group, noticed)
+
+    @happens(target=peers, group=st.sampled_from(["0", "1", "2"]))
+    def start_group(self, group: str):  # type: ignore[no-untyped-def]
+        if len(self.job.live()) >= CROWD:
+            return multiple()
+        return multiple(*(n.peer for n in self.job.start_group(group)))
+
+    @happens(peer=peers, even_the_last=SELDOM)
+    def drain(self, peer: Peer, even_the_last: bool) -> None:
+        if self.may_end(peer, even_the_last):
+            self.job.drain(peer.group)
+
+    @happens(up=st.sampled_from([True, True, False]))
+    def bus(self, up: bool) -> None:
+        self.job.bus_up = up
+
+    @happens(peer=peers, even_the_last=SELDOM)
+    def next_apply_tears(self, peer: Peer, even_the_last: bool) -> None:
+        if self.may_end(peer, even_the_last):
+            self.job.apply_fails |= {peer}
+
+    @happens(peer=peers, torn=st.booleans())
+    def next_healing_fails(self, peer: Peer, torn: bool) -> None:
+        self.job.heal_fails[peer] = torn
+
+    @invariant()
+    def the_core_holds_what_the_oracle_says(self) -> None:
+        self.job.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "job"):
+            calm(self.job, 2)
+            self.job.check()
+
+
+Life.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=80,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestTheCoreHoldsWhatTheOracleSays = Life.TestCase
+
+
+@pytest.mark.parametrize("name", test_rows.LIVES)
+def test_the_core_holds_what_the_oracle_says_in_the_corpus_of_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These lives take every row of the table; whoever applies or is ready is asked on the way."""
+    monkeypatch.setattr(test_rows, "Job", Watched)
+    job = test_rows.LIVES[name]()
+    assert isinstance(job, Watched) and job.oracle.held
+    job.check()
+
+
+# --- the oracle can say no ------------------------------------------------------------------------
+
+
+def lie(state: str, event: str, index: int, **changed: Any) -> FsmSpec:
+    """The shipped spec, but one row does something else."""
+    data = HSDP.model_dump()
+    data["states"][state]["on"][event][index].update(changed)
+    return FsmSpec.model_validate(data)
+
+
+LIES = {
+    "a commit that is not counted": (
+        lie("COMMIT", "applied", 2, effects=["start_txn"]),
+        "says Held",
+    ),
+    "a torn step that is counted": (
+        lie("COMMIT", "apply_failed", 2, effects=["note_applied", "propose_abort"]),
+        "is ready with another state",
+    ),
+    "an abort that is applied": (
+        lie("PREPARED", "decision", 3, to="COMMIT", effects=["note_head", "announce", "apply"]),
+        "stands 0 times as committed in the register",
+    ),
+    "a commit that is not decided": (
+        lie("NORMAL", "prepared", 0, to="COMMIT", effects=["apply"]),
+        "stands 0 times as committed in the register",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_the_oracle_notices_a_core_that_lies(name: str) -> None:
+    """A commit, a NO, an optimizer step that tears, a commit; under a table with a lie in it."""
+
+    def live(spec: FsmSpec) -> Watched:
+        job = Watched(2, 1, spec=spec)
+        a, b = job.live()
+
+        def go(act: Callable[[], None]) -> None:
+            for part in (job.settle, act, job.settle):
+                part()
+                job.check()
+
+        def yes_and_no() -> None:
+            job.compute([a])
+            job.refuse(b)
+
+        go(job.compute)
+        go(yes_and_no)
+        job.apply_fails = frozenset({b.peer})
+        go(job.compute)
+        go(job.compute)
+        return job
+
+    spec, complaint = LIES[name]
+    assert live(HSDP).kinds().count("commit") == 3
+    with pytest.raises(AssertionError, match=complaint):
+        live(spec)

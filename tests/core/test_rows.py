@@ -1,0 +1,619 @@
+"""A row taken out of the table changes what the program does: shown for every row of hsdp.yaml.
+
+The corpus is a set of lives of whole jobs under the shipped table, all deterministic: storms under
+fixed seeds, and scenarios for what storms seldom meet. For each row it keeps moments
+(participant, state before, event) at which that row was taken. With the row removed, either the
+checks refuse the file and name the place, or one of these moments ends otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from jobs import HSDP, Job, calm
+
+from fft.checks import check_spec
+from fft.core.local import Config, Local
+from fft.core.messages import Ballot, BusDown, Decision, Event, Fault, Stop, Token
+from fft.core.participant import Outcome, Participant
+from fft.machine import EXIT, Table
+from fft.sim.cluster import Node
+from fft.spec import FsmSpec, Row
+
+Place = tuple[str | int, ...]
+"""Keys from the top of the file down to a row."""
+
+STORMS = 24
+KEPT = 3
+"""Moments kept per row: a row's absence may not show at the first one."""
+
+
+def places() -> list[Place]:
+    """Every row of the file."""
+    found: list[Place] = []
+    for event, rows in HSDP.common.on.items():
+        found += [("common", "on", event, i) for i in range(len(rows))]
+    for name, state in HSDP.states.items():
+        for event, rows in state.on.items():
+            found += [("states", name, "on", event, i) for i in range(len(rows))]
+        found += [("states", name, EXIT, i) for i in range(len(state.exit))]
+    return found
+
+
+def row_at(place: Place, spec: FsmSpec = HSDP) -> Row:
+    """The row that stands at a place."""
+    *path, event, index = place
+    owner = spec.common if path[0] == "common" else spec.states[str(path[1])]
+    rows = owner.exit if event == EXIT else owner.on[str(event)]  # type: ignore[union-attr]
+    return rows[int(index)]
+
+
+PLACES = {id(row_at(place)): place for place in places()}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One event handled in some life, and what the shipped table made of it."""
+
+    config: Config
+    before: Local
+    event: Event
+    after: Local
+    out: Outcome
+    life: str
+
+
+# --- storms ---------------------------------------------------------------------------------------
+
+
+class Storm:
+    """A seeded life with everything in it: loss, suspicion, torn states, outages, second starts."""
+
+    def __init__(self, seed: int, groups: int, ranks: int) -> None:
+        self.rng = random.Random(seed)
+        self.job = Job(groups, ranks, min_groups=self.rng.choice([1, 1, 2]))
+
+    def run(self, actions: int) -> Job:
+        """Live through so many actions."""
+        weighted = [
+            (70, self.deliver), (14, self.compute), (3, self.fault), (6, self.fire),
+            (2, self.lose), (1, self.kill), (2, self.start), (1, self.drain), (1, self.tear),
+            (1, self.fail_heal), (2, self.bus), (1, self.refuse), (1, self.stop), (3, self.rest),
+        ]  # fmt: skip
+        weights, acts = zip(*weighted, strict=True)
+        for _ in range(actions):
+            if self.job.live():
+                self.rng.choices(acts, weights)[0](self.rng.choice(self.job.live()))
+        return self.job
+
+    def deliver(self, _: Node) -> None:
+        waiting = [n for n in self.job.live() if n.inbox]
+        if waiting:
+            node = self.rng.choice(waiting)
+            for _ in range(min(len(node.inbox), self.rng.choice([1, 2, 6]))):
+                if node.inbox:
+                    self.job.deliver(node)
+
+    def compute(self, node: Node) -> None:
+        self.job.compute([node], reductions=self.rng.choice([1] * 30 + [2]))
+
+    def refuse(self, node: Node) -> None:
+        if node.txn is not None:
+            self.job.refuse(node)
+
+    def fault(self, node: Node) -> None:
+        self.job.post(node, Fault(node.local.token, "storm"))
+
+    def fire(self, node: Node) -> None:
+        final = set() if self.rng.random() < 0.1 else {"quorum", "bus_limit"}
+        if armed := sorted(node.timers.keys() - final):
+            self.job.fire(self.rng.choice(armed), [node])
+
+    def lose(self, node: Node) -> None:
+        self.job.lose_decisions(node)
+
+    def kill(self, node: Node) -> None:
+        self.job.kill_group(node.peer.group, tell=self.rng.random() < 0.5)
+
+    def start(self, _: Node) -> None:
+        present = {n.peer.group for n in self.job.live()}
+        absent = {"0", "1", "2"} - present
+        if absent or self.rng.random() < 0.1:
+            self.job.start_group(self.rng.choice(sorted(absent or present)))
+
+    def drain(self, node: Node) -> None:
+        self.job.drain(node.peer.group)
+
+    def tear(self, node: Node) -> None:
+        self.job.apply_fails |= {node.peer}
+
+    def fail_heal(self, node: Node) -> None:
+        self.job.heal_fails[node.peer] = self.rng.random() < 0.5
+
+    def bus(self, _: Node) -> None:
+        self.job.bus_up = not self.job.bus_up
+
+    def rest(self, _: Node) -> None:
+        self.job.bus_up = True
+        calm(self.job, 1)
+
+    def stop(self, node: Node) -> None:
+        if self.rng.random() < 0.1:
+            self.job.post(node, Stop("storm"))
+
+
+def storm(seed: int) -> Job:
+    job = Storm(seed, 2 + seed % 2, 1 + seed // 2 % 2).run(400)
+    calm(job, 3)
+    return job
+
+
+# --- scenarios: what storms seldom meet -----------------------------------------------------------
+
+
+def only(job: Job, *nodes: Node) -> None:
+    """Let these participants handle what waits for them, and what comes of it; nobody else."""
+    while any(n.inbox for n in nodes):
+        for node in nodes:
+            if node.inbox:
+                job.deliver(node)
+
+
+def first(job: Job, *nodes: Node) -> None:
+    """These participants handle everything before anybody else does anything."""
+    only(job, *nodes)
+    job.settle()
+
+
+def hold_back(job: Job, node: Node, kind: str) -> Event:
+    """Everybody goes on, but the node's main thread is slow: its answer is held back."""
+    while True:
+        if node.inbox and node.inbox[0].type == kind:
+            answer = node.inbox.popleft()
+            job.settle()
+            return answer
+        waiting = [n for n in job.live() if n.inbox]
+        job.deliver(waiting[0])
+
+
+def bus_away_for_good() -> Job:
+    job = Job(2).until_running()
+    job.compute([job.node("0")])
+    job.settle()
+    job.bus_up = False
+    job.compute([job.node("1")])
+    job.settle()
+    job.fire("bus_limit")
+    job.settle()
+    return job
+
+
+def bus_away_for_a_while() -> Job:
+    job = Job(2)
+    job.bus_up = False
+    job.settle()
+    job.bus_up = True
+    job.fire("bus_retry")
+    job.settle()
+    job.step()
+    job.fire("bus_limit")
+    job.settle()
+    for node in job.live():
+        job.post(node, BusDown("vote", "away"))
+    job.settle()
+    job.fire("bus_retry")
+    job.settle()
+    return job
+
+
+def second_starts() -> Job:
+    job = Job(2, expected_groups=3)
+    job.settle()
+    job.start_group("1")
+    job.settle()
+    job.fire("join_window")
+    job.settle()
+    job.start_group("0")
+    job.settle()
+    return job
+
+
+def stopped_by_the_user() -> Job:
+    job = Job(2).until_running()
+    job.post(job.node("1"), Stop("enough"))
+    job.settle()
+    return job
+
+
+def too_few() -> Job:
+    job = Job(1, min_groups=2)
+    job.settle()
+    job.fire("join_window")
+    job.settle()
+    job.fire("quorum")
+    job.settle()
+    return job
+
+
+def too_few_after_a_kill() -> Job:
+    job = Job(2, min_groups=2).until_running()
+    job.kill_group("1")
+    job.settle()
+    job.fire("ready_window")
+    job.settle()
+    job.fire("ack_window")
+    job.settle()
+    job.fire("quorum")
+    job.settle()
+    return job
+
+
+def a_barrier_that_waits() -> Job:
+    """All windows of HEALING close while one member's main thread is still rebuilding."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    healed = hold_back(job, c, "healed")
+    for node in (a, b, c):
+        job.post(node, BusDown("read", "away"))
+        job.settle()
+        job.fire("bus_retry", [node])
+        job.fire("quorum", [node])
+        job.fire("ack_window", [node])
+        job.settle()
+    job.fire("ready_window", [a])
+    job.settle()
+    job.post(c, healed)
+    job.settle()
+    return job
+
+
+def an_epoch_that_waits() -> Job:
+    """Stopped, but the pause after many rollbacks runs; the bus goes and comes back meanwhile."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    for _ in range(3):
+        job.fail(a)
+        job.settle()
+    job.fail(a)
+    job.settle()
+    for node in (a, b):
+        job.post(node, BusDown("read", "away"))
+    job.settle()
+    job.fire("bus_retry")
+    job.fire("ack_window")
+    job.fire("ready_window")
+    job.settle()
+    job.fire("pause")
+    job.settle()
+    return job
+
+
+def faults_in_healing() -> Job:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.heal_fails = {b.peer: True}
+    job.fail(a)
+    job.settle()
+    job.fail(b)
+    while a.state != "HEALING" or a.local.token == Token(1, 1) or a.local.healed:
+        job.deliver(next(n for n in (b, a) if n.inbox))
+    job.post(a, Fault(a.local.token, "watchdog"))
+    job.settle()
+    return job
+
+
+def an_abort_that_is_lost(timer: str) -> Job:
+    """The proposal does not reach the register, and is made again."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.bus_up = False
+    job.refuse(a)
+    job.settle()
+    job.compute([b])
+    job.settle()
+    job.bus_up = True
+    job.fire(timer, [a, b] if timer == "bus_retry" else [a])
+    job.fail(b)
+    job.settle()
+    return job
+
+
+def fault_between_epochs() -> Job:
+    job = Job(2, min_groups=2).until_running()
+    a = job.node("0")
+    job.kill_group("1")
+    job.settle()
+    job.post(a, Fault(a.local.token, "watchdog"))
+    job.settle()
+    return job
+
+
+def manifests_that_differ() -> Job:
+    job = Job(2).until_running()
+    job.compute([job.node("0")], reductions=1)
+    job.compute([job.node("1")], reductions=2)
+    job.settle()
+    return job
+
+
+def vote_cast_twice() -> Job:
+    """A ballot counts entries, so a vote that was cast again can fill it."""
+    job = Job(2).until_running()
+    a = job.node("0")
+    job.compute([a])
+    job.settle()
+    assert a.local.vote is not None
+    job.post(a, Ballot(a.local.token, (a.local.vote, a.local.vote)))
+    job.settle()
+    return job
+
+
+def commit_missed(torn: bool) -> Job:
+    """The commit is not heard; the abort of the next txn proves it, and is closed already."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.compute([b])
+    only(job, b)
+    job.lose_decisions(a)
+    if torn:
+        job.apply_fails = frozenset({a.peer})
+    job.fail(b)
+    job.settle()
+    return job
+
+
+def torn_by_its_commit(joiner: bool) -> Job:
+    job = Job(2).until_running()
+    if joiner:
+        job.start_group("2")
+        job.settle()
+    job.apply_fails = frozenset({job.node("0").peer})
+    job.step()
+    job.settle()
+    return job
+
+
+def torn_after_it_had_acknowledged() -> Job:
+    """It said it would hold the last commit; the next epoch counts on it; then the step fails."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.start_group("2")
+    job.settle()
+    job.compute()
+    job.apply_fails = frozenset({a.peer})
+    failed = hold_back(job, a, "apply_failed")
+    assert job.history[-1].kind == "epoch" and b.state == "HEALING"
+    job.post(a, failed)
+    job.settle()
+    return job
+
+
+def drained(how: str) -> Job:
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.drain("2")
+    job.settle()
+    if how == "torn":
+        job.apply_fails = frozenset({c.peer})
+    job.compute()
+    if how == "settled":
+        job.settle()
+        return job
+    while c.state != "DRAIN_WAIT":
+        waiting = [n for n in job.live() if n.inbox]
+        job.deliver(waiting[-1])
+    if how == "alone":
+        job.fire("drain_window", [c])
+        only(job, c)
+    else:
+        only(job, a)
+        job.fire("ack_window", [a])
+        only(job, a)
+        assert job.history[-1].kind == "epoch" and b.inbox
+    job.settle()
+    return job
+
+
+def left_out(state: str) -> Job:
+    """One participant hears nothing while the others close its epoch and form the next."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    if state == "PREPARED":
+        job.compute([c])
+        only(job, c)
+    job.fail(b)
+    only(job, a, b)
+    job.lose_decisions(c)
+    if state == "ROLLBACK_REQ":
+        job.bus_up = False
+        job.fail(c)
+        only(job, c)
+        job.bus_up = True
+    assert c.state == state
+    job.fire("ack_window", [a, b])
+    only(job, a, b)
+    assert [g.group for g in job.history[-1].members] == ["0", "1"]
+    job.settle()
+    return job
+
+
+def a_rank_without_its_group() -> Job:
+    """It has acknowledged, but its group is not whole any more: the next epoch is without it."""
+    job = Job(2, ranks=2).until_running()
+    job.crash(job.node("1", 1))
+    restored = hold_back(job, job.node("1", 0), "restored")
+    job.post(job.node("1", 0), restored)
+    job.settle()
+    return job
+
+
+def slow_to_unwind() -> tuple[Job, Event]:
+    """The next epoch is formed, but the main thread of one member still unwinds."""
+    job = Job(3).until_running()
+    job.fail(job.node("0"))
+    restored = hold_back(job, job.node("2"), "restored")
+    assert job.node("2").state == "ROLLBACK_SYNC" and job.history[-1].kind == "epoch"
+    return job, restored
+
+
+def aborted_again_meanwhile() -> Job:
+    job, restored = slow_to_unwind()
+    job.post(job.node("0"), Fault(Token(2, 1), "again"))
+    job.settle()
+    job.post(job.node("2"), restored)
+    job.settle()
+    return job
+
+
+def let_in_again(state: str) -> Job:
+    """It acknowledged so late that the word counts for the next epoch; then it misses the abort."""
+    job, restored = slow_to_unwind()
+    a, b, c = job.live()
+    job.fire("ack_window", [c])
+    job.settle()
+    if state == "torn":
+        job.heal_fails = {c.peer: True}
+        job.post(a, Fault(Token(2, 1), "again"))
+        job.deliver(a)
+        job.post(c, restored)
+        while c.state != "ROLLBACK_REQ":
+            job.deliver(c)
+    else:
+        job.post(c, restored)
+        job.settle()
+        if state == "PREPARED":
+            job.compute([c])
+            only(job, c)
+        job.fail(a)
+        job.deliver(a)
+        if state == "ROLLBACK_REQ":
+            job.fail(c)
+            job.deliver(c)
+    job.lose_decisions(c)
+    only(job, a, b)
+    c_hears = [e for e in c.inbox if isinstance(e, Decision) and e.record]
+    assert c_hears[-1].record == job.history[-1]
+    job.lose_decisions(c)
+    job.post(c, c_hears[-1])
+    job.settle()
+    return job
+
+
+LIVES: dict[str, Callable[[], Job]] = {
+    "bus away for good": bus_away_for_good,
+    "bus away for a while": bus_away_for_a_while,
+    "second starts": second_starts,
+    "stopped by the user": stopped_by_the_user,
+    "too few": too_few,
+    "too few after a kill": too_few_after_a_kill,
+    "a barrier that waits": a_barrier_that_waits,
+    "an epoch that waits": an_epoch_that_waits,
+    "faults in healing": faults_in_healing,
+    "an abort that is lost": lambda: an_abort_that_is_lost("vote_window"),
+    "an abort that is lost, the bus comes back": lambda: an_abort_that_is_lost("bus_retry"),
+    "fault between epochs": fault_between_epochs,
+    "manifests that differ": manifests_that_differ,
+    "vote cast twice": vote_cast_twice,
+    "commit missed": lambda: commit_missed(torn=False),
+    "commit missed, then torn": lambda: commit_missed(torn=True),
+    "torn by its commit": lambda: torn_by_its_commit(joiner=False),
+    "torn by the commit that ends the epoch": lambda: torn_by_its_commit(joiner=True),
+    "torn after it had acknowledged": torn_after_it_had_acknowledged,
+    "drained": lambda: drained("settled"),
+    "drained, the last step torn": lambda: drained("torn"),
+    "drained, nobody answers": lambda: drained("alone"),
+    "drained, hears the next epoch first": lambda: drained("next epoch"),
+    "left out in NORMAL": lambda: left_out("NORMAL"),
+    "left out in PREPARED": lambda: left_out("PREPARED"),
+    "left out in ROLLBACK_REQ": lambda: left_out("ROLLBACK_REQ"),
+    "a rank without its group": a_rank_without_its_group,
+    "aborted again meanwhile": aborted_again_meanwhile,
+    "let in again in NORMAL": lambda: let_in_again("NORMAL"),
+    "let in again in PREPARED": lambda: let_in_again("PREPARED"),
+    "let in again in ROLLBACK_REQ": lambda: let_in_again("ROLLBACK_REQ"),
+    "let in again, but torn": lambda: let_in_again("torn"),
+    **{f"storm {seed}": lambda seed=seed: storm(seed) for seed in range(STORMS)},  # type: ignore[misc]
+}
+
+
+# --- the corpus, and what a row's absence changes -------------------------------------------------
+
+Corpus = dict[Place, list[Moment]]
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    """A few moments for each row of the table at which it was taken."""
+    found: Corpus = {place: [] for place in places()}
+    for name, live in LIVES.items():
+        for peer, moves in (job := live()).record.moves.items():
+            config = job.nodes[peer].participant.config
+            for m in moves:
+                for place in (PLACES[id(step.row)] for step in m.out.steps):
+                    if len(found[place]) < KEPT:
+                        moment = Moment(config, m.before, m.event, m.after, m.out, name)
+                        found[place].append(moment)
+    return found
+
+
+def without(place: Place) -> FsmSpec:
+    """The shipped spec as if the row had never been written."""
+    data = HSDP.model_dump()
+    *path, key, index = place
+    owner: Any = data
+    for part in path:
+        owner = owner[part]
+    del owner[key][index]
+    if not owner[key] and key != EXIT:
+        del owner[key]
+    return FsmSpec.model_validate(data)
+
+
+def changes(spec: FsmSpec, moment: Moment) -> str | None:
+    """How the moment ends otherwise under another table; None: in the same way."""
+    try:
+        after, out = Participant(Table(spec), moment.config).handle(
+            moment.before, moment.event, moment.after.since
+        )
+    except AssertionError as error:
+        return f"stopped by an assertion: {error}"
+    if out.verdict != moment.out.verdict:
+        return f"{moment.out.verdict} becomes {out.verdict}: {out.reason}"
+    if out.effects != moment.out.effects:
+        return f"effects {out.effects} instead of {moment.out.effects}"
+    if after != moment.after:
+        return f"ends in {after.state} instead of {moment.after.state}, or knows something else"
+    return None
+
+
+@pytest.mark.parametrize("place", places(), ids=lambda p: ".".join(map(str, p)))
+def test_a_row_taken_out_of_the_table_changes_what_the_program_does(
+    place: Place, corpus: Corpus
+) -> None:
+    assert corpus[place], "no life in the corpus takes this row: add a scenario that does"
+    spec = without(place)
+    if problems := check_spec(spec):
+        assert any(_names_what_is_gone(place, *problem) for problem in problems), problems
+        return
+    assert any(changes(spec, moment) for moment in corpus[place]), (
+        f"the row makes no difference in {[m.life for m in corpus[place]]}: it says nothing"
+    )
+
+
+def _names_what_is_gone(place: Place, where: Place, message: str) -> bool:
+    """Whether a refusal leads to the row: its event, or the state it led to, is named."""
+    to = row_at(place).to
+    return repr(place[-2]) in message or (to is not None and to in message)
+
+
+def test_the_shipped_table_gives_every_moment_of_the_corpus_its_own_outcome(corpus: Corpus) -> None:
+    """So a difference that a row's absence makes is made by nothing else."""
+    for moment in (m for moments in corpus.values() for m in moments):
+        assert changes(HSDP, moment) is None, moment.life
