@@ -197,7 +197,7 @@ class Engine:
         self.local = after
         if out.verdict == "fenced":
             self.fenced += 1
-        elif out.verdict == "refused":
+        elif out.verdict == "refused" or (out.verdict == "row" and out.reason):
             logger.error("protocol error: %s (%s)", out.reason, event)
         self.trace.outcome(before, after, event, out, now)
         for effect in out.effects:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,6 +32,9 @@ class Row(_Strict):
     why: str = Field("", description="a sentence for the reader and the diagram")
 
 
+Rows = Annotated[list[Row], Field(min_length=1)]
+
+
 class StateSpec(_Strict):
     """One state: for every event it has rows, or says by name why it ignores or defers it."""
 
@@ -39,7 +42,7 @@ class StateSpec(_Strict):
     timers: list[str] = Field(
         default_factory=list, description="armed on entry, cleared on leaving"
     )
-    on: dict[str, list[Row]] = Field(default_factory=dict)
+    on: dict[str, Rows] = Field(default_factory=dict)
     exit: list[Row] = Field(
         default_factory=list, description="exit guards: tried in order after every event"
     )
@@ -51,7 +54,7 @@ class StateSpec(_Strict):
 class Common(_Strict):
     """Rows for every state that is not terminal and does not name the event itself."""
 
-    on: dict[str, list[Row]] = Field(default_factory=dict)
+    on: dict[str, Rows] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
     timers: list[str] = Field(
         default_factory=list, description="timers that effects arm and that outlive a state"
@@ -116,9 +119,13 @@ _UniqueKeys.add_implicit_resolver(
 
 
 def spec_dirs() -> list[Path]:
-    """Where specs are looked up by name: an installed wheel first, then a checkout."""
+    """Where specs are looked up by name: an installed wheel first, then a checkout.
+
+    ``teaching`` holds specs that are wrong on purpose.
+    """
     here = Path(__file__).resolve().parent
-    return [d for d in (here / "fsm_specs", here.parent / "fsm_specs") if d.is_dir()]
+    homes = [d for d in (here / "fsm_specs", here.parent / "fsm_specs") if d.is_dir()]
+    return [d for home in homes for d in (home, home / "teaching")]
 
 
 def find_spec(name_or_path: str | Path) -> Path:

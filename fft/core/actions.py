@@ -7,6 +7,7 @@ this event) and returns the effects in the order in which they must be carried o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from fft.core.local import (
     Config,
@@ -108,6 +109,7 @@ def note_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember who is in the barrier."""
     assert isinstance(event, Ready)
     s.ready = {**s.ready, event.peer: event.epoch}
+    s.suspected -= {event.peer}
     return ()
 
 
@@ -263,38 +265,43 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
     return Record(**values)  # type: ignore[arg-type]
 
 
+def _abort_record(s: Local, c: Config) -> Record:
+    assert s.head is not None
+    cause = f"{c.me}: {s.cause or 'no decision in time'}"[:2000]
+    return _successor(s, c, kind="abort", step=s.head.step, cause=cause)
+
+
+def _commit_record(s: Local, c: Config, votes: Iterable[Vote]) -> Record:
+    lineage, cursor = committed(s, c)
+    present = {g.group for g in members(s)}
+    leavers = {v.peer.group for v in votes if v.leaving}
+    leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
+    return _successor(
+        s,
+        c,
+        kind="commit",
+        step=s.step + 1,
+        lineage=lineage,
+        cursor=cursor,
+        batches=s.batches + participants(s, c),
+        change=bool(leavers or joiners(s, c)),
+        leavers=tuple(sorted(leavers & present)),
+    )
+
+
 @action
 def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Propose ABORT for the txn I stand at."""
     s.proposed = True
-    assert s.head is not None
-    cause = f"{c.me}: {s.cause or 'no decision in time'}"[:2000]
-    yield Decide(s.head, _successor(s, c, kind="abort", step=s.head.step, cause=cause))
+    yield Decide(s.head, _abort_record(s, c))
 
 
 @action
 def propose_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Propose COMMIT: I have seen that all voted YES."""
-    votes = event.votes  # type: ignore[union-attr]  # the row is for ballots
-    lineage, cursor = committed(s, c)
-    present = {g.group for g in members(s)}
-    leavers = {v.peer.group for v in votes if v.leaving}
-    leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
     s.proposed = True
-    yield Decide(
-        s.head,
-        _successor(
-            s,
-            c,
-            kind="commit",
-            step=s.step + 1,
-            lineage=lineage,
-            cursor=cursor,
-            batches=s.batches + participants(s, c),
-            change=bool(leavers or joiners(s, c)),
-            leavers=tuple(sorted(leavers & present)),
-        ),
-    )
+    votes = event.votes  # type: ignore[union-attr]  # the row is for ballots
+    yield Decide(s.head, _commit_record(s, c, votes))
 
 
 # --- the txn ------------------------------------------------------------------------------------
@@ -417,9 +424,12 @@ def suspect_silent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def suspect_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Count as lost who has not come into the barrier in the window."""
-    absent = {p for p in member_peers(s) if s.ready.get(p, 0) != s.token.epoch}
-    s.suspected |= absent
+    """Count as lost who has not come into the barrier in the window, though others have."""
+    ready = {p for p in member_peers(s) if s.ready.get(p, 0) == s.token.epoch}
+    absent = set(member_peers(s)) - ready
+    # Where nobody came, whoever is at fault kept all from coming: the acknowledgements will tell.
+    if ready:
+        s.suspected |= absent - {c.me}
     s.cause = f"not in the barrier in time: {', '.join(map(str, sorted(absent)))}"
     return ()
 
@@ -488,8 +498,8 @@ def forget_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
     s.joining = frozenset()
     s.stopped, s.ready = {}, {}
-    if s.head is not None:
-        s.token = Token(s.head.epoch, s.head.txn)
+    assert s.head is not None, "only a newer head fences"
+    s.token = s.head.token
     return ()
 
 
@@ -583,8 +593,8 @@ def repeat_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def recast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Cast my YES again: the ballot may not have it. Counted once, since votes carry names."""
-    if s.vote is not None:
-        yield CastVote(s.token, s.vote, len(member_peers(s)))
+    assert s.vote is not None, "PREPARED is entered by voting"
+    yield CastVote(s.token, s.vote, len(member_peers(s)))
 
 
 @action
@@ -634,3 +644,54 @@ def stop_in_doubt(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         f"epoch {s.token.epoch}, txn {s.token.txn}",
         error="InDoubt",
     )
+
+
+# --- for teaching specs ---------------------------------------------------------------------------
+# What a protocol without the register does. Wrong on purpose: two participants can hold different
+# decisions of one txn. `fft check` shows how (fsm_specs/teaching, fft/sim/mutants.py).
+
+
+def _unwritten(s: Local, record: Record) -> Record:
+    assert s.epoch is not None, "a txn exists only in an epoch"
+    # Without a register there is no winner: equal decisions must be equal, whoever took them.
+    return replace(record, by=s.epoch.by, cause="")
+
+
+def _assume(s: Local, record: Record) -> None:
+    s.head, s.proposed = _unwritten(s, record), False
+
+
+@action
+def assume_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Take COMMIT for granted, without asking the register or anybody. Wrong on purpose."""
+    _assume(s, replace(_commit_record(s, c, ()), change=False, leavers=()))
+    return ()
+
+
+@action
+def assume_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Take ABORT for granted, without asking the register or anybody. Wrong on purpose."""
+    _assume(s, _abort_record(s, c))
+    return ()
+
+
+@action
+def tell_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Decide COMMIT by telling everyone; the register does not hear of it. Wrong on purpose."""
+    votes = event.votes  # type: ignore[union-attr]  # the row is for ballots
+    yield Broadcast(Decision(_unwritten(s, _commit_record(s, c, votes))))
+
+
+@action
+def tell_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Decide ABORT by telling everyone; the register does not hear of it. Wrong on purpose."""
+    yield Broadcast(Decision(_unwritten(s, _abort_record(s, c))))
+
+
+@action
+def succeed_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose the next epoch as successor of my epoch, for the register knows of no decision."""
+    proposal = next_epoch(s, c)
+    assert proposal is not None, "the row is guarded by epoch_possible"
+    s.proposed = True
+    yield Decide(s.epoch, proposal)

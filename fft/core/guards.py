@@ -19,7 +19,6 @@ from fft.core.local import (
 from fft.core.messages import (
     Ballot,
     Decision,
-    Drain,
     Event,
     Join,
     Manifest,
@@ -108,9 +107,9 @@ def epoch_with_me(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def moved_on(s: Local, c: Config, event: Event) -> bool:
-    """The job is in a newer epoch, and I am not in it: I am fenced."""
+    """The job is in a newer epoch without me: I am fenced."""
     record = _record(event)
-    return record is not None and record.epoch > s.token.epoch and not epoch_with_me(s, c, event)
+    return record is not None and record.epoch > s.token.epoch
 
 
 @guard
@@ -203,6 +202,13 @@ def is_restored(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def said_unwinding(s: Local, c: Config, event: Event) -> bool:
+    """My last word was that my main thread was still unwinding."""
+    said = s.hellos.get((c.me.group, c.me.rank))
+    return said is not None and said.peer == c.me and said.unwinding
+
+
+@guard
 def is_healed(s: Local, c: Config, event: Event) -> bool:
     """Groups are rebuilt and my state is current."""
     return s.healed
@@ -260,9 +266,9 @@ def wrote_head(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def drains_me(s: Local, c: Config, event: Event) -> bool:
-    """The drain is for my group."""
-    return isinstance(event, Drain) and c.me.group in event.groups
+def asked_to_leave(s: Local, c: Config, event: Event) -> bool:
+    """A drain has named my group."""
+    return c.me in s.leaving
 
 
 @guard

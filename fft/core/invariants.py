@@ -22,7 +22,6 @@ from fft.core.messages import (
     ApplyFailed,
     Ballot,
     Decision,
-    Drain,
     Event,
     Fault,
     Finish,
@@ -38,7 +37,8 @@ from fft.core.messages import (
 from fft.core.participant import Outcome
 
 _COMMITTING = frozenset({"COMMIT", "DRAIN_COMMIT"})
-_LEAVING = frozenset({"DRAIN_COMMIT", "DRAIN_WAIT"})
+_OUTSIDE = frozenset({"INIT", "DRAIN_WAIT"})
+"""States of who is in no epoch: not yet, not any more, or since the commit just applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +240,15 @@ def judge(history: History, names: Iterable[str] | None = None) -> list[Finding]
 
 
 def obeyed(move: Move) -> str | None:
-    """``commit`` or ``abort``, if the move obeys a decision about the txn it stands at."""
+    """``commit`` or ``abort``, if the move obeys a decision about the txn it stands at.
+
+    What a participant goes by is its head, however it came to it.
+    """
     if move.entered(*_COMMITTING):
         return "commit"
-    record = move.record
-    if record is None or record.kind != "abort" or not move.out.steps:
-        return None
-    return "abort" if record.token == move.before.token else None
+    before, head = move.before, move.after.head
+    took = head is not None and head != before.head and head.kind == "abort"
+    return "abort" if took and head is not None and head.token == before.token else None
 
 
 def _applied(move: Move) -> bool:
@@ -321,10 +323,12 @@ def samples_once(move: Move) -> Iterator[Claim]:
             _cursor_goes_on,
             needed=False,
         )
-    if _applied(move):
+    token = before.token
+    decided = record is not None and obeyed(move) == "commit" and record.token == token
+    if decided or _applied(move):
         # Within a txn the places in the member list, which all share, keep the members apart.
-        token, data = before.token, (before.cursor, move.after.cursor)
-        text = f"{move.peer} applied txn {token} with data {data}, another with {{was}}"
+        data = (before.cursor, record.cursor if decided and record else move.after.cursor)
+        text = f"txn {token} has data {data} for {move.peer}, and {{was}} for another"
         yield Same(("data of", token), data, text)
         text = f"the data from {before.cursor} on went into txn {token} and into {{was}}"
         yield Same(("data from", before.cursor), token, text)
@@ -422,15 +426,14 @@ def live_set(move: Move) -> Iterator[Claim]:
 @invariant
 def drain(move: Move) -> Iterator[Claim]:
     """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it."""
-    before, record = move.before, move.record
+    record = move.record
     if move.entered("EXIT"):
+        source = next(step.source for step in move.out.steps if step.dest == "EXIT")
         gone = [e for e in move.out.effects if isinstance(e, Finish)]
         on_purpose = bool(gone) and gone[0].error is None and not isinstance(move.event, Stop)
-        if on_purpose and before.epoch is not None:
-            text = f"{move.peer}, a member, left in state {before.state}, not after a commit"
-            yield Holds(before.state in _LEAVING, text)
-        if isinstance(move.event, Drain):
-            yield Holds(before.epoch is None, f"{move.peer} left at the word of a drain")
+        if on_purpose:
+            text = f"{move.peer} left on purpose in state {source}, not after a commit"
+            yield Holds(source in _OUTSIDE, text)
     if record is None:
         return
     yield Know(("record", record.n), record)
@@ -458,10 +461,11 @@ def _stayed(members: frozenset[Peer], commit: Record, after: Record) -> set[Peer
 
 @invariant
 def decided(move: Move) -> Iterator[Claim]:
-    """10: nobody leaves in doubt."""
+    """10: nobody leaves in doubt, but who is replaced by a newer process of the same identity."""
     if move.entered("EXIT"):
         before = move.before
+        fenced = any(isinstance(e, Finish) and e.error == "Fenced" for e in move.out.effects)
         yield Holds(
-            before.vote is None or before.state in _COMMITTING,
+            before.vote is None or before.state in _COMMITTING or fenced,
             f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",
         )

@@ -126,6 +126,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         cursor=held.cursor,
         batches=held.batches,
         head=s.head.n if s.head else 0,
+        unwinding=not s.restored,
     )
 
 
@@ -147,13 +148,16 @@ def _group_order(name: str) -> tuple[int, str]:
 
 
 def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
-    """Groups that could be in the next epoch: every rank alive, stopped or waiting to join."""
+    """Groups that could be in the next epoch: every rank alive, stopped or waiting to join.
+
+    Whose main thread is stuck since an earlier rollback could not take part.
+    """
     gone = s.dead | s.suspected
     members_stopped = {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) >= s.token}
     present = (s.joining | members_stopped) - gone
     by_group: dict[str, list[Hello]] = {}
     for (group, _), h in sorted(s.hellos.items()):
-        if h.world == c.world and h.peer in present:
+        if h.world == c.world and h.peer in present and not h.unwinding:
             by_group.setdefault(group, []).append(h)
     return [
         ranks

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from fft.errors import FftError
 
-MAX_MESSAGE = 64 * 1024
+MAX_MESSAGE = 1024 * 1024
 """Bytes; a longer message is refused unread."""
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
@@ -29,9 +29,9 @@ Count = Annotated[int, Field(ge=0)]
 class Peer(NamedTuple):
     """A participant: one training process."""
 
-    group: str
-    rank: int
-    inc: int
+    group: Name
+    rank: Count
+    inc: Count
 
     def __str__(self) -> str:
         return f"{self.group}/{self.rank}#{self.inc}"
@@ -86,6 +86,8 @@ class Hello:
     batches: Count
     head: Count = 0
     """Number of the newest register record it knows; 0: none."""
+    unwinding: bool = False
+    """Its main thread has not come back since the rollback before this one."""
 
 
 @dataclass(frozen=True, config=_CONFIG)

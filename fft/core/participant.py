@@ -61,7 +61,10 @@ class Step:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one event did. ``verdict`` other than ``row`` means that nothing changed."""
+    """What one event did. ``verdict`` other than ``row`` means that nothing changed.
+
+    ``reason``: of such a verdict; with ``row``: a deferred event, tried again, was a protocol error.
+    """
 
     verdict: Literal["row", "ignored", "deferred", "fenced", "known", "refused"]
     reason: str = ""
@@ -128,6 +131,8 @@ class Participant:
                 again = self._handle_one(s, event, now)
                 if again.verdict == "deferred":
                     s.deferred = (*s.deferred, event)
+                elif again.verdict == "refused":
+                    out.reason = f"a deferred {event.type} was refused: {again.reason}"
                 out.steps += again.steps
                 out.effects += again.effects
 
@@ -143,12 +148,13 @@ class Participant:
                 return Outcome("deferred", reason)
             case "refuse":
                 return Outcome("refused", reason)
-        out = Outcome("row")
+        out, before = Outcome("row"), (s.timers, s.bus_down)
         if isinstance(event, Timer):
             s.timers = {n: serial for n, serial in s.timers.items() if n != event.name}
         elif isinstance(event, (BusMessage, Ballot)):
             s.bus_down = False  # whatever it says, the bus has spoken
         if not self._take_row(s, out, event, name, now):
+            s.timers, s.bus_down = before
             return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
         for _ in range(_MAX_CHAIN):
             if not self._take_row(s, out, event, EXIT, now):

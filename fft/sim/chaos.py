@@ -137,7 +137,8 @@ class Chaos:
 
     def _drain(self) -> bool:
         group = self._live_group()
-        if group is None or self._spared(group):
+        # A rank that is still coming up would not hear of it, and be left behind alone.
+        if group is None or not group.whole or self._spared(group):
             return False
         group.drain(by_signal=self._world.rng.random() < 0.5)
         return True

@@ -1,10 +1,10 @@
 """``fft check``: every reachable state of a model within its bounds, breadth first.
 
-Pure. Three kinds of properties: *always* (the invariants, and that no event is refused) hold at
-every step; *sometimes* (every row of the table, every kind of fault, what users wait for) happens in
-some run; *eventually*: from every state, faults over, everyone decides and the job goes on. The last
-is decided on the whole graph: a state from which no sequence of free steps leads to a settled state
-is a violation. A counterexample is the shortest there is.
+Pure. Three kinds of properties. *Always*: the invariants, and that no event is refused, hold at
+every step. *Sometimes*: every row of the table, every kind of fault and what users wait for happen in
+some run. *Eventually*: from every state, faults over, everyone decides and the job goes on; decided
+on the whole graph, where a state from which no sequence of free steps leads to a settled state is a
+violation. A counterexample is the shortest there is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from fft.core.local import Local
 from fft.core.participant import Participant
 from fft.sim.intern import thaw
 from fft.sim.model import REAL, Model, Scope, State, Step, World
+from fft.sim.narrate import narrate as narrate
 from fft.spec import FsmSpec, Row
 
 Progress = Callable[[int, int, int], None]
@@ -84,7 +85,8 @@ class Search:
         try:
             self._find(self.model.initial(), -1)
             broken = self._expand_all(progress)
-            if broken is None and result.complete:
+            only = self.model.only
+            if broken is None and result.complete and (not only or "eventually" in only):
                 broken = self._stuck()
             result.violation = broken
         finally:
@@ -130,13 +132,25 @@ class Search:
             if step.checks:
                 self._weighed[step.checks] += 1
             if step.broken is not None and self._counts(step):
-                name, text = step.broken
-                return Violation(name, text, [*self._path(at), (step.who, step.what)])
+                return self._violation(at, step.what, step.broken[0])
             to = self._find(canonical(step.state), at)
             if step.free:
                 self._free_from.append(at)
                 self._free_to.append(to)
         return None
+
+    def _violation(self, at: int, what: str, name: str) -> Violation:
+        """The step from a state that breaks a property, under the names that the run has there."""
+        path = list(self._path(at))
+        state = self.model.initial()
+        for who, done in path:
+            state = next(
+                s.state for s in self.model.steps(state) if (s.who, s.what) == (who, done)
+            )
+        for step in self.model.steps(state):
+            if step.what == what and step.broken is not None and step.broken[0] == name:
+                return Violation(name, step.broken[1], [*path, (step.who, what)])
+        raise AssertionError("the step that breaks a property cannot be taken again")
 
     def _counts(self, step: Step) -> bool:
         """A bus that lost its memory leaves participants in doubt: the one way to end so."""
@@ -237,7 +251,7 @@ def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
         return False
     if not inside:
         return not _can_go_on(scope, shared, views)
-    return bool(shared.head.step >= scope.commits)
+    return all(s.step >= scope.commits for _, s in inside)
 
 
 def _waits(views: list[tuple[int, Local]]) -> bool:
@@ -279,51 +293,8 @@ def search(
     world: World = REAL,
     limit: int | None = None,
     progress: Progress | None = None,
+    only: Collection[str] = (),
 ) -> tuple[Search, Result]:
-    """Check one scope of a spec."""
-    made = Search(Model(spec, scope, participant, world), limit)
+    """Check one scope of a spec. ``only``: names of the properties to evaluate; () for all."""
+    made = Search(Model(spec, scope, participant, world, only), limit)
     return made, made.run(progress)
-
-
-def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
-    """The run of a path, a line a step: who does what, and what changes."""
-    state = model.initial()
-    for number, (who, what) in enumerate(path, 1):
-        step = next(s for s in model.steps(state) if (s.who, s.what) == (who, what))
-        yield f"{number:3}. {_line(model, state, step)}"
-        state = step.state
-
-
-def _line(model: Model, state: State, step: Step) -> str:
-    if step.who < 0:
-        return step.what
-    before, after = model.node(state, step.who), model.node(step.state, step.who)
-    name, what = model.peer(step.who, after.inc), step.what
-    if what.startswith(("hears", "never")) and before.inbox:
-        event = model.events[before.inbox[1 if " 1" in what else 0]]
-        what = f"{what.split()[0] if 'never' not in what else what[:-2]} {_say(event)}"
-    elif what.startswith(("does", "fails at")) and before.pending:
-        what = f"{what} {_say(model.effects[before.pending[0]])}"
-    moved = ""
-    if before.local >= 0 and after.local >= 0:
-        was, now = thaw(model.locals[before.local]), thaw(model.locals[after.local])
-        if was.state != now.state:
-            moved = f"   {was.state} → {now.state}"
-        if was.token != now.token:
-            moved += f" {tuple(now.token)}"
-    elif before.local >= 0:
-        moved = "   → out"
-    return f"{name} {what}{moved}"
-
-
-def _say(thing: Any) -> str:
-    """A message or effect in few words."""
-    message = getattr(thing, "message", thing)
-    record = getattr(message, "record", None) or getattr(message, "proposal", None)
-    kind = getattr(message, "type", "")
-    if record is not None:
-        return f"{record.kind} {record.epoch}.{record.txn} by {record.by}"
-    who = getattr(message, "peer", None) or getattr(getattr(message, "hello", None), "peer", "")
-    if kind:
-        return f"{kind} of {who}" if who else kind
-    return ""

@@ -253,11 +253,10 @@ class Cluster:
         return self.bus_up
 
     def _decide(self, node: Node, after: Record | None, proposal: Record) -> None:
-        won = self.head == after
-        if won:
+        if self.head == after:
             self.head = proposal
             self.history.append(proposal)
-        self.post(node, Decision(self.head, won))
+        self.post(node, Decision(self.head, won=self.head == proposal))
 
     def _heal(self, node: Node, effect: Heal) -> None:
         node.heals.append(effect)

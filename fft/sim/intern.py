@@ -112,8 +112,9 @@ class Renamer:
         return value
 
     def _record(self, value: Any) -> Any:
-        changes = {}
-        for name in _fields(type(value)):
+        changes: dict[str, Any] = {}
+        kind: type = type(value)
+        for name in _fields(kind):
             old = getattr(value, name)
             if (new := self(old)) != old:
                 changes[name] = new

@@ -11,7 +11,7 @@ may fire early as a fault, or when nothing else can happen.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
@@ -70,6 +70,7 @@ KINDS = (
     "crash",  # a process ends; a monitor tells
     "silent",  # a process ends; nobody tells
     "restart",  # an ended group comes back as new incarnations
+    "twin",  # group A is started a second time while the first one lives
     "drain",  # a group is asked to leave
     "early",  # a timer fires before its time: false suspicion
     "lose",  # a message never reaches one listener
@@ -125,6 +126,8 @@ class World:
     """``compare_set`` compares."""
     generations: bool = True
     """A bus that lost its memory is recognised and never used again."""
+    attempts: bool = True
+    """Every attempt at a step has a ballot of its own."""
 
 
 REAL = World()
@@ -220,6 +223,7 @@ class Model:
 
     Args:
         participant: the class that runs the core; planted bugs are subclasses.
+        only: names of the properties to evaluate, ``protocol`` among them; by default all.
     """
 
     def __init__(
@@ -228,10 +232,14 @@ class Model:
         scope: Scope,
         participant: type[Participant] = Participant,
         world: World = REAL,
+        only: Collection[str] = (),
     ) -> None:
-        self.spec, self.scope, self.world = spec, scope, world
+        self.spec, self.scope, self.world, self.only = spec, scope, world, only
         self._class, self._table = participant, Table(spec)
-        self.size = scope.groups * scope.ranks
+        self.places = scope.groups * scope.ranks
+        twin = dict(scope.budget).get("twin", 0) > 0
+        self.size = self.places + (scope.ranks if twin else 0)
+        """Places, and those of a twin of group A behind them."""
         self.nodes: Interner[Node] = Interner()
         self.shared: Interner[Shared] = Interner()
         self.budgets: Interner[tuple[int, ...]] = Interner()
@@ -255,14 +263,14 @@ class Model:
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: scope.groups]
         # Lineages of unlike starts have the groups' names mixed in: no symmetry to fold.
-        turns = list(permutations(names))[1:] if scope.alike else []
+        turns = list(permutations(names))[1:] if scope.alike and not twin else []
         self._turned = [_Turned(self, dict(zip(names, p, strict=True))) for p in turns]
 
     # --- participants ---
 
     def peer(self, who: int, inc: int) -> Peer:
         """The participant at an index."""
-        return Peer(GROUPS[who // self.scope.ranks], who % self.scope.ranks, inc)
+        return Peer(GROUPS[who % self.places // self.scope.ranks], who % self.scope.ranks, inc)
 
     def participant(self, who: int, inc: int) -> Participant:
         """Its core."""
@@ -296,7 +304,7 @@ class Model:
         state = self._fresh()
         if not self.scope.formed:
             return state
-        while any((self.node(state, i).task or ("",))[0] != "txn" for i in range(self.size)):
+        while any((self.node(state, i).task or ("",))[0] != "txn" for i in range(self.places)):
             steps = self.steps(state, faults=False)
             step = next((s for s in steps if s.what != "body ends"), None)
             if step is None or step.broken:
@@ -307,9 +315,9 @@ class Model:
     def _fresh(self) -> State:
         left = dict(self.scope.budget)
         budget = (self.scope.faults, *(left.get(kind, 0) for kind in KINDS))
-        nodes = [self._born(i, 1) for i in range(self.size)]
-        shared = Shared()
-        for i, node in enumerate(nodes):
+        nodes = [self._born(i, 1) for i in range(self.places)] + [Node(0)] * self.scope.ranks
+        nodes, shared = nodes[: self.size], Shared()
+        for i, node in enumerate(nodes[: self.places]):
             turn = _Turn(node, shared)
             self._handle(turn, i, self.events.id(Start()))
             nodes[i], shared = turn.node, turn.shared
@@ -454,21 +462,30 @@ class Model:
 
     def _restarts(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
         """A whole group comes back; what is left of it ends before."""
-        if not left[1 + KINDS.index("restart")]:
-            return
-        for first in range(0, self.size, self.scope.ranks):
-            ranks = range(first, first + self.scope.ranks)
-            nodes = [self.nodes[state[r]] for r in ranks]
-            if all(n.local >= 0 for n in nodes):
-                continue
-            inc = max(n.inc for n in nodes) + 1
-            after = list(state)
-            for r in ranks:
-                turn = _Turn(self._born(r, inc), self.shared[state[self.size]])
-                self._handle(turn, r, self.events.id(Start()))
-                after[r] = self.nodes.id(turn.node)
-            act = Act("comes back", "restart", after[first])
-            yield self._close(first, act, tuple(after))
+        if left[1 + KINDS.index("restart")]:
+            for first in range(0, self.places, self.scope.ranks):
+                if not self._is_whole(state, first):
+                    yield self._start(state, first, "comes back", "restart")
+        if left[1 + KINDS.index("twin")] and self._is_whole(state, 0):
+            ends = all(self.node(state, who).local < 0 for who in range(self.places, self.size))
+            if ends:
+                yield self._start(state, self.places, "is started twice", "twin")
+
+    def _is_whole(self, state: State, first: int) -> bool:
+        return all(self.node(state, first + r).local >= 0 for r in range(self.scope.ranks))
+
+    def _start(self, state: State, first: int, what: str, cost: str) -> Step:
+        """All ranks of a group start, as the newest incarnations of their identities."""
+        ranks, after = self.scope.ranks, list(state)
+        same = [
+            i for i in range(self.size) if i % self.places // ranks == first % self.places // ranks
+        ]
+        inc = max(self.node(state, i).inc for i in same) + 1
+        for who in range(first, first + ranks):
+            turn = _Turn(self._born(who, inc), self.shared[state[self.size]])
+            self._handle(turn, who, self.events.id(Start()))
+            after[who] = self.nodes.id(turn.node)
+        return self._close(first, Act(what, cost, after[first]), tuple(after))
 
     def _close(self, who: int, act: Act, state: State) -> Step:
         """The state that an act leads to."""
@@ -514,7 +531,7 @@ class Model:
         if found is None:
             found = self._handled[key] = self._compute(*key)
         turn.claims.append(found.claims)
-        if found.refused and turn.broken is None:
+        if found.refused and turn.broken is None and (not self.only or "protocol" in self.only):
             turn.broken = ("protocol", found.refused)
         aged = node.aged & found.kept if node.aged else node.aged
         pending = node.pending + found.effects
@@ -531,10 +548,13 @@ class Model:
             out, kept = Outcome("refused", text), frozenset(before.timers)
             return _Handled(local, (), self.claims.id(()), text, out, kept)
         self.rows.update(id(step.row) for step in out.steps)
-        refused = out.reason if out.verdict == "refused" else ""
+        refused = out.reason if out.verdict in ("refused", "row") else ""
         move = Move(participant.config.me, before, happened, after, out)
         claims = tuple(
-            (name, claim) for name, function in INVARIANTS.items() for claim in function(move)
+            (name, claim)
+            for name, function in INVARIANTS.items()
+            if not self.only or name in self.only
+            for claim in function(move)
         )
         effects = tuple(self.effects.id(_bare(e)) for e in out.effects if _matters(e))
         kept = frozenset(n for n, serial in after.timers.items() if serial <= before.timer_serial)
@@ -594,17 +614,19 @@ class Model:
             case ReadHead():
                 return Decision(shared.head)
             case Decide(after=after, proposal=proposal):
-                won = shared.head == after or not self.world.write_once
-                if won:
+                if shared.head == after or not self.world.write_once:
                     turn.shared = shared._replace(head=proposal)
                 head = turn.shared.head
-                return None if head is None else Decision(head, won)
+                return None if head is None else Decision(head, won=head == proposal)
             case CastVote(token=token, vote=vote, voters=voters):
                 ballots = dict(shared.ballots)
-                cast = {v.peer: v for v in ballots.get(token, ())} | {vote.peer: vote}
-                ballots[token] = tuple(cast[p] for p in sorted(cast))
+                slot = token
+                if not self.world.attempts and shared.head is not None:
+                    slot = Token(_NEVER, shared.head.step)
+                cast = {v.peer: v for v in ballots.get(slot, ())} | {vote.peer: vote}
+                ballots[slot] = tuple(cast[p] for p in sorted(cast))
                 turn.shared = shared._replace(ballots=tuple(sorted(ballots.items())))
-                return Ballot(token, ballots[token]) if len(cast) >= voters else None
+                return Ballot(token, ballots[slot]) if len(cast) >= voters else None
         return None
 
     # --- facts ---
@@ -873,9 +895,9 @@ class _Here:
         idle, bits, digest, ready = self.node._replace(task=None), self.node.bits, None, True
         gone = self._lost_member(nodes)
         if source is not None:
-            peer = nodes[source]
-            at = self.model.local_epoch(peer)
-            ready, gone = at == epoch, gone or peer.local < 0 or at > epoch
+            peer = self._newest(nodes, source)
+            at, serves = self.model.local_epoch(peer), self._serves(peer)
+            ready, gone = at == epoch and serves, gone or at > epoch or not serves
             if ready:
                 assert peer.bits is not None
                 bits = bits.fetched(peer.bits)
@@ -890,15 +912,28 @@ class _Here:
             cost = None if gone else "heal"
             yield self.event("fails to heal", idle._replace(bits=bits), failed, cost)
 
+    def _serves(self, source: Node) -> bool:
+        """Whether the source lives and holds the state that my epoch begins with."""
+        mine = thaw(self.model.locals[self.node.local]).epoch
+        held = "" if source.local < 0 else thaw(self.model.locals[source.local]).lineage
+        return mine is not None and held == mine.lineage
+
     def _lost_member(self, nodes: list[Node]) -> bool:
         """Whether a member of my epoch is no longer there, or somewhere else."""
         epoch = self.model.local_epoch(self.node)
         for peer in member_peers(thaw(self.model.locals[self.node.local])):
-            other = nodes[GROUPS.index(peer.group) * self.model.scope.ranks + peer.rank]
+            other = self._newest(
+                nodes, GROUPS.index(peer.group) * self.model.scope.ranks + peer.rank
+            )
             gone = other.local < 0 or other.inc != peer.inc
             if gone or self.model.local_epoch(other) > epoch:
                 return True
         return False
+
+    def _newest(self, nodes: list[Node], at: int) -> Node:
+        """The process in a place, or its twin if that is the one that lives."""
+        twin = nodes[self.model.places + at] if self.model.places + at < len(nodes) else nodes[at]
+        return max(nodes[at], twin, key=lambda node: (node.local >= 0, node.inc))
 
     # --- faults ---
 

@@ -442,6 +442,9 @@ class World:
         self.hopeless = not can
         step = self._step()
         while self.clock.now < deadline:
+            if can and self._drained_away():
+                can = False
+                self.hopeless = True
             if can:
                 self._mend_groups()
                 if self._step() >= step + 2 and self._is_well():
@@ -455,6 +458,16 @@ class World:
             f"{what} {self.clock.now - begun:.0f} s after the last fault: {self._where()}",
         )
         return None
+
+    def _drained_away(self) -> bool:
+        """Whether the state is gone because all who held it had been asked to leave, and left."""
+        head = self.bus.head
+        left = [p for p in self.processes.values() if p.code == 0]
+        return (
+            head is not None
+            and not self.holds_state()
+            and any(p.local.lineage == head.lineage for p in left)
+        )
 
     def _mend_groups(self) -> None:
         """Whatever is not whole by now is replaced by the operator."""

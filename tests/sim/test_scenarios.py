@@ -1,0 +1,265 @@
+"""Scenario files: each runs as it says; the format refuses what it cannot mean; counterexamples.
+
+``pytest tests/sim/test_scenarios.py --rewrite`` writes the output of ``tests/scenarios`` anew.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fft.core.invariants import INVARIANTS
+from fft.sim.checker import Search, narrate
+from fft.sim.model import KINDS, Model, Scope, World
+from fft.sim.mutants import MUTANTS
+from fft.sim.scenario import (
+    ScenarioError,
+    check_scenario,
+    read_scenario,
+    rewrite_scenario,
+    run_scenario,
+    save_counterexample,
+)
+from fft.spec import find_spec, load_spec, parse_spec
+
+FOLDER = Path(__file__).parent.parent / "scenarios"
+FILES = sorted(FOLDER.glob("*.txt"))
+TEXT = find_spec("hsdp").read_text(encoding="utf-8")
+LEFT_OVER = (", abort_groups, restore]", ", abort_groups]")
+"""A planted bug: who rolls back does not wait for its main thread."""
+
+
+def scenario(
+    folder: Path, *commands: str, title: str = "t", output: str = "", **header: str
+) -> Path:
+    lines = [f"title: {title}"] if title else []
+    lines += [f"{key}: {value}" for key, value in header.items()]
+    path = folder / "made.txt"
+    path.write_text("\n".join([*lines, "", *commands, "----", output]), encoding="utf-8")
+    return path
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_scenario_runs_as_it_says(path: Path, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--rewrite", default=False):
+        rewrite_scenario(path)
+    check_scenario(path)
+
+
+def test_every_row_of_the_fault_table_has_its_scenario() -> None:
+    """What DESIGN.md says of faults, and the files that show it."""
+    shown = {
+        "exception in the body": "exception_in_the_body",
+        "collective fails on one side": "collective_fails_on_one_side",
+        "fault after the vote": "fault_after_the_vote",
+        "`optimizer.step()` fails after COMMIT": "optimizer_fails_after_commit",
+        "rank or group killed": "group_killed_before_its_vote",
+        "one rank of a group killed": "one_rank_of_a_group_killed",
+        "false suspicion": "false_suspicion_nothing_lost",
+        "decision message lost": "decision_lost_commit",
+        "second process with one identity": "second_process_of_one_identity",
+        "bus gone": "bus_comes_back_empty",
+        "repeated rollbacks without a commit": "repeated_rollbacks_pause",
+    }
+    design = (FOLDER.parent.parent / "DESIGN.md").read_text(encoding="utf-8")
+    table = design.partition("## 6. Faults")[2].partition("\n## ")[0]
+    rows = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")}
+    assert rows - {"fault"} == set(shown)
+    assert {f"{name}.txt" for name in shown.values()} <= {path.name for path in FILES}
+
+
+def test_every_kind_of_fault_happens_in_some_file() -> None:
+    said = {
+        "fault": "raises",
+        "no": "body ends with NO",
+        "skip": "reduces nothing",
+        "torn": "applies half",
+        "heal": "fails to heal",
+        "crash": "ends (crash)",
+        "silent": "ends (silent)",
+        "restart": "comes back",
+        "twin": "is started twice",
+        "drain": "is asked to leave",
+        "early": " early",
+        "lose": "never hears",
+        "twice": "will once more",
+        "swap": "before what was said earlier",
+        "lapse": "in vain",
+        "outage": "bus away",
+        "forget": "bus forgets",
+    }
+    assert set(said) == set(KINDS)
+    written = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
+    assert not [kind for kind, text in said.items() if text not in written]
+
+
+# --- the format -----------------------------------------------------------------------------------
+
+
+def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
+    path = scenario(tmp_path, "# a note", "A/0 raises", output="nothing\n")
+    with pytest.raises(ScenarioError, match=r"-nothing\n\+A/0 raises: NORMAL → ROLLBACK_REQ"):
+        check_scenario(path)
+    assert rewrite_scenario(path)
+    check_scenario(path)
+    assert not rewrite_scenario(path)
+    assert path.read_text(encoding="utf-8").startswith(
+        "title: t\n\n# a note\nA/0 raises\n----\nA/0 "
+    )
+
+
+@pytest.mark.parametrize(
+    ("commands", "says"),
+    [
+        (
+            ["A/0 raises", "A/0 jumps"],
+            r"made.txt:4: 'A/0 jumps' cannot happen here; what can: .*A/0",
+        ),
+        (["A/0 applies"], r":3: 'A/0 applies' cannot happen.*A/0 body ends, .*bus away"),
+        (["jump"], r":3: unknown command 'jump'; the docstring of fft/sim/scenario.py"),
+        (["Z/0 raises"], r":3: who is 'Z/0'\? A, A/0, A/0#2 or all"),
+        (["C/0 raises"], r":3: there is no live C/0"),
+        (["hears all", "A/0 hears"], r":4: 'A/0 hears' cannot happen"),
+        (
+            ["A/0 raises", "A/0 does all", "B/0 hears commit"],
+            r":5: B/0 would hear something else: abo",
+        ),
+        (
+            ["A/0 body ends", "A/0 does", "expect register commit"],
+            r":5: .* does not hold:\nA/0 PREP",
+        ),
+        (
+            ["expect A/0 NORMAL step 1"],
+            r":3: 'expect A/0 NORMAL step 1' does not hold:\nA/0 NORMAL",
+        ),
+        (["expect A/0 flies"], r":3: a condition knows no 'flies'"),
+        (["expect"], r":3: a condition says what must hold"),
+        (["until A/0 step 9"], r":3: 'until A/0 step 9' (is never reached|does not end within)"),
+        (["time passes"], r":3: no time passes while something else can happen"),
+        (["A is started twice", "A/0 does"], r":4: which A/0\? A/0#1, A/0#2"),
+        (["A/0 raises", ""], r":4: commands end with a line `----`"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_its_place(
+    tmp_path: Path, commands: list[str], says: str
+) -> None:
+    with pytest.raises(ScenarioError, match=says):
+        run_scenario(scenario(tmp_path, *commands))
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"title": ""}, ":1: no title"),
+        ({"colour": "red"}, ":2: not a header line; they are `key: value`: title, spec"),
+        ({"groups": "two"}, ":1: groups: 'two' is no number"),
+        ({"formed": "maybe"}, ":1: formed: yes or no, not 'maybe'"),
+        ({"spec": "nowhere.yaml"}, ":1: .*nowhere.yaml"),
+        ({"world": "flat"}, ":1: world: no switch 'flat'; there are write_once"),
+        ({"expect": "agreement"}, "should leave agreement, but it leaves ok"),
+        ({"expect": "eventually"}, "eventually: from here on everything can still settle"),
+    ],
+)
+def test_bad_headers_are_refused(tmp_path: Path, header: dict[str, str], says: str) -> None:
+    with pytest.raises(ScenarioError, match=says):
+        run_scenario(scenario(tmp_path, "A/0 raises", **header))
+
+
+def test_a_block_without_its_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cut.txt"
+    path.write_text("title: t\n\nA/0 raises\n", encoding="utf-8")
+    with pytest.raises(ScenarioError, match=r"cut.txt:3: the last commands lack their line `----`"):
+        read_scenario(path)
+
+
+# --- counterexamples ------------------------------------------------------------------------------
+
+
+def found(model: Model, limit: int = 60_000) -> Search:
+    search = Search(model, limit)
+    search.run()
+    assert search.result.violation is not None
+    return search
+
+
+def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Path) -> None:
+    (tmp_path / "torn.yaml").write_text(TEXT.replace(*LEFT_OVER), encoding="utf-8")
+    spec = parse_spec(TEXT.replace(*LEFT_OVER), "torn.yaml")
+    search = found(Model(spec, Scope("one fault", faults=1, budget=(("fault", 1),))))
+    violation = search.result.violation
+    assert violation is not None
+    path = tmp_path / "found.txt"
+    save_counterexample(search, violation, path, spec="torn.yaml")
+    written = path.read_text(encoding="utf-8")
+    assert f"expect: {violation.name}\n" in written
+    assert f"BROKEN {violation.name}: " in written
+    check_scenario(path)
+    assert len(list(narrate(search.model, violation.path))) == len(violation.path)
+    path.write_text(written.replace(f"expect: {violation.name}", "expect: ok"), encoding="utf-8")
+    with pytest.raises(ScenarioError, match=f"should leave ok, but it leaves {violation.name}: "):
+        run_scenario(path)
+    path.write_text(written.replace("\nstate\n", "\nsettle\n"), encoding="utf-8")
+    with pytest.raises(ScenarioError, match=f"{violation.name} is broken: nothing can come after"):
+        run_scenario(path)
+    (tmp_path / "torn.yaml").write_text(TEXT, encoding="utf-8")
+    path.write_text(written.replace("torn.yaml", "hsdp"), encoding="utf-8")
+    with pytest.raises(ScenarioError, match=r"found.txt:\d+: "):
+        run_scenario(path)
+
+
+def test_a_counterexample_names_the_bus_that_it_needs(tmp_path: Path) -> None:
+    scope = Scope("from the start", faults=0, formed=False)
+    search = found(Model(load_spec("hsdp"), scope, world=World(write_once=False)))
+    violation = search.result.violation
+    assert violation is not None
+    path = tmp_path / "bus.txt"
+    save_counterexample(search, violation, path)
+    written = path.read_text(encoding="utf-8")
+    assert "world: write_once\n" in written
+    assert re.search(rf"BROKEN {violation.name}: ", written)
+    check_scenario(path)
+
+
+def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
+    """Nobody asks the register: who never hears of the decision stays in doubt."""
+    before, prepared, after = TEXT.partition("  PREPARED:\n")
+    asks = "timer.vote_window:\n        - {effects: [propose_abort, rearm]}"
+    assert asks in after.partition("  COMMIT:\n")[0]
+    deaf = before + prepared + after.replace("[propose_abort, rearm]", "[rearm]", 1)
+    (tmp_path / "deaf.yaml").write_text(deaf, encoding="utf-8")
+    scope = Scope("one loss", commits=1, faults=1, budget=(("lose", 1),))
+    search = found(Model(parse_spec(deaf, "deaf.yaml"), scope))
+    violation = search.result.violation
+    assert violation is not None and violation.name == "eventually"
+    path = tmp_path / "stuck.txt"
+    save_counterexample(search, violation, path, spec="deaf.yaml")
+    check_scenario(path)
+    (tmp_path / "mended").mkdir()
+    mended = tmp_path / "mended" / "stuck.txt"
+    (tmp_path / "mended" / "deaf.yaml").write_text(TEXT, encoding="utf-8")
+    mended.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(ScenarioError, match="eventually: from here on everything can still settle"):
+        run_scenario(mended)
+
+
+def test_a_counterexample_names_its_mutant(tmp_path: Path) -> None:
+    """A bug in the core is no file: the scenario names it among the planted ones."""
+    mutant = next(
+        m for m in MUTANTS if m.place == "core" and m.expected in INVARIANTS and m.scope.groups == 2
+    )
+    search = found(Model(mutant.spec, mutant.scope, mutant.participant, mutant.world))
+    violation = search.result.violation
+    assert violation is not None
+    path = tmp_path / "mutant.txt"
+    save_counterexample(search, violation, path, mutant=mutant.name)
+    check_scenario(path)
+    with pytest.raises(ScenarioError):
+        save_counterexample(search, violation, path)
+    path.write_text("title: t\nmutant: nobody\n\nsettle\n----\n", encoding="utf-8")
+    with pytest.raises(ScenarioError, match=f":1: no mutant 'nobody'; there are .*{mutant.name}"):
+        run_scenario(path)
