@@ -12,15 +12,17 @@ STAMP := $(VENV)/.installed
 TRACES := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
+SEEDS ?= 2000
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check prove clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make test    run the tests"
 	@echo "make check   format, lint, types, import contract"
+	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"
 
@@ -51,6 +53,14 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The two teaching specs must be found splitting: their checks have to fail.
+prove: setup
+	$(BIN)/fft check hsdp
+	@code=0; $(BIN)/fft check local_commit --property agreement --scope processes || code=$$?; test $$code = 1
+	@code=0; $(BIN)/fft check plain_votes --property agreement --scope messages || code=$$?; test $$code = 1
+	$(BIN)/fft mutants
+	$(BIN)/fft simulate --seeds $(SEEDS) --first $$(date +%y%m%d%H%M)0
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs

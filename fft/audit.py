@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fft.core.invariants import Finding, History, Move, judge
+from fft.core.liveset import judge_live_sets
 from fft.core.local import Config
 from fft.core.messages import Peer, Token, UnreadableMessage, event_from_json
 from fft.core.participant import Participant
@@ -151,7 +152,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
     for trace in traces:
         whole.expect(trace.damage is None, trace.damage or "", trace.path.name)
         _replay(trace, replayed, history)
-    findings = [whole, replayed, *judge(history)]
+    findings = [whole, replayed, *judge(history), judge_live_sets(history)]
     records = [record for record, _ in history.records().values()]
     healed = (getattr(m.event, "bytes", 0) for m in history.all() if m.event.type == "healed")
     return AuditReport(

@@ -53,6 +53,13 @@ def _plain_errors() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width; 80 columns would fold every cell
+        console.width = 130
+    return console
+
+
 def _calm_lighthouse() -> None:
     """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
     os.environ.setdefault("RUST_LOG", "error")
@@ -165,10 +172,7 @@ def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]
     from fft.report import fault_table
 
     with _plain_errors():
-        console = Console()
-        if not console.is_terminal:  # a pipe has no width; 80 columns would fold every cell
-            console.width = 130
-        console.print(fault_table(directory))
+        _console().print(fault_table(directory))
 
 
 @app.command()
@@ -193,10 +197,47 @@ def simulate(
     from fft.sim.batch import simulate as run_seeds
 
     with _plain_errors():
-        console = Console()
-        if not console.is_terminal:  # a pipe has no width; 80 columns would fold every cell
-            console.width = 130
-        good = run_seeds(spec, seeds, first, jobs, seed, trace_dir, console)
+        good = run_seeds(spec, seeds, first, jobs, seed, trace_dir, _console())
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def check(
+    spec: Annotated[str, _SPEC],
+    deep: Annotated[bool, typer.Option("--deep", help="Wider bounds; takes half an hour.")] = False,
+    scope: Annotated[
+        list[str] | None, typer.Option(help="Only this scope; may be given several times.")
+    ] = None,
+    property_: Annotated[
+        list[str] | None,
+        typer.Option("--property", help="Only this invariant; may be given several times."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="States for each scope at most.")] = None,
+    save: Annotated[
+        Path, typer.Option(help="Folder for counterexamples, as scenario files.")
+    ] = Path("runs/check"),
+) -> None:
+    """Search every state of a spec within bounds; exit 1 on a violation."""
+    from fft.sim.prove import Choice
+    from fft.sim.prove import check as search
+
+    choice = Choice(deep, tuple(scope or ()), tuple(property_ or ()), limit, save)
+    with _plain_errors():
+        good = search(spec, choice, _console())
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def mutants(
+    write: Annotated[
+        Path | None, typer.Option(help="Put the table between the markers of this file.")
+    ] = None,
+) -> None:
+    """Plant known bugs and show which property catches each; exit 1 if one survives."""
+    from fft.sim.prove import mutants as plant
+
+    with _plain_errors():
+        good = plant(write, _console())
     raise typer.Exit(0 if good else 1)
 
 

@@ -19,7 +19,7 @@ from typing import Self
 
 from fft.errors import FftError
 
-MAX_MESSAGE_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 1024 * 1024
 """Longest payload, register value or vote, in bytes."""
 
 MAX_KEY_CHARS = 256

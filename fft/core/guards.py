@@ -260,9 +260,9 @@ def superseded(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def wrote_head(s: Local, c: Config, event: Event) -> bool:
-    """The last decision of the job is mine: it is for me to answer joiners."""
-    return s.head is not None and s.head.by == c.me
+def answers_joiners(s: Local, c: Config, event: Event) -> bool:
+    """The last decision of the job is mine, or that of nobody in my epoch."""
+    return s.head is not None and (s.head.by == c.me or s.head.by not in member_peers(s))
 
 
 @guard

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from fft.core.local import Local, member_peers
 from fft.core.messages import (
@@ -213,6 +213,8 @@ class Judge:
                     self._ask(finding, claim, place)
                 else:
                     self._waiting.append((finding, claim, place))
+            case _:
+                assert_never(claim)
 
     def _ask(self, finding: Finding, claim: Given, place: str) -> None:
         missing = [key for key in claim.keys if key not in self._facts]
@@ -297,6 +299,10 @@ def exactly_once(move: Move) -> Iterator[Claim]:
     """3: a step is applied after its COMMIT, once, and the lineage tells it."""
     if (record := move.record) is not None and record.kind == "commit":
         yield Know(("committed", record.token), record.n)
+    for step in move.out.steps:
+        if step.source in _COMMITTING and step.dest not in (step.source, "EXIT"):
+            text = f"{move.peer} left {step.source} of txn {move.before.token} without applying it"
+            yield Holds(step.event in ("applied", "apply_failed"), text)
     if not _applied(move):
         return
     before, after = move.before, move.after
@@ -440,32 +446,40 @@ def drain(move: Move) -> Iterator[Claim]:
     if record.kind == "epoch":
         members = frozenset(peer for g in record.members for peer in g.peers())
         yield Know(("members", record.epoch), members)
-    if record.kind == "commit" and record.leavers:
-        after = ("record", record.n + 1)
-        text = f"after {record.leavers} left with record {record.n} came a rollback"
-        yield Given((after,), text, lambda after: after.kind == "epoch", needed=False)
+    # Looking back from each record serves those, too, who see moves as they happen.
+    last, n = ("record", record.n - 1), record.n
+    text = f"after participants left with record {n - 1} came a rollback"
+    left_well = record.kind == "epoch"
+    yield Given((last,), text, lambda was: left_well or not _leavers(was), needed=False)
+    if record.kind == "epoch":
         yield Given(
-            (("members", record.epoch), after),
-            f"of {record.leavers}, who left with record {record.n}, some are in the next epoch",
-            lambda members, after: not _stayed(members, record, after),
+            (("members", record.epoch - 1), last),
+            f"some who left with record {n - 1} are in the next epoch",
+            lambda members, was: not _stayed(members, was, record),
             needed=False,
         )
 
 
-def _stayed(members: frozenset[Peer], commit: Record, after: Record) -> set[Peer]:
-    """Participants that left with ``commit`` and are members of the epoch after it."""
-    return {peer for peer in members if peer.group in commit.leavers} & {
-        peer for group in after.members for peer in group.peers()
-    }
+def _leavers(record: Record) -> tuple[str, ...]:
+    return record.leavers if record.kind == "commit" else ()
+
+
+def _stayed(members: frozenset[Peer], last: Record, after: Record) -> set[Peer]:
+    """Participants that left with ``last`` and are members of the epoch after it."""
+    left = {peer for peer in members if peer.group in _leavers(last)}
+    return left & {peer for group in after.members for peer in group.peers()}
 
 
 @invariant
 def decided(move: Move) -> Iterator[Claim]:
-    """10: nobody leaves in doubt, but who is replaced by a newer process of the same identity."""
+    """10: nobody leaves in doubt, but at its user's word or at that of a newer process."""
     if move.entered("EXIT"):
         before = move.before
         fenced = any(isinstance(e, Finish) and e.error == "Fenced" for e in move.out.effects)
         yield Holds(
-            before.vote is None or before.state in _COMMITTING or fenced,
+            before.vote is None
+            or before.state in _COMMITTING
+            or fenced
+            or isinstance(move.event, Stop),
             f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",
         )

@@ -570,7 +570,7 @@ def judge_live_sets(history: History) -> Finding:
 
     Violated if the execution is not valid, and also if it is valid by luck (``unheard``).
     """
-    finding = Finding("live_sets")
+    finding = Finding("barriers")
     try:
         model = _Model(execution_of(history))
         verdict = _decide(model)

@@ -63,7 +63,7 @@ class Step:
 class Outcome:
     """What one event did. ``verdict`` other than ``row`` means that nothing changed.
 
-    ``reason``: of such a verdict; with ``row``: a deferred event, tried again, was a protocol error.
+    ``reason``: of such a verdict; with ``row``: a deferred event, tried again, was refused.
     """
 
     verdict: Literal["row", "ignored", "deferred", "fenced", "known", "refused"]

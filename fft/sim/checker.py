@@ -1,9 +1,9 @@
 """``fft check``: every reachable state of a model within its bounds, breadth first.
 
 Pure. Three kinds of properties. *Always*: the invariants, and that no event is refused, hold at
-every step. *Sometimes*: every row of the table, every kind of fault and what users wait for happen in
-some run. *Eventually*: from every state, faults over, everyone decides and the job goes on; decided
-on the whole graph, where a state from which no sequence of free steps leads to a settled state is a
+every step. *Sometimes*: every row of the table is taken, and what users wait for happens.
+*Eventually*: from every state, faults over, everyone decides and the job goes on; decided on the
+whole graph, where a state from which no sequence of free steps leads to a settled state is a
 violation. A counterexample is the shortest there is.
 """
 
@@ -134,7 +134,7 @@ class Search:
             if step.broken is not None and self._counts(step):
                 return self._violation(at, step.what, step.broken[0])
             to = self._find(canonical(step.state), at)
-            if step.free:
+            if step.free and not self._gives_up(self._order[at], step):
                 self._free_from.append(at)
                 self._free_to.append(to)
         return None
@@ -144,10 +144,9 @@ class Search:
         path = list(self._path(at))
         state = self.model.initial()
         for who, done in path:
-            state = next(
-                s.state for s in self.model.steps(state) if (s.who, s.what) == (who, done)
-            )
-        for step in self.model.steps(state):
+            steps = self.model.steps(state, every=True)
+            state = next(s.state for s in steps if (s.who, s.what) == (who, done))
+        for step in self.model.steps(state, every=True):
             if step.what == what and step.broken is not None and step.broken[0] == name:
                 return Violation(name, step.broken[1], [*path, (step.who, what)])
         raise AssertionError("the step that breaks a property cannot be taken again")
@@ -170,9 +169,21 @@ class Search:
         found = self._sound.get(key)
         if found is None:
             shared = model.shared[state[model.size]]
-            views = [(i, thaw(model.locals[n.local])) for i, n in enumerate(nodes) if n.local >= 0]
-            found = self._sound[key] = _settled(model.scope, shared, views)
+            found = self._sound[key] = _settled(model.scope, shared, self._views(state))
         return found
+
+    def _views(self, state: State) -> list[tuple[int, Local]]:
+        """(index, local state) of those who are there."""
+        model = self.model
+        nodes = [model.nodes[i] for i in state[: model.size]]
+        return [(i, thaw(model.locals[n.local])) for i, n in enumerate(nodes) if n.local >= 0]
+
+    def _gives_up(self, state: State, step: Step) -> bool:
+        """Ending for want of an epoch is no way out while those who live could form one."""
+        if step.what != "timer quorum":
+            return False
+        shared = self.model.shared[state[self.model.size]]
+        return shared.bus == "up" and _can_go_on(self.model.scope, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:
         """The first state from which no free steps lead to a settled one."""
@@ -222,7 +233,8 @@ class Search:
         state = self._order[chain[0]]
         for number in chain[1:]:
             wanted = self._order[number]
-            for step in self.model.steps(state):
+            # Which of several quiet steps comes first depends on the names: look among all.
+            for step in self.model.steps(state, every=True):
                 if not step.broken and self.model.canonical(step.state) == wanted:
                     yield step.who, step.what
                     state = step.state
@@ -244,14 +256,19 @@ def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
     done = all(s.state == "NORMAL" and s.step >= scope.commits for _, s in views)
     if shared.bus != "up":  # out, or with nothing left to ask the bus for
         return shared.bus == "gone" and done
-    inside = [(i, s) for i, s in views if s.epoch is not None]
-    if any(s.state != "NORMAL" for _, s in inside):
+    inside = [s for _, s in views if s.epoch is not None]
+    # Who has nothing left to do within the bounds would learn of a newer record at its next
+    # decision: nobody can be asked to go on without it.
+    unaware = [s for s in inside if _at_bound(scope, s) and s.head != shared.head]
+    if unaware:
+        return all(s.vote is None or s in unaware for _, s in views)
+    if any(s.state != "NORMAL" for s in inside) or not inside:
         return not _can_go_on(scope, shared, views) and _waits(views)
-    if len({s.token for _, s in inside}) > 1:
-        return False
-    if not inside:
-        return not _can_go_on(scope, shared, views)
-    return all(s.step >= scope.commits for _, s in inside)
+    return all(s.step >= scope.commits for s in inside)
+
+
+def _at_bound(scope: Scope, s: Local) -> bool:
+    return s.state == "NORMAL" and s.step >= scope.commits
 
 
 def _waits(views: list[tuple[int, Local]]) -> bool:

@@ -51,6 +51,7 @@ from fft.core.messages import (
     Restored,
     Start,
     StartTxn,
+    Stop,
     Timer,
     Token,
     Vote,
@@ -64,7 +65,7 @@ from fft.spec import FsmSpec
 KINDS = (
     "fault",  # the body raises, before or after its vote
     "no",  # the body ends with a NO
-    "skip",  # the body took part in no reduction and says YES
+    "skip",  # the body took part in no reduction, or in more than its peers, and says YES
     "torn",  # the optimizer step fails half way
     "heal",  # rebuilding groups or fetching state fails, though everybody lives
     "crash",  # a process ends; a monitor tells
@@ -78,6 +79,7 @@ KINDS = (
     "swap",  # two messages reach one listener in the other order
     "lapse",  # one operation on the bus fails; whether it took effect is unknown
     "outage",  # the bus is out of reach for a while
+    "quit",  # the user shuts a manager down
     "forget",  # the bus ends and comes back empty
 )
 """Faults, each with a budget of its own in a scope."""
@@ -86,8 +88,8 @@ GROUPS = "ABCDEFGH"
 _SHARED = (Broadcast, ReadHead, Decide, CastVote)
 _UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "forget")
 """Faults that tell an order of messages from another."""
-_NOT_FREE = frozenset({"quorum", "bus_limit"})
-"""Timers that give up; they fire by themselves only where nothing else is left."""
+_GIVES_UP = "bus_limit"
+"""Fires by itself only when the bus is gone: outages are shorter."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,7 @@ class Model:
             if step is None or step.broken:
                 raise RuntimeError(f"the first epoch does not form: {step and step.broken}")
             state = step.state
-        return (*state[: self.size], *state[self.size : -1], self.facts.id(frozenset()))
+        return state
 
     def _fresh(self) -> State:
         left = dict(self.scope.budget)
@@ -334,13 +336,18 @@ class Model:
 
     # --- steps ---
 
-    def steps(self, state: State, faults: bool = True) -> Iterator[Step]:
-        """Every step that can be taken in ``state``; ``faults``: those that faults take, too."""
+    def steps(self, state: State, faults: bool = True, every: bool = False) -> Iterator[Step]:
+        """Every step that can be taken in ``state``; ``faults``: those that faults take, too.
+
+        Args:
+            every: leave out none that may as well come later.
+        """
         size = self.size
         shared_id, left_id = state[size], state[size + 1]
         if not faults:
             left_id = self.budgets.id((0,) * (1 + len(KINDS)))
-        if (quiet := self._quiet(state, shared_id, left_id)) is not None:
+        quiet = None if every else self._quiet(state, shared_id, left_id)
+        if quiet is not None:
             yield self._close(*quiet, state)
             return
         idle = True
@@ -430,7 +437,7 @@ class Model:
             for who in range(self.size)
             if self.nodes[state[who]].local >= 0
             for name, serial in thaw(self.locals[self.nodes[state[who]].local]).timers.items()
-            if name not in _NOT_FREE or (name == "bus_limit" and shared.bus == "gone")
+            if name != _GIVES_UP or shared.bus == "gone"
         ]
         lasts = self.spec.timeouts
         shortest = min((lasts[name] for _, name, _ in armed), default=0.0)
@@ -576,6 +583,9 @@ class Model:
     def _privately(self, node: Node, who: int, effect: AnyEffect) -> Node:
         match effect:
             case Restore(token=token):
+                match node.task:
+                    case ("heal", epoch, int()):
+                        return node._replace(task=("restore", token, epoch))
                 return node._replace(task=("restore", token))
             case Apply():
                 token = Token(*thaw(self.locals[node.local]).token)
@@ -623,10 +633,12 @@ class Model:
                 slot = token
                 if not self.world.attempts and shared.head is not None:
                     slot = Token(_NEVER, shared.head.step)
-                cast = {v.peer: v for v in ballots.get(slot, ())} | {vote.peer: vote}
-                ballots[slot] = tuple(cast[p] for p in sorted(cast))
+                votes = ballots.get(slot, ())
+                if sum(v.peer == vote.peer for v in votes) < 2:  # a third copy adds nothing new
+                    votes = tuple(sorted((*votes, vote), key=lambda v: v.peer))
+                ballots[slot] = votes
                 turn.shared = shared._replace(ballots=tuple(sorted(ballots.items())))
-                return Ballot(token, ballots[slot]) if len(cast) >= voters else None
+                return Ballot(token, votes) if len(votes) >= voters else None
         return None
 
     # --- facts ---
@@ -865,6 +877,9 @@ class _Here:
         elif node.pending:
             return
         elif name == "restore":
+            if args[1:]:  # the fetch that the rollback ends may have begun to write
+                torn = node._replace(task=(name, args[0]), bits=bits.torn(self.me))
+                yield self.event("ends its fetch half way", torn, HealFailed(args[1], "", True))
             yield self.event("restores", idle._replace(bits=bits.restored()), Restored(args[0]))
         elif name == "txn" and thaw(model.locals[node.local]).step < model.scope.commits:
             yield from self._body(idle, args[0])
@@ -887,12 +902,14 @@ class _Here:
             assert idle.bits is not None
             spoilt = idle._replace(bits=idle.bits.spoil(self.me))
             yield self.event("body reduces nothing", spoilt, Prepared(token, True), "skip")
+            more = Prepared(token, True, Manifest(2))
+            yield self.event("body reduces twice", spoilt, more, "skip")
 
     def healing(self, nodes: list[Node]) -> Iterator[Act]:
         """Groups are rebuilt, and state is fetched from a member that is there."""
         assert self.node.task is not None and self.node.bits is not None
         _, epoch, source = self.node.task
-        idle, bits, digest, ready = self.node._replace(task=None), self.node.bits, None, True
+        idle, bits, ready = self.node._replace(task=None), self.node.bits, True
         gone = self._lost_member(nodes)
         if source is not None:
             peer = self._newest(nodes, source)
@@ -901,9 +918,8 @@ class _Here:
             if ready:
                 assert peer.bits is not None
                 bits = bits.fetched(peer.bits)
-                digest = bits.digest
         if ready:
-            event = Healed(epoch, 0 if source is None else 1, "", digest)
+            event = Healed(epoch, 0 if source is None else 1, "", bits.digest)
             yield self.event("heals", idle._replace(bits=bits), event)
         if gone or self.may("heal"):
             torn = source is not None
@@ -957,7 +973,11 @@ class _Here:
             yield self.event("raises", broken, Fault(local.token, ""), "fault")
         if self.may("early"):
             for name, serial in local.timers.items():
+                if name == _GIVES_UP:
+                    continue
                 yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
+        if self.may("quit"):
+            yield self.event("is shut down", node, Stop(), "quit")
         if node.inbox:
             first, rest = self.model.events[node.inbox[0]], node._replace(inbox=node.inbox[1:])
             if self.may("lose"):

@@ -42,7 +42,7 @@ def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
 
 def find_step(model: Model, state: State, who: int, what: str) -> Step:
     """The step of that name. Raises ``LookupError`` where it cannot be taken."""
-    for step in model.steps(state):
+    for step in model.steps(state, every=True):
         if (step.who, step.what) == (who, what):
             return step
     raise LookupError(f"{what!r} of process {who} cannot happen here")
@@ -160,7 +160,8 @@ def _does(effect: Any, before: Shared, after: Shared) -> str:
             return f"proposes {say_record(proposal)} and {came}"
         case CastVote(token=token, voters=voters):
             votes = dict(after.ballots).get(token, ())
-            return f"votes YES in {txn(token)}, {len(votes)} of {voters}"
+            voted = len({vote.peer for vote in votes})
+            return f"votes YES in {txn(token)}, {voted} of {voters}"
     return f"reads the register: {say_record(after.head)}"
 
 

@@ -349,7 +349,7 @@ class Run:
             case ["settle"]:
                 return self._until(None, timers=False)
             case ["hears", "all"]:
-                return self._until(None, timers=False, only=("hears", "does", "fails"))
+                return self._until(None, timers=False, only=("hears", "does", "fails at"))
             case ["time", "passes"]:
                 return self._pass_time()
             case ["until", *condition]:
@@ -389,7 +389,9 @@ class Run:
         lines = []
         for who in self._who(subject):
             if action == "hears all":
-                lines += self._until(None, timers=False, only=("hears", "does", "fails"), who=who)
+                lines += self._until(
+                    None, timers=False, only=("hears", "does", "fails at"), who=who
+                )
             elif action == "does all":
                 while self.model.node(self.state, who).pending:
                     lines += self._single(_named(who, "does"), text)
@@ -720,7 +722,7 @@ def _commands(model: Model, violation: Violation) -> Iterator[str]:
     state, last = model.initial(), len(violation.path) - 1
     for number, (who, what) in enumerate(violation.path):
         ends = number == last and violation.name != "eventually"
-        steps = list(model.steps(state))
+        steps = list(model.steps(state, every=True))
         found = next((s for s in steps if (s.who, s.what) == (who, what)), None)
         if ends and (found is None or found.broken is None):
             # The search names groups as in the state that it keeps for all that are alike.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fft.core.invariants import History, Move, judge
+from fft.core.liveset import judge_live_sets
 from fft.core.local import GENESIS, Config, committed
 from fft.core.messages import BusMessage, Drain, Effect, Event, Peer, Record, Token
 from fft.core.participant import Participant
@@ -549,7 +550,8 @@ def run_seed(
     loaded = load_spec(spec) if isinstance(spec, str) else spec
     world = World(seed, loaded, _table(loaded), weather, trace_dir, participant)
     settled = world.run()
-    findings = judge(world.told())
+    history = world.told()
+    findings = [*judge(history), judge_live_sets(history)]
     told = [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
     kinds = Counter(record.kind for record in world.bus.history)
     return Result(

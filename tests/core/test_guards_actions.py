@@ -42,7 +42,7 @@ from fft.core.messages import (
 from fft.core.participant import Participant
 from fft.machine import Table
 from fft.sim.cluster import Node
-from fft.spec import FsmSpec
+from fft.spec import FsmSpec, load_spec
 
 HELLO = Hello(Peer("1", 0, 1), 1, "1.0", "t", 1001, "sim", 0, "genesis", 0, 0)
 RECORD = Record(9, "commit", 1, 1, 1, "x", 1, 1, Peer("1", 0, 1))
@@ -104,14 +104,13 @@ def test_a_guard_answers_any_event_in_any_state(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["votes_yes", "all_voted", "manifests_fit", "superseded", "drains_me", "decided_commit",
-     "decided_abort", "epoch_ends", "i_leave", "epoch_with_me", "moved_on", "settled_commit"],
+    ["votes_yes", "all_voted", "manifests_fit", "superseded", "decided_commit", "decided_abort",
+     "epoch_ends", "i_leave", "epoch_with_me", "moved_on", "settled_commit", "has_history"],
 )  # fmt: skip
 def test_a_guard_about_an_event_says_no_to_all_others(name: str) -> None:
     _, node = running()
     own = {
         "votes_yes": Prepared, "all_voted": Ballot, "manifests_fit": Ballot, "superseded": Join,
-        "drains_me": Drain,
     }.get(name, Decision)  # fmt: skip
     for event in EVENTS:
         if not isinstance(event, own):
@@ -150,6 +149,49 @@ def test_nobody_votes_for_another_or_from_outside() -> None:
     assert GUARDS["all_voted"](node.local, c, Ballot(Token(1, 1), yes))
     for wrong in (yes[:1], (yes[0], yes[0]), (yes[0], stranger), (*yes, stranger)):
         assert not GUARDS["all_voted"](node.local, c, Ballot(Token(1, 1), wrong))
+
+
+def test_who_is_named_by_a_drain_is_asked_to_leave_whatever_comes_after() -> None:
+    """Asked of the state: a drain that came in a txn still counts when the epoch is over."""
+    _, node = running()
+    asked = GUARDS["asked_to_leave"]
+    c = node.participant.config
+    assert not asked(node.local, c, Drain((c.me.group,), "test")), "the drain is not noted yet"
+    other, _ = handle(node, Drain(("1",), "test"))
+    assert not asked(other, c, Start())
+    mine, _ = handle(node, Drain((c.me.group,), "test"))
+    assert asked(mine, c, Start())
+
+
+def test_the_writer_of_the_head_answers_joiners_and_everybody_where_it_is_gone() -> None:
+    job, node = running()
+    assert job.head is not None
+    answers, c = GUARDS["answers_joiners"], node.participant.config
+    said = [answers(n.local, n.participant.config, Join(HELLO)) for n in job.live()]
+    assert sorted(said) == [False, True], "one answer is enough"
+    by = {"me": c.me, "the other": Peer("1", 0, 1), "a member of an older epoch": Peer("2", 0, 1)}
+    heads = {who: replace(job.head, by=peer) for who, peer in by.items()}
+    says = {w: answers(replace(node.local, head=h), c, Join(HELLO)) for w, h in heads.items()}
+    assert says == {"me": True, "the other": False, "a member of an older epoch": True}
+    assert not answers(replace(node.local, head=None), c, Join(HELLO))
+
+
+def test_whose_last_word_was_that_it_unwinds_knows_it() -> None:
+    """Only its own word counts, not that of the process before it with the same identity."""
+    _, node = running()
+    unwinding, c = GUARDS["said_unwinding"], node.participant.config
+    said = node.local.hellos["0", 0]
+    words = {
+        "not unwinding": said,
+        "unwinding": replace(said, unwinding=True),
+        "the process before": replace(said, unwinding=True, peer=c.me._replace(inc=0)),
+    }
+    found = {
+        word: unwinding(replace(node.local, hellos={("0", 0): h}), c, Restored(Token(1, 1)))
+        for word, h in words.items()
+    }
+    assert found == {"not unwinding": False, "unwinding": True, "the process before": False}
+    assert not unwinding(replace(node.local, hellos={}), c, Restored(Token(1, 1)))
 
 
 # --- fencing: what is old, cleared or unasked for changes nothing ---------------------------------
@@ -244,3 +286,41 @@ def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
     s, out = participant.handle(s, Timer("drain_window", s.timers["drain_window"]), 0.0)
     assert [step.event for step in out.steps] == ["timer.drain_window", "decision"]
     assert s.state == "ROLLBACK_SYNC" and s.deferred == () and s.head == abort.record
+
+
+# --- what only teaching specs do ------------------------------------------------------------------
+
+
+def test_decisions_that_are_told_and_not_written_hold_while_nothing_is_lost() -> None:
+    """The register hears of epochs only, each the successor of the one before."""
+    job = Job(2, spec=load_spec("plain_votes")).until_running()
+    a, _ = job.live()
+    job.step()
+    job.refuse(a)
+    job.settle()
+    assert [n.local.token for n in job.live()] == [Token(2, 1)] * 2
+    assert (job.kinds(), job.steps(), job.verdict()) == (["epoch", "epoch"], {1}, [])
+
+
+def test_who_takes_an_abort_for_granted_asks_nobody() -> None:
+    job = Job(2, spec=load_spec("plain_votes")).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    job.fire("vote_window", [a])
+    job.deliver(a)
+    assert (a.state, b.state) == ("ROLLBACK_SYNC", "NORMAL")
+    assert a.local.head is not None and a.local.head.kind == "abort"
+    assert a.local.head not in job.history and b.local.head == job.head
+
+
+def test_who_takes_a_commit_for_granted_asks_nobody() -> None:
+    job = Job(2, spec=load_spec("local_commit")).until_running()
+    a, b = job.live()
+    job.compute([a])
+    job.settle()
+    assert (a.local.step, b.local.step, job.kinds()) == (1, 0, ["epoch"])
+    assert a.local.head is not None and a.local.head.leavers == ()
+    job.compute([b])
+    job.settle()
+    assert a.local.head == b.local.head, "equal decisions are equal, whoever took them"

@@ -443,7 +443,7 @@ def test_who_ends_before_ready_keeps_everyone_in_the_barrier() -> None:
     job.settle()
     assert job.states() == {"HEALING"}
     assert left(history_of(job)) == 0
-    assert judge_live_sets(job.record) == Finding("live_sets")
+    assert judge_live_sets(job.record) == Finding("barriers")
 
 
 def test_who_is_held_for_dead_and_comes_back_was_out_in_between() -> None:

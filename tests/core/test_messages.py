@@ -205,7 +205,7 @@ def test_the_longest_message_is_read_and_a_longer_one_is_refused_unread() -> Non
     whole = raw(LEAVE)
     longest = whole + b" " * (MAX_MESSAGE - len(whole))
     assert decode(longest) == Leave(Peer("1", 0, 1))
-    with pytest.raises(UnreadableMessage, match="message of 65537 bytes; the limit is 65536"):
+    with pytest.raises(UnreadableMessage, match="message of 1048577 bytes; the limit is 1048576"):
         decode(longest + b" ")
     with pytest.raises(UnreadableMessage, match="limit"):
         decode(b"\xff" * (MAX_MESSAGE + 1))

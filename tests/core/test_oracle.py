@@ -359,7 +359,7 @@ class Life(RuleBasedStateMachine):
 
 
 Life.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=80,
     deadline=None,
     print_blob=True,

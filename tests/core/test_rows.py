@@ -454,9 +454,9 @@ def a_rank_without_its_group() -> Job:
     return job
 
 
-def slow_to_unwind() -> tuple[Job, Event]:
+def slow_to_unwind(**config: Any) -> tuple[Job, Event]:
     """The next epoch is formed, but the main thread of one member still unwinds."""
-    job = Job(3).until_running()
+    job = Job(3, **config).until_running()
     job.fail(job.node("0"))
     restored = hold_back(job, job.node("2"), "restored")
     assert job.node("2").state == "ROLLBACK_SYNC" and job.history[-1].kind == "epoch"
@@ -469,6 +469,48 @@ def aborted_again_meanwhile() -> Job:
     job.settle()
     job.post(job.node("2"), restored)
     job.settle()
+    return job
+
+
+def unwound_at_last() -> Job:
+    """The others cannot go on without it, and think that it is stuck until it says otherwise."""
+    job, restored = slow_to_unwind(min_groups=3)
+    job.post(job.node("0"), Fault(Token(2, 1), "again"))
+    job.settle()
+    job.fire("ack_window")
+    job.settle()
+    assert job.kinds()[-2:] == ["epoch", "abort"] and job.states() == {"ROLLBACK_SYNC", "HEALING"}
+    job.post(job.node("2"), restored)
+    job.settle()
+    assert job.states() == {"NORMAL"}
+    return job
+
+
+def bus_away_while_it_unwinds() -> Job:
+    job, restored = slow_to_unwind()
+    c = job.node("2")
+    job.post(c, BusDown("read", "away"))
+    job.settle()
+    job.fire("bus_retry", [c])
+    job.settle()
+    job.post(c, restored)
+    job.settle()
+    return job
+
+
+def fetch_fails_late(state: str) -> Job:
+    """The rollback of the new epoch has begun when its main thread says that fetching failed."""
+    job = Job(3).until_running()
+    a, _, c = job.live()
+    job.heal_fails = {c.peer: True}
+    job.fail(a)
+    failed = hold_back(job, c, "heal_failed")
+    job.post(c, Fault(Token(2, 1), "watchdog"))
+    while c.state != state:
+        job.deliver(c)
+    c.inbox.appendleft(failed)
+    job.settle()
+    assert c.fetched and job.states() == {"NORMAL"}
     return job
 
 
@@ -535,6 +577,10 @@ LIVES: dict[str, Callable[[], Job]] = {
     "left out in ROLLBACK_REQ": lambda: left_out("ROLLBACK_REQ"),
     "a rank without its group": a_rank_without_its_group,
     "aborted again meanwhile": aborted_again_meanwhile,
+    "unwound at last": unwound_at_last,
+    "bus away while it unwinds": bus_away_while_it_unwinds,
+    "fetch fails late, in ROLLBACK_REQ": lambda: fetch_fails_late("ROLLBACK_REQ"),
+    "fetch fails late, in ROLLBACK_SYNC": lambda: fetch_fails_late("ROLLBACK_SYNC"),
     "let in again in NORMAL": lambda: let_in_again("NORMAL"),
     "let in again in PREPARED": lambda: let_in_again("PREPARED"),
     "let in again in ROLLBACK_REQ": lambda: let_in_again("ROLLBACK_REQ"),

@@ -91,6 +91,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "swap": "before what was said earlier",
         "lapse": "in vain",
         "outage": "bus away",
+        "quit": "is shut down",
         "forget": "bus forgets",
     }
     assert set(said) == set(KINDS)

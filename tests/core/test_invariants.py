@@ -1,0 +1,632 @@
+"""Every invariant can fail: a recorded job, one move of it doctored, and what is then found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+from jobs import Job
+
+from fft.core.invariants import (
+    INVARIANTS,
+    Finding,
+    Given,
+    History,
+    Holds,
+    Judge,
+    Know,
+    Move,
+    Same,
+    judge,
+    obeyed,
+)
+from fft.core.messages import (
+    Ack,
+    Applied,
+    ApplyFailed,
+    Ballot,
+    Fault,
+    Finish,
+    Healed,
+    Join,
+    Manifest,
+    Peer,
+    Prepared,
+    Ready,
+    Stop,
+    Token,
+    Vote,
+    next_lineage,
+)
+
+A, B = Peer("0", 0, 1), Peer("1", 0, 1)
+STRANGER = Peer("9", 0, 1)
+FIRST, ABORTED, SECOND, LAST = Token(1, 1), Token(1, 2), Token(2, 1), Token(2, 2)
+"""Txns of the recorded life; with the last one group 1 leaves."""
+
+Which = Callable[[Move], bool]
+Make = Callable[[Move], Move]
+
+
+@cache
+def _life(ranks: int) -> Job:
+    job = Job(2, ranks).until_running()
+    job.step()
+    job.fail(job.node("0"))
+    job.settle()
+    job.step()
+    job.drain("1")
+    job.step()
+    job.post(job.node("0"), Stop("enough"))
+    job.settle()
+    return job
+
+
+def life(ranks: int = 1) -> History:
+    """A commit, an abort, an epoch and a commit, a drain and a commit, an epoch, the end."""
+    found = _life(ranks).record
+    return History({peer: list(moves) for peer, moves in found.moves.items()}, found.consumed[:])
+
+
+# --- ways to doctor -------------------------------------------------------------------------------
+
+
+def change(history: History, peer: Peer, which: Which, make: Make) -> str:
+    """Put what ``make`` makes in the place of the first such move; its place."""
+    moves = history.moves[peer]
+    at = next(i for i, m in enumerate(moves) if which(m))
+    moves[at] = make(moves[at])
+    return moves[at].place
+
+
+def change_all(history: History, which: Which, make: Make) -> None:
+    """The same to every such move of everybody."""
+    changed = 0
+    for moves in history.moves.values():
+        changed += sum(map(which, moves))
+        moves[:] = [make(m) if which(m) else m for m in moves]
+    assert changed
+
+
+def drop(history: History, peer: Peer, which: Which) -> None:
+    """Forget such moves."""
+    kept = [m for m in history.moves[peer] if not which(m)]
+    assert len(kept) < len(history.moves[peer])
+    history.moves[peer] = kept
+
+
+def of(kind: type, token: Token | None = None) -> Which:
+    """Moves with such an event that was handled at that token."""
+    return lambda m: (
+        isinstance(m.event, kind) and m.out.verdict == "row" and token in (None, m.before.token)
+    )
+
+
+def brings(kind: str, token: Token | None = None) -> Which:
+    """Moves that bring a record of that kind."""
+    return lambda m: (
+        m.record is not None and m.record.kind == kind and token in (None, m.record.token)
+    )
+
+
+def enters(state: str, token: Token | None = None) -> Which:
+    """Moves into a state, from that token."""
+    return lambda m: m.entered(state) and token in (None, m.before.token)
+
+
+def before(**fields: Any) -> Make:
+    """The state before was another."""
+    return lambda m: replace(m, before=replace(m.before, **fields))
+
+
+def after(**fields: Any) -> Make:
+    """The state after was another."""
+    return lambda m: replace(m, after=replace(m.after, **fields))
+
+
+def event(**fields: Any) -> Make:
+    """The event was another."""
+    return lambda m: replace(m, event=replace(m.event, **fields))
+
+
+def record(**fields: Any) -> Make:
+    """The record was another."""
+    return lambda m: replace(m, event=replace(m.event, record=replace(m.record, **fields)))
+
+
+def step(**fields: Any) -> Make:
+    """The first row taken was another."""
+    return lambda m: replace(
+        m, out=replace(m.out, steps=[replace(m.out.steps[0], **fields), *m.out.steps[1:]])
+    )
+
+
+# --- what must be found ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """``doctor`` changes a history; its return, if any, is the place of what is then found."""
+
+    invariant: str
+    text: str
+    doctor: Callable[[History], str | None]
+    ranks: int
+
+
+CASES: dict[str, Case] = {}
+
+
+def breaks(invariant: str, text: str, ranks: int = 1) -> Callable[..., Any]:
+    """Register a way to break an invariant, and the words that must tell it."""
+
+    def register(doctor: Callable[[History], str | None]) -> Callable[[History], str | None]:
+        CASES[doctor.__name__] = Case(invariant, text, doctor, ranks)
+        return doctor
+
+    return register
+
+
+@breaks("agreement", f"txn {ABORTED}: {B} obeyed commit, another participant obeyed abort")
+def one_commits_what_the_other_aborts(h: History) -> str:
+    return change(h, B, brings("abort", ABORTED), step(dest="COMMIT"))
+
+
+@breaks("agreement", f"txn {FIRST}: {B} obeyed abort, another participant obeyed commit")
+def one_takes_an_abort_for_its_head(h: History) -> str:
+    """However it came to it: without a word from the register."""
+
+    def aborts(m: Move) -> Move:
+        head = m.after.head
+        assert head is not None
+        m = replace(m, out=replace(m.out, steps=[]))
+        return after(head=replace(head, kind="abort"))(m)
+
+    return change(h, B, enters("COMMIT", FIRST), aborts)
+
+
+@breaks("agreement", f"{B} saw another value of register record 2 than others")
+def the_register_changes_its_mind(h: History) -> str:
+    return change(h, B, brings("commit", FIRST), record(cursor=9))
+
+
+@breaks("validity", f"{A} voted YES in txn {FIRST} in spite of: nan")
+def a_no_is_cast_as_a_yes(h: History) -> str:
+    return change(h, A, enters("PREPARED", FIRST), event(yes=False, cause="nan"))
+
+
+@breaks("validity", f"{B} committed txn {FIRST} outside every epoch")
+def one_outside_commits(h: History) -> str:
+    return change(h, B, enters("COMMIT", FIRST), before(epoch=None))
+
+
+@breaks("validity", f"txn {FIRST} was committed, but {B} did not vote YES in it")
+def one_did_not_vote(h: History) -> None:
+    drop(h, B, enters("PREPARED", FIRST))
+
+
+@breaks("validity", f"txn {FIRST} was committed with different numbers of reductions, or with none")
+def one_reduced_more_than_its_peer(h: History) -> None:
+    change(h, B, enters("PREPARED", FIRST), event(manifest=Manifest(2)))
+
+
+@breaks("validity", f"txn {FIRST} was committed with different numbers of reductions, or with none")
+def all_reduced_nothing(h: History) -> None:
+    change_all(h, enters("PREPARED", FIRST), event(manifest=Manifest(0)))
+
+
+@breaks("exactly_once", f"{B} left COMMIT of txn {FIRST} without applying it")
+def a_commit_is_dropped(h: History) -> str:
+    return change(h, B, of(Applied, FIRST), step(event="decision"))
+
+
+@breaks("exactly_once", f"{A} applied txn {FIRST}, which was never committed")
+def a_step_is_applied_without_a_commit(h: History) -> None:
+    for peer in (A, B):
+        drop(h, peer, brings("commit", FIRST))
+
+
+@breaks("exactly_once", f"{A} applied a step and went from step 0 to 2")
+def a_step_counts_double(h: History) -> str:
+    return change(h, A, of(Applied, FIRST), after(step=2))
+
+
+@breaks("exactly_once", f"{A} broke the lineage chain")
+def the_lineage_is_of_another_life(h: History) -> str:
+    return change(h, A, of(Applied, FIRST), after(lineage="another"))
+
+
+@breaks(
+    "exactly_once",
+    f"{B} applied txn {FIRST} at (1, 'mine') and at (0, 'genesis')",
+)
+def a_step_is_applied_twice(h: History) -> None:
+    def again(m: Move) -> Move:
+        lineage = next_lineage("mine", FIRST, 2, m.after.cursor)
+        return after(step=2, lineage=lineage)(before(step=1, lineage="mine")(m))
+
+    h.moves[B].append(again(next(filter(of(Applied, FIRST), h.moves[B]))))
+
+
+@breaks("samples_once", "record 2 (commit) does not go on where the data before it end")
+def a_commit_uses_no_data(h: History) -> None:
+    change_all(h, brings("commit", FIRST), record(cursor=0))
+
+
+@breaks("samples_once", "record 3 (abort) does not go on where the data before it end")
+def an_abort_uses_data(h: History) -> None:
+    change_all(h, brings("abort", ABORTED), record(cursor=4))
+
+
+@breaks("samples_once", f"txn {FIRST} has data (0, 3) for {B}, and (0, 2) for another")
+def one_uses_more_data_than_its_peer(h: History) -> str:
+    return change(h, B, of(Applied, FIRST), after(cursor=3))
+
+
+@breaks("samples_once", f"txn {SECOND} has data (1, 4) for {B}, and (2, 4) for another")
+def one_stands_elsewhere_in_the_data_when_it_hears_the_commit(h: History) -> str:
+    return change(h, B, enters("COMMIT", SECOND), before(cursor=1))
+
+
+@breaks("samples_once", f"the data from 0 on went into txn {SECOND} and into {FIRST}")
+def data_are_used_again_in_another_txn(h: History) -> None:
+    change_all(h, enters("COMMIT", SECOND), before(cursor=0))
+    change_all(h, of(Applied, SECOND), before(cursor=0))
+
+
+@breaks("samples_once", f"slice 0 was served to {B} in {FIRST}, and to {A} in {FIRST}")
+def a_slice_is_served_to_two(h: History) -> str:
+    h.consumed = [(A, FIRST, 0, "a.jsonl:1"), (B, FIRST, 0, "b.jsonl:1")]
+    return "b.jsonl:1"
+
+
+@breaks("samples_once", f"slice 1 was served to {A} in {SECOND}, and to {A} in {FIRST}")
+def a_slice_is_served_in_two_txns(h: History) -> str:
+    h.consumed = [(A, FIRST, 1, "a.jsonl:1"), (A, SECOND, 1, "a.jsonl:2")]
+    return "a.jsonl:2"
+
+
+@breaks("samples_once", f"{A} consumed slice 2 in txn {FIRST}, which has others")
+def a_slice_of_the_next_txn_is_served(h: History) -> str:
+    h.consumed = [(A, FIRST, 2, "a.jsonl:1")]
+    return "a.jsonl:1"
+
+
+@breaks("samples_once", f"{A} consumed slice 1 in txn {SECOND}, which has others")
+def a_slice_of_the_txn_before_is_served(h: History) -> str:
+    h.consumed = [(A, SECOND, 1, "a.jsonl:1")]
+    return "a.jsonl:1"
+
+
+@breaks("samples_once", f"{A} consumed slice 2 in txn {ABORTED}, which has others")
+def a_slice_goes_into_a_txn_that_was_never_committed(h: History) -> str:
+    h.consumed = [(A, ABORTED, 2, "a.jsonl:1")]
+    return "a.jsonl:1"
+
+
+@breaks(
+    "shard_unity",
+    f"0/1#1 began txn {FIRST} at (5, 'genesis'), another rank at (0, 'genesis')",
+    ranks=2,
+)
+def a_rank_is_ahead_of_its_group(h: History) -> str:
+    return change(h, Peer("0", 1, 1), enters("NORMAL"), after(step=5))
+
+
+@breaks("replicas_equal", f"after txn {FIRST} {B} has lineage other, another has mine")
+def replicas_part_ways(h: History) -> str:
+    change(h, A, of(Applied, FIRST), after(lineage="mine"))
+    return change(h, B, of(Applied, FIRST), after(lineage="other"))
+
+
+def _digest(which: type, token: Token | None, **digests: str) -> Callable[[History], str]:
+    def doctor(h: History) -> str:
+        change(h, A, of(which, token), lambda m: event(digest="aa")(after(lineage="x")(m)))
+        return change(h, B, of(which, token), lambda m: event(digest="bb")(after(lineage="x")(m)))
+
+    return doctor
+
+
+@breaks(
+    "replicas_equal",
+    f"at step 1 the state of {B} (digest bb) differs from another's (aa) although their lineage "
+    "is equal",
+)
+def weights_differ_after_a_step(h: History) -> str:
+    return _digest(Applied, FIRST)(h)
+
+
+@breaks(
+    "replicas_equal",
+    f"at step 0 the state of {B} (digest bb) differs from another's (aa) although their lineage "
+    "is equal",
+)
+def weights_differ_after_healing(h: History) -> str:
+    return _digest(Healed, None)(h)
+
+
+OLD = Token(7, 7)
+
+
+def _fenced(kind: str, old: Any) -> None:
+    """An event of another txn is taken as if it were of this one."""
+
+    @breaks("fencing", f"{A} at {FIRST} took {kind} of {OLD}")
+    def doctor(h: History) -> str:
+        return change(h, A, of(Prepared, FIRST), lambda m: replace(m, event=old))
+
+    CASES[f"{kind} of another txn"] = CASES.pop("doctor")
+
+
+_fenced("prepared", Prepared(OLD, True))
+_fenced("ballot", Ballot(OLD, ()))
+_fenced("applied", Applied(OLD))
+_fenced("apply_failed", ApplyFailed(OLD, ""))
+_fenced("fault", Fault(OLD, ""))
+
+
+@breaks("fencing", f"{A} at {ABORTED} took an ack of an old epoch")
+def an_old_ack_counts(h: History) -> str:
+    return change(h, A, of(Ack), event(token=Token(0, 1)))
+
+
+@breaks("fencing", f"{A} took ready for epoch 0")
+def an_old_ready_counts(h: History) -> str:
+    return change(h, A, of(Ready), event(epoch=0))
+
+
+@breaks("fencing", f"{A} took healed for epoch 2")
+def healed_for_another_epoch_counts(h: History) -> str:
+    return change(h, A, of(Healed), event(epoch=2))
+
+
+@breaks("fencing", f"{B} counted votes of [Peer(group='9', rank=0, inc=1)]")
+def a_stranger_votes(h: History) -> str:
+    return change(h, B, of(Ballot, FIRST), event(votes=(Vote(STRANGER, Manifest(1)),)))
+
+
+@breaks("fencing", f"{A} listened to 1/0#0, which had been replaced")
+def a_replaced_process_is_listened_to(h: History) -> str:
+    return change(h, A, lambda m: of(Ready)(m) and m.event.peer == B, event(peer=Peer("1", 0, 0)))  # type: ignore[union-attr]
+
+
+@breaks("fencing", f"{A} listened to 1/0#0, which had been replaced")
+def a_replaced_process_acknowledges(h: History) -> str:
+    def older(m: Move) -> Move:
+        assert isinstance(m.event, Ack)
+        return event(hello=replace(m.event.hello, peer=Peer("1", 0, 0)))(m)
+
+    return change(h, A, of(Ack), older)
+
+
+@breaks("live_set", f"{B} and others have different member lists for epoch 1")
+def one_has_another_member_list(h: History) -> str:
+    def longer(m: Move) -> Move:
+        epoch = m.after.epoch
+        assert epoch is not None
+        return after(epoch=replace(epoch, members=(*epoch.members, epoch.members[0])))(m)
+
+    return change(h, B, enters("HEALING"), longer)
+
+
+@breaks("live_set", f"{B} entered epoch 1 uninvited")
+def one_is_not_in_its_epoch(h: History) -> None:
+    def shorter(m: Move) -> Move:
+        epoch = m.after.epoch
+        assert epoch is not None
+        return after(epoch=replace(epoch, members=epoch.members[:1]))(m)
+
+    drop(h, A, enters("HEALING"))  # or the lists would differ first
+    change(h, B, enters("HEALING"), shorter)
+
+
+def leaves_the_barrier(m: Move) -> bool:
+    return m.entered("NORMAL") and m.before.state == "HEALING"
+
+
+@breaks("live_set", f"{A} left the barrier of epoch 1 without {B}")
+def one_leaves_the_barrier_early(h: History) -> str:
+    return change(h, A, leaves_the_barrier, after(ready={A: 1}))
+
+
+@breaks("live_set", f"{A} left the barrier of epoch 1 without {B}")
+def one_was_never_in_the_barrier(h: History) -> None:
+    drop(h, B, of(Healed))
+
+
+@breaks("drain", f"{A} left on purpose in state NORMAL, not after a commit")
+def one_leaves_in_a_txn(h: History) -> str:
+    """Not at its user's word: that is shown by the history as it was."""
+    return change(h, A, of(Stop), lambda m: replace(m, event=Fault(m.before.token, "")))
+
+
+@breaks("drain", f"after participants left with record {5 + 1} came a rollback")
+def those_who_stay_roll_back(h: History) -> None:
+    change_all(h, brings("epoch", Token(3, 0)), record(kind="abort", members=()))
+
+
+@breaks("drain", f"some who left with record {5 + 1} are in the next epoch")
+def who_left_is_still_there(h: History) -> None:
+    members = next(m.record.members for m in h.moves[A] if brings("epoch", Token(2, 0))(m))  # type: ignore[union-attr]
+    change_all(h, brings("epoch", Token(3, 0)), record(members=members))
+
+
+@breaks("decided", f"{B} stopped in doubt about txn {FIRST}: no answer")
+def one_stops_in_doubt(h: History) -> str:
+    def stops(m: Move) -> Move:
+        m = replace(m, out=replace(m.out, effects=[Finish("no answer", error="InDoubt")]))
+        return after(cause="no answer")(step(dest="EXIT")(m))
+
+    return change(h, B, enters("COMMIT", FIRST), stops)
+
+
+def found(history: History, *names: str) -> list[Finding]:
+    return [f for f in judge(history, names or None) if f.violation]
+
+
+def test_the_history_that_is_doctored_is_clean_and_asks_every_invariant() -> None:
+    for ranks in (1, 2):
+        findings = judge(life(ranks))
+        assert [f.name for f in findings if f.violation] == []
+        assert all(f.checks for f in findings)
+    kinds = [(r.kind, r.token) for r, _ in life().records().values()]
+    assert sorted(kinds, key=lambda x: x[1])[:5] == [
+        ("epoch", Token(1, 0)), ("commit", FIRST), ("abort", ABORTED), ("epoch", Token(2, 0)),
+        ("commit", SECOND),
+    ]  # fmt: skip
+    assert list(life().records()) == list(range(1, 8))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_doctored_history_is_found_and_told(name: str) -> None:
+    case = CASES[name]
+    history = life(case.ranks)
+    place = case.doctor(history)
+    (finding,) = judge(history, [case.invariant])
+    assert finding.violation == case.text
+    assert place in (None, finding.place)
+    assert finding.place
+    assert case.invariant in {f.name for f in found(history)}
+
+
+def test_every_invariant_is_shown_to_fail() -> None:
+    assert {case.invariant for case in CASES.values()} == set(INVARIANTS)
+
+
+# --- what is no violation -------------------------------------------------------------------------
+
+
+def test_who_is_replaced_or_shut_down_may_leave_in_doubt() -> None:
+    """And whoever has committed is in no doubt any more."""
+
+    def leaves(error: str | None, **fields: Any) -> Make:
+        def make(m: Move) -> Move:
+            m = replace(m, out=replace(m.out, effects=[Finish("x", error=error)]), **fields)
+            return step(dest="EXIT")(m)
+
+        return make
+
+    for make in (leaves("Fenced"), leaves(None, event=Stop())):
+        history = life()
+        change(history, B, enters("COMMIT", FIRST), make)
+        assert found(history, "decided") == []
+    history = life()
+    change(history, B, of(Applied, FIRST), leaves("InDoubt"))
+    assert found(history, "decided") == []
+
+
+def test_what_changes_nothing_is_not_held_against_anybody() -> None:
+    """A fenced event may be as old as it likes; a digest in it tells nothing."""
+    history = life()
+    for old in (Fault(OLD, ""), Applied(OLD, "zz"), Healed(9, 0, "", "zz")):
+        m = next(filter(of(Applied, FIRST), history.moves[A]))
+        out = replace(m.out, verdict="fenced", steps=[], effects=[])
+        history.moves[A].append(replace(m, event=old, after=m.before, out=out))
+    assert found(history) == []
+
+
+def test_no_speaker_is_known_before_its_first_word() -> None:
+    history = life()
+    word = Join(replace(history.moves[A][-1].after.hellos["1", 0], peer=Peer("5", 0, 1)))
+    change(history, A, of(Ready), lambda m: replace(m, event=word))
+    assert found(history, "fencing") == []
+
+
+def test_an_abort_that_is_taken_over_late_is_obeyed_by_nobody() -> None:
+    """It is of a txn that this participant does not stand at."""
+    move = next(filter(brings("abort", ABORTED), life().moves[B]))
+    assert obeyed(move) == "abort"
+    assert obeyed(before(token=SECOND)(move)) is None
+    assert obeyed(after(head=None)(move)) is None
+
+
+# --- the judge ------------------------------------------------------------------------------------
+
+
+def told(*claims: Know | Same | Holds | Given, traced: set[Peer] | None = None) -> Finding:
+    """What a judge finds who hears one claim a move."""
+    rest = iter(claims)
+    judge_ = Judge(["spoken"], traced)
+    INVARIANTS["spoken"] = lambda move: [next(rest)]
+    try:
+        for number in range(len(claims)):
+            judge_.feed(replace(life().moves[A][0], place=f"at {number}"))
+        (finding,) = judge_.finish()
+    finally:
+        del INVARIANTS["spoken"]
+    return finding
+
+
+def test_of_the_same_thing_only_one_may_be_said() -> None:
+    said = [Same(("x",), value, f"{value} and {{was}}") for value in (1, 1, 2, 3)]
+    assert told(*said[:2]) == Finding("spoken", 2)
+    assert told(*said) == Finding("spoken", 4, "2 and 1", "at 2"), "the first violation is kept"
+
+
+def test_what_holds_of_a_move_by_itself() -> None:
+    assert told(Holds(True, "good")) == Finding("spoken", 1)
+    assert told(Holds(True, "good"), Holds(False, "bad")) == Finding("spoken", 2, "bad", "at 1")
+
+
+def test_a_fact_alone_claims_nothing_and_the_first_one_stays() -> None:
+    is_one = Given((("x",),), "x is not 1", lambda x: x == 1)
+    assert told(Know(("x",), 1)) == Finding("spoken")
+    assert told(Know(("x",), 1), Know(("x",), 2), is_one) == Finding("spoken", 1)
+    assert told(Know(("x",), 2), is_one) == Finding("spoken", 1, "x is not 1", "at 1")
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_claim_waits_for_its_facts(needed: bool) -> None:
+    both = Given((("x",), ("y",)), "x is not y", lambda x, y: x == y, needed)
+    x, y, z = Know(("x",), 1), Know(("y",), 1), Know(("y",), 2)
+    assert told(both, x, y) == Finding("spoken", 1)
+    assert told(both, x, z) == Finding("spoken", 1, "x is not y", "at 0")
+    never = Finding("spoken", 1, "x is not y", "at 1") if needed else Finding("spoken")
+    assert told(x, both) == never
+
+
+def test_a_needed_fact_of_somebody_without_a_trace_is_said_to_be_missing() -> None:
+    voted = Given((("yes", FIRST, A), ("yes", FIRST, B)), f"{B} did not vote")
+    fact = Know(("yes", FIRST, A))
+    assert told(fact, voted, traced={A}).violation == f"there is no trace of {B}, a member"
+    assert told(fact, voted, traced={A, B}).violation == f"{B} did not vote"
+    assert told(fact, voted, traced=None).violation == f"{B} did not vote"
+
+
+def test_a_member_without_a_trace_is_named() -> None:
+    history = life()
+    del history.moves[B]
+    history.consumed.clear()
+    texts = {f.name: f.violation for f in found(history)}
+    missing = f"there is no trace of {B}, a member"
+    assert texts == {"validity": missing, "live_set": missing}
+
+
+def test_only_the_named_invariants_are_evaluated() -> None:
+    history = life()
+    change(history, B, brings("commit", FIRST), record(cursor=9))
+    assert found(history, "validity", "drain") == []
+    bench = Judge(["agreement"])
+    bench.consumed(A, FIRST, 99, "a.jsonl:1")
+    assert bench.finish() == [Finding("agreement")]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_in_which_moves_come_in_changes_nothing(seed: int) -> None:
+    """Simulator and checker feed them as they happen, an audit file by file."""
+    rng = random.Random(seed)
+    history = life(2)
+    whole = {f.name: f.checks for f in judge(history)}
+    bench = Judge(traced=history.moves.keys())
+    lines = [list(moves) for moves in history.moves.values()]
+    for peer, token, number, place in history.consumed:
+        bench.consumed(peer, token, number, place)
+    while lines := [line for line in lines if line]:
+        bench.feed(rng.choice(lines).pop(0))
+    findings = bench.finish()
+    assert [f.violation for f in findings if f.violation] == []
+    assert {f.name: f.checks for f in findings} == whole

@@ -1,0 +1,126 @@
+"""The checker: what it says, and that its reductions lose nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fft.sim.checker import Search, all_rows, search
+from fft.sim.model import Model, Scope, State, Step
+from fft.sim.scenario import check_scenario
+from fft.sim.scopes import DEEP, DEFAULT, budget
+from fft.spec import load_spec
+
+HSDP = load_spec("hsdp")
+FFT = [sys.executable, "-m", "fft.cli"]
+SMALL = Scope("small", commits=1, faults=1, budget=budget("crash", "torn", "silent"))
+
+
+def fft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*FFT, *arguments], capture_output=True, text=True, timeout=120, env=os.environ
+    )
+
+
+class Unreduced(Model):
+    """Every order of steps."""
+
+    def steps(self, state: State, faults: bool = True, every: bool = False) -> Iterator[Step]:
+        return super().steps(state, faults, every=True)
+
+
+class Unfolded(Unreduced):
+    """Every state by itself, whatever its groups are called."""
+
+    def canonical(self, state: State) -> State:
+        return state
+
+
+def states(model: Model) -> tuple[set[State], set[State]]:
+    """(all states, settled states) that a complete and clean search finds, folded."""
+    made = Search(model)
+    result = made.run()
+    assert result.complete and result.violation is None
+    folded = [Model.canonical(model, state) for state in made._order]
+    settled = {s for s, is_settled in zip(folded, made._settled, strict=True) if is_settled}
+    return set(folded), settled
+
+
+def test_folding_by_the_names_of_groups_finds_the_same_states() -> None:
+    folded, settled = states(Unreduced(HSDP, SMALL))
+    other, other_settled = states(Unfolded(HSDP, SMALL))
+    assert (len(folded), len(settled)) == (len(other), len(other_settled))
+
+
+@pytest.mark.parametrize("kinds", [("torn",), ("fault",), ("drain",)])
+def test_hearing_quietly_first_reaches_the_same_ends(kinds: tuple[str, ...]) -> None:
+    scope = Scope("small", commits=1, faults=1, budget=budget(*kinds))
+    reduced, settled = states(Model(HSDP, scope))
+    whole, whole_settled = states(Unreduced(HSDP, scope))
+    assert len(reduced) < len(whole)
+    assert len(settled) == len(whole_settled)
+
+
+def test_the_counts_of_a_scope_are_what_they_were() -> None:
+    """Pinned: a change of core, table or model that changes them is one to look at."""
+    counts = {}
+    for name in ("twin", "storm"):
+        scope = next(s for s in DEFAULT if s.name == name)
+        result = search(HSDP, scope)[1]
+        assert result.violation is None and result.complete
+        counts[name] = (result.states, result.steps)
+    assert counts == {"twin": (14_689, 35_933), "storm": (41_777, 72_066)}
+
+
+def test_every_scope_has_a_name_of_its_own() -> None:
+    names = [scope.name for scope in DEEP]
+    assert len(set(names)) == len(names)
+    assert len({place for place, _ in all_rows(HSDP)}) == sum(1 for _ in all_rows(HSDP))
+
+
+def test_check_tells_bounds_states_and_properties(tmp_path: Path) -> None:
+    done = fft("check", "hsdp", "--scope", "twin", "--save", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("twin ≤ 1", "agreement", "everyone decides", "verdict: no violation", "rows of"):
+        assert word in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("spec", "scope"), [("local_commit", "processes"), ("plain_votes", "messages")]
+)
+def test_specs_that_do_without_the_register_are_found_splitting(
+    tmp_path: Path, spec: str, scope: str
+) -> None:
+    done = fft("check", spec, "--property", "agreement", "--scope", scope, "--save", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "VIOLATED agreement" in done.stdout and "obeyed" in done.stdout
+    (saved,) = tmp_path.iterdir()
+    check_scenario(saved)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("hsdp", "--scope", "nope"), "no scope named 'nope'; there are: 'processes'"),
+        (("hsdp", "--property", "nope"), "no property named 'nope'; there are: agreement"),
+        (("nope",), "no spec named 'nope'; there are:"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_there_is(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    done = fft("check", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_search_that_reaches_its_limit_does_not_say_that_all_is_well() -> None:
+    done = fft("check", "hsdp", "--scope", "storm", "--limit", "500")
+    assert done.returncode == 1
+    assert "not complete" in done.stdout

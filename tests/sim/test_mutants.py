@@ -1,0 +1,165 @@
+"""Planted bugs are caught by the property they break; the teaching specs split as they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fft.core.invariants import INVARIANTS
+from fft.sim import mutants
+from fft.sim.checker import narrate, search
+from fft.sim.model import Scope
+from fft.sim.mutants import (
+    BEGIN,
+    END,
+    MUTANTS,
+    Mutant,
+    NotCaught,
+    caught,
+    row_of,
+    run_sound,
+    small,
+    write_table,
+)
+from fft.spec import StateSpec, find_spec, load_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+PROOF = ROOT / "docs" / "proof.md"
+HSDP = load_spec("hsdp")
+OTHER_PROPERTIES = {"protocol", "eventually"}
+IN_HSDP = {"tell_commit": "propose_commit", "tell_abort": "propose_abort"}
+TEACHING = {
+    "plain_votes": {"PREPARED"},
+    "local_commit": {"NORMAL", "PREPARED", "COMMIT", "DRAIN_COMMIT", "DRAIN_WAIT"},
+}
+"""Teaching spec: the states that differ from those of hsdp, or are not there."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_a_planted_bug_is_caught_where_the_shipped_table_is_clean(mutant: Mutant) -> None:
+    made, result = caught(mutant)
+    assert result.violation is not None
+    told = list(narrate(made.model, result.violation.path))
+    assert len(told) == len(result.violation.path) > 0
+    sound = run_sound(mutant.scope)
+    assert sound.violation is None, sound.violation
+    assert sound.complete
+
+
+def test_every_invariant_has_a_bug_that_it_catches() -> None:
+    expected = {mutant.expected for mutant in MUTANTS}
+    assert expected <= set(INVARIANTS) | OTHER_PROPERTIES
+    assert expected == set(INVARIANTS) | OTHER_PROPERTIES
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_bug_that_another_property_catches_is_refused() -> None:
+    wrong = Mutant("wrong", "Nothing.", "validity", small())
+    with pytest.raises(NotCaught, match="broke nothing"):
+        caught(wrong)
+
+
+# --- teaching specs -------------------------------------------------------------------------------
+
+
+def few(**budget: int) -> Scope:
+    """Two groups, two commits, these faults."""
+    return small(commits=2, **budget)
+
+
+def bare(state: StateSpec) -> dict[str, Any]:
+    """Rows of a state without sentences, under the names that hsdp has for the effects."""
+    raw = state.model_dump()
+    for row in [row for rows in raw["on"].values() for row in rows] + raw["exit"]:
+        row["why"] = ""
+        row["effects"] = [IN_HSDP.get(name, name) for name in row["effects"]]
+    for name in ("ignore", "defer"):
+        raw[name] = sorted(raw[name])
+    return {**raw, "doc": ""}
+
+
+@pytest.mark.parametrize("name", TEACHING)
+def test_a_teaching_spec_is_found_by_name_and_by_path_and_says_what_it_is(name: str) -> None:
+    path = find_spec(name)
+    assert path.parent.name == "teaching"
+    by_name, by_path = load_spec(name), load_spec(path)
+    assert by_name == by_path
+    assert by_name.name == name
+    assert "wrong on purpose" in by_name.doc.lower()
+
+
+@pytest.mark.parametrize("name", TEACHING)
+def test_a_teaching_spec_differs_from_hsdp_only_where_it_says(name: str) -> None:
+    spec = load_spec(name)
+    for state in HSDP.states.keys() - TEACHING[name]:
+        expected, found = bare(HSDP.states[state]), bare(spec.states[state])
+        if state == "HEALING":  # the register's last value is the epoch's, not the decision's
+            found["exit"][-1]["effects"] = ["propose_epoch"]
+        assert found == expected, f"{name}: {state} is not that of hsdp.yaml; bring it up to date"
+    assert spec.common.on == HSDP.common.on
+    assert spec.timeouts == HSDP.timeouts
+
+
+@pytest.mark.parametrize("kind", ["", "no", "fault"])
+def test_plain_votes_look_right_until_a_message_is_lost(kind: str) -> None:
+    scope = few(**{kind: 1}) if kind else few()
+    result = search(load_spec("plain_votes"), scope)[1]
+    assert result.violation is None and result.complete
+
+
+def test_plain_votes_split_when_a_decision_is_lost() -> None:
+    made, result = search(load_spec("plain_votes"), few(lose=1))
+    assert result.violation is not None
+    assert result.violation.name == "agreement"
+    told = "\n".join(narrate(made.model, result.violation.path))
+    assert "never hears commit 1.1" in told
+    assert "timer vote_window" in told.splitlines()[-1]
+    assert len(told.splitlines()) == 12
+
+
+def test_local_commit_looks_right_while_nothing_fails() -> None:
+    # That nobody votes breaks these two by itself; everything else holds.
+    others = (INVARIANTS.keys() | OTHER_PROPERTIES) - {"validity", "exactly_once"}
+    result = search(load_spec("local_commit"), few(), only=others)[1]
+    assert result.violation is None and result.complete
+
+
+def test_local_commit_splits_when_a_collective_fails_on_one_side() -> None:
+    made, result = search(load_spec("local_commit"), few(fault=1), only=("agreement",))
+    assert result.violation is not None
+    told = list(narrate(made.model, result.violation.path))
+    assert "NORMAL → COMMIT" in told[0]
+    assert "raises" in told[1]
+    assert "obeyed abort, another participant obeyed commit" in result.violation.text
+    assert len(told) == 4
+
+
+# --- the table of the docs ------------------------------------------------------------------------
+
+
+def test_the_table_in_the_docs_is_up_to_date() -> None:
+    table = PROOF.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    for mutant, row in zip(MUTANTS, rows, strict=True):
+        assert row.startswith(row_of(mutant)), f"{mutant.name}: write the table anew"
+
+
+def test_the_table_is_written_between_its_markers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "MUTANTS", MUTANTS[:2])
+    path = tmp_path / "proof.md"
+    write_table(path)
+    once = path.read_text()
+    write_table(path)
+    assert path.read_text() == once
+    assert [row_of(m) in once for m in MUTANTS[:3]] == [True, True, False]
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_table(path)
+    assert path.read_text().startswith(f"before\n{BEGIN}\n| mutant |")
+    assert path.read_text().endswith(f"{END}\nafter\n")
+    path.write_text("no markers")
+    with pytest.raises(ValueError, match="mutants: begin"):
+        write_table(path)
