@@ -1,11 +1,14 @@
 """The contract of the error bus: what every backend promises, its errors, its limits.
 
-The bus carries FFT's control traffic and nothing else: fault notices and acknowledgements
-(`broadcast`), write-once decisions (`compare_set`), votes (`ballot`) and fresh numbers
+The bus carries FFT's control traffic and nothing else: fault notices (`broadcast`), words to one
+participant (`send`), write-once decisions (`compare_set`), votes (`ballot`) and fresh numbers
 (`next_number`). This module may touch neither torch nor any transport; backends implement it
 and `tests/bus/test_contract.py` holds all of them to it.
 
-Registers, ballots and counters are three kinds of entry, each with a name space of its own.
+With n participants a `broadcast` costs the bus n deliveries; everything else costs it as much as
+is handed over, whoever else is there. So what concerns one participant is sent to its inbox.
+
+Registers, ballots, counters and inboxes are four kinds of entry, each with a name space of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +25,14 @@ from fft.errors import FftError
 MAX_MESSAGE_BYTES = 1024 * 1024
 """Longest payload, register value or vote, in bytes."""
 
+MAX_VALUE_BYTES = 8 * 1024 * 1024 - 1024
+"""Longest register value that `write` takes, in bytes."""
+
 MAX_KEY_CHARS = 256
-"""Longest register, ballot, tag or counter name, in characters."""
+"""Longest register, ballot, tag, counter or inbox name, in characters."""
+
+MAX_WEIGHT = 2**31
+"""Voters that one vote may count for."""
 
 RING_MESSAGES = 1024
 """How many messages a listener may fall behind before it is told `BusOverrun`."""
@@ -103,8 +112,41 @@ class ErrorBus(ABC):
         """
 
     @abstractmethod
+    def send(self, inbox: str, payload: bytes) -> None:
+        """Put `payload` into `inbox`, where its one listener takes it; nobody else hears of it.
+
+        It is kept until then, also when nobody listens yet. One sender's messages are heard in
+        the order of sending. Returns when the message is on its way: a bus that is lost at this
+        moment loses it without an error here. An inbox that nobody empties grows by whatever is
+        sent to it, until `delete(inbox)`; who stops listening, or outlives a listener, does that.
+        """
+
+    @abstractmethod
+    def listen(
+        self,
+        inbox: str,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> Subscription:
+        """Hear every message sent to `inbox`, before or after this call, each exactly once.
+
+        An inbox has one listener in its life: name it after who listens. Callbacks as for
+        `subscribe`, except that nobody falls behind; a server that was lost without a word is
+        noticed by the next operation of this bus object. What was sent and not heard when the
+        subscription is closed stays, or is lost: nobody may count on either.
+        """
+
+    @abstractmethod
     def read(self, key: str) -> bytes | None:
         """The value of register `key`, or None if it has none. Never waits for a value."""
+
+    @abstractmethod
+    def write(self, key: str, value: bytes) -> None:
+        """Put `value` into register `key`, whatever it holds. Up to `MAX_VALUE_BYTES`.
+
+        Once it has returned, whoever reads the register finds this value or a later one. A
+        register is either written or compared, not both.
+        """
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
@@ -116,12 +158,17 @@ class ErrorBus(ABC):
         """
 
     @abstractmethod
-    def ballot(self, slot: str, tag: str, vote: bytes, voters: int) -> list[bytes] | None:
+    def ballot(
+        self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
+    ) -> list[bytes] | None:
         """Add `vote` to ballot `slot` under `tag`; the votes under `tag` once there are `voters`.
 
+        A vote counts for `weight` voters: one that speaks for a whole group says how many it is.
         Votes come back in the order of casting. At least whoever casts the last vote gets the
-        list; earlier callers may get None. Calling twice votes twice. The slot lives until
-        `delete(slot)`.
+        list; earlier callers get None, and cost the bus nothing that grows with `voters`. Calling
+        twice votes twice, so the list may then come early and hold one voter twice: look whose
+        votes they are. Votes under other tags are neither counted nor returned. The slot lives
+        until `delete(slot)`; a vote cast meanwhile under one of its tags may be lost.
         """
 
     @abstractmethod
@@ -134,14 +181,18 @@ class ErrorBus(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove ballot `key`; if there is none, register `key`; if none, counter `key`.
+        """Remove ballot `key`; if there is none, register `key`; then counter, then inbox `key`.
 
-        So use a name for one kind only. It is no error if there is nothing to remove.
+        So use a name for one kind only. It is no error if there is nothing to remove. What is
+        sent to an inbox after that is kept again.
         """
 
     @abstractmethod
     def key_count(self) -> int:
-        """How many entries this job occupies on the bus, bookkeeping included."""
+        """How many entries this job occupies on the bus, bookkeeping included.
+
+        Inboxes with messages in them count only where the backend can see them.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -159,13 +210,13 @@ class ErrorBus(ABC):
         self.close()
 
 
-def check_bytes(value: bytes, what: str) -> None:
-    """Raise `BusError` unless `value` is bytes within the size limit; `what` names it."""
+def check_bytes(value: bytes, what: str, limit: int = MAX_MESSAGE_BYTES) -> None:
+    """Raise `BusError` unless `value` is at most `limit` bytes; `what` names it."""
     if not isinstance(value, bytes):
         raise BusError(f"{what} must be bytes, not {type(value).__name__}")
-    if len(value) > MAX_MESSAGE_BYTES:
+    if len(value) > limit:
         raise BusError(
-            f"{what} has {len(value)} bytes; the bus carries at most {MAX_MESSAGE_BYTES}. "
+            f"{what} has {len(value)} bytes; the bus carries at most {limit}. "
             "Send a reference to the data, not the data."
         )
 
@@ -176,10 +227,12 @@ def check_key(key: str, what: str = "key") -> None:
         raise BusError(f"{what} must be a string of 1 to {MAX_KEY_CHARS} characters, not {key!r}")
 
 
-def check_voters(voters: int) -> None:
-    """Raise `BusError` unless `voters` can be reached by voting."""
+def check_voters(voters: int, weight: int) -> None:
+    """Raise `BusError` unless `voters` can be reached by votes that count for `weight`."""
     if voters < 1:
         raise BusError(f"a ballot needs at least one voter, not {voters}")
+    if not 1 <= weight <= MAX_WEIGHT:
+        raise BusError(f"a vote counts for 1 to {MAX_WEIGHT} voters, not {weight}")
 
 
 def check_job(job: str, url: str) -> None:

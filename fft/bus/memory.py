@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from fft.bus.base import (
+    MAX_VALUE_BYTES,
     RING_MESSAGES,
     BusClosed,
     BusError,
@@ -32,15 +33,19 @@ _CLOSE_WAIT_S = 0.9  # close() promises 1 s; a callback that runs longer is left
 
 
 class _MemorySubscription(Subscription):
+    """A queue and the thread that empties it; with an `inbox`, the listener of that inbox."""
+
     def __init__(
         self,
         broker: _Broker,
         on_message: Callable[[bytes], None],
         on_lost: Callable[[BusError], None],
+        inbox: str | None = None,
     ) -> None:
         self._broker = broker
         self._on_message = on_message
         self._on_lost = on_lost
+        self.inbox = inbox
         self._ready = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._closed = False
@@ -53,7 +58,7 @@ class _MemorySubscription(Subscription):
     def put(self, payload: bytes) -> None:
         """Queue `payload`; called by the broker under its lock, so all queues agree on order."""
         with self._ready:
-            if len(self._waiting) >= RING_MESSAGES:
+            if self.inbox is None and len(self._waiting) >= RING_MESSAGES:
                 self._overrun = True
             if not self._overrun:
                 self._waiting.append(payload)
@@ -90,14 +95,18 @@ class _Broker:
         self.generation = uuid.uuid4().hex
         self.clients = 0
         self.listeners: list[_MemorySubscription] = []
+        self.inboxes: dict[str, _MemorySubscription] = {}
+        self.mail: dict[str, list[bytes]] = {}  # sent to inboxes that nobody listens to
         self.registers: dict[str, bytes] = {}
-        self.ballots: dict[str, list[tuple[str, bytes]]] = {}
+        self.ballots: dict[str, list[tuple[str, bytes, int]]] = {}
         self.counters: dict[str, int] = {}
 
     def remove(self, subscription: _MemorySubscription) -> None:
         with self.lock:
             if subscription in self.listeners:
                 self.listeners.remove(subscription)
+            if subscription.inbox and self.inboxes.get(subscription.inbox) is subscription:
+                del self.inboxes[subscription.inbox]
 
 
 _brokers: dict[str, _Broker] = {}
@@ -141,11 +150,47 @@ class MemoryBus(ErrorBus):
         subscription.start()
         return subscription
 
+    def send(self, inbox: str, payload: bytes) -> None:
+        check_key(inbox, "inbox")
+        check_bytes(payload, "a message")
+        broker = self._open()
+        with broker.lock:
+            if inbox in broker.inboxes:
+                broker.inboxes[inbox].put(payload)
+            else:
+                broker.mail.setdefault(inbox, []).append(payload)
+
+    def listen(
+        self,
+        inbox: str,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> Subscription:
+        check_key(inbox, "inbox")
+        broker = self._open()
+        subscription = _MemorySubscription(broker, on_message, on_lost, inbox)
+        with broker.lock:
+            if inbox in broker.inboxes:
+                raise BusError(f"somebody listens to inbox {inbox!r} on {self.url} already")
+            for payload in broker.mail.pop(inbox, []):
+                subscription.put(payload)
+            broker.inboxes[inbox] = subscription
+            self._subscriptions.append(subscription)
+        subscription.start()
+        return subscription
+
     def read(self, key: str) -> bytes | None:
         check_key(key)
         broker = self._open()
         with broker.lock:
             return broker.registers.get(key)
+
+    def write(self, key: str, value: bytes) -> None:
+        check_key(key)
+        check_bytes(value, "a register value", MAX_VALUE_BYTES)
+        broker = self._open()
+        with broker.lock:
+            broker.registers[key] = value
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
         check_key(key)
@@ -160,17 +205,19 @@ class MemoryBus(ErrorBus):
             broker.registers[key] = desired
             return desired
 
-    def ballot(self, slot: str, tag: str, vote: bytes, voters: int) -> list[bytes] | None:
+    def ballot(
+        self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
+    ) -> list[bytes] | None:
         check_key(slot, "slot")
         check_key(tag, "tag")
         check_bytes(vote, "a vote")
-        check_voters(voters)
+        check_voters(voters, weight)
         broker = self._open()
         with broker.lock:
             cast = broker.ballots.setdefault(slot, [])
-            cast.append((tag, vote))
-            votes = [v for t, v in cast if t == tag]
-        return votes if len(votes) >= voters else None
+            cast.append((tag, vote, weight))
+            mine = [(v, w) for t, v, w in cast if t == tag]
+        return [v for v, _ in mine] if sum(w for _, w in mine) >= voters else None
 
     def next_number(self, key: str) -> int:
         check_key(key)
@@ -184,7 +231,7 @@ class MemoryBus(ErrorBus):
         check_key(key)
         broker = self._open()
         with broker.lock:
-            for kind in (broker.ballots, broker.registers, broker.counters):
+            for kind in (broker.ballots, broker.registers, broker.counters, broker.mail):
                 if key in kind:
                     del kind[key]
                     return
@@ -192,7 +239,8 @@ class MemoryBus(ErrorBus):
     def key_count(self) -> int:
         broker = self._open()
         with broker.lock:
-            return len(broker.registers) + len(broker.ballots) + len(broker.counters)
+            named = len(broker.registers) + len(broker.ballots) + len(broker.counters)
+            return named + len(broker.mail)
 
     def close(self) -> None:
         with _brokers_lock:

@@ -5,7 +5,10 @@ Touches one TCPStore server and, in it, only keys under `fft/<job>/`. Per job th
 - `gen`        names this life of the server (see `ErrorBus.generation`)
 - `head`       the number of the last message taken, a counter
 - `q/<number>` one message: write-once, removed once it is `RING_MESSAGES` old
-- `r/` `b/` `c/`  registers, ballots and counters by name
+- `r/` `c/`    registers and counters by name
+- `b/<slot>`   one ballot: all its votes in the order of casting
+- `n/<slot>/<tag>`  how many votes were cast in it under one tag, a counter
+- `i/<inbox>`  a queue of the store; it exists only while something is in it
 
 **Messages.** A writer takes a number from `head`, then writes that slot. Listeners read the slots
 in the order of numbers, so all hear the same order. A slot that stays empty while `head` has
@@ -15,6 +18,15 @@ a new number. Whoever takes number n removes slot n - ring, so anything that hap
 while `head` was less than a ring past it happened before the removal. That is the test both sides
 use: a listener trusts what it read, and a writer what it wrote, only if `head`, read afterwards,
 is still less than a ring past the slot. Otherwise it says `BusOverrun`.
+
+**Ballots.** A vote is appended, then counted; only who brings the count to `voters` reads them.
+So no count is ever ahead of the votes that it counts. Removing a ballot removes the counters of
+the tags found in it. A vote that was appended before the removal and counted after it leaves its
+counter behind, without a vote under its tag; now and then a client looks for such counters.
+
+**Inboxes** are queues: the listener waits for one to have something in it, on a connection of its
+own, and takes message by message. The store removes a queue with its last message; it neither
+counts nor lists queues.
 
 **Numbers** are the store's signed 64-bit counters taken modulo 2**64 and compared by their
 distance (serial-number arithmetic), so running past the range is nothing special.
@@ -33,15 +45,15 @@ hosts, see that their addresses resolve quickly where the bus is served.
 
 from __future__ import annotations
 
-import os
-import queue
-import re
+import contextlib
+import random
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -49,6 +61,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from fft.bus.base import (
+    MAX_VALUE_BYTES,
     RING_MESSAGES,
     BusClosed,
     BusError,
@@ -65,107 +78,23 @@ from fft.bus.base import (
     overrun_text,
     report_lost,
 )
+from fft.bus.tcpconnection import Connection, TCPStore
 
 _GRACE_S: Final = 0.5  # how long a taken slot may stay empty before it is given up
-_WATCH_S: Final = 0.1  # how often a subscription looks for a slot that holds it up
+_WATCH_S: Final = 0.1  # how often a subscription looks at a slot that may hold it up
+_PAUSE_S: Final = (0.5, 1.0)  # how often it looks whether there is one; at random, as many do it
 _STALL_S: Final = 0.05  # a writer that took longer to get its number looks before it writes
 _IDLE = timedelta(days=1)  # a listener's wait; torch warns on stderr each time one runs out
 _NUDGE_WAIT_S: Final = 0.4
 _JOIN_WAIT_S: Final = 0.4
-_SWEEP: Final = 4096  # messages between two sweeps for slots whose remover died
-_CONNECT_TRIES: Final = 4
-_CONNECT_TRY_S: Final = 0.5
+_SWEEP: Final = 4096  # messages, or ballots removed, between two sweeps for what others left
 _RETRIES: Final = 100
 _NUMBERS: Final = 2**64
 
 _MESSAGE, _NUDGE, _TOMBSTONE = b"M", b"N", b"T"
 _VALUE = b"="  # before every register value: the store cannot tell an empty one from none
 _ABSENT = b"?"  # no value begins with this, so comparing with it reads and never writes
-_VOTE = struct.Struct("!HI")  # bytes in the tag, bytes in the vote; then both
-
-_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
-
-
-def _connect(host: str, port: int, url: str, timeout: float) -> Any:
-    """A new TCPStore client, or `BusUnreachable` within `timeout` seconds.
-
-    A plain connection is tried first, because torch logs and retries when nobody listens. torch's
-    own connecting has two waits that it does not bound: it asks the name service for the server's
-    name (one lost packet costs 5 s), and it waits for the server's answer. So it runs on threads,
-    a fresh try beside the one that hangs, and the first to succeed counts. A try that is left
-    behind ends with its lookup or its connection.
-    """
-    deadline = time.monotonic() + timeout
-    try:
-        socket.create_connection((host, port), timeout).close()
-    except OSError as error:
-        raise BusUnreachable(url, str(error)) from error
-    tries: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def attempt() -> None:
-        try:
-            limit = timedelta(seconds=timeout)
-            tries.put(_TCPStore(host, port, None, False, limit, wait_for_workers=False))
-        except Exception as error:  # noqa: BLE001 - handed to the caller's thread below
-            tries.put(error)
-
-    for number in range(_CONNECT_TRIES):
-        threading.Thread(target=attempt, name="fft-bus-connect", daemon=True).start()
-        left = deadline - time.monotonic()
-        if number < _CONNECT_TRIES - 1:
-            left = min(left, _CONNECT_TRY_S)
-        try:
-            made = tries.get(timeout=max(0.0, left))
-        except queue.Empty:
-            continue
-        if isinstance(made, Exception):
-            raise BusUnreachable(url, str(made).splitlines()[0]) from made
-        return made
-    raise BusUnreachable(url, "something listens there but does not answer as a TCPStore")
-
-
-def _socket_of(store: Any) -> socket.socket:
-    """A second handle on the connection of `store`.
-
-    torch has no way to bound an operation's answer or to release a thread that waits in one;
-    the socket has both. Only the object's text names its descriptor.
-    """
-    match = re.search(r"SocketImpl\(fd=(\d+)", repr(store))
-    if match is None:
-        raise BusError(f"this torch does not name the socket of its TCPStore: {store!r}")
-    handle = socket.socket(fileno=os.dup(int(match.group(1))))
-    if socket.getdefaulttimeout() is not None:
-        handle.setblocking(True)  # Python then made the shared socket non-blocking
-    return handle
-
-
-class _Connection:
-    """One TCPStore client and the handle that can cut it."""
-
-    def __init__(self, host: str, port: int, url: str, timeout: float) -> None:
-        self.store = _connect(host, port, url, timeout)
-        self._handle = _socket_of(self.store)
-        self._lock = threading.Lock()
-
-    def limit_answers(self, seconds: float) -> None:
-        """Let an operation fail when its answer takes longer than `seconds`."""
-        whole = int(seconds)
-        bound = struct.pack("ll", whole, max(1, int((seconds - whole) * 1e6)))
-        self._handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-
-    def cut(self) -> None:
-        """Release whoever waits in this connection. It is of no more use."""
-        with self._lock:
-            try:
-                self._handle.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other side was quicker, or we did it before
-                return
-
-    def drop(self) -> None:
-        """Give the descriptors back; nobody may be using the connection."""
-        with self._lock:
-            self._handle.close()
-            self.store = None
+_VOTE = struct.Struct("!HII")  # bytes in the tag, in the vote, and its weight; then both
 
 
 def _lag(head: int, number: int) -> int:
@@ -174,8 +103,8 @@ def _lag(head: int, number: int) -> int:
     return distance - _NUMBERS if distance >= _NUMBERS // 2 else distance
 
 
-class _TcpSubscription(Subscription):
-    """A thread that waits for the next slot, and one that watches over it."""
+class _Listener(Subscription):
+    """A thread that waits on a connection of its own and hands over what `_hear` finds."""
 
     def __init__(
         self,
@@ -187,75 +116,50 @@ class _TcpSubscription(Subscription):
         self._on_message = on_message
         self._on_lost = on_lost
         self._connection = bus._dial()
+        self._connection.store.set_timeout(_IDLE)
         self._lock = threading.Lock()
         self._ended = False  # lost or closed: whichever comes first
         self._stop = threading.Event()
-        try:
-            self._connection.store.set_timeout(_IDLE)
-            self._next = (bus._head() + 1) % _NUMBERS
-        except BusError:
-            self._connection.drop()
-            raise
         self._listener = threading.Thread(target=self._listen, name="fft-bus-listen", daemon=True)
-        self._watcher = threading.Thread(target=self._watch, name="fft-bus-watch", daemon=True)
 
     def start(self) -> None:
         self._listener.start()
-        self._watcher.start()
 
     def discard(self) -> None:
         """Give the connection back; instead of `start`."""
         self._connection.drop()
 
+    def cut(self) -> None:
+        """Have the listener notice that the bus is lost, or that it was closed."""
+        self._connection.cut()
+
+    @abstractmethod
+    def _hear(self) -> None:
+        """Wait for what comes next and deliver it. Returns after a while, or when cut and closed.
+
+        Raises a `BusError` that ends the subscription.
+        """
+
     def _listen(self) -> None:
         try:
             while not self._stop.is_set():
-                frame = self._wait_for(self._next)
-                if frame is None or self._stop.is_set():
-                    continue
-                self._next = (self._next + 1) % _NUMBERS
-                if frame[:1] == _MESSAGE:
-                    deliver(self._on_message, frame[1:])
+                self._hear()
         except BusError as error:
             self._lose(error)
         finally:
             self._connection.drop()
             self._stop.set()
 
-    def _wait_for(self, number: int) -> bytes | None:
-        """The content of slot `number` once it has any; None to try again.
-
-        One `multi_get` reads the slot and then `head`: the order the ring's rule asks for.
-        """
-        keys = [self._bus._slot(number), self._bus._key("head")]
+    def _ask(self, operation: Callable[[Any], Any]) -> Any:
+        """Run `operation` on the listener's store; None if there is nothing, or when closed."""
         try:
-            frame, head = self._connection.store.multi_get(keys)
-        except dist.DistStoreError:  # a day went by
+            return operation(self._connection.store)
+        except dist.DistStoreError:  # an empty queue, or a day went by
             return None
         except RuntimeError as error:
             if self._stop.is_set():
                 return None
             raise self._bus._unreachable(error) from error
-        if not frame or _lag(int(head), number) >= RING_MESSAGES:
-            self._bus._delete(self._bus._slot_name(number))  # our watcher may have made it again
-            raise BusOverrun(overrun_text("listener"))
-        return bytes(frame)
-
-    def _watch(self) -> None:
-        """Give up slots that hold the listener up; cut it loose from a server gone silent."""
-        position, head, since = self._next, self._next - 1, time.monotonic()
-        try:
-            while not self._stop.wait(_WATCH_S):
-                held_up = position == self._next and _lag(head, position) >= 0
-                if held_up and time.monotonic() - since < _GRACE_S:
-                    continue
-                if held_up:
-                    self._bus._bury(position, head)
-                position, head, since = self._next, self._bus._head(), time.monotonic()
-            if self._listener.is_alive():
-                self._bus._send(_NUDGE)  # so that our listener wakes and sees the stop
-        except BusError:  # the listener, cut loose, says why
-            self._connection.cut()
 
     def _lose(self, error: BusError) -> None:
         with self._lock:
@@ -270,16 +174,119 @@ class _TcpSubscription(Subscription):
             self._ended = True
         self._stop.set()
         self._bus._forget(self)
-        self._join(self._listener, _NUDGE_WAIT_S)
-        if self._listener.is_alive():  # it is in a callback, or the server is silent
-            self._connection.cut()
-            self._join(self._listener, _JOIN_WAIT_S)
-        self._join(self._watcher, 0.1)
+        self._end()
+
+    def _end(self) -> None:
+        """End the threads, within 1 s; `_stop` is set."""
+        self._connection.cut()
+        self._join(self._listener, _JOIN_WAIT_S)
 
     @staticmethod
     def _join(thread: threading.Thread, seconds: float) -> None:
         if thread is not threading.current_thread():
             thread.join(seconds)
+
+
+class _TcpInbox(_Listener):
+    """Takes what is in one queue of the store."""
+
+    def __init__(
+        self,
+        bus: TcpBus,
+        inbox: str,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> None:
+        super().__init__(bus, on_message, on_lost)
+        self._queue = bus._key("i/" + inbox)
+
+    def _hear(self) -> None:
+        # Taken first: where many messages wait, each costs the server one operation.
+        frame = self._ask(lambda store: store.queue_pop(self._queue, False))
+        if frame is None and not self._stop.is_set():
+            self._ask(lambda store: store.wait([self._queue]))
+        elif frame is not None and frame[:1] == _MESSAGE and not self._stop.is_set():
+            deliver(self._on_message, bytes(frame[1:]))
+
+    def _end(self) -> None:
+        if self._listener is threading.current_thread():  # it ends with its callback
+            return
+        with contextlib.suppress(BusError):  # torch writes to stderr when a connection is cut
+            self._bus._push(self._queue, _NUDGE)
+            self._join(self._listener, _NUDGE_WAIT_S)
+        if self._listener.is_alive():
+            super()._end()
+
+
+class _TcpSubscription(_Listener):
+    """Waits for the next slot of the ring; a second thread watches over it."""
+
+    def __init__(
+        self,
+        bus: TcpBus,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> None:
+        super().__init__(bus, on_message, on_lost)
+        try:
+            self._next = (bus._head() + 1) % _NUMBERS
+        except BusError:
+            self._connection.drop()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="fft-bus-watch", daemon=True)
+
+    def start(self) -> None:
+        super().start()
+        self._watcher.start()
+
+    def _hear(self) -> None:
+        frame = self._wait_for(self._next)
+        if frame is None or self._stop.is_set():
+            return
+        self._next = (self._next + 1) % _NUMBERS
+        if frame[:1] == _MESSAGE:
+            deliver(self._on_message, frame[1:])
+
+    def _wait_for(self, number: int) -> bytes | None:
+        """The content of slot `number` once it has any; None to try again.
+
+        One `multi_get` reads the slot and then `head`: the order the ring's rule asks for.
+        """
+        keys = [self._bus._slot(number), self._bus._key("head")]
+        found = self._ask(lambda store: store.multi_get(keys))
+        if found is None:
+            return None
+        frame, head = found
+        if not frame or _lag(int(head), number) >= RING_MESSAGES:
+            self._bus._delete(self._bus._slot_name(number))  # our watcher may have made it again
+            raise BusOverrun(overrun_text("listener"))
+        return bytes(frame)
+
+    @staticmethod
+    def _pause() -> float:
+        return random.uniform(*_PAUSE_S)
+
+    def _watch(self) -> None:
+        """Give up slots that hold the listener up; cut it loose from a server gone silent."""
+        position, head, since = self._next, self._next - 1, time.monotonic()
+        try:
+            while not self._stop.wait(_WATCH_S if _lag(head, position) >= 0 else self._pause()):
+                held_up = position == self._next and _lag(head, position) >= 0
+                if held_up and time.monotonic() - since < _GRACE_S:
+                    continue
+                if held_up:
+                    self._bus._bury(position, head)
+                position, head, since = self._next, self._bus._head(), time.monotonic()
+            if self._listener.is_alive():
+                self._bus._send(_NUDGE)  # so that our listener wakes and sees the stop
+        except BusError:  # the listener, cut loose, says why
+            self._connection.cut()
+
+    def _end(self) -> None:
+        self._join(self._listener, _NUDGE_WAIT_S)
+        if self._listener.is_alive():  # it is in a callback, or the server is silent
+            super()._end()
+        self._join(self._watcher, 0.1)
 
 
 class TcpBus(ErrorBus):
@@ -295,9 +302,10 @@ class TcpBus(ErrorBus):
         self._failure: str | None = None  # why the bus is unusable
         self._lock = threading.Lock()
         self._closing = False
-        self._subscriptions: set[_TcpSubscription] = set()
-        self._connection: _Connection | None = self._dial()
-        self._connection.limit_answers(timeout)
+        self._listeners: set[_Listener] = set()
+        self._removed = 0  # ballots
+        self._connection: Connection | None = self._dial()
+        self._connection.limit(timeout)
         try:
             self.generation = self._find_generation()
         except BusError:
@@ -312,19 +320,42 @@ class TcpBus(ErrorBus):
         self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
     ) -> Subscription:
         self._live()
-        subscription = _TcpSubscription(self, on_message, on_lost)
+        return self._start(_TcpSubscription(self, on_message, on_lost))
+
+    def send(self, inbox: str, payload: bytes) -> None:
+        check_key(inbox, "inbox")
+        check_bytes(payload, "a message")
+        self._push(self._key("i/" + inbox), _MESSAGE + payload)
+
+    def listen(
+        self,
+        inbox: str,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> Subscription:
+        check_key(inbox, "inbox")
+        self._live()
+        return self._start(_TcpInbox(self, inbox, on_message, on_lost))
+
+    def _start(self, listener: _Listener) -> Subscription:
         with self._lock:
             if not self._closing:
-                self._subscriptions.add(subscription)
-                subscription.start()
-                return subscription
-        subscription.discard()
+                self._listeners.add(listener)
+                listener.start()
+                return listener
+        listener.discard()
         raise BusClosed(f"the bus {self.url} was closed meanwhile")
 
     def read(self, key: str) -> bytes | None:
         check_key(key)
         held = self._peek("r/" + key)
         return None if held is None else held[1:]
+
+    def write(self, key: str, value: bytes) -> None:
+        check_key(key)
+        check_bytes(value, "a register value", MAX_VALUE_BYTES)
+        self._do(lambda store: store.set(self._key("r/" + key), _VALUE + value))
+        self._filled("r/" + key)  # the store answers to this only, and in order
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
         check_key(key)
@@ -337,19 +368,23 @@ class TcpBus(ErrorBus):
             raise BusForgot(f"register {key!r} on {self.url} is gone; its value was known")
         return held[1:]
 
-    def ballot(self, slot: str, tag: str, vote: bytes, voters: int) -> list[bytes] | None:
+    def ballot(
+        self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
+    ) -> list[bytes] | None:
         check_key(slot, "slot")
         check_key(tag, "tag")
         check_bytes(vote, "a vote")
-        check_voters(voters)
+        check_voters(voters, weight)
         name = tag.encode()
-        frame = _VOTE.pack(len(name), len(vote)) + name + vote
+        frame = _VOTE.pack(len(name), len(vote), weight) + name + vote
         self._do(lambda store: store.append(self._key("b/" + slot), frame))
+        if self._add(_tally(slot, tag), weight) < voters:
+            return None
         cast = self._peek("b/" + slot)
         if cast is None:
             return None  # deleted since; whoever deletes a ballot has done with it
-        votes = [v for t, v in _split_votes(cast) if t == name]
-        return votes if len(votes) >= voters else None
+        mine = [(v, w) for t, v, w in _split_votes(cast) if t == name]
+        return [v for v, _ in mine] if sum(w for _, w in mine) >= voters else None
 
     def next_number(self, key: str) -> int:
         check_key(key)
@@ -357,8 +392,27 @@ class TcpBus(ErrorBus):
 
     def delete(self, key: str) -> None:
         check_key(key)
-        for kind in ("b/", "r/", "c/"):
-            if self._delete(kind + key):
+        if self._remove_ballot(key) or self._delete("r/" + key) or self._delete("c/" + key):
+            return
+        self._remove_inbox(key)
+
+    def _remove_ballot(self, slot: str) -> bool:
+        cast = self._peek("b/" + slot)
+        if cast is None:
+            return False
+        self._delete("b/" + slot)
+        for tag in {t for t, _, _ in _split_votes(cast)}:
+            self._delete(_tally(slot, tag.decode()))
+        self._removed += 1
+        if self._removed % _SWEEP == 0:
+            self._sweep()
+        return True
+
+    def _remove_inbox(self, inbox: str) -> None:
+        """Empty the queue: the store then forgets it. As many as are there now, no more."""
+        queue = self._key("i/" + inbox)
+        for _ in range(self._do(lambda store: store.queue_len(queue))):
+            if self._do(lambda store: _pop(store, queue)) is None:
                 return
 
     def key_count(self) -> int:
@@ -367,9 +421,9 @@ class TcpBus(ErrorBus):
     def close(self) -> None:
         with self._lock:
             self._closing = True
-            ending, connection = list(self._subscriptions), self._connection
-        for subscription in ending:
-            subscription.close()
+            ending, connection = list(self._listeners), self._connection
+        for listener in ending:
+            listener.close()
         with self._lock:
             self._connection = None
         if connection is not None:
@@ -419,12 +473,31 @@ class TcpBus(ErrorBus):
                 self._swap(name, b"", _TOMBSTONE)
 
     def _sweep(self) -> None:
-        """Remove slots that a writer should have removed before it died."""
-        head = self._head()
-        for key in self._keys("q/"):
-            number = int(key.rpartition("/")[2], 16)
-            if _lag(head, number) >= RING_MESSAGES:
-                self._delete(self._slot_name(number))
+        """Remove slots that a writer should have removed before it died, and stray counters."""
+        names = [key.removeprefix(self._prefix) for key in self._keys("")]
+        slots = [name for name in names if name.startswith("q/")]
+        head = self._head() if slots else 0
+        for name in slots:
+            if _lag(head, int(name.removeprefix("q/"), 16)) >= RING_MESSAGES:
+                self._delete(name)
+        self._sweep_tallies(names)
+
+    def _sweep_tallies(self, names: Iterable[str]) -> None:
+        """Remove counters without a vote under their tag.
+
+        A counter that was there when the keys were listed was there after its votes. So if none
+        of them is in the ballot now, they have been removed, and the counter was forgotten.
+        """
+        slots: dict[str, list[tuple[str, str]]] = {}
+        for name in names:
+            if name.startswith("n/"):
+                slot, tag = _untally(name)
+                slots.setdefault(slot, []).append((tag, name))
+        for slot, tallies in slots.items():
+            cast = {tag for tag, _, _ in _split_votes(self._peek("b/" + slot) or b"")}
+            for tag, name in tallies:
+                if tag.encode() not in cast:
+                    self._delete(name)
 
     def _head(self) -> int:
         return self._add("head", 0)
@@ -440,24 +513,31 @@ class TcpBus(ErrorBus):
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    def _dial(self) -> _Connection:
-        return _Connection(self._host, self._port, self.url, self._timeout)
+    def _dial(self) -> Connection:
+        return Connection(self._host, self._port, self.url, self._timeout)
 
     def _find_generation(self) -> str:
         fresh = _VALUE + secrets.token_hex(16).encode()
         return self._swap("gen", b"", fresh)[1:].decode()
 
-    def _forget(self, subscription: _TcpSubscription) -> None:
+    def _forget(self, listener: _Listener) -> None:
         with self._lock:
-            self._subscriptions.discard(subscription)
+            self._listeners.discard(listener)
 
     def _unreachable(self, error: Exception) -> BusUnreachable:
-        """The error to raise for torch's `error`: the first reason found stays the reason."""
-        if self._failure is None:
-            self._failure = (str(error).splitlines() or [type(error).__name__])[0]
+        """The error to raise for torch's `error`: the first reason found stays the reason.
+
+        Every listener is cut loose, so that it hears of it too.
+        """
+        with self._lock:
+            if self._failure is None:
+                self._failure = (str(error).splitlines() or [type(error).__name__])[0]
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.cut()
         return BusUnreachable(self.url, self._failure)
 
-    def _live(self) -> _Connection:
+    def _live(self) -> Connection:
         connection = self._connection
         if connection is None:
             raise BusClosed(f"the bus {self.url} was closed; open it again with open_bus")
@@ -478,6 +558,9 @@ class TcpBus(ErrorBus):
                 raise BusClosed(f"the bus {self.url} was closed meanwhile") from error
             connection.cut()
             raise self._unreachable(error) from error
+
+    def _push(self, queue: str, frame: bytes) -> None:
+        self._do(lambda store: store.queue_push(queue, frame))
 
     def _add(self, name: str, amount: int) -> int:
         return int(self._do(lambda store: store.add(self._key(name), amount))) % _NUMBERS
@@ -503,14 +586,33 @@ class TcpBus(ErrorBus):
         return [key for key in keys if key.startswith(start)]
 
 
-def _split_votes(cast: bytes) -> list[tuple[bytes, bytes]]:
-    """(tag, vote) of every vote in a ballot, in the order of casting."""
+def _pop(store: Any, queue: str) -> bytes | None:
+    """The next message of a queue; None if it is empty."""
+    try:
+        return bytes(store.queue_pop(queue, False))
+    except dist.QueueEmptyError:
+        return None
+
+
+def _tally(slot: str, tag: str) -> str:
+    """Name of the counter of votes; the slot's length makes it clear where the tag begins."""
+    return f"n/{len(slot)}/{slot}/{tag}"
+
+
+def _untally(name: str) -> tuple[str, str]:
+    """(slot, tag) of a counter's name."""
+    _, length, rest = name.split("/", 2)
+    return rest[: int(length)], rest[int(length) + 1 :]
+
+
+def _split_votes(cast: bytes) -> list[tuple[bytes, bytes, int]]:
+    """(tag, vote, weight) of every vote in a ballot, in the order of casting."""
     votes, at = [], 0
     while at < len(cast):
-        tag_bytes, vote_bytes = _VOTE.unpack_from(cast, at)
+        tag_bytes, vote_bytes, weight = _VOTE.unpack_from(cast, at)
         at += _VOTE.size
         tag, at = cast[at : at + tag_bytes], at + tag_bytes
-        votes.append((tag, cast[at : at + vote_bytes]))
+        votes.append((tag, cast[at : at + vote_bytes], weight))
         at += vote_bytes
     return votes
 
@@ -573,7 +675,7 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
             f"cannot serve on {host}:{port}: {error}; choose another host or port"
         ) from error
     port = listening.getsockname()[1]
-    store = _TCPStore(
+    store = TCPStore(
         host,
         port,
         None,

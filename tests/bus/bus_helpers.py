@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,14 +16,25 @@ CHILD = Path(__file__).with_name("child.py")
 
 
 class Heard:
-    """Collects what a subscription hears. Waits are bounded; a late message fails the test."""
+    """Collects what a subscription hears, of one inbox or of the broadcasts.
 
-    def __init__(self, bus: ErrorBus, on_message: Callable[[bytes], None] | None = None) -> None:
+    Waits are bounded; a late message fails the test.
+    """
+
+    def __init__(
+        self,
+        bus: ErrorBus,
+        on_message: Callable[[bytes], None] | None = None,
+        inbox: str | None = None,
+    ) -> None:
         self.messages: list[bytes] = []
         self.lost: list[BusError] = []
         self._changed = threading.Condition()
         self._also = on_message
-        self.subscription = bus.subscribe(self._message, self._lost)
+        if inbox is None:
+            self.subscription = bus.subscribe(self._message, self._lost)
+        else:
+            self.subscription = bus.listen(inbox, self._message, self._lost)
 
     def _message(self, payload: bytes) -> None:
         with self._changed:
@@ -72,6 +85,14 @@ class Child:
 
     def wait(self, timeout: float = 60.0) -> int:
         return self.process.wait(timeout)
+
+    def stop(self) -> None:
+        """Stop the process; returns when the last of its threads has stopped."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         if self.process.poll() is None:

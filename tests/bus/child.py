@@ -40,6 +40,20 @@ def hear(url: str) -> None:
         sys.stdin.read()
 
 
+def listen(url: str, inbox: str) -> None:
+    """Say that we listen to an inbox, and live until stdin ends."""
+    with open_bus(url) as bus:
+        bus.listen(inbox, lambda payload: None, lambda error: None)
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
 if __name__ == "__main__":
-    commands = {"serve": serve, "write": write, "die-between": die_between, "hear": hear}
+    commands = {
+        "serve": serve,
+        "write": write,
+        "die-between": die_between,
+        "hear": hear,
+        "listen": listen,
+    }
     commands[sys.argv[1]](*sys.argv[2:])

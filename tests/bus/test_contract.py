@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +19,7 @@ from fft.bus import (
     ErrorBus,
     open_bus,
 )
-from fft.bus.base import RING_MESSAGES
+from fft.bus.base import MAX_VALUE_BYTES, RING_MESSAGES
 
 Connect = Callable[[], ErrorBus]
 ANY_BYTES = bytes(range(256))
@@ -77,6 +78,7 @@ def test_too_long_is_refused_with_the_limit(connect: Connect) -> None:
     long = b"x" * (MAX_MESSAGE_BYTES + 1)
     for attempt in (
         lambda: bus.broadcast(long),
+        lambda: bus.send("i", long),
         lambda: bus.compare_set("k", None, long),
         lambda: bus.ballot("s", "t", long, 1),
     ):
@@ -95,19 +97,113 @@ def test_bad_names_are_refused(connect: Connect) -> None:
         bus.ballot("s", "t", b"", 0)
 
 
+@pytest.mark.parametrize("inbox", [None, "mine"])
 def test_a_listener_that_raises_lives_on(
-    connect: Connect, caplog: pytest.LogCaptureFixture
+    connect: Connect, caplog: pytest.LogCaptureFixture, inbox: str | None
 ) -> None:
     def fail(payload: bytes) -> None:
         if payload == b"bad":
             raise ValueError("cannot read this")
 
     bus = connect()
-    listener = Heard(bus, fail)
-    bus.broadcast(b"bad")
-    bus.broadcast(b"good")
+    listener = Heard(bus, fail, inbox)
+    for payload in (b"bad", b"good"):
+        bus.broadcast(payload) if inbox is None else bus.send(inbox, payload)
     assert listener.wait(2) == [b"bad", b"good"]
     assert "cannot read this" in caplog.text
+
+
+def test_an_inbox_keeps_what_is_sent_before_anybody_listens(connect: Connect) -> None:
+    sender, receiver = connect(), connect()
+    sent = [b"", ANY_BYTES, b"x" * MAX_MESSAGE_BYTES]
+    for payload in sent:
+        sender.send("mine", payload)
+    sender.send("other", b"not for me")
+    sender.next_number("sent")  # its answer says that all of it has arrived
+    listener = Heard(receiver, inbox="mine")
+    assert listener.wait(3) == sent
+    sender.send("mine", b"later")
+    receiver.send("mine", b"to myself")
+    assert sorted(listener.wait(5)[3:]) == [b"later", b"to myself"]
+    assert Heard(connect(), inbox="other").wait(1) == [b"not for me"]
+
+
+def test_an_inbox_hears_each_of_many_senders_in_order_and_once(connect: Connect) -> None:
+    names, count = "abcdefgh", 125
+    listener = Heard(connect(), inbox="mine")
+    broadcasts = Heard(connect())
+    clients = {name: connect() for name in names}
+
+    def send(name: str) -> None:
+        for number in range(count):
+            clients[name].send("mine", f"{name}:{number}".encode())
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(send, names))
+    messages = listener.wait(len(names) * count)
+    for name in names:
+        assert by_writer(messages, name) == list(range(count))
+    clients["a"].broadcast(b"for all")
+    assert broadcasts.wait(1) == [b"for all"]
+    assert len(listener.messages) == len(names) * count
+
+
+def test_an_inbox_waits_for_a_slow_listener_without_a_bound(connect: Connect) -> None:
+    bus = connect()
+    release = threading.Event()
+    slow = Heard(connect(), lambda payload: release.wait(60) and None, "mine")
+    count = 2 * RING_MESSAGES
+    for number in range(count):
+        bus.send("mine", b"%d" % number)
+    release.set()
+    assert slow.wait(count) == [b"%d" % number for number in range(count)]
+
+
+def test_an_inbox_is_removed_with_what_is_in_it(connect: Connect) -> None:
+    bus = connect()
+    before = bus.key_count()
+    for number in range(100):
+        bus.send("mine", b"%d" % number)
+    bus.delete("mine")
+    bus.delete("mine")
+    assert bus.key_count() == before
+    bus.send("mine", b"after")
+    assert Heard(connect(), inbox="mine").wait(1) == [b"after"]
+    bus.delete("mine")
+    assert bus.key_count() == before
+
+
+def test_a_closed_inbox_hears_nothing_more(connect: Connect) -> None:
+    bus = connect()
+    listener = Heard(bus, inbox="mine")
+    bus.send("mine", b"1")
+    listener.wait(1)
+    start = time.monotonic()
+    listener.subscription.close()
+    listener.subscription.close()
+    assert time.monotonic() - start < 1.0
+    bus.send("mine", b"2")
+    assert bus.next_number("n") == 1
+    assert listener.messages == [b"1"]
+    assert not listener.lost
+
+
+def test_an_inbox_may_be_closed_from_its_callback(connect: Connect) -> None:
+    bus = connect()
+    ready = threading.Event()
+
+    def close(payload: bytes) -> None:
+        assert ready.wait(10)
+        listener.subscription.close()
+
+    listener = Heard(bus, close, "mine")
+    bus.send("mine", b"1")
+    bus.send("mine", b"2")
+    ready.set()
+    assert listener.wait(1) == [b"1"]
+    bus.close()
+    assert listener.messages == [b"1"]
+    assert not listener.lost
 
 
 def test_closed_subscription_hears_nothing_more(connect: Connect) -> None:
@@ -243,6 +339,56 @@ def test_ballot_last_voter_gets_all(connect: Connect) -> None:
             assert sorted(full[0]) == [b"0", b"1", b"2", b"3"]
 
 
+@pytest.mark.parametrize("voters", [16, 64])
+def test_a_large_ballot_is_complete_for_its_last_voter(connect: Connect, voters: int) -> None:
+    clients = [connect() for _ in range(4)]
+    for round in range(5):
+        results = []
+        with ThreadPoolExecutor(len(clients)) as pool:
+
+            def vote(me: int, round: int = round) -> list[bytes] | None:
+                return clients[me % 4].ballot("slot", f"t{round}", b"%d" % me, voters)
+
+            results = list(pool.map(vote, range(voters)))
+        full = [r for r in results if r is not None]
+        assert full
+        for votes in full:
+            assert sorted(votes) == sorted(b"%d" % me for me in range(voters))
+
+
+def test_a_vote_may_count_for_many(connect: Connect) -> None:
+    a, b = connect(), connect()
+    assert a.ballot("s", "t", b"group of 8", 17, weight=8) is None
+    assert b.ballot("s", "t", b"alone", 17) is None
+    assert b.ballot("s", "other", b"not counted", 17, weight=16) is None
+    assert a.ballot("s", "t", b"another 8", 17, weight=8) == [b"group of 8", b"alone", b"another 8"]
+    with pytest.raises(BusError, match="counts for 1 to"):
+        a.ballot("s", "t", b"", 1, weight=0)
+
+
+def test_a_vote_cast_twice_never_hides_a_ballot(connect: Connect) -> None:
+    """The count runs ahead, so the list comes early; the last voter gets it all the same."""
+    bus = connect()
+    assert bus.ballot("s", "t", b"a", 3) is None
+    assert bus.ballot("s", "t", b"a", 3) is None
+    assert bus.ballot("s", "t", b"b", 3) == [b"a", b"a", b"b"]
+    assert bus.ballot("s", "t", b"c", 3) == [b"a", b"a", b"b", b"c"]
+
+
+def test_reused_ballots_leave_no_keys(connect: Connect) -> None:
+    bus = connect()
+    before = bus.key_count()
+    for txn in range(300):
+        slot = f"ballot{txn % 4}"
+        bus.delete(slot)
+        assert bus.ballot(slot, f"late.{txn - 8}", b"late", 2) is None
+        assert bus.ballot(slot, f"1.{txn}", b"a", 2) is None
+        assert bus.ballot(slot, f"1.{txn}", b"b", 2) == [b"a", b"b"]
+    for slot in range(4):
+        bus.delete(f"ballot{slot}")
+    assert bus.key_count() == before
+
+
 def test_ballot_order_tags_and_bytes(connect: Connect) -> None:
     bus = connect()
     long = b"\xff" * MAX_MESSAGE_BYTES
@@ -254,6 +400,22 @@ def test_ballot_order_tags_and_bytes(connect: Connect) -> None:
     assert bus.ballot("s", "old", b"third", 2) == [ANY_BYTES, b"late", b"third"]
     bus.delete("s")
     assert bus.ballot("s", "old", b"fresh", 2) is None
+
+
+def test_write(connect: Connect) -> None:
+    a, b = connect(), connect()
+    a.write("k", ANY_BYTES)
+    assert b.read("k") == ANY_BYTES
+    b.write("k", b"")
+    assert a.read("k") == b""
+    long = b"z" * MAX_VALUE_BYTES
+    a.write("k", long)
+    assert b.read("k") == long
+    with pytest.raises(BusError, match=str(MAX_VALUE_BYTES)):
+        a.write("k", long + b"z")
+    assert a.read("k") == long
+    a.delete("k")
+    assert b.read("k") is None
 
 
 def test_numbers_are_unique_and_without_gaps(connect: Connect) -> None:
@@ -325,13 +487,17 @@ def test_keys_stay_bounded_over_10_000_decisions(connect: Connect) -> None:
 
 def test_close_is_final_and_idempotent(connect: Connect) -> None:
     bus = connect()
-    listener = Heard(bus)
+    listener, inbox = Heard(bus), Heard(bus, inbox="mine")
     bus.close()
     bus.close()
     listener.subscription.close()
+    inbox.subscription.close()
     operations: list[Callable[[], object]] = [
         lambda: bus.broadcast(b""),
         lambda: bus.subscribe(lambda payload: None, lambda error: None),
+        lambda: bus.send("i", b""),
+        lambda: bus.listen("i", lambda payload: None, lambda error: None),
+        lambda: bus.write("k", b""),
         lambda: bus.read("k"),
         lambda: bus.compare_set("k", None, b""),
         lambda: bus.ballot("s", "t", b"", 1),
@@ -343,6 +509,7 @@ def test_close_is_final_and_idempotent(connect: Connect) -> None:
         with pytest.raises(BusClosed):
             operation()
     assert not listener.lost, "closing one's own bus is no loss"
+    assert not inbox.lost
 
 
 def test_generation_tells_one_life_of_the_bus(connect: Connect, url: str) -> None:

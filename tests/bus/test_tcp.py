@@ -224,6 +224,142 @@ def test_nobody_there(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
+def test_a_late_vote_leaves_no_counter_for_long(tcp_url: str) -> None:
+    """Appended before its ballot was removed, counted after: the sweep finds the counter."""
+    with TcpBus(tcp_url) as bus:
+        before = bus.key_count()
+        bus._add("n/6/ballot/1.7", 1)
+        bus.ballot("ballot", "2.1", b"in use", 2)
+        bus._sweep()
+        assert bus.ballot("ballot", "2.1", b"last", 2) == [b"in use", b"last"]
+        bus.delete("ballot")
+        assert bus.key_count() == before
+
+
+def test_slots_and_tags_with_slashes_do_not_meet(tcp_url: str) -> None:
+    with TcpBus(tcp_url) as bus:
+        assert bus.ballot("a/b", "c", b"1", 2) is None
+        assert bus.ballot("a", "b/c", b"2", 2) is None
+        bus._sweep()
+        assert bus.ballot("a/b", "c", b"3", 2) == [b"1", b"3"]
+        bus.delete("a/b")
+        assert bus.ballot("a", "b/c", b"4", 2) == [b"2", b"4"]
+
+
+def test_only_the_last_voter_reads_the_ballot(tcp_url: str) -> None:
+    with TcpBus(tcp_url) as bus, TcpBus(tcp_url) as other:
+        peeks = []
+        look = bus._peek
+        bus._peek = lambda name: peeks.append(name) or look(name)  # type: ignore[method-assign]
+        for number in range(63):
+            assert bus.ballot("s", "t", b"%d" % number, 64) is None
+        assert other.ballot("s", "old", b"", 1) == [b""]
+        assert peeks == []
+        assert len(bus.ballot("s", "t", b"last", 64) or ()) == 64
+        assert peeks == ["b/s"]
+
+
+def test_server_killed_while_inboxes_are_listened_to(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line()) as bus:
+        inboxes = [Heard(bus, inbox=f"inbox{n}") for n in range(3)]
+        for n in range(3):
+            bus.send(f"inbox{n}", b"1")
+        for inbox in inboxes:
+            inbox.wait(1)
+        server.kill()
+        for inbox in inboxes:
+            assert isinstance(inbox.wait_lost(), BusUnreachable)
+        with pytest.raises(BusUnreachable, match="fft serve"):
+            bus.listen("more", lambda payload: None, lambda error: None)
+        with pytest.raises(BusUnreachable):
+            bus.send("inbox0", b"2")
+        assert [len(inbox.lost) for inbox in inboxes] == [1, 1, 1]
+
+
+def test_a_silent_server_is_told_to_inboxes_by_the_next_operation(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line(), timeout=0.5) as bus:
+        inbox = Heard(bus, inbox="mine")
+        server.stop()
+        try:
+            start = time.monotonic()
+            with pytest.raises(BusUnreachable):
+                bus.read("k")
+            assert isinstance(inbox.wait_lost(1.0), BusUnreachable)
+            assert time.monotonic() - start < 1.5
+        finally:
+            server.resume()
+
+
+def test_an_inbox_closes_promptly_though_the_server_is_silent(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line(), timeout=30.0) as bus:
+        inbox = Heard(bus, inbox="mine")
+        server.stop()
+        try:
+            start = time.monotonic()
+            inbox.subscription.close()
+            bus.close()
+            assert time.monotonic() - start < 1.0
+        finally:
+            server.resume()
+        assert not inbox.lost
+
+
+def test_sending_to_a_silent_server_is_bounded(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line(), timeout=0.5) as bus:
+        server.stop()
+        try:
+            start = time.monotonic()
+            with pytest.raises(BusUnreachable):
+                for _ in range(100):  # more than the sockets take
+                    bus.send("mine", b"x" * 1024 * 1024)
+            assert time.monotonic() - start < 5.0
+        finally:
+            server.resume()
+
+
+def test_a_close_during_a_callback_is_prompt_and_final(tcp_url: str) -> None:
+    inside, release = threading.Event(), threading.Event()
+
+    def block(payload: bytes) -> None:
+        inside.set()
+        assert release.wait(60)
+
+    with open_bus(tcp_url) as bus:
+        inbox = Heard(bus, block, "mine")
+        bus.send("mine", b"1")
+        bus.send("mine", b"2")
+        assert inside.wait(10)
+        start = time.monotonic()
+        inbox.subscription.close()
+        assert time.monotonic() - start < 1.0
+        release.set()
+        bus.close()
+        assert inbox.messages == [b"1"]
+        assert not inbox.lost
+
+
+def test_a_killed_inbox_listener_leaves_its_mail_to_whoever_removes_it(
+    tcp_url: str, child: Start
+) -> None:
+    victim = child("listen", tcp_url, "theirs")
+    assert victim.line() == "ready"
+    with TcpBus(tcp_url) as bus:
+        victim.kill()
+        for number in range(10):
+            bus.send("theirs", b"%d" % number)
+
+        def left() -> int:
+            return int(bus._do(lambda store: store.queue_len(bus._key("i/theirs"))))
+
+        until(lambda: left() == 10, "all have arrived")
+        bus.delete("theirs")
+        assert left() == 0
+
+
 def test_somebody_there_who_is_no_bus() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -273,12 +409,12 @@ def test_a_late_answer_is_never_taken_for_the_next_one(child: Start) -> None:
     server = child("serve", "0")
     with open_bus(server.line(), timeout=0.5) as bus:
         assert bus.next_number("n") == 1
-        os.kill(server.process.pid, signal.SIGSTOP)
+        server.stop()
         try:
             with pytest.raises(BusUnreachable):
                 bus.read("k")
         finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+            server.resume()
         for _ in range(3):
             with pytest.raises(BusUnreachable):
                 bus.next_number("n")
@@ -291,7 +427,7 @@ def test_server_silent(child: Start) -> None:
     with open_bus(url, timeout=1.0) as bus:
         listener = Heard(bus)
         bus.compare_set("k", None, b"v")
-        os.kill(server.process.pid, signal.SIGSTOP)
+        server.stop()
         try:
             start = time.monotonic()
             with pytest.raises(BusUnreachable):
@@ -299,7 +435,7 @@ def test_server_silent(child: Start) -> None:
             assert time.monotonic() - start < 2.0
             assert isinstance(listener.wait_lost(), BusUnreachable)
         finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+            server.resume()
         with pytest.raises(BusUnreachable):
             bus.next_number("n")
         assert len(listener.lost) == 1
@@ -309,7 +445,7 @@ def test_closing_is_prompt_though_the_server_is_silent(child: Start) -> None:
     server = child("serve", "0")
     with open_bus(server.line(), timeout=30.0) as bus:
         listener = Heard(bus)
-        os.kill(server.process.pid, signal.SIGSTOP)
+        server.stop()
         try:
             start = time.monotonic()
             listener.subscription.close()
@@ -317,7 +453,7 @@ def test_closing_is_prompt_though_the_server_is_silent(child: Start) -> None:
             bus.close()
             assert time.monotonic() - start < 2.0
         finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+            server.resume()
         assert not listener.lost
 
 
@@ -342,7 +478,7 @@ def test_close_wakes_an_operation_in_another_thread(child: Start) -> None:
         except BusError as error:
             errors.append(error)
 
-    os.kill(server.process.pid, signal.SIGSTOP)
+    server.stop()
     try:
         asking = threading.Thread(target=ask)
         asking.start()
@@ -352,7 +488,7 @@ def test_close_wakes_an_operation_in_another_thread(child: Start) -> None:
         assert not asking.is_alive()
         assert isinstance(errors[0], BusClosed)
     finally:
-        os.kill(server.process.pid, signal.SIGCONT)
+        server.resume()
 
 
 def asleep(thread: threading.Thread) -> bool:
