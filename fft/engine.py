@@ -1,22 +1,34 @@
 """The engine: one thread that owns a participant, carries out its effects, and keeps its timers.
 
-Events come from the bus listener, the main thread and timers through one queue; each is handled
-by the core, traced, and then its effects are carried out, in order, here. What only the main
-thread may do (restore, heal, apply, begin) is handed to it through a slot that holds the newest
-command. Touches bus, trace and threads; knows nothing of torch.
+Events come from the bus (broadcasts and the participant's own inbox), the main thread and timers
+through one queue; each is handled by the core, traced, and then its effects are carried out, in
+order, here. What only the main thread may do (restore, heal, apply, begin) is handed to it through
+a slot that holds the newest command. Touches bus, trace and threads; knows nothing of torch.
+
+Nothing here costs the job's bus more than it must: records cross it without their members
+(``fft.wire``), and the ranks of a group vote on a bus of their own first, from where one of them
+carries one word to the job's.
+
+What is left on the bus by those who are gone is removed by one of the others: the list of an
+epoch's members by who forms the next one, the inboxes of those whom it leaves out by who formed it,
+with its first commit (nobody of the epoch speaks to them any more), the inbox of an earlier process
+of one's own identity at the start. A word sent later than that to somebody who never comes back
+stays: one entry.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import queue
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Protocol, assert_never
 
-from fft.bus.base import BusError, ErrorBus, Subscription
+from fft.bus.base import BusError, BusForgot, ErrorBus, Subscription
 from fft.core.local import Local
 from fft.core.messages import (
     AbortGroups,
@@ -34,32 +46,47 @@ from fft.core.messages import (
     Event,
     Finish,
     Heal,
+    Peer,
     ReadHead,
     Record,
     Restore,
     SetTimer,
     StartTxn,
     Stop,
+    Tell,
     Timer,
     Token,
     UnreadableMessage,
-    decode,
-    decode_record,
-    decode_vote,
-    encode,
-    encode_record,
-    encode_vote,
+    Vote,
 )
 from fft.core.participant import Participant
 from fft.errors import FftError
 from fft.trace import TraceWriter
+from fft.wire import (
+    MissingList,
+    Packed,
+    Wire,
+    decode,
+    decode_packed,
+    decode_votes,
+    encode_members,
+    encode_packed,
+    encode_votes,
+    inbox_name,
+    list_name,
+)
 
 logger = logging.getLogger(__name__)
 
 HEAD = "head"
 _SLOTS = 8
 """Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
+_READS = 16
+"""How often the head may move on while its members are looked up."""
+_REMOVALS = 16
+"""Inboxes removed with one commit, so that the commit is not held up."""
 
+BusEffect = Broadcast | Tell | ReadHead | Decide | CastVote | DropBallot
 Command = Restore | Heal | Apply | StartTxn | Finish
 
 
@@ -77,21 +104,34 @@ class Engine:
     """Runs one participant. ``start`` once, ``post`` from any thread, ``close`` at the end."""
 
     def __init__(
-        self, participant: Participant, local: Local, bus: ErrorBus, trace: TraceWriter, host: Host
+        self,
+        participant: Participant,
+        local: Local,
+        bus: ErrorBus,
+        trace: TraceWriter,
+        host: Host,
+        group_bus: ErrorBus | None = None,
     ) -> None:
+        """``group_bus``: one of this replica group alone, where its ranks vote first."""
         self.participant = participant
         self.bus = bus
+        self._group_bus = group_bus if participant.config.world > 1 else None
         self.trace = trace
         self.local = local
         self._host = host
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | Packed | None] = queue.SimpleQueue()
         self._next: deque[Event] = deque()
         """Answers of the bus to this thread's own calls; handled before anything else."""
         self._timers: list[tuple[float, int, Timer]] = []
         self._slot: Command | None = None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
+        self._wire = Wire()
+        self._epoch: Record | None = None
+        """The newest epoch record seen."""
+        self._gone: set[Peer] = set()
+        """Left out by an epoch, and their inboxes perhaps not yet removed."""
         self.unreadable = 0
         """Messages from the bus that were no messages of FFT."""
         self.fenced = 0
@@ -104,7 +144,11 @@ class Engine:
 
     def start(self) -> None:
         """Listen to the bus and run."""
-        self._subscription = self.bus.subscribe(self._on_message, self._on_lost)
+        me = self.participant.config.me
+        for hear in (partial(self.bus.listen, inbox_name(me)), self.bus.subscribe):
+            self._subscriptions.append(hear(self._on_message, self._on_lost))
+        if me.inc > 1:
+            self.bus.delete(inbox_name(me._replace(inc=me.inc - 1)))
         self._thread.start()
 
     def post(self, event: Event) -> None:
@@ -139,14 +183,17 @@ class Engine:
         return self._slot is not None
 
     def close(self, limit: float = 5.0) -> None:
-        """Leave (if still in), end the thread and the subscription. Idempotent."""
+        """Leave (if still in), end the thread and the subscriptions. Idempotent."""
         if self._thread.is_alive():
             self.post(Stop("shut down"))
             self._events.put(None)
             self._thread.join(limit)
-        if self._subscription is not None:
-            self._subscription.close()
-            self._subscription = None
+        ending, self._subscriptions = self._subscriptions, []
+        for subscription in ending:
+            subscription.close()
+        if ending:
+            with contextlib.suppress(BusError):  # a bus that is gone keeps nothing
+                self.bus.delete(inbox_name(self.participant.config.me))
 
     # --- bus listener thread ---
 
@@ -169,7 +216,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while (event := self._take_event()) is not None:
-                self._handle(event)
+                self._handle(self._whole(event) if isinstance(event, Packed) else event)
         except BaseException as error:  # the main thread must hear of it, whatever it is
             logger.exception("the FFT engine thread failed")
             with self._changed:
@@ -178,7 +225,7 @@ class Engine:
             self._host.cancel_futures(f"engine failed: {error!r}")
             self._host.abort_groups(f"engine failed: {error!r}")
 
-    def _take_event(self) -> Event | None:
+    def _take_event(self) -> Event | Packed | None:
         if self._next:
             return self._next.popleft()
         while self._timers:
@@ -202,6 +249,8 @@ class Engine:
         self.trace.outcome(before, after, event, out, now)
         for effect in out.effects:
             self._carry_out(effect)
+        if isinstance(event, Decision) and event.record is not None:
+            self._tidy(event.record)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -219,50 +268,150 @@ class Engine:
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()
-            case Broadcast() | ReadHead() | Decide() | CastVote() | DropBallot():
+            case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
                 self._use_bus(effect)
             case _:
                 assert_never(effect)
 
-    def _use_bus(self, effect: Broadcast | ReadHead | Decide | CastVote | DropBallot) -> None:
+    def _use_bus(self, effect: BusEffect) -> None:
         try:
             match effect:
                 case Broadcast(message=message):
-                    self.bus.broadcast(encode(message))
+                    self.bus.broadcast(self._wire.encode(message))
+                case Tell(to=to, message=message):
+                    if to == self.participant.config.me:
+                        self._events.put(message)
+                    else:
+                        self.bus.send(inbox_name(to), self._wire.encode(message))
                 case ReadHead():
                     held = self.bus.read(HEAD)
-                    self._next.append(Decision(None if held is None else decode_record(held)))
+                    if held is None and self.local.head is not None:
+                        raise BusForgot(f"the head register on {self.bus.url} is gone")
+                    self._next.append(Decision(None if held is None else self._read(held)))
                 case Decide(after=after, proposal=proposal):
                     self._decide(after, proposal)
                 case CastVote():
                     self._cast(effect)
                 case DropBallot(token=token):
-                    # Not this slot: a voter of the same txn may still be adding to it.
-                    self.bus.delete(_slot(Token(token.epoch, token.txn + _SLOTS // 2)))
+                    self.bus.delete(_old_slot(token))
                 case _:
                     assert_never(effect)
         except (BusError, UnreadableMessage) as error:
-            operation = type(effect).__name__
-            logger.error("%s on the bus failed: %s", operation, error)
-            self._next.append(BusDown(operation, str(error)[:2000]))
+            self._next.append(self._down(type(effect).__name__, error))
+
+    def _down(self, operation: str, error: Exception) -> BusDown:
+        logger.error("%s on the bus failed: %s", operation, error)
+        return BusDown(operation, str(error)[:2000])
 
     def _decide(self, after: Record | None, proposal: Record) -> None:
-        expected = None if after is None else encode_record(after)
-        desired = encode_record(proposal)
+        expected = None if after is None else self._wire.encode_record(after)
+        desired = self._wire.encode_record(proposal)
+        lists = proposal.kind == "epoch"
+        if lists:
+            self.bus.write(list_name(proposal), encode_members(proposal))
         held = self.bus.compare_set(HEAD, expected, desired)
         if held == desired:
             self._next.append(Decision(proposal, won=True))
+            if lists and self._epoch is not None and list_name(self._epoch) != list_name(proposal):
+                self.bus.delete(list_name(self._epoch))
         elif held is not None:
-            self._next.append(Decision(decode_record(held)))
+            if lists and list_name(proposal) != list_name(decode_packed(held).record):
+                self.bus.delete(list_name(proposal))
+            self._next.append(Decision(self._read(held)))
+
+    # --- records, whole again ---
+
+    def _whole(self, packed: Packed) -> Decision | BusDown:
+        """The event that a record announced without its members makes."""
+        try:
+            return Decision(self._complete(packed))
+        except (BusError, UnreadableMessage) as error:
+            return self._down("members", error)
+
+    def _read(self, held: bytes) -> Record:
+        return self._complete(decode_packed(held))
+
+    def _complete(self, packed: Packed) -> Record:
+        """The record with its members; if the job has moved on from it meanwhile, the newest.
+
+        Raises ``BusForgot`` if the members of the newest record are nowhere.
+        """
+        for _ in range(_READS):
+            if (record := self._wire.whole(packed)) is not None:
+                return record
+            listed = self.bus.read(list_name(packed.record))
+            try:
+                return self._wire.complete(packed, listed)
+            except MissingList as error:
+                missing = error
+            head = self.bus.read(HEAD)
+            if head is None or head == encode_packed(packed):
+                break
+            packed = decode_packed(head)
+        raise BusForgot(f"{self.bus.url}: {missing}") from missing
+
+    def _tidy(self, record: Record) -> None:
+        """Remove from the bus what is left of those who are gone."""
+        if record.kind == "epoch" and (self._epoch is None or record.n > self._epoch.n):
+            before = frozenset() if self._epoch is None else self._epoch.peer_set
+            self._gone = (self._gone | before) - record.peer_set
+            self._epoch = record
+        elif record.kind == "commit" and self._gone:
+            gone = sorted(self._gone)[:_REMOVALS]
+            self._gone.difference_update(gone)
+            if self._epoch is None or self._epoch.by != self.participant.config.me:
+                return
+            try:
+                for peer in gone:
+                    self.bus.delete(inbox_name(peer))
+            except BusError as error:
+                self._next.append(self._down("tidy", error))
+
+    # --- votes ---
 
     def _cast(self, effect: CastVote) -> None:
-        tag = f"{effect.token.epoch}.{effect.token.txn}"
-        vote = encode_vote(effect.vote)
-        votes = self.bus.ballot(_slot(effect.token), tag, vote, effect.voters)
-        if votes is not None:
-            ballot = Ballot(effect.token, tuple(decode_vote(v) for v in votes))
-            self._next.append(ballot)
+        """Vote in my group; who completes its votes carries them to the job's ballot."""
+        votes = self._group_votes(effect)
+        if not votes:
+            return
+        word = encode_votes(votes)
+        slot, tag = _slot(effect.token), _tag(effect.token)
+        words = self.bus.ballot(slot, tag, word, effect.voters, weight=len(votes))
+        cast = [vote for one in words or () for vote in decode_votes(one)]
+        by_peer = {vote.peer: vote for vote in cast}
+        if len(by_peer) >= effect.voters:  # else a vote counted twice; who votes last gets all
+            self._next.append(Ballot(effect.token, tuple(by_peer.values())))
+
+    def _group_votes(self, effect: CastVote) -> list[Vote]:
+        """The votes that I must carry to the job's ballot: my group's, mine alone, or none.
+
+        In the first txn of an epoch everyone votes for himself. So a group in which one rank has
+        lost the group's bus, and the others wait for its vote there, commits all the same.
+        """
+        bus, world = self._group_bus, self.participant.config.world
+        if bus is None or effect.token.txn <= 1:
+            return [effect.vote]
+        try:
+            slot, tag = _slot(effect.token), _tag(effect.token)
+            cast = bus.ballot(slot, tag, encode_votes([effect.vote]), world) or []
+            if effect.vote.peer.rank == 0:
+                bus.delete(_old_slot(effect.token))
+        except BusError as error:
+            logger.warning("votes of the group go to the job's bus from now on: %s", error)
+            self._group_bus = None
+            return [effect.vote]
+        by_peer = {vote.peer: vote for one in cast for vote in decode_votes(one)}
+        return list(by_peer.values()) if len(by_peer) >= world else []
 
 
 def _slot(token: Token) -> str:
     return f"ballot{(token.epoch + token.txn) % _SLOTS}"
+
+
+def _old_slot(token: Token) -> str:
+    """Not this txn's: a voter of it may still be adding to that one."""
+    return _slot(Token(token.epoch, token.txn + _SLOTS // 2))
+
+
+def _tag(token: Token) -> str:
+    return f"{token.epoch}.{token.txn}"

@@ -23,11 +23,15 @@ class Fenced(FftError):
     """A newer incarnation took this identity; this process must stop."""
 
 
-class NoState(FftError):
+class NoEpoch(FftError):
+    """No epoch was formed within the quorum timeout; its coordinator knows why, and says so."""
+
+
+class NoState(NoEpoch):
     """No live replica group holds the state of the last committed step."""
 
 
-class NotEnoughGroups(FftError):
+class NotEnoughGroups(NoEpoch):
     """Fewer than ``min_replica_size`` replica groups came within the quorum timeout."""
 
 

@@ -41,7 +41,7 @@ from torchft.utils import synchronize
 from torchft.work import _DummyWork
 
 import fft.errors
-from fft.bus import open_bus
+from fft.bus import BusError, ErrorBus, open_bus
 from fft.core.local import GENESIS, Config
 from fft.core.messages import (
     Applied,
@@ -124,6 +124,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if not url:
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
         self._engine: Engine | None = None
+        self._group_bus: ErrorBus | None = None
         self._txn: StartTxn | None = None
         self._applying: Apply | None = None
         self._raise_on_abort = False
@@ -217,12 +218,29 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             batches=self._batches_committed,
         )
         self._trace.write("header", header(self._spec, config, local))
-        self._engine = Engine(participant, local, self._bus, self._trace, _EngineHost(self))
+        self._group_bus = self._open_group_bus()
+        self._engine = Engine(
+            participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
+        )
         self._engine.start()
         self._engine.post(Start())
         if self._drain_asked:
             self.drain()
         return self._engine
+
+    def _open_group_bus(self) -> ErrorBus | None:
+        """A bus on the group's own store, where its ranks vote first; None: they vote apart."""
+        if self._group_world_size == 1:
+            return None
+        host, _, port = self._store_addr.rpartition(":")
+        reach = f"[{host}]" if ":" in host else host
+        try:
+            # Named after this life of the job's bus, whose epochs nobody else's votes can mean.
+            limit = min(10.0, self._connect_timeout.total_seconds())
+            return open_bus(f"tcp://{reach}:{port}/{self._bus.generation}", timeout=limit)
+        except BusError as error:
+            logger.warning("every rank votes for itself: %s", error)
+            return None
 
     def _make_injector(self) -> Injector | None:
         return Injector.from_env(
@@ -652,7 +670,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
         Raises:
             RuntimeError: ``max_retries`` failures in a row.
-            InDoubt, Fenced, NoState, NotEnoughGroups: this participant must stop.
+            InDoubt, Fenced, NoEpoch (NoState, NotEnoughGroups): this participant must stop.
         """
         command = self._prepare()
         if command is not None:
@@ -768,6 +786,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             group.close()
         if self._injector is not None:
             self._injector.detach()
+        if self._group_bus is not None:
+            self._group_bus.close()
         self._bus.close()
         self._trace.close()
         super().shutdown(wait)

@@ -12,9 +12,13 @@ from dataclasses import replace
 from fft.core.local import (
     Config,
     Local,
+    all_in_barrier,
     committed,
+    coordinator,
     hello,
+    is_member,
     joiners,
+    member_at,
     member_peers,
     members,
     my_index,
@@ -27,8 +31,10 @@ from fft.core.messages import (
     AbortGroups,
     Ack,
     Apply,
+    Begin,
     Broadcast,
     BusDown,
+    BusMessage,
     CancelFutures,
     CastVote,
     Death,
@@ -48,12 +54,14 @@ from fft.core.messages import (
     Leave,
     Peer,
     Prepared,
+    RankEntry,
     ReadHead,
     Ready,
     Record,
     Restore,
     SetTimer,
     StartTxn,
+    Tell,
     Timer,
     Token,
     Vote,
@@ -77,7 +85,9 @@ def _heard(s: Local, h: Hello) -> None:
     before = s.hellos.get(key)
     if before is not None and before.peer.inc < h.peer.inc:
         s.dead |= {before.peer}
-    s.dead |= {p for p in member_peers(s) if p[:2] == key and p.inc < h.peer.inc}
+    listed = member_at(s, *key)
+    if listed is not None and listed.inc < h.peer.inc:
+        s.dead |= {Peer(*key, listed.inc)}
     s.hellos = {**s.hellos, key: h}
     s.suspected -= {h.peer}
 
@@ -90,7 +100,7 @@ def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     peer = event.hello.peer
     # A member's word from before it was let in asks for nothing any more. But a member that knows
     # of this epoch's record, or of later ones, and still asks is not in it, and will not be.
-    if s.epoch is None or peer not in member_peers(s) or event.hello.head >= s.epoch.n:
+    if s.epoch is None or not is_member(s, peer) or event.hello.head >= s.epoch.n:
         s.joining |= {peer}
     return ()
 
@@ -135,10 +145,12 @@ def note_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 def dead_peers(s: Local, event: Death) -> list[Peer]:
     """The participants that a death notice speaks of, among those known here."""
-    where = (event.pid, event.host)
-    known = [(h.peer, (h.pid, h.host)) for h in s.hellos.values()]
-    known += [(Peer(g.group, r.rank, r.inc), (r.pid, r.host)) for g in members(s) for r in g.ranks]
-    return [p for p, at in known if at == where and p[:2] == (event.group, event.rank)]
+    key, where = (event.group, event.rank), (event.pid, event.host)
+    said, listed = s.hellos.get(key), member_at(s, *key)
+    found = [said.peer] if said is not None and (said.pid, said.host) == where else []
+    if listed is not None and (listed.pid, listed.host) == where:
+        found.append(Peer(*key, listed.inc))
+    return found
 
 
 @action
@@ -160,12 +172,12 @@ def tell_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def greet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say who I am to a joiner I had not heard of (it may not have heard me)."""
+    """Tell a joiner I had not heard of who I am (it may not have heard me)."""
     assert isinstance(event, Join)
     peer = event.hello.peer
     known = s.hellos.get((peer.group, peer.rank))
     if peer != c.me and (known is None or known.peer != peer):
-        yield Broadcast(Join(hello(s, c)))
+        yield Tell(peer, Join(hello(s, c)))
 
 
 # --- saying -------------------------------------------------------------------------------------
@@ -177,27 +189,50 @@ def say_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     yield Broadcast(Join(hello(s, c)))
 
 
+def _tell(to: Peer | None, message: BusMessage) -> Effect:
+    return Broadcast(message) if to is None else Tell(to, message)
+
+
+def _acknowledge(s: Local, c: Config, word: Hello) -> Iterable[Effect]:
+    s.told = coordinator(s)
+    s.hellos = {**s.hellos, (c.me.group, c.me.rank): word}
+    if s.told == c.me:
+        s.stopped = {**s.stopped, c.me: s.token}
+    else:
+        yield _tell(s.told, Ack(word, s.token))
+
+
 @action
 def say_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Acknowledge the end of the epoch with the state I hold."""
-    yield Broadcast(Ack(hello(s, c), s.token))
+    """Acknowledge the end of the epoch to its coordinator, with the state I hold."""
+    return _acknowledge(s, c, hello(s, c))
 
 
 @action
 def say_ack_committed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Acknowledge the end of the epoch with the state of the commit that ends it."""
-    yield Broadcast(Ack(hello(s, c, after=s.head), s.token))
+    return _acknowledge(s, c, hello(s, c, after=s.head))
 
 
 @action
 def say_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Enter the barrier of the epoch."""
-    yield Broadcast(Ready(c.me, s.token.epoch))
+    """Enter the barrier of the epoch: tell its coordinator."""
+    to = coordinator(s)
+    if to == c.me:
+        s.ready = {**s.ready, c.me: s.token.epoch}
+    else:
+        yield _tell(to, Ready(c.me, s.token.epoch))
+
+
+@action
+def say_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Let everyone leave the barrier."""
+    yield Broadcast(Begin(c.me, s.token.epoch))
 
 
 @action
 def say_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell a joiner that the job goes on and will let it in."""
+    """Tell everyone that I live: members that wait for an epoch, joiners that wait for a commit."""
     yield Broadcast(Here(c.me))
 
 
@@ -418,7 +453,16 @@ def note_restored(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def suspect_silent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Leave out of the next epoch who has not acknowledged in the window."""
-    s.suspected |= {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) < s.token}
+    s.suspected |= {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) < s.token} - {c.me}
+    return ()
+
+
+@action
+def suspect_coordinator(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Whoever was to form the next epoch has given no sign of life in the window."""
+    silent = coordinator(s)
+    if silent is not None and silent != c.me:
+        s.suspected |= {silent}
     return ()
 
 
@@ -435,6 +479,13 @@ def suspect_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def note_no_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The coordinator has neither let the barrier end nor given the epoch up."""
+    s.cause = f"no word from {coordinator(s)} that all are in the barrier"
+    return ()
+
+
+@action
 def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Become a member of the new epoch, standing at its first txn."""
     assert isinstance(event, Decision) and event.record is not None
@@ -443,7 +494,7 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.token = Token(record.epoch, 1)
     s.commits, s.healed, s.proposed, s.vote = 0, False, False, None
     s.paused = False
-    inside = set(member_peers(s))
+    inside = record.peer_set
     # Forget what only mattered to older epochs, so that a long run does not grow.
     s.stopped = {p: t for p, t in s.stopped.items() if t >= s.token}
     s.ready = {p: e for p, e in s.ready.items() if e >= record.epoch}
@@ -549,9 +600,24 @@ def rearm_join_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def rearm_ack_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The others tell somebody else: they have the window once more."""
+    yield arm(s, c, "ack_window")
+
+
+@action
+def rearm_coordinator_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The coordinator lives: it has the window once more."""
+    yield arm(s, c, "coordinator_window")
+
+
+@action
 def rearm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The epoch is formed: from now on its members have the window to come in."""
-    yield arm(s, c, "ready_window")
+    """The epoch is formed: from now on its members have the window to come in.
+
+    Its coordinator knows who is absent, so it is the first to give up.
+    """
+    yield arm(s, c, "ready_window", 1.0 if coordinator(s) in (None, c.me) else 1.5)
 
 
 @action
@@ -585,9 +651,11 @@ def give_up_proposal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def repeat_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Announce again the decision that I won, if it is the newest I know."""
+    """Announce again the decision that I won, if it is the newest I know, and its barrier's end."""
     if s.head is not None and s.head.by == c.me:
         yield Broadcast(Decision(s.head))
+    if s.head is not None and s.head == s.epoch and all_in_barrier(s):
+        yield Broadcast(Begin(c.me, s.token.epoch))
 
 
 @action
@@ -606,10 +674,15 @@ def finish(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: a newer incarnation has this identity."""
-    assert isinstance(event, Join)
-    newer = event.hello
+    newer: Hello | RankEntry
+    if isinstance(event, Join):
+        newer, peer = event.hello, event.hello.peer
+    else:
+        assert s.head is not None, "replaced by a record"
+        newer = s.head.entries[c.me.group, c.me.rank]
+        peer = c.me._replace(inc=newer.inc)
     yield Finish(
-        f"{c.me} is replaced by {newer.peer} (pid {newer.pid} on {newer.host}), which took the "
+        f"{c.me} is replaced by {peer} (pid {newer.pid} on {newer.host}), which took the "
         "same replica_id and rank; give each process its own, or end the older one",
         error="Fenced",
     )
@@ -620,6 +693,14 @@ def stop_no_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: no epoch could be formed in time."""
     groups = whole_groups(s, c)
     limit = c.timeouts["quorum"]
+    gathers = coordinator(s) or c.me
+    if gathers != c.me:
+        yield Finish(
+            f"{gathers} gathers the acknowledgements, and formed no epoch within {limit:g} s; "
+            "its own error says why",
+            error="NoEpoch",
+        )
+        return
     if len(groups) < c.min_groups:
         yield Finish(
             f"{len(groups)} whole replica groups within {limit:g} s, but min_replica_size is "

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from fft.core.local import (
     Config,
     Local,
+    all_in_barrier,
     committed,
+    coordinator,
+    is_member,
     member_peers,
     next_epoch,
     waited_for,
@@ -18,9 +21,12 @@ from fft.core.local import (
 )
 from fft.core.messages import (
     Ballot,
+    Begin,
     Decision,
     Event,
+    Here,
     Join,
+    Leave,
     Manifest,
     Prepared,
     Record,
@@ -145,7 +151,7 @@ def change_due(s: Local, c: Config, event: Event) -> bool:
 @guard
 def adopted(s: Local, c: Config, event: Event) -> bool:
     """The epoch I stand in is open: its record is the head."""
-    return s.head is not None and s.head.kind == "epoch" and s.head.epoch == s.token.epoch
+    return s.head is not None and s.epoch is not None and s.head.n == s.epoch.n
 
 
 @guard
@@ -167,13 +173,40 @@ def forming(s: Local, c: Config, event: Event) -> bool:
 @guard
 def member_lost(s: Local, c: Config, event: Event) -> bool:
     """A participant of my epoch has ended, or is outside and asks to come in."""
-    gone = s.dead | s.joining
-    return any(p in gone for p in member_peers(s))
+    return any(is_member(s, p) for p in s.dead | s.joining)
+
+
+@guard
+def i_coordinate(s: Local, c: Config, event: Event) -> bool:
+    """The others tell me that they have stopped, and that they are in the barrier."""
+    return coordinator(s) == c.me
+
+
+@guard
+def i_gather(s: Local, c: Config, event: Event) -> bool:
+    """I coordinate, or nobody does, and everyone tells everyone."""
+    return coordinator(s) in (None, c.me)
+
+
+@guard
+def coordinator_changed(s: Local, c: Config, event: Event) -> bool:
+    """Whom I told that I have stopped no longer gathers that."""
+    return s.told != coordinator(s)
+
+
+@guard
+def from_coordinator(s: Local, c: Config, event: Event) -> bool:
+    """It is a sign of life from who forms the next epoch."""
+    return isinstance(event, Here) and event.peer == coordinator(s)
 
 
 @guard
 def all_stopped(s: Local, c: Config, event: Event) -> bool:
-    """Every live member has acknowledged the end of the epoch."""
+    """Every live member has acknowledged the end of the epoch, as its coordinator knows."""
+    gone = len(s.dead) + len(s.suspected) + len(s.joining)
+    leavers = s.head.leavers if s.head and s.head.kind == "commit" else ()
+    if len(s.stopped) + gone + len(leavers) * c.world < len(member_peers(s)):
+        return False  # the long way round only when it can come out otherwise
     return all(s.stopped.get(p, Token(0, 0)) >= s.token for p in waited_for(s))
 
 
@@ -216,8 +249,14 @@ def is_healed(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def all_ready(s: Local, c: Config, event: Event) -> bool:
-    """Every participant of the epoch is in its barrier."""
-    return all(s.ready.get(p, 0) == s.token.epoch for p in member_peers(s))
+    """Every participant of the epoch is in its barrier, as its coordinator knows."""
+    return all_in_barrier(s)
+
+
+@guard
+def begun(s: Local, c: Config, event: Event) -> bool:
+    """All members of the epoch that I stand in are in its barrier, says its coordinator."""
+    return isinstance(event, Begin) and event.epoch == s.token.epoch
 
 
 @guard
@@ -241,13 +280,20 @@ def head_known(s: Local, c: Config, event: Event) -> bool:
 @guard
 def all_expected_joined(s: Local, c: Config, event: Event) -> bool:
     """As many whole groups as the launcher announced want to join."""
-    return len(whole_groups(s, c)) >= max(c.expected_groups, c.min_groups)
+    expected = max(c.expected_groups, c.min_groups)
+    return len(s.joining) >= expected * c.world and len(whole_groups(s, c)) >= expected
 
 
 @guard
 def bus_is_down(s: Local, c: Config, event: Event) -> bool:
     """The bus has not been heard of since an operation on it failed."""
     return s.bus_down or s.deaf
+
+
+@guard
+def only_deaf(s: Local, c: Config, event: Event) -> bool:
+    """I have lost my place in the message order, but the bus answers."""
+    return s.deaf and not s.bus_down
 
 
 @guard
@@ -260,9 +306,26 @@ def superseded(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def mate_left(s: Local, c: Config, event: Event) -> bool:
+    """A rank of my own group instance has left by its own word."""
+    if not isinstance(event, Leave):
+        return False
+    known = s.hellos.get((event.peer.group, event.peer.rank))
+    mine = known is not None and known.peer == event.peer and known.store == c.store
+    return mine and event.peer.group == c.me.group and event.peer != c.me
+
+
+@guard
+def replaced(s: Local, c: Config, event: Event) -> bool:
+    """The newest record forms an epoch with a newer incarnation of my own identity."""
+    entry = s.head.entries.get((c.me.group, c.me.rank)) if s.head else None
+    return entry is not None and entry.inc > c.me.inc
+
+
+@guard
 def answers_joiners(s: Local, c: Config, event: Event) -> bool:
     """The last decision of the job is mine, or that of nobody in my epoch."""
-    return s.head is not None and (s.head.by == c.me or s.head.by not in member_peers(s))
+    return s.head is not None and (s.head.by == c.me or not is_member(s, s.head.by))
 
 
 @guard
@@ -273,5 +336,5 @@ def asked_to_leave(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def peers_moved_on(s: Local, c: Config, event: Event) -> bool:
-    """Nobody who stays still needs me: all have stopped for the next epoch, or formed it."""
-    return fenced(s, c, event) or all_stopped(s, c, event)
+    """Nobody who stays still needs me: the next epoch is formed, or nobody stays."""
+    return fenced(s, c, event) or not waited_for(s)

@@ -21,11 +21,14 @@ from fft.core.messages import (
     Applied,
     ApplyFailed,
     Ballot,
+    Begin,
+    Decide,
     Decision,
     Event,
     Fault,
     Finish,
     Healed,
+    Join,
     Peer,
     Prepared,
     Ready,
@@ -384,8 +387,9 @@ def fencing(move: Move) -> Iterator[Claim]:
         yield Holds(
             event.token.epoch >= here.epoch, f"{peer} at {here} took an ack of an old epoch"
         )
-    if isinstance(event, Ready):
-        yield Holds(event.epoch >= here.epoch, f"{peer} took ready for epoch {event.epoch}")
+    if isinstance(event, (Ready, Begin)):
+        text = f"{peer} took {event.type} for epoch {event.epoch}"
+        yield Holds(event.epoch >= here.epoch, text)
     if isinstance(event, Healed):
         yield Holds(event.epoch == here.epoch, f"{peer} took healed for epoch {event.epoch}")
     if isinstance(event, Ballot):
@@ -425,7 +429,8 @@ def live_set(move: Move) -> Iterator[Claim]:
         epoch = after.token.epoch
         for member in member_peers(after):
             text = f"{peer} left the barrier of epoch {epoch} without {member}"
-            yield Holds(after.ready.get(member) == epoch, text)
+            if not isinstance(move.event, Begin):  # the coordinator: all have told it
+                yield Holds(after.ready.get(member) == epoch, text)
             yield Given((("in barrier", epoch, member),), text)
 
 
@@ -468,6 +473,46 @@ def _stayed(members: frozenset[Peer], last: Record, after: Record) -> set[Peer]:
     """Participants that left with ``last`` and are members of the epoch after it."""
     left = {peer for peer in members if peer.group in _leavers(last)}
     return left & {peer for group in after.members for peer in group.peers()}
+
+
+@invariant
+def join(move: Move) -> Iterator[Claim]:
+    """11: who asks to come in does so after a commit; no attempt is lost because of it."""
+    event, record = move.event, move.record
+    if isinstance(event, Join):
+        who = event.hello.peer
+        known = any(p[:2] == who[:2] for p in member_peers(move.before))
+        aborts = any(isinstance(e, Decide) and e.proposal.kind == "abort" for e in move.out.effects)
+        yield Holds(
+            known or not aborts, f"{move.peer} gave an attempt up because {who} asks to join"
+        )
+    for effect in move.out.effects:
+        if isinstance(effect, Decide) and effect.proposal.kind == "commit":
+            left_out = sorted(_asking(move.after)) if not effect.proposal.change else []
+            yield Holds(not left_out, f"{move.peer} commits and goes on without {left_out}")
+    if record is None:
+        return
+    yield Know(("record", record.n), record)
+    text = f"record {record.n - 1} ended its epoch with a commit, and then came a rollback"
+    formed = record.kind == "epoch"
+    last = (("record", record.n - 1),)
+    yield Given(last, text, lambda was: formed or not was.change, needed=False)
+
+
+def _asking(s: Local) -> set[str]:
+    """Whole groups that are known to be there and to ask to come in."""
+    ranks: dict[tuple[str, str, int], set[int]] = {}
+    for hello in s.hellos.values():
+        if hello.peer in s.joining - s.dead - s.suspected and not hello.unwinding:
+            ranks.setdefault((hello.peer.group, hello.store, hello.world), set()).add(
+                hello.peer.rank
+            )
+    inside = {peer.group for peer in member_peers(s)}
+    return {
+        group
+        for (group, _, world), there in ranks.items()
+        if group not in inside and there == set(range(world))
+    }
 
 
 @invariant

@@ -50,6 +50,7 @@ from fft.core.local import member_peers
 from fft.core.messages import (
     Ack,
     Ballot,
+    Begin,
     Broadcast,
     CastVote,
     Decide,
@@ -59,6 +60,7 @@ from fft.core.messages import (
     Leave,
     Peer,
     Ready,
+    Tell,
 )
 from fft.errors import FftError
 
@@ -617,7 +619,7 @@ def _says(move: Move) -> Iterator[_Key]:
     """What others may hear of after this move: what only this participant can say."""
     for effect in move.out.effects:
         match effect:
-            case Broadcast(message=Join() | Ack() | Ready() | Leave() as message):
+            case Broadcast(message=message) | Tell(message=message):
                 yield ("message", message)
             case Decide(proposal=proposal):
                 yield ("record", proposal)
@@ -634,7 +636,7 @@ def _hears(move: Move) -> Iterator[_Key]:
         case Ballot(token=token, votes=votes):
             for vote in votes:
                 yield ("vote", token, vote.peer)
-        case Join() | Ack() | Ready() | Leave() as message:
+        case Join() | Ack() | Ready() | Begin() | Leave() as message:
             yield ("message", message)
 
 
@@ -646,8 +648,8 @@ def _untraced(history: History) -> dict[Peer, list[_Turn]]:
         for peer in member_peers(move.after):
             if peer not in history.moves and move.after.epoch is not None:
                 listed[peer].add(move.after.epoch.epoch)
-        if isinstance(move.event, Ready):
-            ready.add(move.event)
+        if isinstance(move.event, (Ready, Begin)):  # who lets the others begin is there itself
+            ready.add(Ready(move.event.peer, move.event.epoch))
     return {
         peer: [_life(Ready(peer, epoch), ready) for epoch in sorted(epochs)]
         for peer, epochs in listed.items()

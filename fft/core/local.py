@@ -63,7 +63,11 @@ class Local:
     joining: frozenset[Peer] = frozenset()
     """Outside the epoch, and asked to come in. Also a member that never came in, or fell out."""
     stopped: Mapping[Peer, Token] = field(default_factory=dict)
+    """Where each has stopped, as the coordinator hears it."""
+    told: Peer | None = None
+    """Whom I told last that I have stopped; None: everyone."""
     ready: Mapping[Peer, int] = field(default_factory=dict)
+    """The epoch in whose barrier each is, as the coordinator hears it."""
     dead: frozenset[Peer] = frozenset()
     """Ended with evidence: seen by a monitor, gone by its own word, or replaced."""
     suspected: frozenset[Peer] = frozenset()
@@ -97,7 +101,17 @@ def members(s: Local) -> tuple[GroupEntry, ...]:
 
 def member_peers(s: Local) -> tuple[Peer, ...]:
     """Participants of the epoch, in order."""
-    return tuple(p for g in members(s) for p in g.peers())
+    return s.epoch.peers if s.epoch else ()
+
+
+def member_at(s: Local, group: str, rank: int) -> RankEntry | None:
+    """Who has this place in the epoch."""
+    return s.epoch.entries.get((group, rank)) if s.epoch else None
+
+
+def is_member(s: Local, peer: Peer) -> bool:
+    """Whether the participant is in the epoch."""
+    return s.epoch is not None and peer in s.epoch.peer_set
 
 
 def participants(s: Local, c: Config) -> int:
@@ -126,7 +140,8 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         cursor=held.cursor,
         batches=held.batches,
         head=s.head.n if s.head else 0,
-        unwinding=not s.restored,
+        # What this rollback has begun does not count: everyone acknowledges before it is done.
+        unwinding=not s.restored and s.restoring != s.token,
     )
 
 
@@ -136,11 +151,32 @@ def committed(s: Local, c: Config) -> tuple[str, int]:
     return next_lineage(s.lineage, s.token, s.step + 1, cursor), cursor
 
 
+def is_waited_for(s: Local, peer: Peer) -> bool:
+    """Whether the next epoch waits for this member's acknowledgement."""
+    leavers = s.head.leavers if s.head and s.head.kind == "commit" else ()
+    gone = peer in s.dead or peer in s.suspected or peer in s.joining
+    return not gone and peer.group not in leavers and is_member(s, peer)
+
+
 def waited_for(s: Local) -> set[Peer]:
     """Members whose acknowledgement the next epoch waits for."""
-    gone = s.dead | s.suspected | s.joining
-    leavers = s.head.leavers if s.head and s.head.kind == "commit" else ()
-    return {p for p in member_peers(s) if p not in gone and p.group not in leavers}
+    return {p for p in member_peers(s) if is_waited_for(s, p)}
+
+
+def coordinator(s: Local) -> Peer | None:
+    """Who gathers what the next epoch and its barrier wait for; None: everyone for himself.
+
+    Whoever wrote the last decision: it lives, and everyone knows it. Where it is gone, views may
+    differ for a while; several who gather cost messages, not safety, for the register decides.
+    """
+    by = s.head.by if s.head else None
+    return by if by is not None and is_waited_for(s, by) else None
+
+
+def all_in_barrier(s: Local) -> bool:
+    """Whether every participant of the epoch is in its barrier, as far as I was told."""
+    inside = member_peers(s)
+    return len(s.ready) >= len(inside) and all(s.ready.get(p) == s.token.epoch for p in inside)
 
 
 def _group_order(name: str) -> tuple[int, str]:
@@ -169,6 +205,8 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
 
 def joiners(s: Local, c: Config) -> list[str]:
     """Whole groups outside the epoch that ask to come in."""
+    if not s.joining:
+        return []
     inside = set(member_peers(s))
     return [r[0].peer.group for r in whole_groups(s, c) if not inside & {h.peer for h in r}]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -142,6 +142,21 @@ class Record:
         """(epoch, txn) that the record decides."""
         return Token(self.epoch, self.txn)
 
+    @cached_property
+    def peers(self) -> tuple[Peer, ...]:
+        """Participants of the epoch that the record forms, in order."""
+        return tuple(p for g in self.members for p in g.peers())
+
+    @cached_property
+    def peer_set(self) -> frozenset[Peer]:
+        """The same, to look somebody up."""
+        return frozenset(self.peers)
+
+    @cached_property
+    def entries(self) -> dict[tuple[str, int], RankEntry]:
+        """Who has which place (group, rank)."""
+        return {(g.group, r.rank): r for g in self.members for r in g.ranks}
+
 
 def next_lineage(lineage: str, token: Token, step: int, cursor: int) -> str:
     """Lineage after committing ``token`` as ``step``, the cursor moving to ``cursor``."""
@@ -179,8 +194,17 @@ class Ready:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Begin:
+    """All members of ``epoch`` are in its barrier: its first txn begins. From the coordinator."""
+
+    peer: Peer
+    epoch: int
+    type: Literal["begin"] = "begin"
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Here:
-    """A member lives: its epoch will let joiners in, however long its step takes."""
+    """A member lives: the coordinator of the next epoch, or who answers those who ask to join."""
 
     peer: Peer
     type: Literal["here"] = "here"
@@ -342,7 +366,7 @@ class Timer:
     type: Literal["timer"] = "timer"
 
 
-BusMessage = Join | Ack | Ready | Here | Leave | Death | Drain | Decision
+BusMessage = Join | Ack | Ready | Begin | Here | Leave | Death | Drain | Decision
 Event = (
     BusMessage
     | Start
@@ -364,8 +388,16 @@ Event = (
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Put ``message`` on the bus."""
+    """Put ``message`` on the bus, for everyone."""
 
+    message: BusMessage
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Put ``message`` on the bus, for ``to`` alone."""
+
+    to: Peer
     message: BusMessage
 
 
@@ -482,6 +514,7 @@ class Finish:
 
 Effect = (
     Broadcast
+    | Tell
     | ReadHead
     | Decide
     | CastVote

@@ -20,6 +20,7 @@ from fft.core.messages import (
     Applied,
     ApplyFailed,
     Ballot,
+    Begin,
     BusMessage,
     ClearTimers,
     Death,
@@ -206,9 +207,9 @@ def _stale(s: Local, event: Event) -> Outcome | None:
             return _stale_hello(s, hello)
         case Join(hello=hello):
             return _stale_hello(s, hello)
-        case Ready(peer=peer, epoch=epoch):
+        case Ready(peer=peer, epoch=epoch) | Begin(peer=peer, epoch=epoch):
             if epoch < s.token.epoch:
-                return Outcome("fenced", f"ready for epoch {epoch}, I stand at {s.token}")
+                return Outcome("fenced", f"{event.type} for epoch {epoch}, I stand at {s.token}")
             return _stale_peer(s, peer)
         case Leave(peer=peer) | Here(peer=peer):
             return _stale_peer(s, peer)

@@ -132,10 +132,13 @@ def run_batch(
 
 
 _given: list[tuple[FsmSpec, Weather]] = []
+_parent: list[int] = []
+"""Of a worker: the process that started it."""
 
 
 def _set_up(spec: FsmSpec, weather: Weather) -> None:
     _given[:] = [(spec, weather)]
+    _parent[:] = [os.getppid()]
 
 
 def _work(first: int, count: int) -> Batch:
@@ -150,6 +153,8 @@ def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather) -> Batch:
     gc.disable()
     try:
         for seed in range(first, first + count):
+            if _parent and os.getppid() != _parent[0]:
+                os._exit(1)  # nobody is left to tell
             batch.add(run_seed(seed, spec, weather))
     finally:
         if collecting:

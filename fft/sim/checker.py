@@ -163,7 +163,7 @@ class Search:
         """Everyone has decided; the job is as far as the bounds let it get, or cannot go on."""
         model = self.model
         nodes = [model.nodes[i] for i in state[: model.size]]
-        if any(n.pending or n.inbox or n.done >= 0 for n in nodes):
+        if any(n.pending or n.inbox or n.mail or n.done >= 0 for n in nodes):
             return False
         key = (state[model.size], *(n.local for n in nodes))
         found = self._sound.get(key)

@@ -45,6 +45,7 @@ from fft.core.messages import (
     SetTimer,
     Start,
     StartTxn,
+    Tell,
     Timer,
     Token,
     Vote,
@@ -208,6 +209,9 @@ class Cluster:
     def carry_out(self, node: Node, effect: Effect) -> None:
         """Do what an engine would do for one effect."""
         match effect:
+            case Tell(to=to, message=message):
+                if self._bus(node, "tell") and to in self.nodes:
+                    self.post(self.nodes[to], message)
             case Broadcast(message=message):
                 if self._bus(node, "broadcast"):
                     self.broadcast(message)

@@ -25,6 +25,7 @@ from fft.core.messages import (
     Apply,
     ApplyFailed,
     Ballot,
+    Begin,
     Broadcast,
     BusDown,
     CastVote,
@@ -39,6 +40,7 @@ from fft.core.messages import (
     Heal,
     Healed,
     HealFailed,
+    Here,
     Join,
     Leave,
     Manifest,
@@ -52,6 +54,7 @@ from fft.core.messages import (
     Start,
     StartTxn,
     Stop,
+    Tell,
     Timer,
     Token,
     Vote,
@@ -79,17 +82,20 @@ KINDS = (
     "swap",  # two messages reach one listener in the other order
     "lapse",  # one operation on the bus fails; whether it took effect is unknown
     "outage",  # the bus is out of reach for a while
+    "deaf",  # a listener loses its place in the message order, and hears nothing for all any more
     "quit",  # the user shuts a manager down
     "forget",  # the bus ends and comes back empty
 )
 """Faults, each with a budget of its own in a scope."""
 
 GROUPS = "ABCDEFGH"
-_SHARED = (Broadcast, ReadHead, Decide, CastVote)
-_UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "forget")
+_SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
+QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
+"""What a process is to hear, and what a step is called that takes the first of it."""
+_UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "forget")
 """Faults that tell an order of messages from another."""
 _GIVES_UP = "bus_limit"
-"""Fires by itself only when the bus is gone: outages are shorter."""
+"""Fires by itself only for whom the bus is gone: outages are shorter."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,9 @@ class Node(NamedTuple):
     inc: int
     local: int = -1
     inbox: tuple[int, ...] = ()
+    """Messages for everyone, in the order that all have in common."""
+    mail: tuple[int, ...] = ()
+    """Messages for this process alone; those for everyone may come before or after them."""
     pending: tuple[int, ...] = ()
     """Effects of the last event that are not carried out yet; the first is a shared one."""
     answers: tuple[int, ...] = ()
@@ -205,6 +214,8 @@ class Act(NamedTuple):
     shared: int = -1
     """-1: as before."""
     sent: tuple[int, ...] = ()
+    told: tuple[Peer, int] | None = None
+    """A message for one participant alone."""
     claims: tuple[int, ...] = ()
     broken: tuple[str, str] | None = None
 
@@ -216,6 +227,7 @@ class _Turn:
     node: Node
     shared: Shared
     sent: list[int] = field(default_factory=list)
+    told: tuple[Peer, int] | None = None
     claims: list[int] = field(default_factory=list)
     broken: tuple[str, str] | None = None
 
@@ -260,7 +272,7 @@ class Model:
         self._pruned: dict[tuple[int, Any], int] = {}
         self._tidied: dict[tuple[int, int], int] = {}
         self._kept: dict[tuple[int, int, int, int], tuple[Act, ...]] = {}
-        self._quiet_acts: dict[tuple[int, int], Act | None] = {}
+        self._quiet_acts: dict[tuple[int, int, bool], Act | None] = {}
         self._calms: dict[int, bool] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: scope.groups]
@@ -373,15 +385,16 @@ class Model:
         same in any order with what else can happen here or elsewhere, as long as no fault is left
         that touches messages, timers or the bus. Such confluent steps can be taken first, alone,
         without loss (partial order reduction; Groote & van de Pol, *State space reduction using
-        partial tau-confluence*).
+        partial tau-confluence*). What a note leaves behind of somebody who has meanwhile ended, or
+        been left behind, is read by no guard. A decision that is known already says nothing, now or
+        later, whatever faults are left.
         """
-        if not self._calm(left_id) or self.shared[shared_id].bus != "up":
-            return None
+        calm = self._calm(left_id) and self.shared[shared_id].bus == "up"
         for who in range(self.size):
-            number = state[who]
-            if (who, number) not in self._quiet_acts:
-                self._quiet_acts[who, number] = self._hear_quietly(who, self.nodes[number])
-            if (found := self._quiet_acts[who, number]) is not None:
+            key = (who, state[who], calm)
+            if key not in self._quiet_acts:
+                self._quiet_acts[key] = self._hear_quietly(who, self.nodes[state[who]], calm)
+            if (found := self._quiet_acts[key]) is not None:
                 return who, found
         return None
 
@@ -393,19 +406,37 @@ class Model:
             self._calms[left_id] = found
         return found
 
-    def _hear_quietly(self, who: int, node: Node) -> Act | None:
-        if node.local < 0 or node.pending or not node.inbox:
+    def _hear_quietly(self, who: int, node: Node, calm: bool) -> Act | None:
+        if node.local < 0 or node.pending:
             return None
-        event = self.events[node.inbox[0]]
-        if not isinstance(event, (Join, Ack, Ready)) or thaw(self.locals[node.local]).bus_down:
+        for queue in QUEUES:
+            waiting = getattr(node, queue)
+            event = self.events[waiting[0]] if waiting else None
+            found = None
+            if isinstance(event, Decision):
+                found = self._hear_in_vain(who, node, queue)
+            elif calm and isinstance(event, (Join, Ack, Ready, Begin, Here)):
+                found = self._note_quietly(who, node, queue)
+            if found is not None:
+                return found
+        return None
+
+    def _hear_in_vain(self, who: int, node: Node, queue: str) -> Act | None:
+        number = getattr(node, queue)[0]
+        act = _Here(self, who, node, Shared(), (0,)).hear(queue)
+        known = self._handled[who, node.inc, node.local, number].outcome.verdict == "known"
+        return act if known and not act.broken else None
+
+    def _note_quietly(self, who: int, node: Node, queue: str) -> Act | None:
+        if thaw(self.locals[node.local]).bus_down:
             return None
-        here = _Here(self, who, node, Shared(), (0,))
-        act = here.event("hears 0", node._replace(inbox=node.inbox[1:]), event)
+        number = getattr(node, queue)[0]
+        act = _Here(self, who, node, Shared(), (0,)).hear(queue)
         after = self.nodes[act.node]
         same = after.local >= 0 and not after.pending and after.task == node.task
-        if act.broken or act.sent or not same:
+        if act.broken or act.sent or act.told or not same:
             return None
-        rows = self._handled[who, node.inc, node.local, node.inbox[0]].outcome.steps
+        rows = self._handled[who, node.inc, node.local, number].outcome.steps
         notes = all(isinstance(c, Holds) for n in act.claims for _, c in self.claims[n])
         return act if notes and len(rows) <= 1 else None
 
@@ -437,7 +468,7 @@ class Model:
             for who in range(self.size)
             if self.nodes[state[who]].local >= 0
             for name, serial in thaw(self.locals[self.nodes[state[who]].local]).timers.items()
-            if name != _GIVES_UP or shared.bus == "gone"
+            if name != _GIVES_UP or shared.bus == "gone" or self._is_deaf(state[who])
         ]
         lasts = self.spec.timeouts
         shortest = min((lasts[name] for _, name, _ in armed), default=0.0)
@@ -504,6 +535,8 @@ class Model:
         if act.sent:
             for i in range(size):
                 after[i] = self._deliver(after[i], act.sent)
+        if act.told is not None:
+            self._post(after, *act.told)
         if act.cost is not None:
             after[size + 1] = self._spend(state[size + 1], act.cost)
         broken = act.broken
@@ -516,10 +549,21 @@ class Model:
         found = self._delivered.get((node_id, sent))
         if found is None:
             node = self.nodes[node_id]
-            there = node.local >= 0
-            found = self.nodes.id(node._replace(inbox=node.inbox + sent)) if there else node_id
+            hears = node.local >= 0 and not self._is_deaf(node_id)
+            found = self.nodes.id(node._replace(inbox=node.inbox + sent)) if hears else node_id
             self._delivered[node_id, sent] = found
         return found
+
+    def _is_deaf(self, node_id: int) -> bool:
+        return thaw(self.locals[self.nodes[node_id].local]).deaf
+
+    def _post(self, after: list[int], to: Peer, message: int) -> None:
+        """Put a message into the mail of a participant, if it is there."""
+        ranks = self.scope.ranks
+        for who in (GROUPS.index(to.group) * ranks + to.rank, self.places + to.rank):
+            node = self.nodes[after[who]] if who < self.size else Node(0)
+            if node.local >= 0 and self.peer(who, node.inc) == to:
+                after[who] = self.nodes.id(node._replace(mail=(*node.mail, message)))
 
     def _spend(self, left_id: int, cost: str) -> int:
         spent = list(self.budgets[left_id])
@@ -621,6 +665,8 @@ class Model:
         match effect:
             case Broadcast(message=message):
                 turn.sent.append(self.events.id(message))
+            case Tell(to=to, message=message):
+                turn.told = (to, self.events.id(message))
             case ReadHead():
                 return Decision(shared.head)
             case Decide(after=after, proposal=proposal):
@@ -786,6 +832,7 @@ class _Turned:
             node = node._replace(
                 local=self._kept(self._locals, model.locals, node.local),
                 inbox=tuple(map(event, node.inbox)),
+                mail=tuple(map(event, node.mail)),
                 pending=tuple(map(effect, node.pending)),
                 answers=tuple(map(event, node.answers)),
                 done=node.done if node.done < 0 else event(node.done),
@@ -837,11 +884,22 @@ class _Here:
             if node.done >= 0:
                 event = self.model.events[node.done]
                 yield self.event("handles applied", node._replace(done=-1), event)
-            if node.inbox:
-                rest = node._replace(inbox=node.inbox[1:])
-                yield self.event("hears 0", rest, self.model.events[node.inbox[0]])
+            for queue in QUEUES:
+                if getattr(node, queue):
+                    yield self.hear(queue)
         if self.left[0]:
             yield from self._faults()
+
+    def left_with(self, queue: str, rest: tuple[int, ...]) -> Node:
+        """The process with this left in a queue."""
+        node = self.node
+        return node._replace(inbox=rest) if queue == "inbox" else node._replace(mail=rest)
+
+    def hear(self, queue: str) -> Act:
+        """The process handles the first message that waits in a queue."""
+        first, *rest = getattr(self.node, queue)
+        node = self.left_with(queue, tuple(rest))
+        return self.event(QUEUES[queue], node, self.model.events[first])
 
     # --- the bus ---
 
@@ -976,17 +1034,24 @@ class _Here:
                 if name == _GIVES_UP:
                     continue
                 yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
+        if self.may("deaf") and not local.deaf:
+            lost = BusDown("listen", "")
+            yield self.event("is deaf from now on", node._replace(inbox=()), lost, "deaf")
         if self.may("quit"):
             yield self.event("is shut down", node, Stop(), "quit")
-        if node.inbox:
-            first, rest = self.model.events[node.inbox[0]], node._replace(inbox=node.inbox[1:])
-            if self.may("lose"):
-                yield self.put("never hears 0", rest, "lose")
-            if self.may("twice"):
-                yield self.event("hears 0 twice", node, first, "twice")
-        if len(node.inbox) > 1 and self.may("swap"):
-            rest = node._replace(inbox=(node.inbox[0], *node.inbox[2:]))
-            yield self.event("hears 1", rest, self.model.events[node.inbox[1]], "swap")
+        for queue, hears in QUEUES.items():
+            yield from self._messages_at_fault(queue, hears)
+
+    def _messages_at_fault(self, queue: str, hears: str) -> Iterator[Act]:
+        node, waiting = self.node, getattr(self.node, queue)
+        if waiting and self.may("lose"):
+            yield self.put(f"never {hears}", self.left_with(queue, waiting[1:]), "lose")
+        if waiting and self.may("twice"):
+            yield self.event(f"{hears} twice", node, self.model.events[waiting[0]], "twice")
+        if len(waiting) > 1 and self.may("swap"):
+            rest = self.left_with(queue, (waiting[0], *waiting[2:]))
+            second = self.model.events[waiting[1]]
+            yield self.event(hears.replace("0", "1"), rest, second, "swap")
 
     def _end(self, cost: str, sent: tuple[int, ...]) -> Act:
         turn = _Turn(Node(self.node.inc), self.shared, list(sent))
@@ -1017,6 +1082,7 @@ class _Here:
             self.model.nodes.id(turn.node),
             -1 if same else self.model.shared.id(turn.shared),
             tuple(turn.sent),
+            turn.told,
             tuple(turn.claims),
             turn.broken,
         )

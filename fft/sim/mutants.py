@@ -318,6 +318,10 @@ def _late_if_member(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
+def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
+    return bool(s.joining) or GUARDS["member_lost"](s, c, event)
+
+
 def _never_armed(raw: Raw) -> None:
     on(raw, "INIT", "start")[0]["to"] = None
 
@@ -516,6 +520,13 @@ MUTANTS: tuple[Mutant, ...] = (
         without("say_ack", "suspect_silent", events=("timer.ack_window", "timer.bus_retry")),
     ),
     Mutant(
+        "coordinator_never_doubted",
+        "The next epoch is left to its coordinator, however long that says nothing.",
+        "eventually",
+        small(no=1, silent=1),
+        without("suspect_coordinator"),
+    ),
+    Mutant(
         "barrier_left_early",
         "A member begins the epoch's first txn as soon as it is ready itself.",
         "live_set",
@@ -547,7 +558,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "join_taken_for_late",
         "A member that asks to join is taken for a late word from before it was let in.",
         "eventually",
-        small(heal=1, formed=False, alike=False, commits=0),
+        small(heal=1, fault=1, formed=False, alike=False, commits=0),
         participant=planted(actions={"note_join": _late_if_member}),
     ),
     Mutant(
@@ -556,6 +567,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "eventually",
         small(crash=1, formed=False, commits=0),
         _never_armed,
+    ),
+    Mutant(
+        "joiner_ends_the_attempt",
+        "Who asks to come in ends the running attempt, as a lost member does.",
+        "join",
+        small(crash=1, restart=1),
+        participant=planted({"member_lost": _lost_or_joining}),
+    ),
+    Mutant(
+        "joiner_unmarked",
+        "A commit does not end the epoch because somebody waits to come in.",
+        "join",
+        small(crash=1, restart=1),
+        participant=planted(
+            actions=_proposing("propose_commit", lambda s, r: replace(r, change=bool(r.leavers)))
+        ),
     ),
     # state and data
     Mutant(
@@ -576,7 +603,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "torn_after_its_word",
         "Who said that it would hold the state, and then tore it, goes along with the epoch.",
         "replicas_equal",
-        small(drain=1, torn=1),
+        small(groups=3, drain=1, torn=1),
         participant=planted({"misjudged": _never}),
     ),
     Mutant(

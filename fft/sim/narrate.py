@@ -21,14 +21,15 @@ from fft.core.messages import (
     Peer,
     ReadHead,
     Record,
+    Tell,
     Timer,
     Token,
 )
 from fft.core.participant import Outcome
 from fft.sim.intern import thaw
-from fft.sim.model import Model, Node, Shared, State, Step
+from fft.sim.model import QUEUES, Model, Node, Shared, State, Step
 
-SHARED = (Broadcast, ReadHead, Decide, CastVote)
+SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
 
 
 def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
@@ -98,6 +99,8 @@ def say_effect(effect: Any) -> str:
     match effect:
         case Broadcast(message=message):
             return f"say {say(message)}"
+        case Tell(to=to, message=message):
+            return f"tell {name(to)} {say(message)}"
         case Decide(proposal=proposal):
             return f"propose {say_record(proposal)}"
         case CastVote(token=token):
@@ -123,14 +126,16 @@ def tell(model: Model, state: State, step: Step) -> str:
 
 def _action(model: Model, state: State, step: Step) -> str:
     node, what = model.node(state, step.who), step.what
-    if what.startswith(("hears", "never hears")):
-        event = model.events[node.inbox[1 if what == "hears 1" else 0]]
+    if (heard := message_of(model, node, what)) is not None:
+        event, verb = heard, "is told" if "is told" in what else "hears"
         verdict = outcome(model, node, step)
-        said = {
-            "never hears 0": f"never hears {say(event)}",
-            "hears 0 twice": f"hears {say(event)}, and will once more",
-            "hears 1": f"hears {say(event)} before what was said earlier",
-        }.get(what, f"hears {say(event)}")
+        said = f"{verb} {say(event)}"
+        if what.startswith("never"):
+            said = f"never {said}"
+        elif what.endswith("twice"):
+            said += ", and will once more"
+        elif what.endswith("1"):
+            said += " before what was said earlier"
         return (
             said if verdict is None or verdict.verdict == "row" else f"{said} ({verdict.verdict})"
         )
@@ -153,6 +158,8 @@ def _does(effect: Any, before: Shared, after: Shared) -> str:
     match effect:
         case Broadcast(message=message):
             return f"says {say(message)}"
+        case Tell(to=to, message=message):
+            return f"tells {name(to)} {say(message)}"
         case Decide(proposal=proposal):
             came = "wins" if after.head == proposal else f"loses to {say_record(after.head)}"
             if before.head == proposal:
@@ -207,14 +214,21 @@ def on_bus(model: Model, pending: tuple[int, ...]) -> list[Any]:
     return [e for e in map(model.effects.__getitem__, pending) if isinstance(e, SHARED)]
 
 
+def message_of(model: Model, node: Node, what: str) -> Event | None:
+    """The message that a step of that name takes; None: it takes none."""
+    for queue, hears in QUEUES.items():
+        verb = hears.removesuffix(" 0")
+        if what.removeprefix("never ").startswith(verb):
+            waiting = getattr(node, queue)
+            return model.events[waiting[1 if what == f"{verb} 1" else 0]]
+    return None
+
+
 def outcome(model: Model, node: Node, step: Step) -> Outcome | None:
     """What the core made of the event that the step brings; None: the step brings none."""
-    event, local = None, thaw(model.locals[node.local])
+    local = thaw(model.locals[node.local])
+    event = None if step.what.startswith("never") else message_of(model, node, step.what)
     match step.what.removesuffix(" early").split():
-        case ["hears", "1"]:
-            event = model.events[node.inbox[1]]
-        case ["hears", *_]:
-            event = model.events[node.inbox[0]]
         case ["timer", timer]:
             event = Timer(timer, local.timers[timer])
         case ["handles", *_]:

@@ -44,6 +44,7 @@ from fft.core.messages import (
     Start,
     StartTxn,
     Stop,
+    Tell,
     Timer,
     Token,
 )
@@ -151,7 +152,7 @@ class Process:
             effect = self._effects[self._done]
             self._done += 1
             match effect:
-                case Broadcast() | ReadHead() | Decide() | CastVote() | DropBallot():
+                case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
                     self.world.bus.begin(self, effect)
                     return
                 case SetTimer(name=name, seconds=seconds, serial=serial):

@@ -19,7 +19,7 @@ from fft.sim.checker import Result, Search, all_rows, narrate
 from fft.sim.model import Model, Scope
 from fft.sim.mutants import MUTANTS, NotCaught, caught, write_table
 from fft.sim.scenario import save_counterexample
-from fft.sim.scopes import DEEP, DEFAULT
+from fft.sim.scopes import DEEP, DEFAULT, ELSEWHERE
 from fft.spec import FsmSpec, load_spec
 
 
@@ -64,6 +64,9 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
     missed = _missed(spec, results)
     taken = sum(1 for _ in all_rows(spec)) - len(missed)
     console.print(f"sometimes: {taken} of {taken + len(missed)} rows of the table were taken")
+    for place in (place for place in missed if place in ELSEWHERE):
+        console.print(f"  {place}: {ELSEWHERE[place]}", markup=False)
+    missed = [place for place in missed if place not in ELSEWHERE]
     good = not broken and not partial
     if not choice.scopes and good and missed:
         console.print(f"VIOLATED sometimes: never taken: {', '.join(missed)}", markup=False)

@@ -29,6 +29,8 @@ in turn; ``all``: everyone)::
     A/0 hears               the next message (hears commit 1.1: and it must be this one)
     A/0 hears second        the message after the next one, first
     A/0 hears twice | never hears | hears all
+    A/0 is told             the next message for it alone (is told ack of B/0: this one)
+    A/0 is told second | is told twice | is never told
     A/0 does                its next operation on the bus (does all: every one)
     A/0 fails               the operation is lost with the bus
     A/0 fails, though done  the operation is done, but its answer is lost
@@ -281,12 +283,17 @@ def _mutant(wanted: str, spec: FsmSpec) -> tuple[FsmSpec, type[Participant], Wor
 
 # --- running --------------------------------------------------------------------------------------
 
+_HEARING = ("hears", "is told", "does", "fails at")
 _GROUP_ACTIONS = ("comes back", "is asked to leave", "is started twice")
 _ACTIONS = {
     "hears": "hears 0",
     "hears second": "hears 1",
     "hears twice": "hears 0 twice",
     "never hears": "never hears 0",
+    "is told": "is told 0",
+    "is told second": "is told 1",
+    "is told twice": "is told 0 twice",
+    "is never told": "never is told 0",
 }
 _SUBJECT = re.compile(r"([A-H])(?:/(\d+))?(?:#(\d+))?$")
 
@@ -349,7 +356,7 @@ class Run:
             case ["settle"]:
                 return self._until(None, timers=False)
             case ["hears", "all"]:
-                return self._until(None, timers=False, only=("hears", "does", "fails at"))
+                return self._until(None, timers=False, only=_HEARING)
             case ["time", "passes"]:
                 return self._pass_time()
             case ["until", *condition]:
@@ -389,9 +396,7 @@ class Run:
         lines = []
         for who in self._who(subject):
             if action == "hears all":
-                lines += self._until(
-                    None, timers=False, only=("hears", "does", "fails at"), who=who
-                )
+                lines += self._until(None, timers=False, only=_HEARING, who=who)
             elif action == "does all":
                 while self.model.node(self.state, who).pending:
                     lines += self._single(_named(who, "does"), text)
@@ -401,18 +406,19 @@ class Run:
 
     def _checked(self, who: int, action: str) -> str:
         """The action without the words that say which message is to be heard."""
-        word, _, wanted = action.removeprefix("never ").partition(" ")
-        if word != "hears" or not wanted or action in _ACTIONS:
+        match = re.match(r"(?:never )?hears |is (?:never )?told ", action)
+        if match is None or action in _ACTIONS:
             return action
-        inbox = self.model.node(self.state, who).inbox
-        said = [say(self.model.events[number]) for number in inbox]
+        wanted, node = action[match.end() :], self.model.node(self.state, who)
+        queue = node.mail if "told" in match[0] else node.inbox
+        said = [say(self.model.events[number]) for number in queue]
         if not said or not said[0].startswith(wanted):
             waiting = "; ".join(said) or "nothing"
             raise _Wrong(f"{self._name(who)} would hear something else: {waiting}")
-        return action.removesuffix(f" {wanted}")
+        return match[0].strip()
 
     def _single(self, wanted: Callable[[Step], bool], text: str) -> list[str]:
-        steps = list(self.model.steps(self.state))
+        steps = list(self.model.steps(self.state, every=True))
         fitting = sorted(filter(wanted, steps), key=lambda step: step.what.endswith(" early"))
         if not fitting:
             raise _Wrong(f"{text!r} cannot happen here; what can: {self._possible(steps)}")
@@ -518,14 +524,25 @@ class Run:
         """The free step whose turn it is: everyone in turn, timers when nothing else can happen."""
         steps = [s for s in self.model.steps(self.state, faults=False) if s.who >= 0]
         if who is not None or only:  # one of the others may hide theirs (see Model._quiet)
-            steps = [s for s in self.model.steps(self.state) if s.free and s.who >= 0]
-            steps = [s for s in steps if s.what.startswith(only) and who in (None, s.who)]
+            steps = [
+                step
+                for step in self.model.steps(self.state, every=True)
+                if step.free and step.who >= 0 and who in (None, step.who)
+                if step.what.startswith(only)
+            ]
         due = [s for s in steps if s.what.startswith("timer ")]
         moves = [s for s in steps if not s.what.startswith("timer ")]
         size = self.model.size
         if moves:
             turn = self._turn
-            moves.sort(key=lambda s: ((s.who - turn) % size, s.what.endswith("was done")))
+            # Whoever never listened while it can compute would be no fair company.
+            moves.sort(
+                key=lambda s: (
+                    (s.who - turn) % size,
+                    not s.what.startswith(_HEARING),
+                    s.what.endswith("was done"),
+                )
+            )
             self._turn = moves[0].who + 1
             return moves[0]
         if not timers or not due:
@@ -627,6 +644,8 @@ class Run:
             parts.append(f"timers {' '.join(sorted(local.timers))}")
         if node.inbox:
             parts.append(f"to hear: {', '.join(say(model.events[n]) for n in node.inbox)}")
+        if node.mail:
+            parts.append(f"to be told: {', '.join(say(model.events[n]) for n in node.mail)}")
         if todo := on_bus(model, node.pending):
             parts.append(f"to do: {', '.join(map(say_effect, todo))}")
         if node.task is not None and node.task[0] != "txn":

@@ -22,8 +22,10 @@ from fft.core.messages import (
     Decision,
     DropBallot,
     Event,
+    Peer,
     ReadHead,
     Record,
+    Tell,
     Token,
     Vote,
 )
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from fft.sim.process import Process
     from fft.sim.simulator import World
 
-Operation = Broadcast | ReadHead | Decide | CastVote | DropBallot
+Operation = Broadcast | Tell | ReadHead | Decide | CastVote | DropBallot
 SLOTS = 8
 """Ballot slots, as the engine reuses them."""
 
@@ -49,8 +51,10 @@ class Link:
     """The most that a message is late beyond the usual, in seconds."""
     last: float = 0.0
     """When the newest message arrives; none overtakes another."""
-    held: deque[BusMessage] = field(default_factory=deque)
-    """Messages that wait for the link."""
+    last_alone: float = 0.0
+    """The same of messages for this process alone."""
+    held: deque[tuple[BusMessage, bool]] = field(default_factory=deque)
+    """Messages that wait for the link; whether they are for this process alone."""
     waiting: list[Operation] = field(default_factory=list)
     """The operation that waits for the link."""
     deaf: bool = False
@@ -109,6 +113,8 @@ class SimBus:
         match operation:
             case Broadcast(message=message):
                 self.publish(message)
+            case Tell(to=to, message=message):
+                self._post(to, message)
             case ReadHead():
                 return Decision(self.head)
             case Decide(after=after, proposal=proposal):
@@ -131,23 +137,35 @@ class SimBus:
         """The message has its place in the order: every listener gets it, sooner or later."""
         world = self._world
         for listener in world.live():
-            link = listener.link
-            if link.deaf or world.strikes("lost"):
-                continue
-            if world.strikes("deaf"):
-                self._deafen(listener)
-                continue
-            times = 2 if world.strikes("repeated") else 1
-            for _ in range(times):
-                self._send(listener, link, message)
+            if not listener.link.deaf:
+                self._give(listener, message)
 
-    def _send(self, listener: Process, link: Link, message: BusMessage) -> None:
+    def _post(self, to: Peer, message: BusMessage) -> None:
+        """The message is for one participant alone. Nobody can fall behind in its own mail."""
+        process = self._world.processes.get(to)
+        if process is not None and process.alive:
+            self._give(process, message, alone=True)
+
+    def _give(self, listener: Process, message: BusMessage, alone: bool = False) -> None:
+        world = self._world
+        if world.strikes("lost"):
+            return
+        if not alone and world.strikes("deaf"):
+            self._deafen(listener)
+            return
+        for _ in range(2 if world.strikes("repeated") else 1):
+            self._send(listener, listener.link, message, alone)
+
+    def _send(self, listener: Process, link: Link, message: BusMessage, alone: bool) -> None:
         if link.until > self._clock.now or link.held:
-            link.held.append(message)
+            link.held.append((message, alone))
             return
         world = self._world
         due = self._clock.now + world.latency.hop() + link.lag * world.rng.random()
-        link.last = due = max(due, link.last)
+        if alone:  # the two ways have no order in common
+            link.last_alone = due = max(due, link.last_alone)
+        else:
+            link.last = due = max(due, link.last)
         self._clock.after(due - self._clock.now, listener, self._deliver, listener, message)
 
     def _deliver(self, listener: Process, message: BusMessage) -> None:
@@ -178,8 +196,8 @@ class SimBus:
         if link.until > self._clock.now:
             return
         held, link.held = link.held, deque()
-        for message in held:
-            self._send(process, link, message)
+        for message, alone in held:
+            self._send(process, link, message, alone)
         waiting, link.waiting = link.waiting, []
         for operation in waiting:
             self._arrive(process, operation)

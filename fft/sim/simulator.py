@@ -510,8 +510,10 @@ class World:
             if self.clock.now > deadline:
                 self._violated("liveness", f"asked to drain, but still there: {self._where()}")
             self._pass(_LOOK)
-        # Who has lost its place in the message order can only be ended, as the design says.
-        if bad := [f"{p.peer} ({p.code})" for p in leaving if p.code != 0 and not p.local.deaf]:
+        # Who has lost its place in the message order can only be ended, and its group with it.
+        deaf = {p.peer.group for p in leaving if p.local.deaf}
+        badly = [p for p in leaving if p.code != 0 and p.peer.group not in deaf]
+        if bad := [f"{p.peer} ({p.code})" for p in badly]:
             self._violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
 
     def _where(self) -> str:

@@ -168,9 +168,16 @@ def calm(job: Job, rounds: int = 60) -> int:
     before = job.head.step if job.head else 0
     for _ in range(rounds):
         job.step()
+        waiting = {n.peer: n.timers.get("coordinator_window") for n in job.live()}
         for timer in ("ack_window", "join_interval", "pause", "vote_window"):
             job.fire(timer)
             job.settle()
+        # Longer than the others: it fires where no sign of life has armed it again meanwhile.
+        for node in job.live():
+            armed = node.timers.get("coordinator_window")
+            if armed is not None and armed == waiting.get(node.peer):
+                job.fire("coordinator_window", [node])
+        job.settle()
         if any(n.state in ("INIT", "HEALING", "DRAIN_WAIT") for n in job.live()):
             job.fire("join_window")
             job.fire("drain_window")

@@ -455,6 +455,11 @@ def who_left_is_still_there(h: History) -> None:
     change_all(h, brings("epoch", Token(3, 0)), record(members=members))
 
 
+@breaks("join", f"record {5 + 1} ended its epoch with a commit, and then came a rollback")
+def a_commit_that_ends_its_epoch_is_followed_by_a_rollback(h: History) -> None:
+    change_all(h, brings("epoch", Token(3, 0)), record(kind="abort", members=()))
+
+
 @breaks("decided", f"{B} stopped in doubt about txn {FIRST}: no answer")
 def one_stops_in_doubt(h: History) -> str:
     def stops(m: Move) -> Move:

@@ -543,9 +543,13 @@ def test_one_is_given_another_set(run: Job) -> None:
     assert "{0/0#1, 1/0#1, 2/0#1}" in finding.violation or "2/0#1 is dead" in finding.violation
 
 
-def test_one_heard_before_it_was_said(run: Job) -> None:
-    moves = run.record.moves[run.node("1").peer]
-    moves[:] = [m for m in moves if m.event.type == "ready"] + moves
+@pytest.mark.parametrize(("group", "word"), [("0", "ready"), ("1", "begin")])
+def test_one_heard_before_it_was_said(run: Job, group: str, word: str) -> None:
+    """The coordinator, that another is in the barrier; another, that all are."""
+    moves = run.record.moves[run.node(group).peer]
+    heard = [m for m in moves if m.event.type == word]
+    assert heard, f"{group} heard no {word}"
+    moves[:] = heard + moves
     finding = judge_live_sets(run.record)
     assert finding.violation is not None
     assert "what was said only later" in finding.violation

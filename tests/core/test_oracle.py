@@ -30,16 +30,19 @@ from fft.core.local import GENESIS, Local
 from fft.core.messages import (
     Applied,
     ApplyFailed,
+    Begin,
     Broadcast,
     CastVote,
     Event,
     Fault,
     Heal,
+    Healed,
     HealFailed,
     Peer,
     Ready,
     Record,
     StartTxn,
+    Tell,
     Token,
 )
 from fft.core.participant import Outcome
@@ -101,12 +104,17 @@ class Oracle:
         """A step or a fetch was half done."""
         self.held[peer] = replace(self.held[peer], txns=None)
 
-    def ready(self, peer: Peer, epoch: int) -> None:
-        """It says that it holds the state of the epoch: by a fetch, or because it always did."""
+    def healed(self, peer: Peer, epoch: int) -> None:
+        """It counts on the state of the epoch: by a fetch, or because it always held it."""
         base = self.after(self.epoch(epoch))
         fetched = self.fetching[peer, epoch]
         assert fetched or self.held[peer] == base, f"{peer} is ready with another state"
         self.held[peer] = base
+
+    def ready(self, peer: Peer, epoch: int) -> None:
+        """It says that it is in the barrier of the epoch: it must hold that epoch's state."""
+        base = self.after(self.epoch(epoch))
+        assert self.held[peer] == base, f"{peer} says that it is ready, with another state"
 
     def memory_of(self, local: Local) -> Held:
         """What the core says it holds, its lineage spelled out as the commits that made it."""
@@ -138,23 +146,25 @@ class Watched(Job):
 
     def _observe(self, node: Node, before: Local, event: Event, out: Outcome) -> None:
         super()._observe(node, before, event, out)
+        match event:
+            case Applied(token=token):
+                self.oracle.applied(node.peer, token)
+            case ApplyFailed():
+                self.oracle.torn(node.peer)
+            case Healed(epoch=epoch) if out.verdict == "row":
+                self.oracle.healed(node.peer, epoch)
+            case HealFailed(torn=True) if out.verdict == "row":
+                self.oracle.torn(node.peer)
         for effect in out.effects:
             match effect:
                 case CastVote(token=token):
                     self.oracle.yes.setdefault(token, set()).add(node.peer)
                 case Heal(record=record, fetch_from=source):
                     self.oracle.fetching[node.peer, record.epoch] = source is not None
-                case Broadcast(message=Ready(epoch=epoch)):
-                    self.oracle.ready(node.peer, epoch)
+                case Broadcast(message=Ready() | Begin() as word) | Tell(message=Ready() as word):
+                    self.oracle.ready(node.peer, word.epoch)
                 case StartTxn(token=token):
                     self.starts.setdefault(token, {})[node.peer] = effect
-        match event:
-            case Applied(token=token):
-                self.oracle.applied(node.peer, token)
-            case ApplyFailed():
-                self.oracle.torn(node.peer)
-            case HealFailed(torn=True) if out.verdict == "row":
-                self.oracle.torn(node.peer)
 
     # --- what must always hold ---
 

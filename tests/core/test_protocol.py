@@ -367,12 +367,17 @@ def test_apply_that_fails_everywhere_leaves_nobody_with_the_state() -> None:
     job = Job(2).until_running()
     job.apply_fails = frozenset(job.nodes)
     job.step()
+    assert job.head is not None
+    writer = job.nodes[job.head.by]
     job.fire("quorum")
     job.settle()
-    for node in job.nodes.values():
-        error, reason = error_of(node)
-        assert error == "NoState" and "committed step 1" in reason
-        assert "restore a checkpoint" in reason
+    error, reason = error_of(writer)
+    assert error == "NoState" and "committed step 1" in reason
+    assert "restore a checkpoint" in reason
+    (other,) = (n for n in job.nodes.values() if n is not writer)
+    error, reason = error_of(other)
+    assert error == "NoEpoch" and reason.startswith(f"{writer.peer} gathers the acknowledgements")
+    assert "within 60 s; its own error says why" in reason
 
 
 def test_apply_that_fails_at_a_commit_that_ends_the_epoch_heals_in_the_next() -> None:
@@ -447,7 +452,8 @@ def test_a_death_that_nobody_saw_is_noticed_by_silence() -> None:
     job.kill_group("1", tell=False)
     job.fail(job.node("0"), "connection closed by peer")
     job.settle()
-    assert job.states() == {"ROLLBACK_SYNC"}, "all have stopped but one that is awaited"
+    assert job.states() == {"HEALING"}, "all have stopped but one that is awaited"
+    assert job.kinds() == ["epoch", "abort"], "and nothing is formed without it before the window"
     job.fire("ack_window")
     job.settle()
     assert job.kinds() == ["epoch", "abort", "epoch"] and len(job.history[2].members) == 2
@@ -694,9 +700,9 @@ def test_a_drain_before_the_first_epoch_ends_at_once() -> None:
 # --- suspicion ------------------------------------------------------------------------------------
 
 
-def suspected() -> tuple[Job, Node]:
+def suspected(**config: object) -> tuple[Job, Node]:
     """Three groups; a fault; the third is alive but has not said so when the window closes."""
-    job = Job(3).until_running()
+    job = Job(3, **config).until_running()
     job.step()
     a, b, c = job.live()
     job.fail(a)
@@ -704,20 +710,21 @@ def suspected() -> tuple[Job, Node]:
         for node in (a, b):
             if node.inbox:
                 job.deliver(node)
-    assert c.inbox and a.state == "ROLLBACK_SYNC"
+    assert c.inbox and a.state == b.state == "HEALING"
+    assert job.kinds() == ["epoch", "commit", "abort"], "the next epoch waits for the third"
     return job, c
 
 
 def test_a_suspect_that_speaks_in_time_is_in_the_next_epoch() -> None:
-    job, c = suspected()
+    job, c = suspected(min_groups=3)
     a, b = job.node("0"), job.node("1")
-    a.local = replace(a.local, suspected=frozenset({c.peer}), paused=True)
-    while c.inbox:
-        job.deliver(c)
-    while a.inbox:
-        job.deliver(a)
-    assert a.local.suspected == frozenset() and b.local.suspected == frozenset()
+    job.fire("ack_window", [a, b])
+    while a.inbox or b.inbox:
+        job.deliver(a if a.inbox else b)
+    assert a.local.suspected == {c.peer} and b.local.suspected == frozenset(), "one counts"
+    assert job.kinds()[-1] == "abort", "without the third there are too few"
     job.settle()
+    assert a.local.suspected == frozenset()
     assert len(job.history[-1].members) == 3 and job.fetches() == {} and clean(job) == []
 
 
@@ -775,6 +782,170 @@ def test_whoever_does_not_reach_the_barrier_is_left_out_of_the_next_epoch() -> N
                 job.deliver(node)
     assert a.state == b.state == "NORMAL" and len(job.history[-1].members) == 2
     assert "not in the barrier in time: 2/0#1" in job.history[-2].cause
+
+
+# --- the coordinator ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_words_between_epochs_grow_with_the_job_and_not_with_its_square(groups: int) -> None:
+    """Each tells one that it has stopped, and one that it is in the barrier; the one tells all."""
+    job = Job(groups).until_running()
+    before = {n.peer: len(job.record.moves[n.peer]) for n in job.live()}
+    job.fail(job.node("0"))
+    job.settle()
+    words = [
+        m.event.type
+        for n in job.live()
+        for m in job.record.moves[n.peer][before[n.peer] :]
+        if m.event.type in ("ack", "ready", "begin", "here")
+    ]
+    assert words.count("ack") == words.count("ready") == groups - 1
+    assert words.count("begin") == groups and "here" not in words
+
+
+@pytest.mark.parametrize("tell", [True, False])
+def test_the_coordinator_ends_while_it_gathers_and_nobody_else_is_left_out(tell: bool) -> None:
+    """Main threads that still unwind from this very rollback are not stuck: they are waited for."""
+    job = Job(4).until_running()
+    a, *others = job.live()
+    job.fail(a)
+    while a.state != "ROLLBACK_SYNC":
+        job.deliver(a)
+    job.crash(a, tell)
+    late = []
+    for node in others:
+        while node.state != "ROLLBACK_SYNC":
+            job.deliver(node)
+        late.append((node, next(e for e in node.inbox if e.type == "restored")))
+        node.inbox.remove(late[-1][1])
+    job.settle()
+    if not tell:
+        assert job.kinds() == ["epoch", "abort"]
+        job.fire("coordinator_window", others)
+        job.settle()
+    for node, restored in late:
+        job.post(node, restored)
+        job.settle()
+    assert [g.group for g in job.history[2].members] == ["1", "2", "3"]
+    assert job.states() == {"NORMAL"} and job.kinds() == ["epoch", "abort", "epoch"]
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_a_sign_of_life_from_the_coordinator_makes_nobody_look_stuck() -> None:
+    """A pause runs and the coordinator says that it lives, while a main thread still unwinds."""
+    job = Job(3).until_running()
+    a, _, c = job.live()
+    for _ in range(3):
+        job.fail(a)
+        job.settle()
+    job.fail(a)
+    while c.state != "ROLLBACK_SYNC":
+        job.deliver(next(n for n in (c, a) if n.inbox))
+    restored = next(e for e in c.inbox if e.type == "restored")
+    c.inbox.remove(restored)
+    job.settle()
+    job.fire("ack_window")
+    job.settle()
+    job.fire("pause")
+    job.settle()
+    assert job.head is not None and len(job.head.members) == 3
+    job.post(c, restored)
+    job.settle()
+    assert job.states() == {"NORMAL"} and job.fetches() == {} and clean(job) == []
+
+
+def test_the_coordinator_dies_between_the_epoch_and_its_begin() -> None:
+    """The others stand in its barrier; they give the epoch up, and form one without it."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    while not all(n.local.token == Token(2, 1) and n.local.healed for n in (b, c)):
+        job.deliver(next(n for n in (b, c, a) if n.inbox))
+    assert job.history[-1].by == a.peer and a.state != "NORMAL"
+    job.crash(a, tell=False)
+    job.settle()
+    assert job.states() == {"HEALING"}
+    job.fire("ready_window")
+    job.settle()
+    assert f"no word from {a.peer} that all are in the barrier" in job.history[3].cause
+    for _ in range(2):
+        job.fire("ack_window")
+        job.settle()
+    assert [g.group for g in job.history[4].members] == ["1", "2"]
+    assert job.states() == {"NORMAL"} and job.fetches() == {} and clean(job) == []
+
+
+def test_an_acknowledgement_that_is_lost_is_a_false_suspicion_and_cheap() -> None:
+    job = Job(3, min_groups=2).until_running()
+    a, _, c = job.live()
+    job.fail(a)
+    while not any(isinstance(e, Ack) and e.hello.peer == c.peer for e in a.inbox):
+        job.deliver(next(n for n in (c, a) if n.inbox))
+    a.inbox = type(a.inbox)(e for e in a.inbox if not isinstance(e, Ack))
+    job.settle()
+    job.fire("ack_window")
+    job.settle()
+    assert [g.group for g in job.history[2].members] == ["0", "1"] and c.state == "INIT"
+    job.fail(a)
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.live()) == 3
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_a_coordinator_that_lives_but_cannot_form_an_epoch_is_waited_for() -> None:
+    job = Job(3, min_groups=3).until_running()
+    job.kill_group("2")
+    job.settle()
+    assert job.states() == {"HEALING"} and job.kinds() == ["epoch", "abort"], "too few groups"
+    (waits,) = (n for n in job.live() if n.peer != job.history[1].by)
+    for _ in range(5):
+        armed = waits.timers["coordinator_window"]
+        job.fire("ack_window")
+        job.settle()
+        assert waits.timers["coordinator_window"].serial > armed.serial, "it has heard: here"
+        assert waits.local.suspected == frozenset()
+    job.start_group("2")
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.history[2].members) == 3
+    assert job.fetches() == {} and clean(job) == []
+
+
+def test_a_begin_that_is_lost_with_the_bus_is_said_again() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.fail(a)
+    while not any(isinstance(e, Ready) for e in a.inbox):
+        job.deliver(next(n for n in (b, a) if n.inbox))
+    while a.state != "NORMAL":
+        job.bus_up = not isinstance(a.inbox[0], Ready)
+        job.deliver(a)
+    assert b.state == "HEALING" and b.local.healed
+    job.settle()
+    assert b.state == "HEALING"
+    job.bus_up = True
+    job.fire("bus_retry", [a])
+    job.settle()
+    assert job.states() == {"NORMAL"} and job.kinds() == ["epoch", "abort", "epoch"]
+    assert clean(job) == []
+
+
+def test_the_writer_of_the_last_commit_leaves_with_it_and_everyone_gathers() -> None:
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.drain("0")
+    job.settle()
+    job.compute([b, c])
+    job.settle()
+    job.compute([a])  # the last voter writes the commit
+    job.settle()
+    assert job.history[1].by == a.peer and job.history[1].leavers == ("0",)
+    assert error_of(a) == (None, "left after a commit")
+    assert [g.group for g in job.history[2].members] == ["1", "2"]
+    heard = [m.event.hello.peer for m in job.record.moves[c.peer] if isinstance(m.event, Ack)]
+    assert {b.peer, c.peer} <= set(heard), "who stays tells everybody"
+    job.step()
+    assert job.steps() == {2} and job.fetches() == {} and clean(job) == []
 
 
 # --- healing --------------------------------------------------------------------------------------
@@ -1022,9 +1193,9 @@ def test_a_timer_that_was_cleared_does_nothing() -> None:
 def test_an_event_that_the_state_has_no_word_for_is_refused() -> None:
     job = Job(1).until_running()
     node = job.node("0")
-    node.local = replace(node.local, timers={"pause": 77})
-    after, out = node.participant.handle(node.local, Timer("pause", 77), 0.0)
-    assert out.verdict == "refused" and out.reason == "NORMAL has no row for 'timer.pause'"
+    node.local = replace(node.local, timers={"ack_window": 77})
+    after, out = node.participant.handle(node.local, Timer("ack_window", 77), 0.0)
+    assert out.verdict == "refused" and out.reason == "NORMAL has no row for 'timer.ack_window'"
     assert after.state == "NORMAL"
 
 

@@ -18,7 +18,7 @@ from jobs import HSDP, Job, calm
 
 from fft.checks import check_spec
 from fft.core.local import Config, Local
-from fft.core.messages import Ballot, BusDown, Decision, Event, Fault, Stop, Token
+from fft.core.messages import Ballot, BusDown, Decision, Event, Fault, Ready, Stop, Token
 from fft.core.participant import Outcome, Participant
 from fft.machine import EXIT, Table
 from fft.sim.cluster import Node
@@ -192,6 +192,31 @@ def bus_away_for_good() -> Job:
     return job
 
 
+def bus_away_for_good_without_a_vote() -> Job:
+    job = Job(2).until_running()
+    job.bus_up = False
+    job.fail(job.node("0"))
+    job.settle()
+    job.fire("bus_limit")
+    job.settle()
+    return job
+
+
+def deaf_in_doubt() -> Job:
+    """The listener has lost its place and hears nothing more, but the register can be asked."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute([a])
+    only(job, a)
+    job.post(a, BusDown("listen", "fell behind"))
+    job.post(a, Ready(b.peer, 1))
+    only(job, a)
+    assert a.local.deaf and not a.local.bus_down
+    job.fire("bus_limit", [a])
+    job.settle()
+    return job
+
+
 def bus_away_for_a_while() -> Job:
     job = Job(2)
     job.bus_up = False
@@ -219,6 +244,37 @@ def second_starts() -> Job:
     job.settle()
     job.start_group("0")
     job.settle()
+    return job
+
+
+def second_start_that_the_older_one_misses() -> Job:
+    """It does not hear that its identity was taken, but then of the epoch with the newer one."""
+    job = Job(2).until_running()
+    a, old = job.live()
+    (new,) = job.start_group("1")
+    only(job, a, new)
+    old.inbox = type(old.inbox)(e for e in old.inbox if isinstance(e, Decision))
+    job.settle()
+    assert old.finished is not None and old.finished.error == "Fenced"
+    assert a.state == new.state == "NORMAL"
+    return job
+
+
+def asked_to_leave_before_the_first_epoch() -> Job:
+    job = Job(2, expected_groups=3)
+    job.settle()
+    job.drain("1")
+    job.settle()
+    return job
+
+
+def a_mate_leaves_before_the_first_epoch() -> Job:
+    """One rank of a group of two shuts down while both wait: the other has nothing to wait for."""
+    job = Job(2, ranks=2, expected_groups=3)
+    job.settle()
+    job.post(job.node("1", 1), Stop("enough"))
+    job.settle()
+    assert job.node("1").finished is not None and job.node("0").finished is None
     return job
 
 
@@ -486,6 +542,77 @@ def unwound_at_last() -> Job:
     return job
 
 
+def the_coordinator_unwinds() -> Job:
+    """Its main thread is slow, but it gathers, and keeps the one that has answered waiting."""
+    job = Job(3, min_groups=3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    while a.state != "ROLLBACK_SYNC":
+        job.deliver(a)
+    restored = next(e for e in a.inbox if e.type == "restored")
+    a.inbox.remove(restored)
+    only(job, a, b)
+    job.fire("ack_window", [a, b])
+    only(job, a, b)
+    assert a.local.suspected == {c.peer} and b.local.suspected == frozenset()
+    job.post(a, restored)
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.live()) == 3
+    return job
+
+
+def the_coordinator_ends(tell: bool) -> Job:
+    """It dies after its ABORT is heard, while the main threads of the others unwind."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    while b.state != "ROLLBACK_SYNC" or c.state != "ROLLBACK_SYNC":
+        job.deliver(next(n for n in (a, b, c) if n.inbox and n.state != "ROLLBACK_SYNC"))
+    restored = {n.peer: n.inbox.pop() for n in (b, c)}
+    assert {e.type for e in restored.values()} == {"restored"}
+    job.crash(a, tell)
+    job.settle()
+    if not tell:
+        job.fire("coordinator_window", [b, c])
+        job.settle()
+    job.fire("ack_window", [b, c])
+    job.settle()
+    for node in (b, c):
+        job.post(node, restored[node.peer])
+    job.settle()
+    assert "NORMAL" in job.states() and "0" not in {g.group for g in job.history[-1].members}
+    return job
+
+
+def nobody_coordinates() -> Job:
+    """The coordinator is killed and another says nothing: the third, still unwinding, counts."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    while b.state != "ROLLBACK_SYNC":
+        job.deliver(next(n for n in (b, a) if n.inbox))
+    restored = next(e for e in b.inbox if e.type == "restored")
+    b.inbox.remove(restored)
+    job.crash(a)
+    only(job, b)
+    job.fire("ack_window", [b])
+    only(job, b)
+    job.post(b, restored)
+    job.settle()
+    assert b.state == "NORMAL" and c.state in ("NORMAL", "INIT")
+    return job
+
+
+def formed_while_it_unwinds() -> Job:
+    job, restored = slow_to_unwind()
+    c = job.node("2")
+    job.fire("coordinator_window", [c])
+    job.settle()
+    job.post(c, restored)
+    job.settle()
+    return job
+
+
 def bus_away_while_it_unwinds() -> Job:
     job, restored = slow_to_unwind()
     c = job.node("2")
@@ -550,8 +677,13 @@ def let_in_again(state: str) -> Job:
 
 LIVES: dict[str, Callable[[], Job]] = {
     "bus away for good": bus_away_for_good,
+    "bus away for good, no vote": bus_away_for_good_without_a_vote,
+    "deaf in doubt": deaf_in_doubt,
     "bus away for a while": bus_away_for_a_while,
     "second starts": second_starts,
+    "second start that the older one misses": second_start_that_the_older_one_misses,
+    "asked to leave before the first epoch": asked_to_leave_before_the_first_epoch,
+    "a mate leaves before the first epoch": a_mate_leaves_before_the_first_epoch,
     "stopped by the user": stopped_by_the_user,
     "too few": too_few,
     "too few after a kill": too_few_after_a_kill,
@@ -578,6 +710,11 @@ LIVES: dict[str, Callable[[], Job]] = {
     "a rank without its group": a_rank_without_its_group,
     "aborted again meanwhile": aborted_again_meanwhile,
     "unwound at last": unwound_at_last,
+    "the coordinator unwinds": the_coordinator_unwinds,
+    "the coordinator is killed": lambda: the_coordinator_ends(tell=True),
+    "the coordinator dies silently": lambda: the_coordinator_ends(tell=False),
+    "nobody coordinates": nobody_coordinates,
+    "formed while it unwinds": formed_while_it_unwinds,
     "bus away while it unwinds": bus_away_while_it_unwinds,
     "fetch fails late, in ROLLBACK_REQ": lambda: fetch_fails_late("ROLLBACK_REQ"),
     "fetch fails late, in ROLLBACK_SYNC": lambda: fetch_fails_late("ROLLBACK_SYNC"),

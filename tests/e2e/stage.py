@@ -232,9 +232,18 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 def aborts(directory: Path) -> list[dict[str, Any]]:
     """Rollbacks before the last commit; a group that ends first ends the epoch of the others."""
+    return [r for r in _while_committing(directory) if r["kind"] == "abort"]
+
+
+def epochs(directory: Path) -> int:
+    """Epochs before the last commit."""
+    return sum(r["kind"] == "epoch" for r in _while_committing(directory))
+
+
+def _while_committing(directory: Path) -> list[dict[str, Any]]:
     found = records(directory)
     last = max((r["n"] for r in found if r["kind"] == "commit"), default=0)
-    return [r for r in found if r["kind"] == "abort" and r["n"] < last]
+    return [r for r in found if r["n"] < last]
 
 
 def records(directory: Path) -> list[dict[str, Any]]:

@@ -62,6 +62,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "one rank of a group killed": "one_rank_of_a_group_killed",
         "false suspicion": "false_suspicion_nothing_lost",
         "decision message lost": "decision_lost_commit",
+        "coordinator killed": "coordinator_killed",
+        "coordinator silent": "coordinator_silent",
         "second process with one identity": "second_process_of_one_identity",
         "bus gone": "bus_comes_back_empty",
         "repeated rollbacks without a commit": "repeated_rollbacks_pause",
@@ -91,6 +93,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "swap": "before what was said earlier",
         "lapse": "in vain",
         "outage": "bus away",
+        "deaf": "is deaf from now on",
         "quit": "is shut down",
         "forget": "bus forgets",
     }

@@ -1,0 +1,396 @@
+"""Jobs of engines in one process, on real buses: who costs the job's bus what, and what is left.
+
+The main thread of a rank is a thread here that does what the engine asks at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from fft.bus import BusError, ErrorBus, Subscription, open_bus, serve_tcp
+from fft.bus.memory import MemoryBus
+from fft.core.local import Config
+from fft.core.messages import (
+    Applied,
+    Apply,
+    Finish,
+    GroupEntry,
+    Heal,
+    Healed,
+    Manifest,
+    Peer,
+    Prepared,
+    RankEntry,
+    Record,
+    Restore,
+    Restored,
+    Start,
+    StartTxn,
+)
+from fft.core.participant import Participant
+from fft.engine import HEAD, Engine
+from fft.machine import Table
+from fft.spec import load_spec
+from fft.trace import TraceWriter
+from fft.wire import Wire, encode_members, inbox_name, list_name
+
+SPEC = load_spec("hsdp")
+LIMIT_S = 30.0
+
+
+def until(condition: Callable[[], bool], what: str, within: float = LIMIT_S) -> None:
+    """Poll, because the progress of an engine has no event here to wait on."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        time.sleep(0.005)
+
+
+class Nothing:
+    """A host without futures and process groups."""
+
+    def cancel_futures(self, cause: str) -> None: ...
+
+    def abort_groups(self, cause: str) -> None: ...
+
+
+class Rank:
+    """One participant: its engine, and a main thread that trains `steps` steps."""
+
+    def __init__(self, job: Job, peer: Peer, **timeouts: float) -> None:
+        self.peer = peer
+        self.steps = 0
+        self.asked = threading.Condition()
+        self.committed: list[Record] = []
+        self.restored = 0
+        self.ended: Finish | None = None
+        self.error: BaseException | None = None
+        config = Config(
+            me=peer,
+            world=job.ranks,
+            store=f"127.0.0.1:{29500 + int(peer.group)}",
+            transport=f"http://host-{peer.group}:1/checkpoint",
+            pid=1000 + peer.rank,
+            host=f"host-{peer.group}",
+            timeouts={**SPEC.timeouts, **timeouts},
+            expected_groups=job.groups,
+        )
+        self.bus = job.open(job.url)
+        self.group_bus = job.group_bus(peer.group)
+        participant = Participant(Table(SPEC), config)
+        trace = TraceWriter(None, peer)
+        local = participant.initial()
+        self.engine = Engine(participant, local, self.bus, trace, Nothing(), self.group_bus)
+        self.thread = threading.Thread(target=self._train, name=f"train-{peer}", daemon=True)
+        self.engine.start()
+        self.engine.post(Start())
+        self.thread.start()
+
+    def train(self, steps: int) -> None:
+        with self.asked:
+            self.steps = steps
+            self.asked.notify()
+
+    def _train(self) -> None:
+        try:
+            while self.ended is None:
+                command = self.engine.wait_command(LIMIT_S)
+                self.engine.take(command)
+                self._do(command)
+        except Exception as error:  # noqa: BLE001  # the test's thread asks for it
+            self.error = error
+
+    def _do(self, command: Restore | Heal | StartTxn | Apply | Finish) -> None:
+        match command:
+            case Restore(token=token):
+                self.restored += 1
+                self.engine.post(Restored(token))
+            case Heal(record=record):
+                self.engine.post(Healed(record.epoch))
+            case StartTxn(token=token, step=step):
+                while step >= self.steps and not self.engine.superseded():
+                    with self.asked:  # a newer command has no event here, so look now and then
+                        self.asked.wait(0.02)
+                if not self.engine.superseded():
+                    self.engine.post(Prepared(token, True, Manifest(1, 4, "s")))
+            case Apply(record=record):
+                self.committed.append(record)
+                self.engine.post(Applied(record.token))
+            case Finish():
+                self.ended = command
+
+
+class Job:
+    """Groups of ranks on one bus; closes everything at the end."""
+
+    def __init__(self, stack: ExitStack, url: str, groups: int, ranks: int) -> None:
+        self.stack, self.url, self.groups, self.ranks = stack, url, groups, ranks
+        self.stores = {}
+        if ranks > 1:
+            for group in range(groups):
+                self.stores[str(group)] = stack.enter_context(serve_tcp(job="group"))
+        self.members: list[Rank] = []
+
+    def open(self, url: str) -> ErrorBus:
+        bus = open_bus(url)
+        self.stack.callback(bus.close)
+        return bus
+
+    def group_bus(self, group: str) -> ErrorBus | None:
+        return self.open(self.stores[group].url) if group in self.stores else None
+
+    def start(self, **timeouts: float) -> Job:
+        for group in range(self.groups):
+            self.start_group(str(group), **timeouts)
+        return self
+
+    def start_group(self, group: str, inc: int = 1, **timeouts: float) -> list[Rank]:
+        made = [Rank(self, Peer(group, rank, inc), **timeouts) for rank in range(self.ranks)]
+        for one in made:
+            self.stack.callback(one.thread.join, LIMIT_S)
+            self.stack.callback(one.engine.close)
+        self.members += made
+        return made
+
+    def train(self, steps: int) -> None:
+        """Until every live rank has committed so many steps."""
+        live = [m for m in self.members if m.ended is None]
+        for member in live:
+            member.train(steps)
+        until(
+            lambda: all(m.error or (m.committed and m.committed[-1].step >= steps) for m in live),
+            f"all have committed {steps} steps",
+        )
+        assert [m.error for m in live if m.error] == []
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def url(request: pytest.FixtureRequest, stack: ExitStack) -> str:
+    if request.param == "memory":
+        return f"memory://engine-{uuid.uuid4().hex}"
+    return stack.enter_context(serve_tcp()).url
+
+
+class Counted(MemoryBus):
+    """Notes who voted in the job's ballots, and for how many."""
+
+    votes: list[tuple[str, int]]
+
+    def ballot(
+        self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
+    ) -> list[bytes] | None:
+        self.votes.append((tag, weight))
+        return super().ballot(slot, tag, vote, voters, weight)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_trains_and_its_keys_stay_bounded(stack: ExitStack, url: str, ranks: int) -> None:
+    job = Job(stack, url, 2, ranks).start()
+    job.train(12)
+    watch = job.open(url)
+    before = watch.key_count()
+    job.train(120)
+    steps = [[r.step for r in m.committed] for m in job.members]
+    assert steps == [list(range(1, 121))] * (2 * ranks)
+    # the ring of messages grows to its own bound; ballots and registers do not grow
+    assert watch.key_count() <= before + 108 * 2 + 4
+    for member in job.members:
+        assert member.group_bus is None or member.group_bus.key_count() <= 1 + 2 * 8
+
+
+def test_a_group_votes_with_one_word(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fft.bus.memory.MemoryBus", Counted)
+    Counted.votes = []
+    job = Job(stack, f"memory://engine-{uuid.uuid4().hex}", 3, 4).start()
+    job.train(20)
+    assert [m.restored for m in job.members] == [0] * 12
+    by_tag: dict[str, list[int]] = {}
+    for tag, weight in Counted.votes:
+        by_tag.setdefault(tag, []).append(weight)
+    assert by_tag.pop("1.1") == [1] * 12
+    assert all(weights == [4, 4, 4] for weights in by_tag.values())
+    assert len(by_tag) >= 19
+
+
+def test_ranks_vote_apart_when_the_store_of_their_group_is_gone(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 2, 2).start()
+    job.train(5)
+    job.stores["0"].close()
+    job.train(15)
+    assert [m.restored for m in job.members] == [0] * 4
+
+
+def test_one_rank_without_the_bus_of_its_group_costs_time_and_not_the_job(
+    stack: ExitStack, url: str
+) -> None:
+    job = Job(stack, url, 2, 2).start(vote_window=0.4)
+    job.train(5)
+    odd = job.members[0]
+    assert odd.group_bus is not None
+    odd.group_bus.close()
+    job.train(8)
+    assert odd.committed[-1].epoch > 1, "steps are aborted, and done again"
+
+
+def test_words_to_one_are_heard_by_one(stack: ExitStack, url: str) -> None:
+    """A rollback's acknowledgements reach who gathers them, and nobody reads the others'."""
+    job = Job(stack, url, 3, 1).start(vote_window=0.3)
+    job.train(3)
+    slow = job.members[1:]
+    for member in job.members[:1]:
+        member.train(4)  # votes, waits in vain, and proposes ABORT
+    until(lambda: all(m.restored == 1 for m in job.members), "all have rolled back")
+    for member in slow:
+        member.train(4)
+    job.train(6)
+
+
+def inbox_holds(url: str, peer: Peer) -> list[bytes]:
+    """What lies in somebody's inbox. (Listening takes it; the last word is our own.)"""
+    heard: list[bytes] = []
+    end = threading.Event()
+
+    def hear(payload: bytes) -> None:
+        end.set() if payload == b"end" else heard.append(payload)
+
+    with open_bus(url) as bus:
+        bus.listen(inbox_name(peer), hear, lambda error: end.set())
+        bus.send(inbox_name(peer), b"end")
+        assert end.wait(LIMIT_S)
+        bus.delete(inbox_name(peer))
+    return heard
+
+
+def test_inboxes_of_those_who_are_gone_are_removed(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 3, 1).start(ack_window=0.3)
+    job.train(3)
+    gone = job.members.pop()
+    gone.engine.close()
+    gone.thread.join(LIMIT_S)
+    with open_bus(url) as bus:
+        bus.send(inbox_name(gone.peer), b"too late")
+    job.train(8)
+    # the former of the epoch removes it after its commit: the next one comes after that
+    assert inbox_holds(url, gone.peer) == []
+
+
+def test_the_next_process_of_an_identity_removes_the_inbox_of_the_last(
+    stack: ExitStack, url: str
+) -> None:
+    with open_bus(url) as bus:
+        bus.send(inbox_name(Peer("0", 0, 1)), b"unheard")
+        job = Job(stack, url, 1, 1)
+        job.start_group("0", inc=2)
+        job.train(2)
+        assert inbox_holds(url, Peer("0", 0, 1)) == []
+
+
+def test_the_list_of_members_is_read_by_who_does_not_hold_it(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 2, 1).start(vote_window=0.3)
+    job.train(2)
+    watch = job.open(url)
+    first = job.members[0].engine.local.epoch
+    assert first is not None
+    assert watch.read(list_name(first)) == encode_members(first)
+    job.members[0].train(3)  # rolled back: an epoch with the same members
+    until(lambda: all(m.restored for m in job.members), "rolled back")
+    job.train(4)
+    second = job.members[0].engine.local.epoch
+    assert second is not None
+    assert second.epoch > first.epoch
+    assert second.members == first.members
+    lists = [watch.read(list_name(r)) for r in {list_name(r): r for r in (first, second)}.values()]
+    assert [data for data in lists if data] == [encode_members(second)]
+
+
+def test_a_list_that_is_nowhere_is_a_bus_that_forgot(
+    stack: ExitStack, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(stack, url, 1, 1).start()
+    job.train(2)
+    former = job.members[0]
+    record = former.engine.local.epoch
+    assert record is not None
+    later = Record(99, "epoch", 9, 0, 2, "l", 2, 2, Peer("9", 0, 1), record.members)
+    watch = job.open(url)
+    watch.write(HEAD, Wire().encode_record(later))
+    newcomer = Rank(job, Peer("5", 0, 1), bus_limit=1.0, bus_retry=0.1)
+    stack.callback(newcomer.engine.close)
+    until(lambda: newcomer.ended is not None, "it gives up")
+    assert newcomer.ended is not None
+    assert newcomer.ended.error == "InDoubt"
+    assert "register 'members/9/0/1/1' is empty" in caplog.text
+
+
+class MovesOn(MemoryBus):
+    """Its job forms another epoch just when somebody looks for the members of the last one."""
+
+    def read(self, key: str) -> bytes | None:
+        if key == list_name(OLD):
+            super().write(list_name(NEW), encode_members(NEW))
+            super().write(HEAD, Wire().encode_record(NEW))
+            super().delete(list_name(OLD))
+        return super().read(key)
+
+
+def record(number: int, *groups: str) -> Record:
+    entries = tuple(
+        GroupEntry(g, f"s{g}:1", (RankEntry(0, 1, True, f"t{g}", 1, "h"),)) for g in groups
+    )
+    return Record(number, "epoch", number, 0, 0, "l", 0, 0, Peer("0", 0, 1), entries)
+
+
+OLD, NEW = record(1, "0", "1"), record(2, "0", "1", "7")
+
+
+def test_members_of_an_epoch_that_has_ended_are_not_missed(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fft.bus.memory.MemoryBus", MovesOn)
+    job = Job(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1)
+    with open_bus(job.url) as bus:
+        bus.write(HEAD, Wire().encode_record(OLD))
+        bus.write(list_name(OLD), encode_members(OLD))
+        newcomer = Rank(job, Peer("5", 0, 1))
+        stack.callback(newcomer.engine.close)
+        until(lambda: newcomer.engine.local.head is not None, "it has the head")
+        assert newcomer.engine.local.head == NEW
+        assert "on the bus failed" not in caplog.text
+
+
+class Unheard(MemoryBus):
+    """Its second way of listening fails."""
+
+    def subscribe(
+        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+    ) -> Subscription:
+        raise BusError("no place")
+
+
+def test_an_engine_that_cannot_listen_leaves_nothing(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fft.bus.memory.MemoryBus", Unheard)
+    threads = threading.active_count()
+    with open_bus(f"memory://engine-{uuid.uuid4().hex}") as bus:
+        config = Config(Peer("0", 0, 1), 1, "s:1", "t", 1, "h", SPEC.timeouts)
+        participant = Participant(Table(SPEC), config)
+        trace = TraceWriter(None, config.me)
+        engine = Engine(participant, participant.initial(), bus, trace, Nothing())
+        with pytest.raises(BusError, match="no place"):
+            engine.start()
+        engine.close()
+        assert bus.key_count() == 0
+    assert threading.active_count() == threads
