@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from scale_report import render
 
-from fft.bus.tcpstore import _WATCH_S, host_store
+from fft.bus.tcpstore import _PAUSE_S, host_store
 from fft.core.local import Local
 from fft.core.messages import BusMessage, Decision, Event, decode, encode
 from fft.core.participant import Outcome
@@ -274,7 +274,7 @@ def calibrate(out: Path) -> None:
         kind: statistics.median(one["operation_us"][kind] for one in found)
         for kind in found[0]["operation_us"]
     }
-    middle["looks_per_second"] = round(1 / _WATCH_S, 1)
+    middle["looks_per_second"] = round(2 / sum(_PAUSE_S), 1)
     middle["what"] = (
         "processor time of a TCPStore server's process for each operation, 8 clients at once, "
         "median of three rounds; hop: half of a round trip over loopback, less the server's part"

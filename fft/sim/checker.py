@@ -131,7 +131,7 @@ class Search:
             self._kinds[step.what] += 1
             if step.checks:
                 self._weighed[step.checks] += 1
-            if step.broken is not None and self._counts(step):
+            if step.broken is not None and not self.model.is_excused(step):
                 return self._violation(at, step.what, step.broken[0])
             to = self._find(canonical(step.state), at)
             if step.free and not self._gives_up(self._order[at], step):
@@ -150,12 +150,6 @@ class Search:
             if step.what == what and step.broken is not None and step.broken[0] == name:
                 return Violation(name, step.broken[1], [*path, (step.who, what)])
         raise AssertionError("the step that breaks a property cannot be taken again")
-
-    def _counts(self, step: Step) -> bool:
-        """A bus that lost its memory leaves participants in doubt: the one way to end so."""
-        assert step.broken is not None
-        bus = self.model.shared[step.state[self.model.size]].bus
-        return not (step.broken[0] == "decided" and bus == "gone")
 
     # --- settled states ---
 

@@ -89,7 +89,8 @@ KINDS = (
 """Faults, each with a budget of its own in a scope."""
 
 GROUPS = "ABCDEFGH"
-_SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
+SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
+"""Effects that others can see: each is a step of its own."""
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """What a process is to hear, and what a step is called that takes the first of it."""
 _UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "forget")
@@ -613,16 +614,13 @@ class Model:
         return _Handled(number, effects, self.claims.id(claims), refused, out, kept)
 
     def _settle(self, turn: _Turn, who: int) -> None:
-        while True:
-            node = turn.node
-            while node.pending and not isinstance(effect := self.effects[node.pending[0]], _SHARED):
-                node = self._privately(node._replace(pending=node.pending[1:]), who, effect)
-            turn.node = node
-            if node.pending or not node.answers or node.local < 0:
-                return
+        node = turn.node
+        while node.pending and not isinstance(effect := self.effects[node.pending[0]], SHARED):
+            node = self._privately(node._replace(pending=node.pending[1:]), who, effect)
+        turn.node = node
+        if not node.pending and node.answers and node.local >= 0:
             turn.node = node._replace(answers=node.answers[1:])
             self._handle(turn, who, node.answers[0])
-            return
 
     def _privately(self, node: Node, who: int, effect: AnyEffect) -> Node:
         match effect:
@@ -686,6 +684,11 @@ class Model:
                 turn.shared = shared._replace(ballots=tuple(sorted(ballots.items())))
                 return Ballot(token, votes) if len(votes) >= voters else None
         return None
+
+    def is_excused(self, step: Step) -> bool:
+        """A bus that lost its memory leaves participants in doubt: the one way to end so."""
+        gone = self.shared[step.state[self.size]].bus == "gone"
+        return step.broken is not None and step.broken[0] == "decided" and gone
 
     # --- facts ---
 
@@ -1104,7 +1107,7 @@ def _tidy(shared: Shared, epoch: int) -> Shared:
 
 
 def _matters(effect: Effect) -> bool:
-    return isinstance(effect, (*_SHARED, Restore, Apply, StartTxn, Heal, Finish))
+    return isinstance(effect, (*SHARED, Restore, Apply, StartTxn, Heal, Finish))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from fft.core.messages import (
     Event,
     Finish,
     Peer,
-    ReadHead,
     Record,
     Tell,
     Timer,
@@ -27,9 +26,7 @@ from fft.core.messages import (
 )
 from fft.core.participant import Outcome
 from fft.sim.intern import thaw
-from fft.sim.model import QUEUES, Model, Node, Shared, State, Step
-
-SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
+from fft.sim.model import QUEUES, SHARED, Model, Node, Shared, State, Step
 
 
 def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:

@@ -454,7 +454,7 @@ class Run:
 
     def _take(self, step: Step, log: _Log | None = None) -> None:
         before, state = self._shared().head, self.state
-        if step.broken is not None and not self._is_excused(step):
+        if step.broken is not None and not self.model.is_excused(step):
             self.broken = step.broken
         self.state = step.state
         self._lived |= {i for i in range(self.model.size) if self._node(i).local >= 0}
@@ -482,12 +482,6 @@ class Run:
             moves[-1] += " (fetches)"
         if now != was:
             log.moves.setdefault(step.who, [was]).append(now)
-
-    def _is_excused(self, step: Step) -> bool:
-        """A bus that lost its memory leaves participants in doubt: the one way to end so."""
-        assert step.broken is not None
-        gone = self.model.shared[step.state[self.model.size]].bus == "gone"
-        return step.broken[0] == "decided" and gone
 
     def _verdict(self) -> list[str]:
         return [f"BROKEN {self.broken[0]}: {self.broken[1]}"] if self.broken else []

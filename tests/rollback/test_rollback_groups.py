@@ -382,8 +382,10 @@ def _cycle(rank: int, ranks: int, port: int, cycles: int) -> Any:
 def test_two_hundred_reconfigurations_leave_nothing_behind() -> None:
     for usage, keys, median, end in run(2, _cycle, 200):
         print(f"configure() {median * 1e3:.2f} ms; fds, threads {usage[10]} .. {usage[-1]}")
-        assert max(fds for fds, _ in usage[100:]) <= max(fds for fds, _ in usage[:100]) + 2
-        assert max(n for _, n in usage[100:]) <= max(n for _, n in usage[:100]) + 1
+        # Threads and sockets of the group before may still be on their way out; what is left behind
+        # by every tenth cycle would be 10 more.
+        assert max(fds for fds, _ in usage[100:]) <= max(fds for fds, _ in usage[:100]) + 5
+        assert max(n for _, n in usage[100:]) <= max(n for _, n in usage[:100]) + 5
         assert max(keys) <= 12, "at most this rendezvous and the one before"
         assert end <= usage[0]
 
