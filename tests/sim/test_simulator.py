@@ -146,7 +146,7 @@ def test_processes_die_between_two_effects_of_one_event() -> None:
 # --- batches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [276730933])
+@pytest.mark.parametrize("seed", [5949, 7486, 20530, 21931, 1005431, 1015524, 2013817, 276730933])
 def test_seeds_that_once_failed_do_not_any_more(seed: int) -> None:
     assert not run_seed(seed).violations
 
