@@ -1219,3 +1219,21 @@ def test_an_entered_state_clears_the_timers_of_the_one_before() -> None:
     job.settle()
     assert any(isinstance(e, ClearTimers) for o in node.outcomes for e in o.effects)
     assert node.timers == {} and not any(isinstance(e, Finish) for e in node.outcomes[-1].effects)
+
+
+def test_where_nobody_comes_into_the_barrier_nobody_is_suspected() -> None:
+    """Whoever is at fault kept all from coming; the acknowledgements that follow will tell."""
+    job = Job(2).until_running()
+    a, _ = job.live()
+    job.fail(a)
+    while waiting := [node for node in job.live() if node.inbox]:
+        if waiting[0].inbox[0].type == "healed":
+            waiting[0].inbox.popleft()
+        else:
+            job.deliver(waiting[0])
+    assert job.states() == {"HEALING"} and job.history[-1].kind == "epoch"
+    job.fire("ready_window", [a])
+    job.deliver(a)
+    assert a.state == "ROLLBACK_REQ" and not a.local.suspected
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.history[-1].members) == 2
