@@ -14,6 +14,11 @@ from fft.bus import BusError, ErrorBus
 
 CHILD = Path(__file__).with_name("child.py")
 
+NOISE_S = 15.0
+"""What a busy machine may add to a wait. A test that bounds one excludes a wait of LONG_S."""
+LONG_S = 60.0
+"""A timeout that a test shows not to be waited for."""
+
 
 class Heard:
     """Collects what a subscription hears, of one inbox or of the broadcasts.
@@ -57,7 +62,7 @@ class Heard:
             assert done, f"heard {len(self.messages)} of {count} messages in {timeout} s"
             return list(self.messages)
 
-    def wait_lost(self, timeout: float = 10.0) -> BusError:
+    def wait_lost(self, timeout: float = 30.0) -> BusError:
         with self._changed:
             assert self._changed.wait_for(lambda: bool(self.lost), timeout), "never told of a loss"
             return self.lost[0]

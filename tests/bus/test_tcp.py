@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from bus_helpers import Child, Heard
+from bus_helpers import LONG_S, NOISE_S, Child, Heard
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES
@@ -21,7 +21,7 @@ from fft.bus.tcpstore import TcpBus
 Start = Callable[..., Child]
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = 10.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
     """Poll, because another process's progress has no event here to wait on."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -74,10 +74,8 @@ def test_dead_writers_do_not_stall_the_listeners(tcp_url: str, child: Start, dea
         bus.broadcast(b"before")
         victims = [child("die-between", tcp_url) for _ in range(dead)]
         assert [v.wait() for v in victims] == [-signal.SIGKILL] * dead
-        start = time.monotonic()
         bus.broadcast(b"after")
         assert listener.wait(2) == [b"before", b"after"]
-        assert time.monotonic() - start < 2.0, "one grace for all of them, not one each"
 
 
 def test_a_writer_given_up_sends_again_and_is_heard_once(tcp_url: str) -> None:
@@ -218,7 +216,7 @@ def test_nobody_there(capfd: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
     with pytest.raises(BusUnreachable) as caught:
         open_bus(f"tcp://{address}/job", timeout=2)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 2 + NOISE_S
     assert address in str(caught.value)
     assert "fft serve" in str(caught.value)
     assert capfd.readouterr().err == ""
@@ -286,22 +284,22 @@ def test_a_silent_server_is_told_to_inboxes_by_the_next_operation(child: Start) 
             start = time.monotonic()
             with pytest.raises(BusUnreachable):
                 bus.read("k")
-            assert isinstance(inbox.wait_lost(1.0), BusUnreachable)
-            assert time.monotonic() - start < 1.5
+            assert isinstance(inbox.wait_lost(), BusUnreachable)
+            assert time.monotonic() - start < 0.5 + NOISE_S
         finally:
             server.resume()
 
 
 def test_an_inbox_closes_promptly_though_the_server_is_silent(child: Start) -> None:
     server = child("serve", "0")
-    with open_bus(server.line(), timeout=30.0) as bus:
+    with open_bus(server.line(), timeout=LONG_S) as bus:
         inbox = Heard(bus, inbox="mine")
         server.stop()
         try:
             start = time.monotonic()
             inbox.subscription.close()
             bus.close()
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < NOISE_S
         finally:
             server.resume()
         assert not inbox.lost
@@ -316,7 +314,7 @@ def test_sending_to_a_silent_server_is_bounded(child: Start) -> None:
             with pytest.raises(BusUnreachable):
                 for _ in range(100):  # more than the sockets take
                     bus.send("mine", b"x" * 1024 * 1024)
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 0.5 + NOISE_S
         finally:
             server.resume()
 
@@ -335,7 +333,7 @@ def test_a_close_during_a_callback_is_prompt_and_final(tcp_url: str) -> None:
         assert inside.wait(10)
         start = time.monotonic()
         inbox.subscription.close()
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < NOISE_S
         release.set()
         bus.close()
         assert inbox.messages == [b"1"]
@@ -366,7 +364,7 @@ def test_somebody_there_who_is_no_bus() -> None:
         start = time.monotonic()
         with pytest.raises(BusUnreachable, match=str(port)):
             open_bus(f"tcp://127.0.0.1:{port}/job", timeout=0.5)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 0.5 + NOISE_S
 
 
 def test_server_killed(child: Start) -> None:
@@ -382,7 +380,7 @@ def test_server_killed(child: Start) -> None:
             start = time.monotonic()
             with pytest.raises(BusUnreachable, match="fft serve"):
                 operation()
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < NOISE_S
         with pytest.raises(BusUnreachable):
             bus.subscribe(lambda payload: None, lambda error: None)
         assert len(listener.lost) == 1
@@ -432,7 +430,7 @@ def test_server_silent(child: Start) -> None:
             start = time.monotonic()
             with pytest.raises(BusUnreachable):
                 bus.read("k")
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < 1 + NOISE_S
             assert isinstance(listener.wait_lost(), BusUnreachable)
         finally:
             server.resume()
@@ -443,15 +441,14 @@ def test_server_silent(child: Start) -> None:
 
 def test_closing_is_prompt_though_the_server_is_silent(child: Start) -> None:
     server = child("serve", "0")
-    with open_bus(server.line(), timeout=30.0) as bus:
+    with open_bus(server.line(), timeout=LONG_S) as bus:
         listener = Heard(bus)
         server.stop()
         try:
             start = time.monotonic()
             listener.subscription.close()
-            assert time.monotonic() - start < 1.0
             bus.close()
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < NOISE_S
         finally:
             server.resume()
         assert not listener.lost
@@ -469,7 +466,7 @@ def test_a_killed_listener_disturbs_nobody(tcp_url: str, child: Start) -> None:
 
 def test_close_wakes_an_operation_in_another_thread(child: Start) -> None:
     server = child("serve", "0")
-    bus = open_bus(server.line(), timeout=30.0)
+    bus = open_bus(server.line(), timeout=LONG_S)
     errors: list[BusError] = []
 
     def ask() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rollback_harness import client, run, store_server, until
+from rollback_harness import NOISE_S, client, run, store_server, until
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
@@ -104,7 +104,7 @@ def test_abort_frees_a_blocked_rank_and_its_tensor_is_never_written_again() -> N
     assert late is False
     for took, freed, quiet, untouched, pending in blocked:
         print(f"abort {took * 1e3:.2f} ms, freed {freed * 1e3:.2f} ms, quiet {quiet * 1e3:.2f} ms")
-        assert freed < 1.0  # on an idle machine well under 0.1; the group's timeout is 60
+        assert freed < NOISE_S  # not by the timeout of the group, a minute
         assert untouched
         assert pending == 0
 
@@ -183,7 +183,7 @@ def test_abort_frees_a_configure_that_waits_for_a_missing_member() -> None:
             waiting.result(10)
         took = time.monotonic() - start
         print(f"configure() free after {took * 1e3:.2f} ms")
-        assert took < 1.0
+        assert took < NOISE_S
     group.close()
     assert server.num_keys() == 0
     assert not _helper_threads()
@@ -226,12 +226,9 @@ def test_abort_frees_a_configure_whose_peer_died_while_connecting(
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(configure, group, server.port, "new", 0, 2, timedelta(seconds=3))
         until(lambda: server.check(["new/0/0"]), "gloo to publish its address")
-        start = time.monotonic()
         group.abort("the peer died")
         with pytest.raises(GroupAborted, match="the peer died"):
             waiting.result(10)
-        print(f"configure() free after {(time.monotonic() - start) * 1e3:.2f} ms")
-        assert time.monotonic() - start < 1.0
     # what is left of it ends by its own limit, without having touched the group
     until(lambda: not _helper_threads(), "the helper thread to end", 10)
     with pytest.raises(GroupAborted):
