@@ -301,7 +301,8 @@ class Engine:
 
     def _down(self, operation: str, error: Exception) -> BusDown:
         logger.error("%s on the bus failed: %s", operation, error)
-        return BusDown(operation, str(error)[:2000])
+        kind = "forgot" if isinstance(error, BusForgot) else operation
+        return BusDown(kind, str(error)[:2000])
 
     def _decide(self, after: Record | None, proposal: Record) -> None:
         expected = None if after is None else self._wire.encode_record(after)
@@ -377,8 +378,7 @@ class Engine:
         word = encode_votes(votes)
         slot, tag = _slot(effect.token), _tag(effect.token)
         words = self.bus.ballot(slot, tag, word, effect.voters, weight=len(votes))
-        cast = [vote for one in words or () for vote in decode_votes(one)]
-        by_peer = {vote.peer: vote for vote in cast}
+        by_peer = _by_peer(words or [])
         if len(by_peer) >= effect.voters:  # else a vote counted twice; who votes last gets all
             self._next.append(Ballot(effect.token, tuple(by_peer.values())))
 
@@ -400,8 +400,12 @@ class Engine:
             logger.warning("votes of the group go to the job's bus from now on: %s", error)
             self._group_bus = None
             return [effect.vote]
-        by_peer = {vote.peer: vote for one in cast for vote in decode_votes(one)}
+        by_peer = _by_peer(cast)
         return list(by_peer.values()) if len(by_peer) >= world else []
+
+
+def _by_peer(words: list[bytes]) -> dict[Peer, Vote]:
+    return {vote.peer: vote for word in words for vote in decode_votes(word)}
 
 
 def _slot(token: Token) -> str:

@@ -33,6 +33,7 @@ from fft.core.messages import (
     Record,
     UnreadableMessage,
     Vote,
+    unreadable,
 )
 from fft.errors import FftError
 
@@ -130,7 +131,7 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
     try:
         word = _word().validate_json(data)
     except ValidationError as error:
-        raise _unreadable(error) from None
+        raise unreadable(error) from None
     return tuple(
         Vote(peer, some.manifest, leaving)
         for some in word
@@ -160,7 +161,7 @@ def decode_packed(data: bytes) -> Packed:
     try:
         packed = _packed().validate_json(data)
     except ValidationError as error:
-        raise _unreadable(error) from None
+        raise unreadable(error) from None
     if packed.record.members:
         raise UnreadableMessage("record.members: a packed record names its members by digest")
     return packed
@@ -240,11 +241,6 @@ def _read_members(data: bytes, where: str) -> Members:
         return _members().validate_json(plain)
     except (zlib.error, ValidationError) as error:
         raise MissingList(f"{where} has no list of members: {error}"[:500]) from None
-
-
-def _unreadable(error: ValidationError) -> UnreadableMessage:
-    first = error.errors(include_url=False, include_input=False)[0]
-    return UnreadableMessage(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 def _name(packed: Packed) -> str:

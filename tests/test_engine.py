@@ -81,7 +81,7 @@ class Rank:
             timeouts={**SPEC.timeouts, **timeouts},
             expected_groups=job.groups,
         )
-        self.bus = job.open(job.url)
+        self.bus = job.open()
         self.group_bus = job.group_bus(peer.group)
         participant = Participant(Table(SPEC), config)
         trace = TraceWriter(None, peer)
@@ -129,21 +129,33 @@ class Rank:
 class Job:
     """Groups of ranks on one bus; closes everything at the end."""
 
-    def __init__(self, stack: ExitStack, url: str, groups: int, ranks: int) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        url: str,
+        groups: int,
+        ranks: int,
+        opens: Callable[[str], ErrorBus] = open_bus,
+    ) -> None:
         self.stack, self.url, self.groups, self.ranks = stack, url, groups, ranks
+        self.opens = opens
         self.stores = {}
         if ranks > 1:
             for group in range(groups):
                 self.stores[str(group)] = stack.enter_context(serve_tcp(job="group"))
         self.members: list[Rank] = []
 
-    def open(self, url: str) -> ErrorBus:
-        bus = open_bus(url)
-        self.stack.callback(bus.close)
-        return bus
+    def open(self) -> ErrorBus:
+        return self._closed_at_the_end(self.opens(self.url))
 
     def group_bus(self, group: str) -> ErrorBus | None:
-        return self.open(self.stores[group].url) if group in self.stores else None
+        if group not in self.stores:
+            return None
+        return self._closed_at_the_end(open_bus(self.stores[group].url))
+
+    def _closed_at_the_end(self, bus: ErrorBus) -> ErrorBus:
+        self.stack.callback(bus.close)
+        return bus
 
     def start(self, **timeouts: float) -> Job:
         for group in range(self.groups):
@@ -199,7 +211,7 @@ class Counted(MemoryBus):
 def test_a_job_trains_and_its_keys_stay_bounded(stack: ExitStack, url: str, ranks: int) -> None:
     job = Job(stack, url, 2, ranks).start()
     job.train(12)
-    watch = job.open(url)
+    watch = job.open()
     before = watch.key_count()
     job.train(120)
     steps = [[r.step for r in m.committed] for m in job.members]
@@ -210,10 +222,10 @@ def test_a_job_trains_and_its_keys_stay_bounded(stack: ExitStack, url: str, rank
         assert member.group_bus is None or member.group_bus.key_count() <= 1 + 2 * 8
 
 
-def test_a_group_votes_with_one_word(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fft.bus.memory.MemoryBus", Counted)
+def test_a_group_votes_with_one_word(stack: ExitStack) -> None:
     Counted.votes = []
-    job = Job(stack, f"memory://engine-{uuid.uuid4().hex}", 3, 4).start()
+    name = f"engine-{uuid.uuid4().hex}"
+    job = Job(stack, f"memory://{name}", 3, 4, lambda _: Counted(name)).start()
     job.train(20)
     assert [m.restored for m in job.members] == [0] * 12
     by_tag: dict[str, list[int]] = {}
@@ -300,7 +312,7 @@ def test_the_next_process_of_an_identity_removes_the_inbox_of_the_last(
 def test_the_list_of_members_is_read_by_who_does_not_hold_it(stack: ExitStack, url: str) -> None:
     job = Job(stack, url, 2, 1).start(vote_window=0.3)
     job.train(2)
-    watch = job.open(url)
+    watch = job.open()
     first = job.members[0].engine.local.epoch
     assert first is not None
     assert watch.read(list_name(first)) == encode_members(first)
@@ -324,7 +336,7 @@ def test_a_list_that_is_nowhere_is_a_bus_that_forgot(
     record = former.engine.local.epoch
     assert record is not None
     later = Record(99, "epoch", 9, 0, 2, "l", 2, 2, Peer("9", 0, 1), record.members)
-    watch = job.open(url)
+    watch = job.open()
     watch.write(HEAD, Wire().encode_record(later))
     newcomer = Rank(job, Peer("5", 0, 1), bus_limit=1.0, bus_retry=0.1)
     stack.callback(newcomer.engine.close)
@@ -356,10 +368,10 @@ OLD, NEW = record(1, "0", "1"), record(2, "0", "1", "7")
 
 
 def test_members_of_an_epoch_that_has_ended_are_not_missed(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fft.bus.memory.MemoryBus", MovesOn)
-    job = Job(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1)
+    name = f"engine-{uuid.uuid4().hex}"
+    job = Job(stack, f"memory://{name}", 2, 1, lambda _: MovesOn(name))
     with open_bus(job.url) as bus:
         bus.write(HEAD, Wire().encode_record(OLD))
         bus.write(list_name(OLD), encode_members(OLD))
@@ -379,12 +391,9 @@ class Unheard(MemoryBus):
         raise BusError("no place")
 
 
-def test_an_engine_that_cannot_listen_leaves_nothing(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fft.bus.memory.MemoryBus", Unheard)
+def test_an_engine_that_cannot_listen_leaves_nothing() -> None:
     threads = threading.active_count()
-    with open_bus(f"memory://engine-{uuid.uuid4().hex}") as bus:
+    with Unheard(f"engine-{uuid.uuid4().hex}") as bus:
         config = Config(Peer("0", 0, 1), 1, "s:1", "t", 1, "h", SPEC.timeouts)
         participant = Participant(Table(SPEC), config)
         trace = TraceWriter(None, config.me)

@@ -624,8 +624,7 @@ def rearm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_bus_down(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """The bus is out of reach."""
     assert isinstance(event, BusDown)
-    # A listener that has lost its place cannot be caught up with: only a restart helps.
-    s.deaf = s.deaf or event.operation == "listen"
+    s.deaf = s.deaf or event.for_good
     s.bus_down = True
     return ()
 
@@ -655,7 +654,7 @@ def repeat_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     if s.head is not None and s.head.by == c.me:
         yield Broadcast(Decision(s.head))
     if s.head is not None and s.head == s.epoch and all_in_barrier(s):
-        yield Broadcast(Begin(c.me, s.token.epoch))
+        yield from say_begin(s, c, event)
 
 
 @action

@@ -14,6 +14,7 @@ from fft.core.local import (
     committed,
     coordinator,
     is_member,
+    leavers,
     member_peers,
     next_epoch,
     waited_for,
@@ -204,8 +205,7 @@ def from_coordinator(s: Local, c: Config, event: Event) -> bool:
 def all_stopped(s: Local, c: Config, event: Event) -> bool:
     """Every live member has acknowledged the end of the epoch, as its coordinator knows."""
     gone = len(s.dead) + len(s.suspected) + len(s.joining)
-    leavers = s.head.leavers if s.head and s.head.kind == "commit" else ()
-    if len(s.stopped) + gone + len(leavers) * c.world < len(member_peers(s)):
+    if len(s.stopped) + gone + len(leavers(s)) * c.world < len(member_peers(s)):
         return False  # the long way round only when it can come out otherwise
     return all(s.stopped.get(p, Token(0, 0)) >= s.token for p in waited_for(s))
 

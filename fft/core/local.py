@@ -84,7 +84,7 @@ class Local:
     bus_down: bool = False
     """An operation on the bus failed, and nothing was heard from it since."""
     deaf: bool = False
-    """The listener has lost its place in the message order."""
+    """The order of decisions cannot be followed any more: my place in it is lost, or the bus is."""
     cause: str = ""
     deferred: tuple[Event, ...] = ()
     timers: Mapping[str, int] = field(default_factory=dict)
@@ -151,11 +151,15 @@ def committed(s: Local, c: Config) -> tuple[str, int]:
     return next_lineage(s.lineage, s.token, s.step + 1, cursor), cursor
 
 
+def leavers(s: Local) -> tuple[str, ...]:
+    """Groups that leave with the last decision."""
+    return s.head.leavers if s.head and s.head.kind == "commit" else ()
+
+
 def is_waited_for(s: Local, peer: Peer) -> bool:
     """Whether the next epoch waits for this member's acknowledgement."""
-    leavers = s.head.leavers if s.head and s.head.kind == "commit" else ()
     gone = peer in s.dead or peer in s.suspected or peer in s.joining
-    return not gone and peer.group not in leavers and is_member(s, peer)
+    return not gone and peer.group not in leavers(s) and is_member(s, peer)
 
 
 def waited_for(s: Local) -> set[Peer]:

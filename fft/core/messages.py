@@ -350,11 +350,20 @@ class Stop:
 
 @dataclass(frozen=True, config=_CONFIG)
 class BusDown:
-    """An operation on the bus failed; its outcome is unknown."""
+    """An operation on the bus failed; its outcome is unknown.
+
+    ``operation``: its name; ``listen`` if the listener has lost its place in the message order,
+    ``forgot`` if the bus has lost what it held.
+    """
 
     operation: Text
     cause: Text
     type: Literal["bus_down"] = "bus_down"
+
+    @property
+    def for_good(self) -> bool:
+        """Whether only a new process can go on, on this bus or on another."""
+        return self.operation in ("listen", "forgot")
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -573,7 +582,7 @@ def decode(data: bytes) -> BusMessage:
     try:
         return _bus_adapter().validate_json(data)
     except ValidationError as error:
-        raise UnreadableMessage(_first(error)) from None
+        raise unreadable(error) from None
 
 
 def encode_record(record: Record) -> bytes:
@@ -586,7 +595,7 @@ def decode_record(data: bytes) -> Record:
     try:
         return _record_adapter().validate_json(data)
     except ValidationError as error:
-        raise UnreadableMessage(_first(error)) from None
+        raise unreadable(error) from None
 
 
 def encode_vote(vote: Vote) -> bytes:
@@ -599,7 +608,7 @@ def decode_vote(data: bytes) -> Vote:
     try:
         return _vote_adapter().validate_json(data)
     except ValidationError as error:
-        raise UnreadableMessage(_first(error)) from None
+        raise unreadable(error) from None
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -613,9 +622,10 @@ def event_from_json(data: dict[str, Any]) -> Event:
     try:
         return _event_adapter().validate_json(json.dumps(data))
     except ValidationError as error:
-        raise UnreadableMessage(_first(error)) from None
+        raise unreadable(error) from None
 
 
-def _first(error: ValidationError) -> str:
+def unreadable(error: ValidationError) -> UnreadableMessage:
+    """The error to raise for what a codec refuses; names the place."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return UnreadableMessage(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")

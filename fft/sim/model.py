@@ -464,13 +464,14 @@ class Model:
         Of two timers of which one is at least twice as long, the shorter fires first; a longer one
         when a shorter one has fired since it was armed.
         """
-        armed = [
-            (who, name, serial)
-            for who in range(self.size)
-            if self.nodes[state[who]].local >= 0
-            for name, serial in thaw(self.locals[self.nodes[state[who]].local]).timers.items()
-            if name != _GIVES_UP or shared.bus == "gone" or self._is_deaf(state[who])
-        ]
+        armed: list[tuple[int, str, int]] = []
+        for who in range(self.size):
+            node = self.nodes[state[who]]
+            if node.local >= 0:
+                local = thaw(self.locals[node.local])
+                lost = shared.bus == "gone" or local.deaf
+                timers = local.timers.items()
+                armed += [(who, name, n) for name, n in timers if lost or name != _GIVES_UP]
         lasts = self.spec.timeouts
         shortest = min((lasts[name] for _, name, _ in armed), default=0.0)
         for who, name, serial in armed:
@@ -550,13 +551,10 @@ class Model:
         found = self._delivered.get((node_id, sent))
         if found is None:
             node = self.nodes[node_id]
-            hears = node.local >= 0 and not self._is_deaf(node_id)
+            hears = node.local >= 0 and not thaw(self.locals[node.local]).deaf
             found = self.nodes.id(node._replace(inbox=node.inbox + sent)) if hears else node_id
             self._delivered[node_id, sent] = found
         return found
-
-    def _is_deaf(self, node_id: int) -> bool:
-        return thaw(self.locals[self.nodes[node_id].local]).deaf
 
     def _post(self, after: list[int], to: Peer, message: int) -> None:
         """Put a message into the mail of a participant, if it is there."""

@@ -696,24 +696,20 @@ def row_of(mutant: Mutant) -> str:
     return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {scope} |"
 
 
-def table() -> str:
-    """The mutants as a Markdown table; searches every one. Raises ``NotCaught``."""
-    return "\n".join(_rows())
-
-
-def _rows() -> Iterator[str]:
+def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
     yield "| mutant | what is planted | where | caught by | scope | states | steps |"
     yield "|---|---|---|---|---|--:|--:|"
-    for mutant in MUTANTS:
+    for mutant in mutants:
         result = caught(mutant)[1]
         assert result.violation is not None
         yield f"{row_of(mutant)} {result.states:,} | {len(result.violation.path)} |"
 
 
-def write_table(path: Path) -> None:
-    """Put the table between its markers in a Markdown file.
+def write_table(path: Path, mutants: Iterable[Mutant] = MUTANTS) -> None:
+    """Put the mutants as a table between its markers in a Markdown file; searches every one.
 
     Raises:
+        NotCaught: one of them survives.
         ValueError: the markers are not there, once each and in order.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Proof\n\n{BEGIN}\n{END}\n"
@@ -721,4 +717,5 @@ def write_table(path: Path) -> None:
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path}: put {BEGIN} and {END} where the table shall stand")
-    path.write_text(f"{head}{BEGIN}\n{table()}\n{END}{tail}", encoding="utf-8")
+    table = "\n".join(_rows(mutants))
+    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")

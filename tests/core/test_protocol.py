@@ -10,6 +10,7 @@ from jobs import Job
 from fft.core.invariants import Finding
 from fft.core.messages import (
     Ack,
+    BusDown,
     ClearTimers,
     Death,
     Decision,
@@ -258,12 +259,11 @@ def test_the_bus_limit_means_nothing_once_the_bus_has_spoken() -> None:
     assert a.finished is None
 
 
-def test_a_deaf_listener_stops_even_if_it_could_still_speak() -> None:
+@pytest.mark.parametrize("operation", ["listen", "forgot"])
+def test_who_has_lost_the_order_stops_even_if_it_could_still_speak(operation: str) -> None:
     job = Job(2).until_running()
     a = job.node("0")
-    from fft.core.messages import BusDown
-
-    job.post(a, BusDown("listen", "fell behind"))
+    job.post(a, BusDown(operation, "fell behind"))
     job.broadcast(Ready(a.peer, 1))
     job.settle()
     job.fire("bus_limit", [a])

@@ -30,14 +30,13 @@ from fft.core.messages import (
 )
 from fft.sim.clock import Clock
 from fft.sim.scale.costs import ENTRY_BYTES, Design, Prices
+from fft.sim.simbus import SLOTS
 
 if TYPE_CHECKING:
     from fft.sim.scale.job import Node
 
 Operation = Generator[float, None, Event | None]
 
-_SLOTS = 8
-"""Ballot slots, as the engine reuses them."""
 _FRAME = 16
 """What the bus adds to a vote in a ballot: two lengths and the txn's tag."""
 _DIGEST = 50
@@ -353,11 +352,11 @@ class Store:
 
     def _slot(self, place: str, token: Token) -> Slot:
         number = token.epoch + token.txn
-        return self._slots.setdefault((place, number if place else number % _SLOTS), Slot())
+        return self._slots.setdefault((place, number if place else number % SLOTS), Slot())
 
     def drop(self, token: Token) -> Operation:
         """Remove a ballot that is decided, the one opposite in the ring of slots."""
-        number = (token.epoch + token.txn + _SLOTS // 2) % _SLOTS
+        number = (token.epoch + token.txn + SLOTS // 2) % SLOTS
         slot = self._slots.pop(("", number), None)
         if self._design.ballot == "counted":  # its votes name the counters that go with it
             yield self.job.serve("read", size_out=slot.bytes if slot else 0, price="compare_set")
