@@ -21,6 +21,7 @@ from fft.core.local import (
     member_at,
     member_peers,
     members,
+    missing_mates,
     my_index,
     next_epoch,
     participants,
@@ -594,9 +595,14 @@ def rearm(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def rearm_join_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A member gave a sign of life: wait for it to let me in, as long as its step may take."""
+    """A member gave a sign of life: wait for it to let me in, as long as its step may take.
+
+    While a rank of my group is missing nobody can, and the quorum limit goes on: it may have left,
+    and its word of that may be lost.
+    """
     yield arm(s, c, "join_window")
-    yield arm(s, c, "quorum")
+    if not missing_mates(s, c):
+        yield arm(s, c, "quorum")
 
 
 @action
@@ -690,8 +696,16 @@ def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def stop_no_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: no epoch could be formed in time."""
-    groups = whole_groups(s, c)
     limit = c.timeouts["quorum"]
+    if s.epoch is None and (missing := missing_mates(s, c)):
+        ranks = ", ".join(map(str, missing))
+        yield Finish(
+            f"no word from rank {ranks} of my group {c.me.group} within {limit:g} s; the ranks of "
+            "a group come and go together: start the whole group again",
+            error="NotEnoughGroups",
+        )
+        return
+    groups = whole_groups(s, c)
     gathers = coordinator(s) or c.me
     if gathers != c.me:
         yield Finish(

@@ -207,6 +207,14 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
     ]
 
 
+def missing_mates(s: Local, c: Config) -> list[int]:
+    """Ranks of my own group's instance that do not ask to join, as far as I have heard."""
+    gone = s.dead | s.suspected
+    asking = (s.hellos.get((c.me.group, rank)) for rank in range(c.world))
+    there = {h.peer.rank for h in asking if h and h.store == c.store and h.peer in s.joining - gone}
+    return sorted(set(range(c.world)) - there)
+
+
 def joiners(s: Local, c: Config) -> list[str]:
     """Whole groups outside the epoch that ask to come in."""
     if not s.joining:

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 Operation = Broadcast | Tell | ReadHead | Decide | CastVote | DropBallot
 SLOTS = 8
 """Ballot slots, as the engine reuses them."""
+_LONGEST_TROUBLE_S = 20.0
+"""Less than the spec's ``bus_limit``: that participants end after it is their duty, no fault."""
+_RECOVERY_S = 5.0
+"""A link that was up for so long has had its chance; what comes then is a new trouble."""
 
 
 @dataclass(slots=True)
@@ -45,6 +49,8 @@ class Link:
 
     until: float = 0.0
     """Cut until then, in virtual seconds."""
+    since: float = 0.0
+    """When the trouble began that this cut belongs to."""
     fails: bool = False
     """While it is cut, operations fail, and their outcome is unknown; else they wait."""
     lag: float = 0.0
@@ -183,11 +189,19 @@ class SimBus:
     # --- links ---
 
     def cut(self, process: Process, seconds: float, fails: bool) -> None:
-        """The process cannot reach the bus for so long; what it hears waits."""
-        link = process.link
-        if link.until <= self._clock.now:
+        """The process cannot reach the bus for so long; what it hears waits.
+
+        Cuts in a row are one trouble, which ends before anybody gives the bus up.
+        """
+        link, now = process.link, self._clock.now
+        if now - link.until > _RECOVERY_S:
+            link.since = now
+        until = min(now + seconds, link.since + _LONGEST_TROUBLE_S)
+        if until <= max(now, link.until):
+            return
+        if link.until <= now:
             link.fails = fails
-        link.until = max(link.until, self._clock.now + seconds)
+        link.until = until
         self._clock.after(link.until - self._clock.now, None, self.mend, process)
 
     def mend(self, process: Process) -> None:

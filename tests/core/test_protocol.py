@@ -1237,3 +1237,29 @@ def test_where_nobody_comes_into_the_barrier_nobody_is_suspected() -> None:
     assert a.state == "ROLLBACK_REQ" and not a.local.suspected
     job.settle()
     assert job.states() == {"NORMAL"} and len(job.history[-1].members) == 2
+
+
+def test_a_joiner_without_its_mate_is_not_kept_waiting_by_signs_of_life() -> None:
+    """Its mate left with a drain, and the word of that was lost."""
+    job = Job(2, ranks=2).until_running()
+    alone = job.add("7", 0, 2, store="7.0", **job.config)
+    job.settle()
+    limit = alone.local.timers["quorum"]
+    job.fire("join_interval", [alone])
+    job.settle()
+    assert alone.local.timers["quorum"] == limit
+    job.fire("quorum", [alone])
+    job.settle()
+    error, reason = error_of(alone)
+    assert error == "NotEnoughGroups" and "rank 1 of my group 7" in reason
+    assert clean(job) == []
+
+
+def test_a_whole_group_that_joins_waits_as_long_as_members_live() -> None:
+    job = Job(2, ranks=2).until_running()
+    mates = job.start_group("7")
+    job.settle()
+    limits = [mate.local.timers["quorum"] for mate in mates]
+    job.fire("join_interval", mates)
+    job.settle()
+    assert all(m.local.timers["quorum"] > was for m, was in zip(mates, limits, strict=True))

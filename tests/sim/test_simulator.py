@@ -147,7 +147,11 @@ def test_processes_die_between_two_effects_of_one_event() -> None:
 # --- batches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [5949, 7486, 20530, 21931, 1005431, 1015524, 2013817, 276730933])
+SEEDS = [5949, 7486, 20530, 21931, 1005431, 1015524, 2013817, 276730933]
+SEEDS += [2611227525, 2611229169, 2611256586, 2611305768, 2611308835]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_seeds_that_once_failed_do_not_any_more(seed: int) -> None:
     assert not run_seed(seed).violations
 
