@@ -270,6 +270,29 @@ def check_spec(spec: Annotated[str, _SPEC]) -> None:
 
 
 @app.command()
+def config(
+    spec: Annotated[str, typer.Argument(help="A spec: a name, or a path.")] = "hsdp",
+    chosen: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=SECONDS", help="As if given; several times."),
+    ] = None,
+) -> None:
+    """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
+    from rich.table import Table
+
+    from fft.spec import load_spec
+    from fft.timeouts import from_env, from_pairs, resolve
+
+    with _plain_errors():
+        given = {**from_env(os.environ), **from_pairs(chosen or ())}
+        timeouts = resolve(load_spec(spec), given).values()
+    table = Table("timeout", "seconds", "bounds", "from")
+    for timeout in timeouts:
+        table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)
+    _console().print(table)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of specs, for editors."""
     from fft.spec import json_schema

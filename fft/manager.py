@@ -72,6 +72,7 @@ from fft.machine import Table
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.state import StepState
 from fft.spec import load_spec
+from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
 from fft.trace import TraceWriter, header
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         expected_groups: how many replica groups the first epoch waits for, for ``join_window``
             seconds (``NUM_REPLICA_GROUPS``, else ``min_replica_size``).
         timeouts: seconds by the spec's timer names; come before ``timeout`` (``vote_window``)
-            and ``quorum_timeout`` (``quorum``, ``ready_window``).
+            and ``quorum_timeout`` (``quorum``, ``ready_window``). ``fft config`` shows them all.
         digest: ``commit``: trace a digest of this rank's parameters and optimizer state after
             every commit, so that the audit can compare replicas bit by bit. Costs one pass over
             them. (Module buffers may differ between replicas: batch-norm statistics are local.)
@@ -99,6 +100,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     Raises:
         SpecError: the spec cannot be used.
+        TimeoutsError: timeouts that contradict each other; says which would work.
         BusUnreachable: nobody answers at ``bus``.
     """
 
@@ -132,7 +134,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         try:
             self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._quorum_future.set_result(None)
-            self._bus = open_bus(url, timeout=min(10.0, self._connect_timeout.total_seconds()))
+            table = resolve(self._spec, self._given(timeouts or {}))
+            self._timeouts = timers(self._spec, table)
+            self._bus_operation = table["bus_operation"].seconds
+            self._bus = open_bus(url, timeout=self._bus_operation)
             self._replicate = AbortableGroup(pg)
             self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
             self._futures: set[_CancellableFuture] = set()
@@ -153,7 +158,6 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._expected = expected_groups or int(
                 os.environ.get("NUM_REPLICA_GROUPS", str(min_replica_size))
             )
-            self._timeouts = self._coherent_timeouts(timeouts or {})
             directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
             self._trace_dir = Path(directory) if directory else None
             self._logger = _QuietLogger(self, vars(self)["_logger"])
@@ -170,19 +174,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     # --- identity and start ---
 
-    def _coherent_timeouts(self, given: Mapping[str, float]) -> dict[str, float]:
-        unknown = set(given) - set(self._spec.timeouts)
-        if unknown:
-            known = ", ".join(sorted(self._spec.timeouts))
-            raise FftError(f"timeouts: unknown name {sorted(unknown)[0]!r}; known: {known}")
-        quorum = self._quorum_timeout.total_seconds()
-        return {
-            **self._spec.timeouts,
-            "vote_window": self._timeout.total_seconds(),
-            "quorum": quorum,
-            "ready_window": quorum,
-            **given,
-        }
+    def _given(self, timeouts: Mapping[str, float]) -> dict[str, Given]:
+        """What the user chose; torchft has put its own environment variables in already."""
+        chosen = {name: Given(float(seconds), "timeouts=") for name, seconds in timeouts.items()}
+        for name in ARGUMENTS:
+            seconds = getattr(self, f"_{name}").total_seconds()
+            if seconds != TORCHFT_DEFAULT_S:
+                chosen[name] = Given(seconds, f"{name}=")
+        return {**chosen, **from_env(os.environ)}
 
     def _identify(self) -> None:
         # A launcher that reports deaths and asks for drains must mean the group that we call so.
@@ -236,8 +235,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         reach = f"[{host}]" if ":" in host else host
         try:
             # Named after this life of the job's bus, whose epochs nobody else's votes can mean.
-            limit = min(10.0, self._connect_timeout.total_seconds())
-            return open_bus(f"tcp://{reach}:{port}/{self._bus.generation}", timeout=limit)
+            url = f"tcp://{reach}:{port}/{self._bus.generation}"
+            return open_bus(url, timeout=self._bus_operation)
         except BusError as error:
             logger.warning("every rank votes for itself: %s", error)
             return None

@@ -214,3 +214,12 @@ def test_a_spec_that_is_not_there_is_one_line() -> None:
     failed = fft("spec", "no-such-spec")
     assert failed.returncode == 2
     assert failed.stderr.startswith("fft: ") and failed.stderr.count("\n") == 1, failed.stderr
+
+
+def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
+    shown = fft("config", "--set", "timeout=600")
+    assert shown.returncode == 0
+    rows = {line.split()[1]: line for line in shown.stdout.splitlines() if line.startswith("│")}
+    assert "600" in rows["vote_window"] and "raised to fit" in rows["ready_window"]
+    refused = fft("config", "--set", "bus_limit=3", "--set", "bus_retry=1")
+    assert refused.returncode == 2 and "these would work: bus_retry=1" in refused.stderr

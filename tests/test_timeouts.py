@@ -1,0 +1,105 @@
+"""The table of timeouts: given values are kept, defaults are fitted, contradictions refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given as example
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from fft.spec import load_spec
+from fft.timeouts import (
+    ARGUMENTS,
+    RULES,
+    Given,
+    Timeout,
+    TimeoutsError,
+    from_env,
+    from_pairs,
+    resolve,
+    timers,
+)
+
+HSDP = load_spec("hsdp")
+NAMES = sorted({*HSDP.timeouts, *ARGUMENTS})
+
+
+def chosen(**seconds: float) -> dict[str, Timeout]:
+    return resolve(HSDP, {name: Given(value, "test") for name, value in seconds.items()})
+
+
+def test_the_defaults_fit_as_they_are() -> None:
+    table = chosen()
+    assert timers(HSDP, table) == HSDP.timeouts
+    assert not [t for t in table.values() if "to fit" in t.origin]
+
+
+def test_every_rule_speaks_of_a_row_of_the_table() -> None:
+    assert {name for rule in RULES for name in (rule.larger, rule.smaller)} <= set(chosen())
+
+
+@settings(deadline=None)
+@example(st.sampled_from(NAMES), st.floats(1e-3, 1e5))
+def test_one_given_value_is_kept_and_everything_else_fits_to_it(name: str, seconds: float) -> None:
+    table = chosen(**{name: seconds})
+    assert table[name].seconds == seconds and table[name].origin == "test"
+    assert all(rule.holds(table) for rule in RULES)
+
+
+@settings(deadline=None)
+@example(st.dictionaries(st.sampled_from(NAMES), st.floats(1e-3, 1e5)))
+def test_given_values_are_kept_or_refused_with_a_set_that_works(seconds: dict[str, float]) -> None:
+    try:
+        table = chosen(**seconds)
+    except TimeoutsError as error:
+        advice = str(error).splitlines()[-1].removeprefix("these would work: ")
+        shown = from_pairs(advice.split(", "))
+        chosen(**{name: value.seconds for name, value in shown.items() if name in NAMES})
+    else:
+        assert all(rule.holds(table) for rule in RULES)
+        assert all(table[name].seconds == value for name, value in seconds.items())
+
+
+def test_torchfts_arguments_are_those_of_the_timers_that_they_mean() -> None:
+    table = chosen(timeout=5, quorum_timeout=20, connect_timeout=3)
+    found = {n: table[n].seconds for n in ("vote_window", "quorum", "ready_window")}
+    assert found == {"vote_window": 5, "quorum": 20, "ready_window": 20}
+    assert table["bus_operation"].seconds == 3
+
+
+def test_a_long_transfer_widens_the_barrier_that_must_hold_it() -> None:
+    table = chosen(timeout=600)
+    assert table["ready_window"].seconds == 600
+    assert table["ready_window"].origin == "torchft's default, raised to fit timeout"
+
+
+def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
+    with pytest.raises(TimeoutsError) as caught:
+        chosen(bus_limit=3, bus_retry=1)
+    assert "bus_limit = 3 s (test) must be at least 4 x bus_retry = 1 s (test)" in str(caught.value)
+    assert str(caught.value).endswith("these would work: bus_retry=1, bus_limit=4")
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        ("vote=1", "unknown name 'vote'; known: ack_window"),
+        ("pause=0", "pause is 0 s (--set); give a positive number"),
+        ("pause=inf", "pause is inf s"),
+        ("pause=nan", "pause is nan s"),
+        ("pause", "write NAME=SECONDS"),
+        ("pause=soon", "pause='soon'"),
+    ],
+)
+def test_what_is_no_timeout_is_refused(pair: str, told: str) -> None:
+    with pytest.raises(TimeoutsError, match=re.escape(told)):
+        resolve(HSDP, from_pairs([pair]))
+
+
+def test_torchfts_variables_are_read_under_their_names() -> None:
+    found = from_env({"TORCHFT_TIMEOUT_SEC": "7", "TORCHFT_MANAGER_PORT": "1"})
+    assert found == {"timeout": Given(7.0, "TORCHFT_TIMEOUT_SEC")}
+    with pytest.raises(TimeoutsError, match="quorum_timeout='x'"):
+        from_env({"TORCHFT_QUORUM_TIMEOUT_SEC": "x"})
