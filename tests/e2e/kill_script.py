@@ -42,6 +42,7 @@ def main() -> None:
         min_replica_size=1,
         replica_id=group,
         init_sync=False,
+        timeouts={"join_window": 30.0},  # on a busy machine a group may start late
         digest="commit",
     )
     torch.manual_seed(3)
