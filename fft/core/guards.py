@@ -292,7 +292,7 @@ def bus_is_down(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def only_deaf(s: Local, c: Config, event: Event) -> bool:
-    """I have lost my place in the message order, but the bus answers."""
+    """I cannot follow the order of decisions any more, but the bus answers."""
     return s.deaf and not s.bus_down
 
 

@@ -209,10 +209,14 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
 
 def missing_mates(s: Local, c: Config) -> list[int]:
     """Ranks of my own group's instance that do not ask to join, as far as I have heard."""
-    gone = s.dead | s.suspected
-    asking = (s.hellos.get((c.me.group, rank)) for rank in range(c.world))
-    there = {h.peer.rank for h in asking if h and h.store == c.store and h.peer in s.joining - gone}
-    return sorted(set(range(c.world)) - there)
+
+    def asks(rank: int) -> bool:  # heard for every sign of life: no set of all is built here
+        h = s.hellos.get((c.me.group, rank))
+        if h is None or h.store != c.store or h.peer not in s.joining:
+            return False
+        return h.peer not in s.dead and h.peer not in s.suspected
+
+    return [rank for rank in range(c.world) if not asks(rank)]
 
 
 def joiners(s: Local, c: Config) -> list[str]:

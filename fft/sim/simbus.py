@@ -202,7 +202,7 @@ class SimBus:
         if link.until <= now:
             link.fails = fails
         link.until = until
-        self._clock.after(link.until - self._clock.now, None, self.mend, process)
+        self._clock.after(until - now, None, self.mend, process)
 
     def mend(self, process: Process) -> None:
         """Let the link's time be over, if it is: what waited goes on."""

@@ -94,10 +94,8 @@ def test_a_teaching_spec_differs_from_hsdp_only_where_it_says(name: str) -> None
     spec = load_spec(name)
     for state in HSDP.states.keys() - TEACHING[name]:
         expected, found = bare(HSDP.states[state]), bare(spec.states[state])
-        if state in (
-            "HEALING",
-            "ROLLBACK_SYNC",
-        ):  # the register's last value is the epoch's, not the decision's
+        # There, the register's last value is the epoch's, not the decision's.
+        if state in ("HEALING", "ROLLBACK_SYNC"):
             found["exit"][-1]["effects"] = ["propose_epoch"]
         assert found == expected, f"{name}: {state} is not that of hsdp.yaml; bring it up to date"
     assert spec.common.on == HSDP.common.on
