@@ -25,6 +25,7 @@ from fft.errors import FftError
 
 if TYPE_CHECKING:
     from fft.faults import FaultPlan
+    from fft.operate.desk import Desk
     from fft.supervisor import RunConfig, Verdict
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+_Bus = Annotated[str | None, typer.Option(help="URL of the job's bus; FFT_BUS if absent.")]
 _SPEC = typer.Argument(help="A spec: a name such as hsdp, or the path of a YAML file.")
 
 
@@ -134,9 +136,10 @@ def _supervise(config: RunConfig, plan: FaultPlan, progress: bool) -> Verdict:
     from fft.serve import start_services
     from fft.supervisor import Supervisor
 
-    display = open_display(Console()) if progress else None
     services = start_services(min_groups=config.min_groups)
     try:
+        sys.stderr.write(f"fft: to watch and to steer this job: FFT_BUS={services.bus_url}\n")
+        display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display)
         previous = {
             number: signal.signal(number, lambda *_: supervisor.interrupt())
@@ -290,6 +293,88 @@ def config(
     for timeout in timeouts:
         table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)
     _console().print(table)
+
+
+# --- operators -------------------------------------------------------------------------
+
+
+@contextmanager
+def _desk(bus: str | None) -> Iterator[Desk]:
+    """An operator's place at the job's bus, with plain errors."""
+    from fft.operate.desk import Desk, bus_url
+
+    with _plain_errors(), Desk(bus_url(bus)) as desk:
+        yield desk
+
+
+@app.command()
+def drain(
+    groups: Annotated[list[str], typer.Argument(help="Replica groups, by name.")],
+    bus: _Bus = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 60.0,
+) -> None:
+    """Let groups leave a running job after a commit; nobody rolls back for it."""
+    from fft.operate.leaving import drain as ask
+
+    with _desk(bus) as desk:
+        record = ask(desk, groups, wait)
+    sys.stdout.write(f"group {', '.join(groups)} has left at step {record.step}\n")
+
+
+@app.command()
+def evict(
+    place: Annotated[str, typer.Argument(metavar="GROUP[.RANK]", help="Whom.")],
+    bus: _Bus = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Start the group again.")] = False,
+    grace: Annotated[float, typer.Option(min=0, max=600, help="Seconds before SIGKILL.")] = 10.0,
+) -> None:
+    """Leave a group out at once, and have its supervisor end its processes."""
+    from fft.operate.leaving import evict as ask
+
+    def on_accepted(text: str) -> None:
+        sys.stdout.write(text + "\n")
+
+    with _desk(bus) as desk:
+        done = ask(desk, place, restart=restart, grace=grace, on_accepted=on_accepted)
+    sys.stdout.write(done.done + "\n")
+
+
+@app.command()
+def watch(
+    bus: _Bus = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
+) -> None:
+    """Show a running job from its bus alone, until Ctrl-C."""
+    from fft.operate.desk import bus_url
+    from fft.operate.watch import watch_job
+
+    with _plain_errors():
+        watch_job(bus_url(bus), _console(), sys.stdout, once=once, as_json=as_json)
+
+
+@app.command()
+def say(
+    message: Annotated[
+        str | None, typer.Argument(help="JSON, a file with JSON, or - for standard input.")
+    ] = None,
+    bus: _Bus = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send it whatever it is.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the forms; send nothing.")
+    ] = False,
+) -> None:
+    """Send a message to a job: a death that was seen, a drain; see docs/messages.md."""
+    from fft.operate import say as saying
+
+    if schema:
+        sys.stdout.write(json.dumps(saying.schema(), indent=2) + "\n")
+        return
+    with _plain_errors():
+        text, source = saying.read(message)
+        payload = text if raw else saying.checked(text, source)
+    with _desk(bus) as desk:
+        desk.bus.broadcast(payload)
 
 
 @app.command()

@@ -29,6 +29,8 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from fft.bus.base import BusError, BusForgot, ErrorBus, Subscription
+from fft.commands import COMMANDS
+from fft.commands import Command as OperatorCommand
 from fft.core.local import Local
 from fft.core.messages import (
     AbortGroups,
@@ -63,6 +65,8 @@ from fft.core.participant import Participant
 from fft.errors import FftError
 from fft.trace import TraceWriter
 from fft.wire import (
+    EPOCH,
+    HEAD,
     MissingList,
     Packed,
     Wire,
@@ -78,7 +82,6 @@ from fft.wire import (
 
 logger = logging.getLogger(__name__)
 
-HEAD = "head"
 _SLOTS = 8
 """Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
 _READS = 16
@@ -91,13 +94,16 @@ Command = Restore | Heal | Apply | StartTxn | Finish
 
 
 class Host(Protocol):
-    """What the engine asks of the process it runs in; both return at once, from this thread."""
+    """What the engine asks of the process it runs in; all return at once, from this thread."""
 
     def cancel_futures(self, cause: str) -> None:
         """Fail every pending future of the txn."""
 
     def abort_groups(self, cause: str) -> None:
         """Abort the process groups of the epoch, freeing whoever is blocked in them."""
+
+    def command(self, command: OperatorCommand) -> None:
+        """An operator has said this to the job; it may not concern this process. Never raises."""
 
 
 class Engine:
@@ -119,7 +125,9 @@ class Engine:
         self.trace = trace
         self.local = local
         self._host = host
-        self._events: queue.SimpleQueue[Event | Packed | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | OperatorCommand | Packed | None] = (
+            queue.SimpleQueue()
+        )
         self._next: deque[Event] = deque()
         """Answers of the bus to this thread's own calls; handled before anything else."""
         self._timers: list[tuple[float, int, Timer]] = []
@@ -216,7 +224,10 @@ class Engine:
     def _run(self) -> None:
         try:
             while (event := self._take_event()) is not None:
-                self._handle(self._whole(event) if isinstance(event, Packed) else event)
+                if isinstance(event, COMMANDS):
+                    self._host.command(event)
+                else:
+                    self._handle(self._whole(event) if isinstance(event, Packed) else event)
         except BaseException as error:  # the main thread must hear of it, whatever it is
             logger.exception("the FFT engine thread failed")
             with self._changed:
@@ -225,7 +236,7 @@ class Engine:
             self._host.cancel_futures(f"engine failed: {error!r}")
             self._host.abort_groups(f"engine failed: {error!r}")
 
-    def _take_event(self) -> Event | Packed | None:
+    def _take_event(self) -> Event | OperatorCommand | Packed | None:
         if self._next:
             return self._next.popleft()
         while self._timers:
@@ -313,6 +324,8 @@ class Engine:
         held = self.bus.compare_set(HEAD, expected, desired)
         if held == desired:
             self._next.append(Decision(proposal, won=True))
+            if lists:
+                self.bus.write(EPOCH, desired)
             if lists and self._epoch is not None and list_name(self._epoch) != list_name(proposal):
                 self.bus.delete(list_name(self._epoch))
         elif held is not None:

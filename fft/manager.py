@@ -42,6 +42,7 @@ from torchft.work import _DummyWork
 
 import fft.errors
 from fft.bus import BusError, ErrorBus, open_bus
+from fft.commands import Command, command_to_json
 from fft.core.local import GENESIS, Config
 from fft.core.messages import (
     Applied,
@@ -888,6 +889,11 @@ class _EngineHost:
         if manager is not None:
             for group in manager._groups():
                 group.abort(cause)
+
+    def command(self, command: Command) -> None:
+        manager = self._manager()
+        if manager is not None and manager._engine is not None:
+            manager._trace.note("command", command_to_json(command), manager._engine.local)
 
 
 class _Reported(ExceptionWithTraceback):  # type: ignore[misc]

@@ -4,7 +4,9 @@ An epoch record lists all members, some hundred bytes for each rank, and every r
 that an epoch of the same members costs a rank nothing that grows with their number, a record
 crosses the bus without the list, with its digest (``Packed``). The list lies in a register of its
 own, written before the record is proposed, and is read by those who do not hold it yet
-(``Wire``). The core and the traces only ever see whole records.
+(``Wire``). The core and the traces only ever see whole records. The newest epoch record lies in a
+register of its own too, for those who look at the job from outside: they must find its members
+also when the head has moved on to a commit.
 
 A list is compressed: its repeated words, hosts and addresses shrink to some 30 bytes a rank, so
 that ``MAX_VALUE_BYTES`` of the bus hold the list of more than 100,000 ranks.
@@ -17,12 +19,13 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 import fft.core.messages as core
+from fft.commands import Command
 from fft.core.messages import (
     MAX_MESSAGE,
     BusMessage,
@@ -36,6 +39,11 @@ from fft.core.messages import (
     unreadable,
 )
 from fft.errors import FftError
+
+HEAD = "head"
+"""Register of the job's newest record."""
+EPOCH = "epoch"
+"""Register of the newest epoch record; written by who won it, so it may be late by a moment."""
 
 MAX_LIST = 64 * 1024 * 1024
 """Bytes of a list of members before compression: about 500,000 ranks."""
@@ -73,6 +81,11 @@ class MissingList(FftError):
 @cache
 def _packed() -> TypeAdapter[Packed]:
     return TypeAdapter(Packed)
+
+
+@cache
+def _words() -> TypeAdapter[BusMessage | Command]:
+    return TypeAdapter(Annotated[BusMessage | Command, Field(discriminator="type")])
 
 
 @cache
@@ -143,17 +156,25 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
 # --- records and messages -------------------------------------------------------------------
 
 
-def decode(payload: bytes) -> BusMessage | Packed:
-    """Bytes from the bus → message; a record may still lack its members.
+def decode(payload: bytes) -> BusMessage | Command | Packed:
+    """Bytes from the bus → message or command; a record may still lack its members.
 
     Raises:
         UnreadableMessage: too long, or not exactly in the form of a message.
     """
-    if not payload.startswith(b'{"members":'):  # how every packed record begins, and nothing else
-        return core.decode(payload)
     if len(payload) > MAX_MESSAGE:
         raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")
-    return decode_packed(payload)
+    if payload.startswith(b'{"members":'):  # how every packed record begins, and nothing else
+        return decode_packed(payload)
+    try:
+        return _words().validate_json(payload)
+    except ValidationError as error:
+        raise unreadable(error) from None
+
+
+def encode_command(command: Command) -> bytes:
+    """Command → bytes for the bus."""
+    return _words().dump_json(command)
 
 
 def decode_packed(data: bytes) -> Packed:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fft.commands import Evict
 from fft.supervisor.children import Child
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -45,6 +46,12 @@ class Group:
         self.return_at_step: int | None = None
         """Drained; to start again when the job has committed this many steps."""
         self.given_up = False
+        self.eviction: Evict | None = None
+        """Being carried out: its processes have been asked to end."""
+        self.kill_at: float | None = None
+        """When to end those that have not, on the monotonic clock in seconds."""
+        self.evicted = False
+        """Ended on an operator's word, and not to be started by anybody else's."""
         self.known_incs: dict[int, int] = {}
         """The ranks' newest incarnations that were on record when it was started last."""
         self._store: Any = None
@@ -61,6 +68,10 @@ class Group:
 
     def doing(self) -> str:
         """The state of its processes, for the screen."""
+        if self.evicted and not self.living:
+            return "evicted"
+        if self.eviction is not None:
+            return "being evicted"
         if self.living:
             return f"running (start {self.starts})"
         if self.restart_at is not None:
@@ -76,6 +87,7 @@ class Group:
         from fft.bus.tcpstore import host_store  # here, so that a bad plan is refused without torch
 
         self.restart_at = self.return_at_step = None
+        self.evicted = False
         self.starts += 1
         self._store, port = host_store()
         self.children = []

@@ -2,7 +2,8 @@
 
 It starts and ends processes, says on the bus who died, reads the traces for the progress of
 the job, and writes to the given display. It takes no signal handlers: `Supervisor.interrupt`
-is there for whoever does. Its only waits are one `select` and bounded.
+is there for whoever does. Its only waits are one `select` and bounded. It obeys the commands of
+operators on the bus that concern processes (`fft evict`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from fft.bus import BusError, ErrorBus, open_bus
+from fft.commands import Evict
 from fft.errors import FftError
 from fft.faults import DrainFault, FaultPlan
 from fft.progress import Display, Row, Snapshot, TraceTail, row_of
 from fft.serve import Services
 from fft.supervisor.children import Child, cause_of
+from fft.supervisor.commands import CommandEar
 from fft.supervisor.groups import Group, base_env
 from fft.supervisor.watch import PlanWatch
 
@@ -103,6 +106,7 @@ class Supervisor:
             else None
         )
         self._bus: ErrorBus | None = None
+        self._ear: CommandEar | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -115,8 +119,7 @@ class Supervisor:
 
     def interrupt(self) -> None:
         """Drain the whole job; called a second time, kill it. From any thread or handler."""
-        with suppress(OSError):  # full of interrupts already, or the job has ended
-            self._wake_in.send(b"!")
+        self._wake(b"!")
 
     def run(self) -> Verdict:
         """Start all groups, look after them until the job has ended, and judge it."""
@@ -125,6 +128,7 @@ class Supervisor:
         self._tail = TraceTail(self._config.trace_dir)
         try:
             self._bus = open_bus(self._services.bus_url)
+            self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
@@ -142,13 +146,15 @@ class Supervisor:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        due = [group.restart_at for group in self._groups.values() if group.restart_at is not None]
+        groups = self._groups.values()
+        due = [at for group in groups for at in (group.restart_at, group.kill_at) if at is not None]
         timeout = max(0.0, min([_POLL_S, *(at - now for at in due)]))
         for key, _ in self._selector.select(timeout):
             if isinstance(key.data, Child):
                 self._on_death(key.data)
             else:
-                self._on_interrupts(len(self._wake_out.recv(64)))
+                self._on_interrupts(self._wake_out.recv(64).count(b"!"))
+        self._obey()
         self._look()
         self._start_due()
         self._check_deadlines()
@@ -180,6 +186,10 @@ class Supervisor:
         elif self._drain_until is not None and now > self._drain_until:
             seconds = self._config.drain_timeout
             self._kill_all(f"the job had not drained {seconds:g} s after it was asked to")
+        for group in self._groups.values():
+            if group.kill_at is not None and now >= group.kill_at:
+                group.kill_at = None
+                self._kill(group.living, "it was evicted")
 
     # --- starting ----------------------------------------------------------------------
 
@@ -249,6 +259,9 @@ class Supervisor:
         group.close()
         if self._tail.poll().committed_since(group.name, group.known_incs):
             group.pauses.progressed()
+        if group.eviction is not None:
+            self._finish_eviction(group, group.eviction)
+            return
         if self._drain_until is not None:
             return
         if group.finished:
@@ -288,13 +301,72 @@ class Supervisor:
         self._drain_until = self._drain_until or time.monotonic()
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
-            for child in group.living:
-                self._tell_dead(child, f"SIGKILL by the supervisor: {reason}")
-                child.signal(signal.SIGKILL)
+            self._kill(group.living, reason)
+
+    def _kill(self, children: Sequence[Child], reason: str) -> None:
+        for child in children:
+            self._tell_dead(child, f"SIGKILL by the supervisor: {reason}")
+            child.signal(signal.SIGKILL)
+
+    # --- commands of operators ---------------------------------------------------------
+
+    def _obey(self) -> None:
+        ear = self._ear
+        for command in ear.take() if ear is not None else ():
+            refusal = self._refusal(command)
+            if ear is not None and refusal is not None:
+                ear.answer(command, "refused", refusal)
+            else:
+                self._evict(command)
+
+    def _refusal(self, command: Evict) -> str | None:
+        """Why the command is not obeyed; None: it is."""
+        group = self._groups.get(command.group)
+        if group is None:
+            return f"no group {command.group!r} here; the groups: {', '.join(self._groups)}"
+        if command.rank is not None and command.rank >= group.ranks:
+            return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
+        if self._drain_until is not None:
+            return "the job is ending"
+        if group.eviction is not None:
+            return f"group {group.name} is being evicted already"
+        return None
+
+    def _evict(self, command: Evict) -> None:
+        """Ask the processes to end; `_check_deadlines` ends them, `_on_group_down` goes on."""
+        group = self._groups[command.group]
+        logger.info("group %s is evicted by %s", group.name, command.by)
+        group.restart_at = group.return_at_step = None
+        group.eviction = command
+        living = [c for c in group.living if command.rank in (None, c.rank)]
+        pids = ", ".join(str(child.pid) for child in living)
+        text = f"ending pid {pids} of group {group.name}" if living else "no process to end"
+        if self._ear is not None:
+            self._ear.answer(command, "accepted", text)
+        if not living:
+            self._finish_eviction(group, command)
+            return
+        group.kill_at = time.monotonic() + command.grace
+        for child in living:
+            child.signal(signal.SIGCONT)  # who is stopped hears nothing else
+            child.signal(signal.SIGTERM)
+
+    def _finish_eviction(self, group: Group, command: Evict) -> None:
+        group.eviction, group.kill_at, group.evicted = None, None, True
+        ends = "; ".join(f"rank {child.rank}: {cause_of(child.code)}" for child in group.children)
+        after = "it is not started again"
+        if command.restart and self._drain_until is None:
+            group.restart_at, after = time.monotonic(), "it is started again"
+        if self._ear is not None:
+            self._ear.answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
+
+    # --- the end -----------------------------------------------------------------------
 
     def _judge(self) -> Verdict:
         lines = list(self._problems)
         for group in self._groups.values():
+            if group.evicted:  # as asked
+                continue
             failed = [child for child in group.children if child.code != 0]
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
@@ -321,10 +393,16 @@ class Supervisor:
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
+        if self._ear is not None:
+            self._ear.close()
         if self._bus is not None:
             self._bus.close()
         if self._display is not None:
             self._display.close()
+
+    def _wake(self, word: bytes) -> None:
+        with suppress(OSError):  # full of words already, or the job has ended
+            self._wake_in.send(word)
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""

@@ -1,0 +1,94 @@
+"""Commands: what an operator asks of a job's processes over its bus, and what they answer.
+
+They are no words of the protocol: the engine hands them to its host, and the core never sees one.
+Pure data, with a strict form: whatever else comes is refused as a whole. A command is broadcast;
+an answer goes to the inbox of who asked, named after the command, so nobody else pays for it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from fft.core.messages import Count, Name, Text, unreadable
+
+LONGEST_GRACE_S = 600.0
+
+_CONFIG = ConfigDict(strict=True, extra="forbid")
+Id = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+Verdict = Literal["accepted", "refused", "done"]
+
+
+def fresh_id() -> str:
+    """A name for one command; nobody draws the same."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Evict:
+    """To the supervisor: end these processes, and start their group again only if asked to.
+
+    SIGCONT and SIGTERM at once; SIGKILL to whoever of the group is left after ``grace`` seconds.
+    """
+
+    id: Id
+    group: Name
+    by: Text
+    rank: Count | None = None
+    """None: every rank of the group. A group does not go on without one of its ranks."""
+    grace: Annotated[float, Field(ge=0, le=LONGEST_GRACE_S)] = 10.0
+    restart: bool = False
+    v: Literal[1] = 1
+    type: Literal["evict"] = "evict"
+
+
+Command = Evict
+COMMANDS = (Evict,)
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Answer:
+    """``accepted`` or ``refused`` comes at once; ``done`` when there is something to wait for."""
+
+    id: Id
+    by: Text
+    verdict: Verdict
+    text: Text = ""
+
+
+@cache
+def _commands() -> TypeAdapter[Command]:
+    return TypeAdapter(Command)
+
+
+@cache
+def _answers() -> TypeAdapter[Answer]:
+    return TypeAdapter(Answer)
+
+
+def answer_inbox(command_id: str) -> str:
+    """Where the answers to a command go."""
+    return f"answer/{command_id}"
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """Answer → bytes for the inbox of who asked."""
+    return _answers().dump_json(answer)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Bytes of the inbox → answer. Raises ``UnreadableMessage``."""
+    try:
+        return _answers().validate_json(data)
+    except ValidationError as error:
+        raise unreadable(error) from None
+
+
+def command_to_json(command: Command) -> dict[str, Any]:
+    """Command → plain data for the trace."""
+    data: dict[str, Any] = _commands().dump_python(command, mode="json")
+    return data

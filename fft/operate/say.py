@@ -1,0 +1,89 @@
+"""Messages that a program beside the job may write: their form, and how they are checked.
+
+Reads a file or standard input where it is told to; sends nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fft.commands import Command, Evict
+from fft.core.messages import MAX_MESSAGE, Death, Drain, encode
+from fft.operate.desk import OperatorError
+from fft.wire import encode_command
+
+Sayable = Death | Drain | Command
+_KINDS = ("death", "drain", "evict")
+_HELP = "`fft say --schema` prints the form, and --raw sends it as it is"
+
+
+@cache
+def _adapter() -> TypeAdapter[Sayable]:
+    return TypeAdapter(Annotated[Sayable, Field(discriminator="type")])
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of every message that a monitor or an operator may write."""
+    made: dict[str, Any] = _adapter().json_schema()
+    made["title"] = "A message to an FFT job"
+    # `local` marks a drain that was asked for inside the process that speaks
+    made["$defs"]["Drain"]["properties"].pop("local")
+    return made
+
+
+def read(message: str | None) -> tuple[bytes, str]:
+    """The message itself and what to call its source: JSON as it is, ``-``, or a path.
+
+    Raises ``OperatorError`` if there is nothing to read.
+    """
+    if message is None:
+        raise OperatorError("no message: give JSON, a file, or - for standard input")
+    if message.lstrip().startswith("{"):
+        return message.encode(), "message"
+    if message == "-":
+        return sys.stdin.buffer.read(MAX_MESSAGE + 1), "standard input"
+    try:
+        with Path(message).open("rb") as file:
+            return file.read(MAX_MESSAGE + 1), message
+    except (OSError, ValueError) as error:
+        raise OperatorError(
+            f"{message!r} is neither JSON nor a file that can be read: {error}"
+        ) from error
+
+
+def checked(text: bytes, source: str) -> bytes:
+    """``text`` as the bus shall carry it.
+
+    Raises:
+        OperatorError: not a message that may be written; names ``source``, the place, the mend.
+    """
+    if len(text) > MAX_MESSAGE:
+        raise OperatorError(f"{source}: {len(text)} bytes; a message has at most {MAX_MESSAGE}")
+    try:
+        message = _adapter().validate_json(text)
+    except ValidationError as error:
+        raise OperatorError(f"{source}: {_problem(error)}; {_HELP}") from None
+    if isinstance(message, Drain) and message.local:
+        raise OperatorError(f"{source}: drain.local: a group says this of itself; take it out")
+    return encode_command(message) if isinstance(message, Evict) else encode(message)
+
+
+def _problem(error: ValidationError) -> str:
+    """The first problem as ``place: what is wrong``."""
+    problem = error.errors(include_url=False)[0]
+    kind = problem["type"]
+    if kind == "json_invalid":
+        return f"not JSON: {problem['ctx']['error']}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return f"type: needs one of {', '.join(_KINDS)}"
+    place = ".".join(str(part) for part in problem["loc"]) or "message"
+    if kind == "missing":
+        return f"{place}: is missing; add it"
+    if kind == "extra_forbidden":
+        return f"{place}: is no part of this message; take it out or correct its spelling"
+    return f"{place}: {problem['msg']} (found {problem.get('input')!r:.60}); correct it"

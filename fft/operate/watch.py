@@ -1,0 +1,226 @@
+"""``fft watch``: the loop that listens to a job's bus and shows what it hears.
+
+Opens a bus at a time and writes to the console or stream it is given. It takes no signal handlers:
+whoever calls it ends it with KeyboardInterrupt, or by `Watch.stop`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fft.bus import BusError
+from fft.core.messages import Decision, Record, UnreadableMessage
+from fft.operate.desk import Desk, Ear, Word
+from fft.operate.watching import JobWatch, event_of
+from fft.wire import Packed
+
+_REDRAW_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0  # between tries to reach a bus that is gone
+
+
+class View(Protocol):
+    """What is shown; all on the thread of the loop."""
+
+    def word(self, line: dict[str, object]) -> None: ...
+
+    def state(self, watch: JobWatch, now: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Watch:
+    """Follows one job until `stop`, and whatever becomes of its bus."""
+
+    def __init__(self, url: str, view: View) -> None:
+        self.model = JobWatch()
+        self._url = url
+        self._view = view
+        self._end = threading.Event()
+
+    def stop(self) -> None:
+        """End `run` soon; from any thread."""
+        self._end.set()
+
+    def once(self) -> None:
+        """Show the job as its registers have it now. Raises ``BusUnreachable``."""
+        with Desk(self._url) as desk:
+            job = desk.job()
+        self.model.begin(job.head, job.epoch)
+        self._view.state(self.model, time.monotonic())
+
+    def run(self) -> None:
+        """Until `stop`. A bus that cannot be reached is said, and tried again, ever more seldom."""
+        pause = _FIRST_PAUSE_S
+        while not self._end.is_set():
+            try:
+                with Desk(self._url) as desk:
+                    pause = _FIRST_PAUSE_S
+                    self._follow(desk)
+            except (BusError, UnreadableMessage) as error:
+                self._lost(str(error))
+                self._end.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _lost(self, why: str) -> None:
+        self.model.lost = why
+        self._view.word({"event": "bus_lost", "cause": why})
+        self._view.state(self.model, time.monotonic())
+
+    def _follow(self, desk: Desk) -> None:
+        with desk.hearing() as ear:
+            job = desk.job()
+            self.model.begin(job.head, job.epoch)
+            self._view.word({"event": "watching", "bus": self._url})
+            while not self._end.is_set():
+                self._view.state(self.model, time.monotonic())
+                self._hear(desk, ear)
+
+    def _hear(self, desk: Desk, ear: Ear) -> None:
+        for heard in ear.words(time.monotonic() + _REDRAW_S):
+            word = _plain(desk, heard)
+            if word is None:
+                continue
+            self.model.see(word, time.monotonic())
+            if (line := event_of(word)) is not None:
+                self._view.word(line)
+            if self._end.is_set():
+                return
+
+
+def _plain(desk: Desk, word: Word) -> Word | Record | None:
+    """Records whole, however they were announced."""
+    if isinstance(word, Packed):
+        return desk.whole(word) or word.record
+    return word.record if isinstance(word, Decision) else word
+
+
+# --- showing it ------------------------------------------------------------------------
+
+
+class JsonView:
+    """One line per event; with ``--once`` the state as one line."""
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float], once: bool) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._once = once
+
+    def word(self, line: dict[str, object]) -> None:
+        """Write the event."""
+        self._write(line)
+
+    def state(self, watch: JobWatch, now: float) -> None:
+        """Write the state, if that is all there is to show."""
+        if not self._once:
+            return
+        head = watch.head
+        groups = {
+            row.group: {
+                str(number): {"state": r.state, "inc": r.inc, "pid": r.pid, "host": r.host}
+                for number, r in row.ranks.items()
+            }
+            for row in watch.rows()
+        }
+        where = {"n": 0} if head is None else {"n": head.n, "epoch": head.epoch, "step": head.step}
+        self._write({"event": "state", **where, "groups": groups})
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._stream.write(json.dumps({"at": round(self._clock(), 3), **line}) + "\n")
+        self._stream.flush()
+
+
+class ScreenView:
+    """A table that is redrawn in place on a terminal; elsewhere one table at the end."""
+
+    def __init__(self, console: Console, url: str) -> None:
+        self._url = url
+        self._console = console
+        self._last: RenderableType = Text(f"{url}: nothing heard yet")
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        if self._live is not None:
+            self._live.start()
+
+    def word(self, line: dict[str, object]) -> None:
+        """Events show in the state."""
+
+    def state(self, watch: JobWatch, now: float) -> None:
+        """Draw."""
+        self._last = render(watch, self._url, now)
+        if self._live is not None:
+            self._live.update(self._last, refresh=True)
+
+    def close(self) -> None:
+        """Leave the last picture standing."""
+        if self._live is not None:
+            self._live.stop()
+        else:
+            self._console.print(self._last)
+
+
+def render(watch: JobWatch, url: str, now: float) -> RenderableType:
+    """The job as one picture."""
+    head, rate = watch.head, watch.rate(now)
+    if head is None:
+        title = f"{url}: no job has begun here"
+    else:
+        steps = "" if rate is None else f", {rate:.1f} steps/s"
+        title = f"{url}: epoch {head.epoch}, step {head.step}{steps}"
+    parts: list[RenderableType] = [_groups(watch, title)]
+    if watch.lost:
+        parts.insert(0, Text(f"the bus is lost, trying again: {watch.lost}", style="bold red"))
+    if watch.decisions:
+        parts.append(_decisions(watch))
+    parts += [Text(f"command: {command}") for command in watch.commands]
+    return Group(*parts)
+
+
+def _groups(watch: JobWatch, title: str) -> Table:
+    table = Table(title=Text(title), title_justify="left")
+    for name in ("group", "state", "processes"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("last word", overflow="ellipsis", no_wrap=True, ratio=1)
+    for row in watch.rows():
+        pids = ", ".join(f"{r.pid}@{r.host}" for _, r in sorted(row.ranks.items()))
+        table.add_row(Text(row.group), row.state(), Text(pids), Text(row.why()))
+    return table
+
+
+def _decisions(watch: JobWatch) -> Table:
+    table = Table(title="last decisions", title_justify="left")
+    for name in ("record", "kind", "epoch.txn", "step", "by"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("cause", overflow="ellipsis", no_wrap=True, ratio=1)
+    for record in reversed(watch.decisions):
+        cause = f"group {', '.join(record.leavers)} leaves" if record.leavers else record.cause
+        place = f"{record.epoch}.{record.txn}"
+        table.add_row(
+            str(record.n), record.kind, place, str(record.step), str(record.by), Text(cause)
+        )
+    return table
+
+
+def watch_job(url: str, console: Console, stream: IO[str], *, once: bool, as_json: bool) -> None:
+    """Show the job at ``url`` until it is interrupted, or ``once``."""
+    view: View = JsonView(stream, time.time, once) if as_json else ScreenView(console, url)
+    try:
+        watch = Watch(url, view)
+        if once:
+            watch.once()
+        else:
+            with suppress(KeyboardInterrupt):
+                watch.run()
+    finally:
+        view.close()
