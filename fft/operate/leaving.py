@@ -120,5 +120,5 @@ def _nobody(desk: Desk, told: tuple[str, ...], group: str, job: JobState) -> str
         return f"{missing}, and no group {group!r} is in the job; its groups: {listed(job.groups)}"
     return (
         f"{missing}. The job was told to go on without {'; '.join(told)}, but who still lives "
-        "will ask to join again: end it by hand"
+        "is not let in again: end it by hand"
     )

@@ -84,6 +84,6 @@ def _problem(error: ValidationError) -> str:
     place = ".".join(str(part) for part in problem["loc"]) or "message"
     if kind == "missing":
         return f"{place}: is missing; add it"
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{place}: is no part of this message; take it out or correct its spelling"
     return f"{place}: {problem['msg']} (found {problem.get('input')!r:.60}); correct it"

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.bus import BusError
-from fft.core.messages import Decision, Record, UnreadableMessage
+from fft.commands import Command
+from fft.core.messages import BusMessage, Decision, Record, UnreadableMessage
 from fft.operate.desk import Desk, Ear, Word
 from fft.operate.watching import JobWatch, event_of
 from fft.wire import Packed
@@ -46,6 +47,7 @@ class Watch:
         self._url = url
         self._view = view
         self._end = threading.Event()
+        self._generation = ""
 
     def stop(self) -> None:
         """End `run` soon; from any thread."""
@@ -79,6 +81,8 @@ class Watch:
     def _follow(self, desk: Desk) -> None:
         with desk.hearing() as ear:
             job = desk.job()
+            if desk.bus.generation != self._generation:  # one that came back empty has another job
+                self.model, self._generation = JobWatch(), desk.bus.generation
             self.model.begin(job.head, job.epoch)
             self._view.word({"event": "watching", "bus": self._url})
             while not self._end.is_set():
@@ -97,7 +101,7 @@ class Watch:
                 return
 
 
-def _plain(desk: Desk, word: Word) -> Word | Record | None:
+def _plain(desk: Desk, word: Word) -> BusMessage | Command | Record | None:
     """Records whole, however they were announced."""
     if isinstance(word, Packed):
         return desk.whole(word) or word.record

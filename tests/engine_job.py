@@ -1,0 +1,183 @@
+"""Jobs of engines in one process, for tests: groups of ranks that train on a real bus.
+
+The main thread of a rank is a thread here that does what the engine asks at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from fft.bus import ErrorBus, open_bus, serve_tcp
+from fft.commands import Command
+from fft.core.local import Config
+from fft.core.messages import (
+    Applied,
+    Apply,
+    Finish,
+    Heal,
+    Healed,
+    Manifest,
+    Peer,
+    Prepared,
+    Record,
+    Restore,
+    Restored,
+    Start,
+    StartTxn,
+)
+from fft.core.participant import Participant
+from fft.engine import Engine
+from fft.machine import Table
+from fft.spec import load_spec
+from fft.trace import TraceWriter
+
+SPEC = load_spec("hsdp")
+LIMIT_S = 30.0
+
+
+def until(condition: Callable[[], bool], what: str, within: float = LIMIT_S) -> None:
+    """Poll, because the progress of an engine has no event here to wait on."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        time.sleep(0.005)
+
+
+class Nothing:
+    """A host without futures and process groups; keeps the commands it is handed."""
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+
+    def cancel_futures(self, cause: str) -> None: ...
+
+    def abort_groups(self, cause: str) -> None: ...
+
+    def command(self, command: Command) -> None:
+        self.commands.append(command)
+
+
+class Rank:
+    """One participant: its engine, and a main thread that trains `steps` steps."""
+
+    def __init__(self, job: Job, peer: Peer, **timeouts: float) -> None:
+        self.peer = peer
+        self.steps = 0
+        self.asked = threading.Condition()
+        self.committed: list[Record] = []
+        self.restored = 0
+        self.ended: Finish | None = None
+        self.error: BaseException | None = None
+        config = Config(
+            me=peer,
+            world=job.ranks,
+            store=f"127.0.0.1:{29500 + int(peer.group)}",
+            transport=f"http://host-{peer.group}:1/checkpoint",
+            pid=1000 + peer.rank,
+            host=f"host-{peer.group}",
+            timeouts={**SPEC.timeouts, **timeouts},
+            expected_groups=job.groups,
+        )
+        self.bus = job.open()
+        self.group_bus = job.group_bus(peer.group)
+        participant = Participant(Table(SPEC), config)
+        trace = TraceWriter(None, peer)
+        local = participant.initial()
+        self.host = Nothing()
+        self.engine = Engine(participant, local, self.bus, trace, self.host, self.group_bus)
+        self.thread = threading.Thread(target=self._train, name=f"train-{peer}", daemon=True)
+        self.engine.start()
+        self.engine.post(Start())
+        self.thread.start()
+
+    def train(self, steps: int) -> None:
+        with self.asked:
+            self.steps = steps
+            self.asked.notify()
+
+    def _train(self) -> None:
+        try:
+            while self.ended is None:
+                command = self.engine.wait_command(LIMIT_S)
+                self.engine.take(command)
+                self._do(command)
+        except Exception as error:  # noqa: BLE001  # the test's thread asks for it
+            self.error = error
+
+    def _do(self, command: Restore | Heal | StartTxn | Apply | Finish) -> None:
+        match command:
+            case Restore(token=token):
+                self.restored += 1
+                self.engine.post(Restored(token))
+            case Heal(record=record):
+                self.engine.post(Healed(record.epoch))
+            case StartTxn(token=token, step=step):
+                while step >= self.steps and not self.engine.superseded():
+                    with self.asked:  # a newer command has no event here, so look now and then
+                        self.asked.wait(0.02)
+                if not self.engine.superseded():
+                    self.engine.post(Prepared(token, True, Manifest(1, 4, "s")))
+            case Apply(record=record):
+                self.committed.append(record)
+                self.engine.post(Applied(record.token))
+            case Finish():
+                self.ended = command
+
+
+class Job:
+    """Groups of ranks on one bus; closes everything at the end."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        url: str,
+        groups: int,
+        ranks: int,
+        opens: Callable[[str], ErrorBus] = open_bus,
+    ) -> None:
+        self.stack, self.url, self.groups, self.ranks = stack, url, groups, ranks
+        self.opens = opens
+        self.stores = {}
+        if ranks > 1:
+            for group in range(groups):
+                self.stores[str(group)] = stack.enter_context(serve_tcp(job="group"))
+        self.members: list[Rank] = []
+
+    def open(self) -> ErrorBus:
+        return self._closed_at_the_end(self.opens(self.url))
+
+    def group_bus(self, group: str) -> ErrorBus | None:
+        if group not in self.stores:
+            return None
+        return self._closed_at_the_end(open_bus(self.stores[group].url))
+
+    def _closed_at_the_end(self, bus: ErrorBus) -> ErrorBus:
+        self.stack.callback(bus.close)
+        return bus
+
+    def start(self, **timeouts: float) -> Job:
+        for group in range(self.groups):
+            self.start_group(str(group), **timeouts)
+        return self
+
+    def start_group(self, group: str, inc: int = 1, **timeouts: float) -> list[Rank]:
+        made = [Rank(self, Peer(group, rank, inc), **timeouts) for rank in range(self.ranks)]
+        for one in made:
+            self.stack.callback(one.thread.join, LIMIT_S)
+            self.stack.callback(one.engine.close)
+        self.members += made
+        return made
+
+    def train(self, steps: int) -> None:
+        """Until every live rank has committed so many steps."""
+        live = [m for m in self.members if m.ended is None]
+        for member in live:
+            member.train(steps)
+        until(
+            lambda: all(m.error or (m.committed and m.committed[-1].step >= steps) for m in live),
+            f"all have committed {steps} steps",
+        )
+        assert [m.error for m in live if m.error] == []

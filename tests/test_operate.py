@@ -1,0 +1,333 @@
+"""Operators at a job's bus: what they see, what they may say, and how a group leaves."""
+
+from __future__ import annotations
+
+import io
+import json
+import queue
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from engine_job import LIMIT_S, Job, until
+from rich.console import Console
+
+from fft.bus import BusUnreachable, open_bus, serve_tcp
+from fft.commands import Answer, Evict, answer_inbox, decode_answer, encode_answer
+from fft.core.messages import Death, Drain, UnreadableMessage, decode
+from fft.operate import leaving, say
+from fft.operate.desk import Desk, OperatorError, bus_url
+from fft.operate.watch import JsonView, ScreenView, Watch
+from fft.operate.watching import IN_EPOCH, LEFT
+from fft.wire import EPOCH, HEAD, decode_packed, encode_command
+from fft.wire import decode as decode_word
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def url(request: pytest.FixtureRequest, stack: ExitStack) -> str:
+    if request.param == "memory":
+        return f"memory://operate-{uuid.uuid4().hex}"
+    return stack.enter_context(serve_tcp()).url
+
+
+@pytest.fixture
+def memory() -> str:
+    return f"memory://operate-{uuid.uuid4().hex}"
+
+
+# --- looking ---------------------------------------------------------------------------
+
+
+def test_the_members_are_found_when_the_head_has_moved_on(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 2, 2).start()
+    job.train(3)
+    with Desk(url) as desk:
+        state = desk.job()
+    assert state.head is not None and state.head.kind == "commit" and state.head.step >= 3
+    assert list(state.groups) == ["0", "1"]
+    assert [(r.rank, r.pid, r.host) for r in state.groups["1"].ranks] == [
+        (0, 1000, "host-1"),
+        (1, 1001, "host-1"),
+    ]
+
+
+def test_the_register_of_the_epoch_follows_the_epochs(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 2, 1).start(vote_window=0.3)
+    job.train(2)
+    job.members[0].train(3)  # votes, waits in vain, and proposes ABORT
+    until(lambda: all(m.restored for m in job.members), "rolled back")
+    job.train(4)
+    with open_bus(url) as bus:
+        held, head = bus.read(EPOCH), bus.read(HEAD)
+    assert held is not None and head is not None
+    assert decode_packed(held).record.epoch == decode_packed(head).record.epoch > 1
+
+
+def test_an_empty_bus_has_no_job(memory: str) -> None:
+    with Desk(memory) as desk:
+        state = desk.job()
+        assert state.head is None and state.groups == {}
+        with pytest.raises(OperatorError, match="no job has begun on the bus at memory://"):
+            leaving.drain(desk, ["0"], wait=1)
+
+
+def test_who_names_no_bus_is_told_how_to_get_one() -> None:
+    assert bus_url("a", {"FFT_BUS": "b"}) == "a"
+    assert bus_url(None, {"FFT_BUS": "b"}) == "b"
+    with pytest.raises(OperatorError, match="pass --bus, or set FFT_BUS; `fft serve` prints it"):
+        bus_url(None, {})
+
+
+# --- saying ----------------------------------------------------------------------------
+
+
+def test_what_may_be_said_reaches_the_job_as_the_core_knows_it() -> None:
+    drain = say.checked(b'{"by": "me", "groups": ["1"], "type": "drain"}', "x")
+    assert decode(drain) == Drain(("1",), by="me")
+    text = b'{"type":"death","group":"1","rank":0,"pid":7,"host":"h","by":"xid","cause":"XID 79"}'
+    assert decode(say.checked(text, "x")) == Death("1", 0, 7, "h", "xid", "XID 79")
+    evict = Evict("0" * 8, "1", "me")
+    assert decode_word(say.checked(encode_command(evict), "x")) == evict
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "here: not JSON"),
+        ('{"groups": ["1"]}', "here: type: needs one of death, drain"),
+        ('{"type": "begin", "epoch": 3}', "here: type: needs one of death, drain"),
+        ('{"type": "drain", "groups": ["1"]}', "here: drain.by: is missing; add it"),
+        ('{"type": "drain", "groups": [1], "by": "x"}', "here: drain.groups.0: "),
+        ('{"type": "drain", "groups": [], "by": "x", "to": 1}', "here: drain.to: is no part"),
+        ('{"type": "drain", "groups": [], "by": "x", "local": true}', "here: drain.local: "),
+        ('{"type": "drain", "groups": [], "by": "x", "v": 2}', "here: drain.v: "),
+        (" " * (1024 * 1024 + 1), "here: 1048577 bytes; a message has at most 1048576"),
+    ],
+)
+def test_what_is_in_no_form_is_refused_with_place_and_mend(text: str, says: str) -> None:
+    with pytest.raises(OperatorError) as caught:
+        say.checked(text.encode(), "here")
+    assert str(caught.value).startswith(says)
+
+
+def test_the_schema_describes_what_is_accepted() -> None:
+    schema = say.schema()
+    kinds = {"#/$defs/" + name for name in schema["$defs"]}
+    assert {one["$ref"] for one in schema["oneOf"]} <= kinds
+    assert set(schema["$defs"]["Drain"]["properties"]) == {"groups", "by", "v", "type"}
+    assert schema["$defs"]["Death"]["required"] == ["group", "rank", "pid", "host", "by"]
+
+
+# --- leaving ---------------------------------------------------------------------------
+
+
+def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 2, 1).start()
+    job.train(2)
+    for member in job.members:
+        member.train(10_000)
+    with Desk(url) as desk:
+        record = leaving.drain(desk, ["1"], wait=LIMIT_S)
+    assert record.kind == "commit" and record.leavers == ("1",)
+    until(lambda: job.members[1].ended is not None, "it has left")
+    assert [m.restored for m in job.members] == [0, 0]
+
+
+def test_a_group_that_is_not_there_is_answered_with_those_that_are(
+    stack: ExitStack, memory: str
+) -> None:
+    job = Job(stack, memory, 2, 1).start()
+    job.train(1)
+    with Desk(memory) as desk, pytest.raises(OperatorError, match=r"no group '7'.*groups: 0, 1"):
+        leaving.drain(desk, ["0", "7"], wait=1)
+
+
+def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, memory: str) -> None:
+    job = Job(stack, memory, 2, 1).start()
+    job.train(2)  # and then nobody trains on
+    with Desk(memory) as desk, pytest.raises(OperatorError) as caught:
+        leaving.drain(desk, ["1"], wait=0.3)
+    assert "group 1 has not left within 0.3 s: nothing was committed" in str(caught.value)
+    job.train(3)  # the drain stands
+    until(lambda: job.members[1].ended is not None, "it has left")
+
+
+@contextmanager
+def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evict]]:
+    """Somebody who answers every eviction in these words."""
+    heard: queue.Queue[Evict] = queue.Queue()
+
+    def hear(payload: bytes) -> None:
+        word = decode_word(payload)
+        if isinstance(word, Evict):
+            heard.put(word)
+            for verdict, text in verdicts:
+                answer: Any = Answer(word.id, "the supervisor", verdict, text)  # type: ignore[arg-type]
+                bus.send(answer_inbox(word.id), encode_answer(answer))
+
+    with open_bus(url) as bus:
+        bus.subscribe(hear, lambda error: None)
+        yield heard
+
+
+def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 3, 1).start()
+    job.train(2)
+    accepted: list[str] = []
+    with supervisor(url, ("accepted", "ending"), ("done", "ended")) as heard, Desk(url) as desk:
+        done = leaving.evict(desk, "2", restart=True, grace=1.5, on_accepted=accepted.append)
+    assert accepted == ["the supervisor: ending"] and done.done == "ended"
+    assert done.told_dead == ("2/0: pid 1000 on host-2",)
+    command = heard.get(timeout=LIMIT_S)
+    assert (command.group, command.rank, command.grace, command.restart) == ("2", None, 1.5, True)
+    until(
+        lambda: (
+            [
+                m.engine.local.epoch is not None and len(m.engine.local.epoch.members)
+                for m in job.members[:2]
+            ]
+            == [2, 2]
+        ),
+        "an epoch without it",
+    )
+    # a command is traced by its host, and never meets the core
+    until(lambda: all(len(m.host.commands) == 1 for m in job.members), "all were handed it")
+    with open_bus(url) as bus:
+        bus.send(answer_inbox(command.id), b"x")
+        bus.delete(answer_inbox(command.id))
+
+
+def test_a_refusal_and_a_silence_are_said(
+    stack: ExitStack, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(stack, memory, 2, 1).start()
+    job.train(1)
+    monkeypatch.setattr(leaving, "FIRST_ANSWER_S", 0.3)
+
+    def evict(desk: Desk, place: str) -> str:
+        with pytest.raises(OperatorError) as caught:
+            leaving.evict(desk, place, restart=False, grace=0, on_accepted=lambda text: None)
+        return str(caught.value)
+
+    with Desk(memory) as desk:
+        assert "no group '9' is in the job; its groups: 0, 1" in evict(desk, "9")
+        assert "no rank 4 in group 1; its ranks: 0" in evict(desk, "1.4")
+        with supervisor(memory, ("refused", "the job is ending")):
+            assert evict(desk, "1.0") == "the supervisor refused: the job is ending"
+        assert "no supervisor answered on memory://" in evict(desk, "1")
+        assert "end it by hand" in evict(desk, "0")
+
+
+def test_an_answer_is_read_strictly() -> None:
+    answer = Answer("0" * 8, "me", "accepted", "x")
+    assert decode_answer(encode_answer(answer)) == answer
+    with pytest.raises(UnreadableMessage):
+        decode_answer(b'{"id": "00000000", "by": "me", "verdict": "perhaps"}')
+
+
+# --- watching --------------------------------------------------------------------------
+
+
+class Lines:
+    """A view that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[dict[str, object]] = queue.Queue()
+
+    def word(self, line: dict[str, object]) -> None:
+        self.events.put(line)
+
+    def state(self, watch: object, now: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def until(self, kind: str) -> dict[str, object]:
+        while (line := self.events.get(timeout=LIMIT_S))["event"] != kind:
+            pass
+        return line
+
+
+@contextmanager
+def watching(url: str) -> Iterator[tuple[Watch, Lines]]:
+    lines = Lines()
+    watch = Watch(url, lines)
+    thread = threading.Thread(target=watch.run, name="watch")
+    thread.start()
+    try:
+        yield watch, lines
+    finally:
+        watch.stop()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def states(watch: Watch) -> dict[str, str]:
+    return {row.group: row.state() for row in watch.model.rows()}
+
+
+def test_a_job_is_watched_through_a_drain_a_death_and_a_join(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 3, 1).start()
+    job.train(3)
+    with watching(url) as (watch, lines):
+        lines.until("watching")
+        assert states(watch) == dict.fromkeys("012", IN_EPOCH)
+        for member in job.members:
+            member.train(10_000)
+        lines.until("commit")
+        with open_bus(url) as bus:
+            bus.broadcast(b'{"type":"drain","groups":["2"],"by":"me","v":1}')
+            drained = lines.until("drain")
+            assert drained == {"event": "drain", "groups": ["2"], "by": "me"}
+            until(lambda: states(watch)["2"] == LEFT, "it has left")
+            bus.broadcast(
+                b'{"type":"death","group":"1","rank":0,"pid":1000,"host":"host-1","by":"xid",'
+                b'"cause":"XID 79","v":1}'
+            )
+            assert lines.until("death")["cause"] == "XID 79"
+        # it lives, and asks to come in again; a process that was said dead is not let in
+        until(lambda: states(watch)["1"] == JOINING, "it asks")
+        job.start_group("1", inc=2)[0].train(10_000)
+        until(lambda: states(watch)["1"] == IN_EPOCH, "the next process is in")
+        assert watch.model.head is not None and watch.model.head.epoch > 2
+        assert watch.model.rate(watch.model._commits[-1][0]) is not None
+
+
+def test_the_state_is_printed_once(stack: ExitStack, memory: str) -> None:
+    job = Job(stack, memory, 1, 2).start()
+    job.train(2)
+    stream = io.StringIO()
+    Watch(memory, JsonView(stream, lambda: 1.0, once=True)).once()
+    state = json.loads(stream.getvalue())
+    assert (state["event"], state["epoch"]) == ("state", 1) and state["step"] >= 2
+    assert state["groups"]["0"]["1"] == {"state": IN_EPOCH, "inc": 1, "pid": 1001, "host": "host-0"}
+    console = Console(file=io.StringIO(), width=120)
+    view = ScreenView(console, memory)
+    Watch(memory, view).once()
+    view.close()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "epoch 1,\nstep" in text or "epoch 1, step" in text
+    assert "1000@host-0, 1001@host-0" in text
+
+
+def test_a_bus_that_goes_away_is_said_and_tried_again() -> None:
+    server = serve_tcp(job="mine")
+    port = int(server.url.rpartition(":")[2].partition("/")[0])
+    with watching(server.url) as (watch, lines):
+        lines.until("watching")
+        server.close()
+        assert "cannot be reached" in str(lines.until("bus_lost")["cause"])
+        assert watch.model.lost
+        with serve_tcp(port=port, job="mine"):
+            lines.until("watching")
+            assert watch.model.lost == ""
+    with pytest.raises(BusUnreachable):
+        Watch(server.url, Lines()).once()
