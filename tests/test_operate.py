@@ -21,7 +21,7 @@ from fft.core.messages import Death, Drain, UnreadableMessage, decode
 from fft.operate import leaving, say
 from fft.operate.desk import Desk, OperatorError, bus_url
 from fft.operate.watch import JsonView, ScreenView, Watch
-from fft.operate.watching import IN_EPOCH, LEFT
+from fft.operate.watching import IN_EPOCH, JOINING, LEFT
 from fft.wire import EPOCH, HEAD, decode_packed, encode_command
 from fft.wire import decode as decode_word
 

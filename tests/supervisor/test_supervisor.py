@@ -8,6 +8,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 from supervisor_stage import WAIT_S, Job, Stage
 
 from fft.faults import FaultPlan
+from fft.operate import leaving
+from fft.operate.desk import Desk, OperatorError
 from fft.supervisor import RunConfig, SupervisorError
 from fft.supervisor.groups import Pauses
 
@@ -291,3 +294,71 @@ def test_a_used_trace_directory_is_refused(stage: Stage, tmp_path: Path) -> None
     (tmp_path / "g0r0i1.jsonl").write_text("")
     with pytest.raises(SupervisorError, match="name a fresh --trace-dir"):
         RunConfig([str(stage.script)], 1, 1, tmp_path).check()
+
+
+# --- commands of operators ---------------------------------------------------------------
+
+
+def evict(job: Job, place: str, **how: Any) -> tuple[list[str], str]:
+    """Evict as an operator does: what was accepted, and the last word."""
+    accepted: list[str] = []
+    with Desk(job.bus_url) as desk:
+        settings = {"restart": False, "grace": 30.0, **how}
+        done = leaving.evict(desk, place, on_accepted=accepted.append, **settings)
+    return accepted, done.done
+
+
+def test_an_evicted_group_is_ended_and_not_started_again(
+    run_job: StartJob, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUBBORN", "1")
+    with run_job(groups=2, ranks=2) as job:
+        actors = stage.enter(4)
+        os.kill(actors["1", "1"].pid, signal.SIGSTOP)
+        accepted, done = evict(job, "1", grace=0.5)
+        pids = f"{actors['1', '0'].pid}, {actors['1', '1'].pid}"
+        assert accepted == [f"the supervisor: ending pid {pids} of group 1"]
+        assert done == (
+            "group 1 has ended (rank 0: SIGKILL; rank 1: SIGKILL); it is not started again"
+        )
+        assert evict(job, "1", restart=True)[0] == ["the supervisor: no process to end"]
+        assert set(stage.enter(2)) == {("1", "0"), ("1", "1")}
+        evict(job, "1", grace=0.0)
+        for rank in "01":
+            actors["0", rank].order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok, "what was ended as asked is no failure"
+    assert supervised_children() == []
+
+
+def test_one_rank_is_evicted_and_its_group_starts_again(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=1, ranks=2) as job:
+        actors = stage.enter(2)
+        os.kill(actors["0", "1"].pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(evict, job, "0.1", restart=True)
+            assert actors["0", "1"].says() == {"heard": "sigterm"}, "it was woken, and asked"
+            actors["0", "1"].order("exit 3")
+            actors["0", "0"].gone()
+            accepted, done = answer.result(WAIT_S)
+        assert accepted == [f"the supervisor: ending pid {actors['0', '1'].pid} of group 0"]
+        assert done.endswith("rank 1: exit code 3); it is started again")
+        for actor in stage.enter(2).values():
+            actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_an_eviction_that_cannot_be_is_refused(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        for place, why in (("7", "no group '7' here; the groups: 0, 1"), ("1.4", "no rank 4")):
+            with pytest.raises(OperatorError, match=why):
+                evict(job, place)
+        job.supervisor.interrupt()
+        for actor in actors.values():
+            assert actor.says() == {"heard": "sigterm"}
+        with pytest.raises(OperatorError, match="the job is ending"):
+            evict(job, "1")
+        for actor in actors.values():
+            actor.order("exit 0")
+        assert job.verdict().ok
