@@ -89,6 +89,9 @@ def run(
     groups: Annotated[int, typer.Option(help="Number of replica groups.")] = 1,
     ranks: Annotated[int, typer.Option(help="Ranks in each group.")] = 1,
     faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
+    injectable: Annotated[
+        bool, typer.Option("--injectable", help="Allow `fft inject` to break this job.")
+    ] = False,
     trace_dir: Annotated[
         Path | None, typer.Option(help="For traces and logs; runs/<time> if absent.")
     ] = None,
@@ -113,6 +116,7 @@ def run(
             ranks=ranks,
             trace_dir=trace_dir or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}"),
             faults=faults,
+            injectable=injectable,
             min_groups=min_groups,
             max_restarts=max_restarts,
             stop_after_plan=stop_after_plan,
@@ -337,6 +341,51 @@ def evict(
     with _desk(bus) as desk:
         done = ask(desk, place, restart=restart, grace=grace, on_accepted=on_accepted)
     sys.stdout.write(done.done + "\n")
+
+
+@app.command()
+def inject(
+    kind: Annotated[str, typer.Argument(help="What to inject; `any` with --random.")],
+    bus: _Bus = None,
+    group: Annotated[str | None, typer.Option(help="The group it befalls.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The rank; 0 where a kind needs one.")] = None,
+    step: Annotated[int | None, typer.Option(help="Not before this step; now if absent.")] = None,
+    now: Annotated[bool, typer.Option("--now", help="At once; the same as no --step.")] = False,
+    phase: Annotated[str | None, typer.Option(help="Where in the step; `next` if absent.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long: hang, stop, slow.")] = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps: slow.")] = None,
+    holding_gil: Annotated[
+        bool | None, typer.Option("--holding-gil", help="Keep the interpreter's lock: hang.")
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option(help="before or after the reduction: nan_gradient.")
+    ] = None,
+    random: Annotated[
+        int | None, typer.Option(metavar="SEED", help="Draw places; print the plan.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="With --random: how many faults.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="With --random: steps between them.")] = 10,
+) -> None:
+    """Break a running job on purpose, if it was started to allow it."""
+    from fft.operate import injecting
+    from fft.operate.desk import OperatorError
+
+    given = {"group": group, "rank": rank, "phase": phase, "seconds": seconds, "steps": steps}
+    given |= {"holding_gil": holding_gil, "where": where}
+    options = {name: value for name, value in given.items() if value is not None}
+    with _desk(bus) as desk:
+        if now and step is not None:
+            raise OperatorError("--now and --step contradict each other; give one")
+        job = desk.job()
+        if random is None:
+            plan = injecting.single(job, kind, step, options)
+        else:
+            plan = injecting.drawn(job, kind, random, count, every, step, options)
+            sys.stdout.write(injecting.as_yaml(plan))
+        answers = injecting.send(desk, job, plan)
+    for answer in answers:
+        sys.stderr.write(f"fft: {answer.text}\n")
+    raise typer.Exit(0 if all(answer.ok for answer in answers) else 1)
 
 
 @app.command()

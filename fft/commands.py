@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from fft.core.messages import Count, Name, Text, unreadable
+from fft.faults import AnyFault
 
 LONGEST_GRACE_S = 600.0
 
@@ -46,8 +47,22 @@ class Evict:
     type: Literal["evict"] = "evict"
 
 
-Command = Evict
-COMMANDS = (Evict,)
+@dataclass(frozen=True, config=_CONFIG)
+class Inject:
+    """Break something on purpose: to the ranks that the fault names, or to the supervisor.
+
+    Obeyed only by processes that were started to allow it.
+    """
+
+    id: Id
+    fault: AnyFault
+    by: Text
+    v: Literal[1] = 1
+    type: Literal["inject"] = "inject"
+
+
+Command = Evict | Inject
+COMMANDS = (Evict, Inject)
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -42,7 +42,14 @@ from torchft.work import _DummyWork
 
 import fft.errors
 from fft.bus import BusError, ErrorBus, open_bus
-from fft.commands import Command, command_to_json
+from fft.commands import (
+    Answer,
+    Command,
+    Inject,
+    answer_inbox,
+    command_to_json,
+    encode_answer,
+)
 from fft.core.local import GENESIS, Config
 from fft.core.messages import (
     Applied,
@@ -68,9 +75,11 @@ from fft.core.participant import Participant
 from fft.data import DataSource, as_source, loaded
 from fft.engine import Engine
 from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
-from fft.faults import InjectedFault, Injector
+from fft.faults import Fault as InjectableFault
+from fft.injector import InjectedFault, Injector
 from fft.machine import Table
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.rollback.sockets import lose_connections
 from fft.rollback.state import StepState
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
@@ -130,6 +139,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._group_bus: ErrorBus | None = None
         self._txn: StartTxn | None = None
         self._applying: Apply | None = None
+        self._reduced: torch.Tensor | None = None
+        """The last tensor reduced in this txn, where faults may be injected."""
         self._raise_on_abort = False
         super().__init__(pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs)
         try:
@@ -255,7 +266,39 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 },
                 self._engine.local if self._engine else None,
             ),
+            hands=_Hands(self),
         )
+
+    def _obey(self, command: Command) -> None:
+        """Engine thread: an operator's word to the job. Traced if it concerns this participant."""
+        fault = command.fault if isinstance(command, Inject) else None
+        if isinstance(fault, InjectableFault):
+            if fault.group != self._peer.group:
+                return
+            if getattr(fault, "rank", None) not in (None, self._peer.rank):
+                return
+        refusal = None
+        if isinstance(fault, InjectableFault):
+            refusal = self._admit(fault)
+            self._answer(command, refusal)
+        local = self._engine.local if self._engine is not None else None
+        self._trace.note("command", {**command_to_json(command), "refused": refusal}, local)
+
+    def _admit(self, fault: InjectableFault) -> str | None:
+        """Have the fault carried out; or why not."""
+        if self._injector is None or not self._injector.open:
+            return "it was not started to allow it (fft run --injectable, or FFT_INJECT=1)"
+        self._injector.add(fault)
+        return None
+
+    def _answer(self, command: Command, refusal: str | None) -> None:
+        who = f"group {self._peer.group} rank {self._peer.rank}"
+        verdict: Literal["refused", "accepted"] = "accepted" if refusal is None else "refused"
+        word = encode_answer(Answer(command.id, who, verdict, refusal or "armed"))
+        try:
+            self._bus.send(answer_inbox(command.id), word)
+        except BusError as error:  # the engine will notice, if it lasts
+            logger.warning("could not answer a command: %s", error)
 
     def _install_drain_signal(self) -> None:
         name = os.environ.get("FFT_DRAIN_SIGNAL")
@@ -408,6 +451,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._served = False
         self._errored: ExceptionWithTraceback | None = None
         self._works.clear()
+        self._reduced = None
         self._manifest = _ManifestBuilder()
         self._step = plan.step
         self._participating_replica_rank = plan.index
@@ -447,6 +491,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             synchronize()
         if (error := self._pg.errored()) is not None:
             self.report_error(error)
+        if self._reduced is not None and self._injector and self._injector.poisons("after"):
+            _poison(self._reduced)
+        self._reduced = None
         if self._errored is None and self._injector and self._injector.fails_after_allreduce():
             self.report_error(RuntimeError("injected: the last all-reduce failed on this side"))
         self._inject("vote")
@@ -710,6 +757,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._raise_on_abort and (error := self._errored) is not None:
             raise TxnAborted(str(error.original_exception))
         self._manifest.add(tensor, reduce_op)
+        if self._injector is not None:
+            self._reduced = tensor
+            if self._injector.poisons("before"):
+                _poison(tensor)
         work: Work = super().allreduce(tensor, should_quantize, reduce_op)
         if isinstance(work, _DummyWork):
             # What torchft's DDP hook expects, which a bare _DummyWork makes it fail on.
@@ -892,8 +943,25 @@ class _EngineHost:
 
     def command(self, command: Command) -> None:
         manager = self._manager()
-        if manager is not None and manager._engine is not None:
-            manager._trace.note("command", command_to_json(command), manager._engine.local)
+        if manager is not None:
+            manager._obey(command)
+
+
+class _Hands:
+    """What the injector cannot do by itself; does not keep the manager alive."""
+
+    def __init__(self, manager: ManagerFFT) -> None:
+        self._manager = weakref.ref(manager)
+
+    def cut_network(self) -> None:
+        manager = self._manager()
+        for group in manager._groups() if manager is not None else ():
+            group.cut()
+
+    def lose_bus(self) -> None:
+        manager = self._manager()
+        if manager is not None:
+            lose_connections(manager._bus.url)
 
 
 class _Reported(ExceptionWithTraceback):  # type: ignore[misc]
@@ -994,6 +1062,12 @@ class _ManifestBuilder:
     def build(self) -> Manifest:
         """The manifest so far."""
         return Manifest(self._count, self._bytes, self._shapes.hexdigest())
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Make one value of ``tensor`` NaN, as a memory error would."""
+    with torch.no_grad():
+        tensor[(0,) * tensor.dim()] = float("nan")
 
 
 def _tensor_bytes(value: Any) -> int:

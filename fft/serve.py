@@ -6,10 +6,12 @@ process-wide thing is the signal handling of `serve_forever`, which is a program
 
 from __future__ import annotations
 
+import secrets
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -39,20 +41,44 @@ class ServiceError(FftError):
 class Services:
     """A running bus and lighthouse. `close` ends both; it may be called twice."""
 
-    def __init__(self, host: str, bus: _BusServer, lighthouse: _Lighthouse) -> None:
-        self._bus = bus
-        self._lighthouse: _Lighthouse | None = lighthouse
+    def __init__(
+        self,
+        host: str,
+        bus: Callable[[int | None], _BusServer],
+        lighthouse: Callable[[int | None], _Lighthouse],
+    ) -> None:
+        """``bus`` and ``lighthouse`` start one, at a port, or (None) at the one first asked for."""
+        self._make_bus, self._make_lighthouse = bus, lighthouse
+        self._bus = bus(None)
+        try:
+            made = lighthouse(None)
+        except ServiceError:
+            self._bus.close()
+            raise
+        self._lighthouse: _Lighthouse | None = made
         # The lighthouse names itself by host name, which need not resolve; its port is right.
         # A wildcard address cannot be connected to, so there the host name has to do.
         name = socket.gethostname() if host in _WILDCARDS else host
         name = f"[{name}]" if ":" in name else name
-        self.lighthouse_url = f"http://{name}:{urlsplit(lighthouse.address()).port}"
-        bus_parts = urlsplit(bus.url)
+        self.lighthouse_url = f"http://{name}:{urlsplit(made.address()).port}"
+        bus_parts = urlsplit(self._bus.url)
         self.bus_url = f"tcp://{name}:{bus_parts.port}{bus_parts.path}"
 
     def announcement(self) -> str:
         """The line by which a job finds both services, as environment settings."""
         return f"TORCHFT_LIGHTHOUSE={self.lighthouse_url} FFT_BUS={self.bus_url}"
+
+    def restart_lighthouse(self) -> None:
+        """End the lighthouse and start one at the same address. Raises ServiceError."""
+        port = urlsplit(self.lighthouse_url).port
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = self._make_lighthouse(port)
+
+    def restart_bus(self) -> None:
+        """End the bus, and start one there that knows nothing. Raises ServiceError."""
+        self._bus.close()
+        self._bus = self._make_bus(urlsplit(self.bus_url).port)
 
     def close(self) -> None:
         """End both services and free their ports."""
@@ -82,17 +108,25 @@ def start_services(
 
     from fft.bus import BusError, serve_tcp
 
-    try:
-        bus = serve_tcp(host, port, job)
-    except (BusError, RuntimeError, OSError) as error:
-        raise ServiceError(_not_started("bus", host, port, error)) from error
-    bind_host = f"[{host}]" if ":" in host else host
-    try:
-        lighthouse = LighthouseServer(f"{bind_host}:{lighthouse_port}", min_replicas=min_groups)
-    except (RuntimeError, OSError) as error:
-        bus.close()
-        raise ServiceError(_not_started("lighthouse", host, lighthouse_port, error)) from error
-    return Services(host, bus, lighthouse)
+    job = job or "job-" + secrets.token_hex(4)
+
+    def make_bus(at: int | None) -> _BusServer:
+        at = port if at is None else at
+        try:
+            return serve_tcp(host, at, job)
+        except (BusError, RuntimeError, OSError) as error:
+            raise ServiceError(_not_started("bus", host, at, error)) from error
+
+    def make_lighthouse(at: int | None) -> _Lighthouse:
+        at = lighthouse_port if at is None else at
+        bind_host = f"[{host}]" if ":" in host else host
+        try:
+            made: _Lighthouse = LighthouseServer(f"{bind_host}:{at}", min_replicas=min_groups)
+        except (RuntimeError, OSError) as error:
+            raise ServiceError(_not_started("lighthouse", host, at, error)) from error
+        return made
+
+    return Services(host, make_bus, make_lighthouse)
 
 
 def serve_forever(services: Services) -> None:

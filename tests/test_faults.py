@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from fft.faults import FaultPlan, FaultPlanError, InjectedFault, Injector, load_plan
+from fft.faults import FaultPlan, FaultPlanError, load_plan
+from fft.injector import InjectedFault, Injector
 
 GOOD = """
 faults:
@@ -252,7 +253,8 @@ def test_a_group_fault_does_not_fire_late_on_a_rank_that_had_not_begun() -> None
 
 KILLED = """
 import sys
-from fft.faults import FaultPlan, Injector
+from fft.faults import FaultPlan
+from fft.injector import Injector
 plan = FaultPlan.model_validate({"faults": [
     {"name": "x", "kind": sys.argv[1], "step": 0, "group": 0,
      **({"phase": "vote"} if sys.argv[1] == "kill" else {})}]})

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from fft.commands import Command, Evict
+from fft.commands import COMMANDS, Command
 from fft.core.messages import MAX_MESSAGE, Death, Drain, encode
 from fft.operate.desk import OperatorError
 from fft.wire import encode_command
 
 Sayable = Death | Drain | Command
-_KINDS = ("death", "drain", "evict")
+_KINDS = ("death", "drain", "evict", "inject")
 _HELP = "`fft say --schema` prints the form, and --raw sends it as it is"
 
 
@@ -70,7 +70,7 @@ def checked(text: bytes, source: str) -> bytes:
         raise OperatorError(f"{source}: {_problem(error)}; {_HELP}") from None
     if isinstance(message, Drain) and message.local:
         raise OperatorError(f"{source}: drain.local: a group says this of itself; take it out")
-    return encode_command(message) if isinstance(message, Evict) else encode(message)
+    return encode_command(message) if isinstance(message, COMMANDS) else encode(message)
 
 
 def _problem(error: ValidationError) -> str:

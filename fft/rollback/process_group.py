@@ -365,6 +365,14 @@ class AbortableGroup:
             self._native_abort()
             self._entomb(era)
 
+    def cut(self) -> int:
+        """End the group's connections as a network would, without a word; how many there were.
+
+        For faults injected on purpose. The group's next ops fail; configure it again.
+        """
+        era = self._era
+        return sockets.shut_down(era.own, era.peers, writing=True)
+
     def quiesce(self, timeout: timedelta) -> None:
         """After `abort`: wait until no op of the old group can write a tensor any more.
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 Address = tuple[str, int]
 T = TypeVar("T")
@@ -143,6 +144,19 @@ def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool)
                 with suppress(OSError):  # the peer was faster
                     sock.shutdown(how)
     return count
+
+
+def lose_connections(url: str) -> int:
+    """Shut down every connection of this process to the server at ``url``; how many there were.
+
+    For faults injected on purpose. Raises ``ValueError`` if the URL names no host and port.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname or not parts.port:
+        raise ValueError(f"{url} has no connection that could be lost")
+    found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    peers = frozenset(plain for *_, address in found if (plain := _plain(address)) is not None)
+    return shut_down(frozenset(), peers, writing=True)
 
 
 def parked_threads(name: str) -> dict[str, str] | None:

@@ -3,7 +3,8 @@
 It starts and ends processes, says on the bus who died, reads the traces for the progress of
 the job, and writes to the given display. It takes no signal handlers: `Supervisor.interrupt`
 is there for whoever does. Its only waits are one `select` and bounded. It obeys the commands of
-operators on the bus that concern processes (`fft evict`).
+operators on the bus that concern processes or services (`fft evict`, `fft inject`), and carries out
+the faults of a plan that concern its services.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from fft.bus import BusError, ErrorBus, open_bus
-from fft.commands import Evict
+from fft.commands import Command, Evict, Inject, fresh_id
 from fft.errors import FftError
-from fft.faults import DrainFault, FaultPlan
-from fft.progress import Display, Row, Snapshot, TraceTail, row_of
-from fft.serve import Services
+from fft.faults import BusRestartFault, DrainFault, FaultPlan, ServiceFault
+from fft.progress import Display, Injected, Row, Snapshot, TraceTail, row_of
+from fft.serve import ServiceError, Services
 from fft.supervisor.children import Child, cause_of
 from fft.supervisor.commands import CommandEar
 from fft.supervisor.groups import Group, base_env
 from fft.supervisor.watch import PlanWatch
+from fft.wire import encode_command
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
@@ -50,6 +52,7 @@ class RunConfig:
     ranks: int
     trace_dir: Path
     faults: Path | None = None
+    injectable: bool = False
     min_groups: int = 1
     max_restarts: int = 10
     stop_after_plan: int | None = None
@@ -100,6 +103,9 @@ class Supervisor:
         names = [str(number) for number in range(config.groups)]
         self._groups = {name: Group(name, config.ranks) for name in names}
         self._drains_seen: set[str] = set()
+        self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
+        self._forgot = False
+        """The bus has lost the job's state, and no process can go on with it."""
         self._watch = (
             PlanWatch(plan, names, config.stop_after_plan, config.min_steps)
             if config.stop_after_plan is not None
@@ -127,8 +133,7 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         self._tail = TraceTail(self._config.trace_dir)
         try:
-            self._bus = open_bus(self._services.bus_url)
-            self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
+            self._open_bus()
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
@@ -137,6 +142,10 @@ class Supervisor:
             return self._judge()
         finally:
             self._end()
+
+    def _open_bus(self) -> None:
+        self._bus = open_bus(self._services.bus_url)
+        self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
 
     # --- one turn of the loop ----------------------------------------------------------
 
@@ -162,6 +171,9 @@ class Supervisor:
     def _look(self) -> None:
         """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
         view = self._tail.poll()
+        for fault in [fault for fault in self._pending if view.step >= fault.step]:
+            self._pending.remove(fault)
+            self._restart_service(fault)
         for group in self._groups.values():
             if group.return_at_step is not None and view.step >= group.return_at_step:
                 group.return_at_step, group.restart_at = None, time.monotonic()
@@ -170,8 +182,9 @@ class Supervisor:
         if self._display is not None:
             rows = [self._row(group) for group in self._groups.values()]
             elapsed = time.monotonic() - self._began
-            fired, planned = len(view.injected), len(self._plan.faults)
-            self._display.show(Snapshot(elapsed, rows, fired, planned))
+            names = {fault.name for fault in self._plan.faults}
+            fired = len(names & view.injected.keys())
+            self._display.show(Snapshot(elapsed, rows, fired, len(names)))
 
     def _row(self, group: Group) -> Row:
         """The group on the screen; what its dead incarnations did last is not shown as news."""
@@ -208,6 +221,8 @@ class Supervisor:
         }
         if config.faults is not None:
             services["FFT_FAULTS"] = str(config.faults.resolve())
+        if config.injectable or config.faults is not None:
+            services["FFT_INJECT"] = "1"
         group.known_incs = self._tail.view.incs(group.name)
         logs = config.trace_dir / "logs"
         for child in group.start(list(config.script), base_env(services), logs, config.groups):
@@ -262,7 +277,7 @@ class Supervisor:
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
             return
-        if self._drain_until is not None:
+        if self._drain_until is not None or self._forgot:
             return
         if group.finished:
             self._plan_return(group)
@@ -316,11 +331,19 @@ class Supervisor:
             refusal = self._refusal(command)
             if ear is not None and refusal is not None:
                 ear.answer(command, "refused", refusal)
-            else:
+            elif isinstance(command, Evict):
                 self._evict(command)
+            elif isinstance(command.fault, ServiceFault):
+                if ear is not None:
+                    ear.answer(command, "accepted", f"armed for step {command.fault.step}")
+                self._pending.append(command.fault)
 
-    def _refusal(self, command: Evict) -> str | None:
-        """Why the command is not obeyed; None: it is."""
+    def _refusal(self, command: Command) -> str | None:
+        """Why the command is not obeyed; None: it is, or it is not for us."""
+        if isinstance(command, Inject):
+            allowed = self._config.injectable or self._config.faults is not None
+            is_ours = isinstance(command.fault, ServiceFault)
+            return "it runs without --injectable" if is_ours and not allowed else None
         group = self._groups.get(command.group)
         if group is None:
             return f"no group {command.group!r} here; the groups: {', '.join(self._groups)}"
@@ -359,6 +382,39 @@ class Supervisor:
             group.restart_at, after = time.monotonic(), "it is started again"
         if self._ear is not None:
             self._ear.answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
+
+    # --- faults of the services --------------------------------------------------------
+
+    def _restart_service(self, fault: ServiceFault) -> None:
+        """Carry out a fault, and have the participants trace it."""
+        logger.info("injected: %s", fault)
+        view = self._tail.view
+        epoch = max((rank.epoch for rank in view.ranks.values()), default=0)
+        kind = "bus_restart" if isinstance(fault, BusRestartFault) else "lighthouse_restart"
+        view.injected[fault.name] = Injected(fault.name, kind, "", view.step, epoch)
+        if self._bus is not None and fault in self._plan.faults:
+            word = Inject(fresh_id(), fault, "supervisor")
+            with suppress(BusError):
+                self._bus.broadcast(encode_command(word))
+        try:
+            if isinstance(fault, BusRestartFault):
+                self._restart_bus()
+            else:
+                self._services.restart_lighthouse()
+        except (ServiceError, BusError) as error:
+            self._problems.append(f"{fault.name}: {error}")
+
+    def _restart_bus(self) -> None:
+        self._forgot = True
+        self._problems.append(
+            "the bus was restarted, and has forgotten the job: its processes stop, and none is "
+            "started again; begin a new job from a checkpoint"
+        )
+        for old in (self._ear, self._bus):
+            if old is not None:
+                old.close()
+        self._services.restart_bus()
+        self._open_bus()
 
     # --- the end -----------------------------------------------------------------------
 

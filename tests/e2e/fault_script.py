@@ -1,0 +1,62 @@
+"""A small job for test_injected.py; `fft run` starts it. Trains until it is drained."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torchft import ProcessGroupGloo
+
+import fft
+
+LIMIT = timedelta(seconds=60)
+WIDTH = 16
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Random vectors, equal in every process."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.x[index]
+
+
+def main() -> None:
+    """Train; every commit is traced with a digest of the weights."""
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id=os.environ["REPLICA_GROUP_ID"],
+        init_sync=False,
+        # on a busy machine a group may start late; a lost bus shall not cost the test 30 s
+        timeouts={"join_window": 30.0, "bus_limit": 10.0},
+        connect_timeout=timedelta(seconds=3),
+        digest="commit",
+    )
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)], nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager.register(model, optimizer)
+    manager.sync_gradients(model)
+    try:
+        for txn in manager.transactions(fft.CursorLoader(Samples(), batch_size=4, seed=5)):
+            with txn:
+                x = txn.batch
+                loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
+                loss.backward()
+                txn.log(loss=loss.item())
+    finally:
+        manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()
