@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 from fft.errors import FftError
 
+_FREE_S = 5.0  # for a lighthouse to let go of its port
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WILDCARDS = {"0.0.0.0", "::"}
 
@@ -70,10 +72,22 @@ class Services:
 
     def restart_lighthouse(self) -> None:
         """End the lighthouse and start one at the same address. Raises ServiceError."""
+        old, self._lighthouse = self._lighthouse, None
+        if old is None:
+            return
         port = urlsplit(self.lighthouse_url).port
-        if self._lighthouse is not None:
-            self._lighthouse.shutdown()
-            self._lighthouse = self._make_lighthouse(port)
+        old.shutdown()
+        del old
+        deadline = time.monotonic() + _FREE_S
+        while True:  # torchft lets go of the port some time after shutdown(), and says not when
+            try:
+                self._lighthouse = self._make_lighthouse(port)
+            except ServiceError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
     def restart_bus(self) -> None:
         """End the bus, and start one there that knows nothing. Raises ServiceError."""
@@ -83,10 +97,9 @@ class Services:
     def close(self) -> None:
         """End both services and free their ports."""
         lighthouse, self._lighthouse = self._lighthouse, None
-        if lighthouse is None:
-            return
         try:
-            lighthouse.shutdown()
+            if lighthouse is not None:
+                lighthouse.shutdown()
         finally:
             self._bus.close()
 

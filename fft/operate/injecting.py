@@ -152,7 +152,9 @@ def _plan(job: JobState, entries: list[dict[str, Any]]) -> FaultPlan:
     except ValidationError as error:
         raise OperatorError(first_problem(error)) from None
     for fault in plan.faults:
-        if isinstance(fault, Fault) and fault.group not in job.groups:
+        if not isinstance(fault, Fault):
+            continue
+        if fault.group not in job.groups:
             raise OperatorError(f"no group {fault.group!r}; the groups: {listed(job.groups)}")
         if not _meant(job, fault):
             raise OperatorError(f"no rank {getattr(fault, 'rank', 0)} in group {fault.group}")

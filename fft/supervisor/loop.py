@@ -104,6 +104,8 @@ class Supervisor:
         self._groups = {name: Group(name, config.ranks) for name in names}
         self._drains_seen: set[str] = set()
         self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
+        self._told: set[str] = set()
+        """Commands that are our own word to the participants."""
         self._forgot = False
         """The bus has lost the job's state, and no process can go on with it."""
         self._watch = (
@@ -328,6 +330,8 @@ class Supervisor:
     def _obey(self) -> None:
         ear = self._ear
         for command in ear.take() if ear is not None else ():
+            if command.id in self._told:
+                continue
             refusal = self._refusal(command)
             if ear is not None and refusal is not None:
                 ear.answer(command, "refused", refusal)
@@ -394,6 +398,7 @@ class Supervisor:
         view.injected[fault.name] = Injected(fault.name, kind, "", view.step, epoch)
         if self._bus is not None and fault in self._plan.faults:
             word = Inject(fresh_id(), fault, "supervisor")
+            self._told.add(word.id)
             with suppress(BusError):
                 self._bus.broadcast(encode_command(word))
         try:

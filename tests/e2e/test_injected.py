@@ -47,6 +47,11 @@ def injected(traces: Path) -> dict[str, dict[str, Any]]:
     return {note["data"]["name"]: note for note in notes(traces, "inject")}
 
 
+def broken(traces: Path) -> set[str]:
+    """The guarantees that the audit finds violated."""
+    return {finding.name for finding in audit_dir(traces).findings if finding.violation}
+
+
 def seconds_to_commit(traces: Path, note: dict[str, Any]) -> float:
     """From the injection to the step that it met being committed on that rank."""
     consumed = [n for n in notes(traces, "consumed") if n["group"] == note["group"]]
@@ -118,7 +123,7 @@ def test_a_nan_is_committed_and_shows_in_the_audit_where_replicas_differ(
         assert math.isnan(last["0"])
         assert report.ok, report.render()
     else:
-        assert not report.ok and "replicas_equal" in report.render()
+        assert broken(traces) == {"replicas_equal"}
 
 
 BUS_LOSS = """
@@ -130,8 +135,7 @@ faults:
 @pytest.mark.multiprocess
 def test_a_rank_that_loses_the_bus_stops_and_comes_back_as_a_new_process(tmp_path: Path) -> None:
     traces, _ = run(tmp_path, BUS_LOSS, "--stop-after-plan", "3")
-    report = audit_dir(traces)
-    assert report.ok, report.render()
+    assert broken(traces) <= {"decided"}, "it may stop in doubt, and nothing worse"
     assert "lost" in injected(traces)
     assert list(traces.glob("g1r0i2.jsonl")), "it was started again"
     assert not list(traces.glob("g0r0i2.jsonl")), "the other group went on"
@@ -147,8 +151,7 @@ faults:
 @pytest.mark.multiprocess
 def test_a_bus_that_was_restarted_ends_the_job_with_a_reason(tmp_path: Path) -> None:
     traces, said = run(tmp_path, BUS_RESTART, code=1)
-    report = audit_dir(traces)
-    assert report.ok, report.render()
+    assert broken(traces) <= {"decided"}, "it may stop in doubt, and nothing worse"
     assert "the bus was restarted, and has forgotten the job" in said
     assert len(list(traces.glob("g*.jsonl"))) == 2, "nobody was started again"
     for group in (0, 1):
