@@ -1,0 +1,245 @@
+"""The injector besides raising and killing: hangs, stops, delays, and what is commanded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import yaml
+
+from fft.afflictions import hang, stop_oneself
+from fft.core.messages import GroupEntry, Peer, RankEntry, Record
+from fft.faults import MODELS, Fault, FaultPlan, load_plan
+from fft.injector import InjectedFault, Injector
+from fft.operate import injecting
+from fft.operate.desk import JobState, OperatorError
+
+LIMIT_S = 60.0
+
+
+def fault(kind: str, **fields: Any) -> Fault:
+    entry = {"name": kind, "kind": kind, "step": 3, "group": "0", **fields}
+    made = FaultPlan.model_validate({"faults": [entry]}).faults[0]
+    assert isinstance(made, Fault)
+    return made
+
+
+class Hands:
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def cut_network(self) -> None:
+        self.did.append("cut_network")
+
+    def lose_bus(self) -> None:
+        self.did.append("lose_bus")
+
+
+def no_claim(key: str) -> bool:
+    raise AssertionError(f"{key} was claimed")
+
+
+def injector(*planned: Fault, hands: Hands | None = None) -> Injector:
+    plan = FaultPlan(faults=list(planned))  # type: ignore[arg-type]
+    return Injector(plan, "0", 0, 1, lambda key: True, lambda told: None, None, hands)
+
+
+# --- commanded -----------------------------------------------------------------------------
+
+
+def test_a_commanded_fault_fires_in_the_txn_that_is_under_way_and_claims_nothing() -> None:
+    one = Injector(FaultPlan(faults=[]), "0", 0, 1, no_claim, lambda told: None)
+    one.begin(7, 2, 0)
+    one.at("forward")
+    one.add(fault("exception", rank=0, phase="next"))
+    with pytest.raises(InjectedFault, match="exception at backward, step 7"):
+        one.at("backward")
+    one.begin(7, 2, 0)
+    one.at("backward")
+
+
+def test_a_commanded_fault_waits_for_its_step_and_its_place() -> None:
+    one = injector()
+    one.add(fault("exception", rank=0, phase="vote", step=9))
+    for step in (7, 8):
+        one.begin(step, 1, 0)
+        one.at("vote")
+    one.begin(9, 1, 0)
+    one.at("forward")
+    with pytest.raises(InjectedFault):
+        one.at("vote")
+
+
+def test_next_is_never_the_optimizer_step() -> None:
+    one = injector(fault("exception", rank=0, phase="next"))
+    one.begin(3, 1, 0)
+    one.at("apply")
+    with pytest.raises(InjectedFault):
+        one.at("forward")
+
+
+def test_a_commanded_kill_of_a_group_needs_no_claim() -> None:
+    told: list[InjectedFault] = []
+
+    def tell(injected: InjectedFault) -> None:
+        told.append(injected)
+        raise KeyboardInterrupt  # before it kills this process
+
+    one = Injector(FaultPlan(faults=[]), "0", 0, 2, no_claim, tell)
+    one.add(fault("kill", phase="vote"))
+    one.begin(3, 1, 0)
+    with pytest.raises(KeyboardInterrupt):
+        one.at("vote")
+    assert [injected.kind for injected in told] == ["kill"]
+
+
+def test_connections_are_ended_by_those_who_own_them() -> None:
+    hands = Hands()
+    faults = [fault(kind, rank=0, phase="vote") for kind in ("network_cut", "bus_loss")]
+    one = injector(*faults, hands=hands)
+    one.begin(3, 1, 0)
+    one.at("vote")
+    assert hands.did == ["cut_network", "lose_bus"]
+
+
+def test_a_gradient_is_poisoned_once_and_where_it_was_asked_for() -> None:
+    one = injector(fault("nan_gradient", rank=0, where="after"))
+    one.begin(3, 1, 0)
+    assert [one.poisons("before"), one.poisons("after"), one.poisons("after")] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_straggler_is_late_once_in_each_of_its_steps() -> None:
+    one = injector(fault("slow", rank=0, seconds=0.05, steps=2))
+    late = []
+    for step in range(2, 7):
+        one.begin(step, 1, 0)
+        began = time.monotonic()
+        one.at("before_allreduce")
+        late.append(time.monotonic() - began >= 0.05)
+        one.at("after_allreduce")
+    assert late[1:3] == [True, True]
+    assert one._delays == 0
+
+
+# --- hanging and stopping ------------------------------------------------------------------
+
+TICKS = """
+import sys, threading, time
+from fft.afflictions import hang
+count, end = 0, threading.Event()
+def tick():
+    global count
+    while not end.wait(0.01):
+        count += 1
+thread = threading.Thread(target=tick)
+thread.start()
+hang(0.05)
+before = count
+hang(0.6, holding_gil=sys.argv[1] == "holding")
+print(count - before)
+end.set()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["holding", "releasing"])
+def test_other_threads_run_on_unless_the_lock_is_held(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TICKS, how], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    ticks = int(done.stdout)
+    assert ticks <= 1 if how == "holding" else ticks >= 2
+
+
+def test_a_signal_does_not_shorten_a_hang_that_holds_the_lock() -> None:
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        began = time.monotonic()
+        hang(0.3, holding_gil=True)
+        assert time.monotonic() - began >= 0.3
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+STOPPED = """
+from fft.afflictions import stop_oneself
+stop_oneself({seconds})
+print("woken", flush=True)
+"""
+
+
+def test_a_stopped_process_is_woken_and_nothing_is_left() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", STOPPED.format(seconds=0.3)], stdout=subprocess.PIPE, text=True
+    )
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
+    out, _ = child.communicate(timeout=LIMIT_S)
+    assert out == "woken\n" and child.returncode == 0
+
+
+def test_the_waker_ends_with_a_process_that_is_killed_while_it_is_stopped() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", STOPPED.format(seconds=3600)], stderr=subprocess.PIPE
+    )
+    os.waitpid(child.pid, os.WUNTRACED)
+    child.kill()
+    # the waker has inherited the other end of this pipe, which ends with the last who holds it
+    assert child.communicate(timeout=LIMIT_S)[1] == b""
+
+
+def test_stopping_leaves_no_descriptor_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stop_oneself(0.05)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- drawing a plan ------------------------------------------------------------------------
+
+
+def job(step: int, ranks: int = 2) -> JobState:
+    entries = tuple(
+        GroupEntry(g, "s:1", tuple(RankEntry(r, 1, True, "t", 1, "h") for r in range(ranks)))
+        for g in "01"
+    )
+    head = Record(4, "epoch", 1, 0, step, "l", 0, 0, Peer("0", 0, 1), entries)
+    return JobState(head, head)
+
+
+def test_a_seed_draws_the_same_plan_and_a_file_of_it_runs(tmp_path: Any) -> None:
+    plan = injecting.drawn(job(5), "any", 7, 30, 4, None, {})
+    assert plan == injecting.drawn(job(5), "any", 7, 30, 4, None, {})
+    assert plan != injecting.drawn(job(5), "any", 8, 30, 4, None, {})
+    assert [f.step for f in plan.faults] == list(range(6, 126, 4))
+    assert {f.kind for f in plan.faults} == set(injecting.SURVIVED)
+    path = tmp_path / "plan.yaml"
+    path.write_text(injecting.as_yaml(plan))
+    assert load_plan(path, groups=2, ranks=2) == plan
+    assert yaml.safe_load(path.read_text())["faults"][0]["name"] == "seed-7-0"
+
+
+def test_a_drawn_plan_keeps_to_what_was_given() -> None:
+    plan = injecting.drawn(job(5), "stop", 1, 9, 1, 40, {"group": "1", "seconds": 2.0})
+    assert {(f.kind, f.group, f.seconds) for f in plan.faults} == {("stop", "1", 2.0)}  # type: ignore[union-attr]
+    assert {f.rank for f in plan.faults} == {0, 1}  # type: ignore[union-attr]
+    with pytest.raises(OperatorError, match="no kind 'boom'"):
+        injecting.drawn(job(5), "boom", 1, 1, 1, None, {})
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_every_kind_can_be_asked_for_in_one_word(kind: str) -> None:
+    is_of_group = issubclass(MODELS[kind], Fault)
+    plan = injecting.single(job(5), kind, None, {"group": "1"} if is_of_group else {})
+    assert plan.faults[0].kind == kind and plan.faults[0].step == 0
