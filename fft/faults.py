@@ -168,7 +168,7 @@ class BusLossFault(Fault):
 
 
 class ServiceFault(Entry):
-    """What the supervisor does to the services that it hosts."""
+    """What the supervisor does to the services that it hosts, soon after its step has begun."""
 
 
 class BusRestartFault(ServiceFault):

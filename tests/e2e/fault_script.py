@@ -1,8 +1,12 @@
-"""A small job for test_injected.py; `fft run` starts it. Trains until it is drained."""
+"""A small job for test_injected.py; `fft run` starts it. Trains until it is drained.
+
+Arguments: NAME=SECONDS, further timeouts.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -30,6 +34,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 def main() -> None:
     """Train; every commit is traced with a digest of the weights."""
+    more = {name: float(value) for name, _, value in (a.partition("=") for a in sys.argv[1:])}
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -38,7 +43,7 @@ def main() -> None:
         replica_id=os.environ["REPLICA_GROUP_ID"],
         init_sync=False,
         # on a busy machine a group may start late; a lost bus shall not cost the test 30 s
-        timeouts={"join_window": 30.0, "bus_limit": 10.0},
+        timeouts={"join_window": 30.0, "bus_limit": 10.0, **more},
         connect_timeout=timedelta(seconds=3),
         digest="commit",
     )

@@ -32,12 +32,14 @@ faults:
 """
 
 
-def run(root: Path, plan: str, *arguments: str, code: int = 0) -> tuple[Path, str]:
+def run(
+    root: Path, plan: str, *arguments: str, code: int = 0, timeouts: tuple[str, ...] = ()
+) -> tuple[Path, str]:
     """A job to its end: its traces, and what it wrote on stderr."""
     (root / "plan.yaml").write_text(plan)
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--trace-dir"]
     command += [str(root / "run"), "--faults", str(root / "plan.yaml"), "--no-progress"]
-    command += ["--timeout", str(LIMIT_S - 20), *arguments, str(SCRIPT)]
+    command += ["--timeout", str(LIMIT_S - 20), *arguments, str(SCRIPT), *timeouts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
     assert done.returncode == code, done.stdout + done.stderr
     return root / "run", done.stderr
@@ -98,6 +100,28 @@ def test_a_restarted_lighthouse_is_told_to_all_and_costs_nothing(survived: Path)
     told = [n for n in notes(survived, "command") if n["data"]["fault"]["name"] == "lighthouse"]
     assert {n["group"] for n in told} == {"0", "1"}
     assert not [r for r in aborts(survived) if 14 <= r["step"] <= 19]
+
+
+LONG_HANGS = """
+faults:
+  - {name: hang, kind: hang, step: 4, group: 1, rank: 0, phase: forward, seconds: 8}
+  - {name: hang-gil, kind: hang, step: 8, group: 1, rank: 0, phase: forward, seconds: 8,
+     holding_gil: true, with_groups: 2, settled_steps: 2}
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_long_hang_is_gone_on_without_and_let_in_again(tmp_path: Path) -> None:
+    """Takes half a minute."""
+    short = ("vote_window=2", "ack_window=1", "bus_retry=0.5")
+    arguments = ["--stop-after-plan", "3", "--max-restarts", "0"]
+    traces, _ = run(tmp_path, LONG_HANGS, *arguments, timeouts=short)
+    assert broken(traces) == set()
+    assert len(list(traces.glob("g*.jsonl"))) == 2, "nobody was started again"
+    for note in injected(traces).values():
+        after = [r for r in records(traces) if r["epoch"] > note["epoch"] and r["members"]]
+        sizes = [len(r["members"]) for r in after]
+        assert 1 in sizes and 2 in sizes[sizes.index(1) :], (note["data"]["name"], sizes)
 
 
 POISONED = """
