@@ -370,7 +370,7 @@ class Supervisor:
         text = f"ending pid {pids} of group {group.name}" if living else "no process to end"
         if self._ear is not None:
             self._ear.answer(command, "accepted", text)
-        if not living:
+        if not group.living:
             self._finish_eviction(group, command)
             return
         group.kill_at = time.monotonic() + command.grace
@@ -382,7 +382,7 @@ class Supervisor:
         group.eviction, group.kill_at, group.evicted = None, None, True
         ends = "; ".join(f"rank {child.rank}: {cause_of(child.code)}" for child in group.children)
         after = "it is not started again"
-        if command.restart and self._drain_until is None:
+        if command.restart and self._drain_until is None and not self._forgot:
             group.restart_at, after = time.monotonic(), "it is started again"
         if self._ear is not None:
             self._ear.answer(command, "done", f"group {group.name} has ended ({ends}); {after}")

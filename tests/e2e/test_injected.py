@@ -104,15 +104,15 @@ def test_a_restarted_lighthouse_is_told_to_all_and_costs_nothing(survived: Path)
 
 LONG_HANGS = """
 faults:
-  - {name: hang, kind: hang, step: 4, group: 1, rank: 0, phase: forward, seconds: 8}
-  - {name: hang-gil, kind: hang, step: 8, group: 1, rank: 0, phase: forward, seconds: 8,
+  - {name: hang, kind: hang, step: 4, group: 1, rank: 0, phase: vote, seconds: 8}
+  - {name: hang-gil, kind: hang, step: 8, group: 1, rank: 0, phase: vote, seconds: 8,
      holding_gil: true, with_groups: 2, settled_steps: 2}
 """
 
 
 @pytest.mark.multiprocess
 def test_a_long_hang_is_gone_on_without_and_let_in_again(tmp_path: Path) -> None:
-    """Takes half a minute."""
+    """At the vote, where its peers wait for its word and not in a collective. Half a minute."""
     short = ("vote_window=2", "ack_window=1", "bus_retry=0.5")
     arguments = ["--stop-after-plan", "3", "--max-restarts", "0"]
     traces, _ = run(tmp_path, LONG_HANGS, *arguments, timeouts=short)

@@ -18,7 +18,7 @@ import pytest
 from supervisor_stage import WAIT_S, Job, Stage
 
 from fft.faults import FaultPlan
-from fft.operate import leaving
+from fft.operate import injecting, leaving
 from fft.operate.desk import Desk, OperatorError
 from fft.supervisor import RunConfig, SupervisorError
 from fft.supervisor.groups import Pauses
@@ -56,6 +56,7 @@ def test_children_get_their_places_and_a_good_end_is_good(
     run_job: StartJob, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FFT_FAULTS", "one that nobody has validated")
+    monkeypatch.setenv("FFT_INJECT", "1")
     with run_job(groups=2, ranks=2, arguments=["--steps", "3"]) as job:
         actors = stage.enter(4)
         assert set(actors) == {("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")}
@@ -67,7 +68,7 @@ def test_children_get_their_places_and_a_good_end_is_good(
             assert env["TORCHFT_LIGHTHOUSE"].startswith("http://127.0.0.1:")
             assert env["FFT_TRACE_DIR"] == str(tmp_path / "run")
             assert env["FFT_DRAIN_SIGNAL"] == "SIGTERM" and env["OMP_NUM_THREADS"]
-            assert "FFT_FAULTS" not in env
+            assert "FFT_FAULTS" not in env and "FFT_INJECT" not in env
         ports = {actor.place: actor.env["MASTER_PORT"] for actor in actors.values()}
         assert ports["0", "0"] == ports["0", "1"] != ports["1", "0"] == ports["1", "1"]
         actors["0", "1"].order("print hello")
@@ -361,4 +362,22 @@ def test_an_eviction_that_cannot_be_is_refused(run_job: StartJob, stage: Stage) 
             evict(job, "1")
         for actor in actors.values():
             actor.order("exit 0")
+        assert job.verdict().ok
+
+
+@pytest.mark.parametrize("injectable", [True, False])
+def test_services_are_restarted_only_for_a_job_that_allows_it(
+    run_job: StartJob, stage: Stage, injectable: bool
+) -> None:
+    with run_job(groups=1, ranks=1, injectable=injectable) as job:
+        (actor,) = stage.enter(1).values()
+        assert actor.env.get("FFT_INJECT") == ("1" if injectable else None)
+        with Desk(job.bus_url) as desk:
+            state = desk.job()
+            plan = injecting.single(state, "lighthouse_restart", None, {})
+            (said,) = injecting.send(desk, state, plan)
+        assert said.ok is injectable
+        word = "accepted: armed for step 0" if injectable else "refused: it runs without --inj"
+        assert f"the supervisor {word}" in said.text
+        actor.order("exit 0")
         assert job.verdict().ok
