@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import re
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
-from fft.bus import open_bus
+from fft.bus import open_bus, serve_tcp
+from fft.cli import app
 
 FFT = [sys.executable, "-m", "fft.cli"]
 WAIT_S = 60.0
+SAID = '{"type": "drain", "groups": ["1"], "by": "me"}'
 
 CHILD = """
 import os, signal, socket, sys
@@ -223,3 +229,54 @@ def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
     assert "600" in rows["vote_window"] and "raised to fit" in rows["ready_window"]
     refused = fft("config", "--set", "bus_limit=3", "--set", "bus_retry=1")
     assert refused.returncode == 2 and "these would work: bus_retry=1" in refused.stderr
+
+
+# --- operators -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["drain", "1"], ["evict", "1"], ["watch"], ["inject", "kill"], ["say", SAID]],
+)
+def test_an_operator_without_a_bus_is_told_how_to_get_one(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FFT_BUS", raising=False)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert done.output.startswith("fft: no bus: pass --bus, or set FFT_BUS")
+    assert done.output.count("\n") == 1
+
+
+def test_say_reads_arguments_files_and_standard_input(tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    path = tmp_path / "message.json"
+    path.write_text(SAID)
+    with open_bus(url) as bus:
+        bus.subscribe(heard.put, lambda error: None)
+        run = CliRunner()
+        for source, given in ((SAID, None), (str(path), None), ("-", SAID)):
+            done = run.invoke(app, ["say", source, "--bus", url], input=given)
+            assert done.exit_code == 0, done.output
+            assert json.loads(heard.get(timeout=WAIT_S))["groups"] == ["1"]
+        assert run.invoke(app, ["say", "{no", "--raw", "--bus", url]).exit_code == 0
+        assert heard.get(timeout=WAIT_S) == b"{no"
+        refused = run.invoke(app, ["say", "{no", "--bus", url])
+        assert refused.exit_code == 2 and refused.output.startswith("fft: message: not JSON")
+        missing = run.invoke(app, ["say", "nowhere.json", "--bus", url])
+        assert "neither JSON nor a file" in missing.output
+        assert heard.empty()
+    schema = json.loads(run.invoke(app, ["say", "--schema"]).output)
+    assert {"Death", "Drain", "Evict", "Inject"} <= set(schema["$defs"])
+
+
+def test_watch_ends_cleanly_on_an_interrupt() -> None:
+    with (
+        serve_tcp() as server,
+        started("watch", "--json", "--bus", server.url) as process,
+    ):
+        assert json.loads(first_line(process))["event"] == "watching"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, out, err) == (0, "", "")

@@ -314,8 +314,34 @@ def test_the_state_is_printed_once(stack: ExitStack, memory: str) -> None:
     Watch(memory, view).once()
     view.close()
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "epoch 1,\nstep" in text or "epoch 1, step" in text
+    assert "epoch 1, step" in text
     assert "1000@host-0, 1001@host-0" in text
+
+
+def test_a_terminal_shows_groups_decisions_commands_and_a_lost_bus(
+    stack: ExitStack, memory: str
+) -> None:
+    job = Job(stack, memory, 2, 1).start()
+    job.train(2)
+    file = io.StringIO()
+    view = ScreenView(Console(file=file, width=140, force_terminal=True), memory)
+    watch = Watch(memory, view)
+    thread = threading.Thread(target=watch.run, name="watch")
+    thread.start()
+    try:
+        until(lambda: "in epoch" in file.getvalue(), "it shows the groups")
+        with open_bus(memory) as bus:
+            bus.broadcast(encode_command(Evict("0" * 8, "7", "somebody")))
+            for member in job.members:
+                member.train(4)
+            until(lambda: "last decisions" in file.getvalue(), "it shows the decisions")
+        until(lambda: "evict by somebody: group 7" in file.getvalue(), "it shows the command")
+    finally:
+        watch.stop()
+        thread.join(LIMIT_S)
+        watch._lost("gone for a walk")
+        view.close()
+    assert "trying again: gone for a walk" in file.getvalue()
 
 
 def test_a_bus_that_goes_away_is_said_and_tried_again() -> None:

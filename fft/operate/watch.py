@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.bus import BusError
-from fft.commands import Command
+from fft.commands import Command, Evict
 from fft.core.messages import BusMessage, Decision, Record, UnreadableMessage
 from fft.operate.desk import Desk, Ear, Word
 from fft.operate.watching import JobWatch, event_of
@@ -182,17 +182,25 @@ def render(watch: JobWatch, url: str, now: float) -> RenderableType:
     else:
         steps = "" if rate is None else f", {rate:.1f} steps/s"
         title = f"{url}: epoch {head.epoch}, step {head.step}{steps}"
-    parts: list[RenderableType] = [_groups(watch, title)]
+    parts: list[RenderableType] = [Text(title), _groups(watch)]
     if watch.lost:
         parts.insert(0, Text(f"the bus is lost, trying again: {watch.lost}", style="bold red"))
     if watch.decisions:
         parts.append(_decisions(watch))
-    parts += [Text(f"command: {command}") for command in watch.commands]
+    parts += [Text(_in_words(command)) for command in watch.commands]
     return Group(*parts)
 
 
-def _groups(watch: JobWatch, title: str) -> Table:
-    table = Table(title=Text(title), title_justify="left")
+def _in_words(command: Command) -> str:
+    if isinstance(command, Evict):
+        rank = "" if command.rank is None else f" rank {command.rank}"
+        return f"evict by {command.by}: group {command.group}{rank}"
+    fault = command.fault.model_dump(exclude_none=True)
+    return f"inject by {command.by}: " + ", ".join(f"{k} {v}" for k, v in fault.items())
+
+
+def _groups(watch: JobWatch) -> Table:
+    table = Table()
     for name in ("group", "state", "processes"):
         table.add_column(name, no_wrap=True)
     table.add_column("last word", overflow="ellipsis", no_wrap=True, ratio=1)
