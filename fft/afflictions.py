@@ -42,7 +42,7 @@ def hang(seconds: float, holding_gil: bool = False) -> None:
 
 
 def stop_oneself(seconds: float) -> None:
-    """SIGSTOP this process; a helper sends SIGCONT after ``seconds``. Returns when it has."""
+    """SIGSTOP this process; a small one sends SIGCONT after ``seconds``. Returns when it has."""
     pidfd = os.pidfd_open(os.getpid())
     try:
         waker = subprocess.Popen(
