@@ -25,10 +25,11 @@ import queue
 import threading
 import time
 from collections import deque
+from dataclasses import asdict
 from functools import partial
 from typing import Protocol, assert_never
 
-from fft.bus.base import BusError, BusForgot, ErrorBus, Subscription
+from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
 from fft.core.local import Local
 from fft.core.messages import (
     AbortGroups,
@@ -61,6 +62,7 @@ from fft.core.messages import (
 )
 from fft.core.participant import Participant
 from fft.errors import FftError
+from fft.tally import Tally
 from fft.trace import TraceWriter
 from fft.wire import (
     MissingList,
@@ -78,7 +80,6 @@ from fft.wire import (
 
 logger = logging.getLogger(__name__)
 
-HEAD = "head"
 _SLOTS = 8
 """Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
 _READS = 16
@@ -132,8 +133,7 @@ class Engine:
         """The newest epoch record seen."""
         self._gone: set[Peer] = set()
         """Left out by an epoch, and their inboxes perhaps not yet removed."""
-        self.unreadable = 0
-        """Messages from the bus that were no messages of FFT."""
+        self._strange = Tally()
         self.fenced = 0
         """Events dropped because their fencing token was old."""
         self._thread = threading.Thread(
@@ -142,8 +142,14 @@ class Engine:
 
     # --- any thread ---
 
+    @property
+    def unreadable(self) -> int:
+        """Messages from the bus that were no messages of FFT."""
+        return sum(self._strange.counts().values())
+
     def start(self) -> None:
         """Listen to the bus and run."""
+        self.bus.on_refusal = self._on_refusal
         me = self.participant.config.me
         for hear in (partial(self.bus.listen, inbox_name(me)), self.bus.subscribe):
             self._subscriptions.append(hear(self._on_message, self._on_lost))
@@ -191,6 +197,9 @@ class Engine:
         ending, self._subscriptions = self._subscriptions, []
         for subscription in ending:
             subscription.close()
+        not_obeyed = {**self.bus.refusals(), **self._strange.counts()}
+        if ending and not_obeyed:
+            self.trace.note("not_obeyed", not_obeyed)
         if ending:
             with contextlib.suppress(BusError):  # a bus that is gone keeps nothing
                 self.bus.delete(inbox_name(self.participant.config.me))
@@ -201,12 +210,16 @@ class Engine:
         try:
             event = decode(payload)
         except UnreadableMessage as error:
-            self.unreadable += 1
-            logger.warning("a message on the bus is not in FFT's format: %s", error)
-            shown = payload[:200].decode("utf-8", "replace")
-            self.trace.note("unreadable", {"reason": str(error), "message": shown})
+            if (count := self._strange.add("unreadable")) is not None:
+                logger.warning("a message on the bus is not in FFT's format: %s", error)
+                shown = payload[:200].decode("utf-8", "replace")
+                told = {"reason": str(error), "message": shown, "count": count}
+                self.trace.note("unreadable", told)
             return
         self._events.put(event)
+
+    def _on_refusal(self, refusal: Refusal) -> None:
+        self.trace.note("refused", asdict(refusal))
 
     def _on_lost(self, error: BusError) -> None:
         self._events.put(BusDown("listen", str(error)[:2000]))
@@ -287,7 +300,7 @@ class Engine:
                     held = self.bus.read(HEAD)
                     if held is None and self.local.head is not None:
                         raise BusForgot(f"the head register on {self.bus.url} is gone")
-                    self._next.append(Decision(None if held is None else self._read(held)))
+                    self._next.append(Decision(None if held is None else self._read_head(held)))
                 case Decide(after=after, proposal=proposal):
                     self._decide(after, proposal)
                 case CastVote():
@@ -318,7 +331,7 @@ class Engine:
         elif held is not None:
             if lists and list_name(proposal) != list_name(decode_packed(held).record):
                 self.bus.delete(list_name(proposal))
-            self._next.append(Decision(self._read(held)))
+            self._next.append(Decision(self._read_head(held)))
 
     # --- records, whole again ---
 
@@ -329,8 +342,12 @@ class Engine:
         except (BusError, UnreadableMessage) as error:
             return self._down("members", error)
 
-    def _read(self, held: bytes) -> Record:
-        return self._complete(decode_packed(held))
+    def _read_head(self, held: bytes) -> Record:
+        """What the head register held. Raises ``BusForgot`` if it held something newer before."""
+        record = self._complete(decode_packed(held))
+        if self.local.head is not None and record.n < self.local.head.n:
+            raise BusForgot(f"the head register on {self.bus.url} has gone back to an old record")
+        return record
 
     def _complete(self, packed: Packed) -> Record:
         """The record with its members; if the job has moved on from it meanwhile, the newest.

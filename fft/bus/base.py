@@ -17,6 +17,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -36,6 +37,9 @@ MAX_WEIGHT = 2**31
 
 RING_MESSAGES = 1024
 """How many messages a listener may fall behind before it is told `BusOverrun`."""
+
+HEAD = "head"
+"""The register that names the newest record of a job."""
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -64,8 +68,26 @@ class BusForgot(BusError):
     """Something known to have been on the bus is gone: the bus lost its memory."""
 
 
+class BusForged(BusError):
+    """A register has a value that nobody wrote who has the job token. It is not obeyed."""
+
+
 class BusClosed(BusError):
     """The bus object was closed by its owner and then used."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A message or vote that was refused, unread."""
+
+    reason: str
+    """``unsealed``, ``oversized``, ``forged``, ``stale`` or ``repeated``."""
+    count: int
+    """How many were refused for this reason by now."""
+    channel: str
+    """Where it came in."""
+    claims: str
+    """Who it says it is from; anybody can say so."""
 
 
 class Subscription(ABC):
@@ -89,6 +111,11 @@ class ErrorBus(ABC):
     url: str
     generation: str
     """Names one life of the bus. A bus that came back empty has another generation."""
+    extra: int = 0
+    """Bytes that messages, values and votes may be longer than the limits: an envelope's."""
+    on_refusal: Callable[[Refusal], None] | None = None
+    """Told of what was refused, by a bus that tells who may speak: the 1st, 10th, 100th … of
+    each reason. From a listener's thread, or the caller's of ``ballot``."""
 
     @abstractmethod
     def broadcast(self, payload: bytes) -> None:
@@ -193,6 +220,10 @@ class ErrorBus(ABC):
 
         Inboxes with messages in them count only where the backend can see them.
         """
+
+    def refusals(self) -> dict[str, int]:
+        """How many messages and votes were refused, by reason (`Refusal.reason`)."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from bus_helpers import Child
 
-from fft.bus import ErrorBus, open_bus, serve_tcp
+from fft.bus import ErrorBus, open_bus, open_job_bus, serve_tcp
+from fft.jobtoken import JobToken
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +43,18 @@ def url(request: pytest.FixtureRequest) -> str:
     return found
 
 
+@pytest.fixture(params=["plain", "sealed"])
+def token(request: pytest.FixtureRequest) -> JobToken | None:
+    return JobToken.fresh() if request.param == "sealed" else None
+
+
 @pytest.fixture
-def connect(url: str) -> Iterator[Callable[[], ErrorBus]]:
+def connect(url: str, token: JobToken | None) -> Iterator[Callable[[], ErrorBus]]:
     """Opens clients of the test's bus; all are closed at the end of the test."""
     opened: list[ErrorBus] = []
 
     def make() -> ErrorBus:
-        opened.append(open_bus(url))
+        opened.append(open_job_bus(url, token))
         return opened[-1]
 
     yield make

@@ -291,7 +291,9 @@ def test_an_unreadable_message_is_counted_traced_and_nothing_else(two: Job) -> N
     members = two.run(lambda m: m.train(8, body=body))
     for member in members:
         assert member.manager._engine.unreadable == len(rubbish)
-    assert len(notes(two.traces, "unreadable")) == 2 * len(rubbish)
+    assert [n["data"]["count"] for n in notes(two.traces, "unreadable")] == [1, 1]
+    totals = [n["data"] for n in notes(two.traces, "not_obeyed")]
+    assert totals == [{"unreadable": len(rubbish)}] * 2
     report = two.audit()
     assert (report.commits, epochs(two.traces)) == (8, 1)
     same_weights(*members)
