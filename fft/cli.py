@@ -71,13 +71,16 @@ def serve(
     port: Annotated[int, typer.Option(help="Port of the bus; 0 takes a free one.")] = 0,
     lighthouse_port: Annotated[int, typer.Option(help="Port of the lighthouse; 0 likewise.")] = 0,
     job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the job's token, made if it is not there.")
+    ] = None,
 ) -> None:
     """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
-    from fft.serve import serve_forever, start_services
+    from fft.serve import handed_over, serve_forever, start_services
 
     _calm_lighthouse()
-    with _plain_errors():
-        serve_forever(start_services(host, port, lighthouse_port, job))
+    with _plain_errors(), handed_over(token_file) as path:
+        serve_forever(start_services(host, port, lighthouse_port, job), path)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -130,21 +133,27 @@ def run(
 def _supervise(config: RunConfig, plan: FaultPlan, progress: bool) -> Verdict:
     """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills."""
     _calm_lighthouse()
+    from fft.jobtoken import JobToken
     from fft.progress import open_display
     from fft.serve import start_services
     from fft.supervisor import Supervisor
 
+    token = JobToken.from_env() or JobToken.fresh()
     display = open_display(Console()) if progress else None
     services = start_services(min_groups=config.min_groups)
     try:
-        supervisor = Supervisor(config, plan, services, display)
+        supervisor = Supervisor(config, plan, services, display, token)
         previous = {
             number: signal.signal(number, lambda *_: supervisor.interrupt())
             for number in (signal.SIGINT, signal.SIGTERM)
         }
+        config.trace_dir.mkdir(parents=True, exist_ok=True)
+        path = config.trace_dir / "job.token"  # for who wants to say something to the job
         try:
+            token.save(path)
             return supervisor.run()
         finally:
+            path.unlink(missing_ok=True)
             for number, handler in previous.items():
                 signal.signal(number, handler)
     finally:

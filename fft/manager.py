@@ -41,7 +41,7 @@ from torchft.utils import synchronize
 from torchft.work import _DummyWork
 
 import fft.errors
-from fft.bus import BusError, ErrorBus, open_bus
+from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.core.local import GENESIS, Config
 from fft.core.messages import (
     Applied,
@@ -68,6 +68,7 @@ from fft.data import DataSource, as_source, loaded
 from fft.engine import Engine
 from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
 from fft.faults import InjectedFault, Injector
+from fft.jobtoken import JobToken
 from fft.machine import Table
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.state import StepState
@@ -101,6 +102,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     Raises:
         SpecError: the spec cannot be used.
         TimeoutsError: timeouts that contradict each other; says which would work.
+        TokenError: the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used.
         BusUnreachable: nobody answers at ``bus``.
     """
 
@@ -125,6 +127,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         url = bus or os.environ.get("FFT_BUS")
         if not url:
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
+        self._token = JobToken.from_env()
         self._engine: Engine | None = None
         self._group_bus: ErrorBus | None = None
         self._txn: StartTxn | None = None
@@ -137,7 +140,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             table = resolve(self._spec, self._given(timeouts or {}))
             self._timeouts = timers(self._spec, table)
             self._bus_operation = table["bus_operation"].seconds
-            self._bus = open_bus(url, timeout=self._bus_operation)
+            self._bus = open_job_bus(url, self._token, self._bus_operation)
             self._replicate = AbortableGroup(pg)
             self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
             self._futures: set[_CancellableFuture] = set()
@@ -236,7 +239,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         try:
             # Named after this life of the job's bus, whose epochs nobody else's votes can mean.
             url = f"tcp://{reach}:{port}/{self._bus.generation}"
-            return open_bus(url, timeout=self._bus_operation)
+            return open_job_bus(url, self._token, self._bus_operation, purpose="group bus")
         except BusError as error:
             logger.warning("every rank votes for itself: %s", error)
             return None

@@ -6,15 +6,21 @@ process-wide thing is the signal handling of `serve_forever`, which is a program
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from fft.errors import FftError
+from fft.jobtoken import JobToken
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WILDCARDS = {"0.0.0.0", "::"}
@@ -95,10 +101,38 @@ def start_services(
     return Services(host, bus, lighthouse)
 
 
-def serve_forever(services: Services) -> None:
+@contextmanager
+def handed_over(
+    path: Path | None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Path | None]:
+    """The file in which a job's processes find its token. None: it is ``FFT_TOKEN``'s.
+
+    ``path`` (or ``FFT_TOKEN_FILE``) is used, and made if it is not there; it stays, so that the
+    job's next server can use it. Without one a file is made that goes away at the end.
+
+    Raises:
+        TokenError: what is given is no usable token.
+    """
+    if path is None and JobToken.from_env(environ) is not None:
+        named = environ.get("FFT_TOKEN_FILE")
+        yield Path(named) if named else None
+    elif path is not None:
+        if not path.exists():
+            JobToken.fresh().save(path)
+        JobToken.from_file(path)
+        yield path.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="fft-") as directory:
+            path = Path(directory, "job.token")
+            JobToken.fresh().save(path)
+            yield path
+
+
+def serve_forever(services: Services, token_file: Path | None = None) -> None:
     """Print the announcement as one line, then wait for SIGINT or SIGTERM and end both.
 
-    For the main thread of a program of its own: it takes the two signals.
+    ``token_file`` is announced too: whoever may read it can take part in the job. For the main
+    thread of a program of its own: it takes the two signals.
     """
     ended = threading.Event()
 
@@ -107,7 +141,8 @@ def serve_forever(services: Services) -> None:
 
     previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
     try:
-        sys.stdout.write(services.announcement() + "\n")
+        handed = f" FFT_TOKEN_FILE={token_file}" if token_file else ""
+        sys.stdout.write(f"{services.announcement()}{handed}\n")
         sys.stdout.flush()
         ended.wait()
     finally:

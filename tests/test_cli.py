@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fft.bus import open_bus
+from fft.jobtoken import JobToken
 
 FFT = [sys.executable, "-m", "fft.cli"]
 WAIT_S = 60.0
@@ -70,10 +71,13 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
     with started("serve", "--job", "mine") as process:
         line = first_line(process)
         found = re.fullmatch(
-            r"TORCHFT_LIGHTHOUSE=(http://127\.0\.0\.1:\d+) FFT_BUS=(tcp://127\.0\.0\.1:\d+/mine)\n",
+            r"TORCHFT_LIGHTHOUSE=(http://127\.0\.0\.1:\d+) FFT_BUS=(tcp://127\.0\.0\.1:\d+/mine) "
+            r"FFT_TOKEN_FILE=(/\S+)\n",
             line,
         )
         assert found, line
+        token = Path(found[3])
+        assert JobToken.from_file(token).text() == token.read_text().strip()
         with open_bus(found[2]) as bus:
             assert bus.next_number("n") == 1
         lighthouse = psutil.Process(process.pid).net_connections("tcp")
@@ -83,6 +87,7 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
         rest, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, errors
         assert rest == ""
+    assert not token.parent.exists()
 
 
 def test_a_port_in_use_is_named_with_the_mend() -> None:

@@ -102,8 +102,9 @@ class Group:
 def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What every child gets: the outer environment, the services, and calm defaults.
 
-    A fault plan comes from the supervisor only, which has validated it.
+    A fault plan and a job token come from the supervisor only, which has validated them.
     """
+    own = "FFT_FAULTS", "FFT_TOKEN", "FFT_TOKEN_FILE"
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    inherited = {name: value for name, value in outer.items() if name != "FFT_FAULTS"}
+    inherited = {name: value for name, value in outer.items() if name not in own}
     return {**defaults, **inherited, "FFT_DRAIN_SIGNAL": "SIGTERM", **services}

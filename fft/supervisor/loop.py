@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fft.bus import BusError, ErrorBus, open_bus
+from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.errors import FftError
 from fft.faults import DrainFault, FaultPlan
+from fft.jobtoken import JobToken
 from fft.progress import Display, Row, Snapshot, TraceTail, row_of
 from fft.serve import Services
 from fft.supervisor.children import Child, cause_of
@@ -88,12 +89,15 @@ class Supervisor:
         plan: FaultPlan,
         services: Services,
         display: Display | None = None,
+        token: JobToken | None = None,
     ) -> None:
+        """``token``: of the job; its children get it in their environment."""
         config.check()
         self._config = config
         self._plan = plan
         self._services = services
         self._display = display
+        self._token = token
         names = [str(number) for number in range(config.groups)]
         self._groups = {name: Group(name, config.ranks) for name in names}
         self._drains_seen: set[str] = set()
@@ -124,7 +128,7 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         self._tail = TraceTail(self._config.trace_dir)
         try:
-            self._bus = open_bus(self._services.bus_url)
+            self._bus = open_job_bus(self._services.bus_url, self._token)
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
@@ -198,6 +202,8 @@ class Supervisor:
         }
         if config.faults is not None:
             services["FFT_FAULTS"] = str(config.faults.resolve())
+        if self._token is not None:
+            services["FFT_TOKEN"] = self._token.text()
         group.known_incs = self._tail.view.incs(group.name)
         logs = config.trace_dir / "logs"
         for child in group.start(list(config.script), base_env(services), logs, config.groups):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from bus_helpers import Child
 
-from fft.bus import ErrorBus, open_bus, open_job_bus, serve_tcp
+from fft.bus import ErrorBus, open_job_bus, serve_tcp
 from fft.jobtoken import JobToken
 
 
