@@ -84,6 +84,8 @@ _SLOTS = 8
 """Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
 _READS = 16
 """How often the head may move on while its members are looked up."""
+_SHOWN = 200
+"""Bytes of an unreadable message, and of what is wrong with it, that log and trace have."""
 _REMOVALS = 16
 """Inboxes removed with one commit, so that the commit is not held up."""
 
@@ -211,9 +213,10 @@ class Engine:
             event = decode(payload)
         except UnreadableMessage as error:
             if (count := self._strange.add("unreadable")) is not None:
-                logger.warning("a message on the bus is not in FFT's format: %s", error)
-                shown = payload[:200].decode("utf-8", "replace")
-                told = {"reason": str(error), "message": shown, "count": count}
+                reason = str(error)[:_SHOWN]  # it may quote names of fields of any length
+                logger.warning("a message on the bus is not in FFT's format: %s", reason)
+                shown = payload[:_SHOWN].decode("utf-8", "replace")
+                told = {"reason": reason, "message": shown, "count": count}
                 self.trace.note("unreadable", told)
             return
         self._events.put(event)
