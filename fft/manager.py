@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -72,6 +73,7 @@ from fft.jobtoken import JobToken
 from fft.machine import Table
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.state import StepState
+from fft.rollback.transfer import StateTransfer
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
 from fft.trace import TraceWriter, header
@@ -133,7 +135,20 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._txn: StartTxn | None = None
         self._applying: Apply | None = None
         self._raise_on_abort = False
-        super().__init__(pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs)
+        called = inspect.signature(Manager).bind(
+            pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
+        )
+        transfer = None
+        if called.arguments.get("checkpoint_transport") is None:
+            limit = called.arguments.get("timeout", timedelta(seconds=TORCHFT_DEFAULT_S))
+            transfer = called.arguments["checkpoint_transport"] = StateTransfer(self._token, limit)
+        self._transfer = transfer
+        try:
+            super().__init__(*called.args, **called.kwargs)
+        except BaseException:
+            if transfer is not None:
+                transfer.shutdown()
+            raise
         try:
             self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._quorum_future.set_result(None)
@@ -596,6 +611,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             "state": self._state.export() if self._state is not None else None,
             "data": self._source.export(position) if self._source is not None else None,
         }
+        self._bind_transfer(record)
         self._checkpoint_transport.send_checkpoint(
             dst_ranks=list(command.send_to),
             step=record.step,
@@ -608,6 +624,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         assert command.fetch_from is not None
         record = command.record
         entry = record.members[command.fetch_from].ranks[self._group_rank]
+        self._bind_transfer(record)
         payload = cast(
             "dict[str, Any]",
             self._checkpoint_transport.recv_checkpoint(
@@ -622,6 +639,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 f"fetched lineage {payload['fft']['lineage']}, the epoch needs {record.lineage}"
             )
         return payload, _tensor_bytes(payload)
+
+    def _bind_transfer(self, record: Record) -> None:
+        """Of another epoch or lineage nothing shall be sent or taken. torchft's know steps only."""
+        if self._transfer is not None:
+            self._transfer.about = f"{self._group_rank} {record.n} {record.epoch} {record.lineage}"
 
     def _load_state(self, payload: dict[str, Any], record: Record) -> None:
         missing = [key for key in self._load_state_dict_fns if key not in payload["user"]]

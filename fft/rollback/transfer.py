@@ -42,8 +42,10 @@ from fft.errors import FftError
 from fft.jobtoken import JobToken, derive, mac
 from fft.tally import Tally
 
-WORKERS = 8
-"""Requests answered at a time; one more is turned away."""
+WORKERS = 16
+"""Requests answered at a time; the next ones wait for a worker."""
+MAX_CONNECTIONS = 1024
+"""One more is turned away."""
 FRAME_BYTES = 1024 * 1024
 MAX_BYTES = 256 * 2**30
 """Longest state that is taken."""
@@ -95,7 +97,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
         self._busy: set[socket.socket] = set()
-        """Connections of the workers."""
+        """Connections that a worker answers or will answer."""
         self._sending: set[socket.socket] = set()
         """Those of them that read from the offered state."""
         self._closed = False
@@ -149,6 +151,8 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             self._thread.join(_CUT_S)
         self._listening.close()
         self._pool.shutdown(wait=wait, cancel_futures=True)
+        for connection in list(self._busy):  # of requests that no worker has begun with
+            connection.close()
 
     @staticmethod
     def _cut(connections: set[socket.socket]) -> None:
@@ -167,7 +171,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
                     logger.error("no state can be fetched from here any more: %s", error)
                 return
             with self._changed:
-                taken = not self._closed and len(self._busy) < WORKERS
+                taken = not self._closed and len(self._busy) < MAX_CONNECTIONS
                 if taken:
                     self._busy.add(connection)
                     self._pool.submit(self._answer, connection)
@@ -179,7 +183,8 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             with connection:
                 self._serve(connection)
         except OSError as error:
-            logger.warning("a peer that fetched state was lost: %s", error)
+            if (count := self._refused.add("lost")) is not None:
+                logger.warning("a peer that fetched state was lost: %s (%d by now)", error, count)
         except Exception:  # a worker must not end silently
             logger.exception("sending state failed")
         finally:
@@ -373,7 +378,13 @@ class _Reader(io.RawIOBase):
         end = len(self._view) if size < 0 else min(len(self._view), self._at + size)
         part = self._view[self._at : end]
         self._at = end
-        return part if len(part) >= _LONG else bytes(part)
+        return part if len(part) >= _LONG else bytearray(part)  # tensors want to be written to
+
+    def readline(self, size: int | None = -1) -> Any:
+        line = bytearray()
+        while not line.endswith(b"\n") and (more := self.read(1)):
+            line += more
+        return bytes(line)
 
 
 def _left(deadline: float) -> float:
