@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py [MIB] [ROUNDS]
 
-Both send the same state, in turns; the figure to look at is the ratio, as the rest is the machine's.
+Both send the same state, in turns. Look at the ratio: the rest is the machine's.
 """
 
 from __future__ import annotations

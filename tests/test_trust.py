@@ -47,7 +47,9 @@ from fft.core.messages import (
     encode_record,
     encode_vote,
 )
-from fft.jobtoken import JobToken
+from fft.jobtoken import JobToken, TokenError
+from fft.serve import handed_over
+from fft.tally import Tally
 from fft.wire import (
     Wire,
     decode_packed,
@@ -226,6 +228,31 @@ def test_a_job_whose_head_was_put_back_stops_too(stack: ExitStack) -> None:
     until(lambda: all(m.ended for m in at.job.members), "all stop")
     assert all(m.committed[-1].step == 3 for m in at.job.members)
     assert {m.ended.error for m in at.job.members if m.ended} == {"InDoubt"}
+
+
+def test_a_count_is_spoken_of_at_powers_of_ten() -> None:
+    tally = Tally()
+    assert [n for _ in range(1234) if (n := tally.add("x"))] == [1, 10, 100, 1000]
+    assert (tally.add("y"), tally.counts()) == (1, {"x": 1234, "y": 1})
+
+
+def test_a_token_is_handed_over_by_a_file(tmp_path: Path) -> None:
+    with handed_over(None, {}) as made:
+        assert made is not None
+        JobToken.from_file(made)
+    assert not made.exists()
+    path = tmp_path / "t"
+    for _ in range(2):
+        with handed_over(path, {"FFT_TOKEN": "of no matter"}) as kept:
+            assert kept == path
+            first = JobToken.from_file(path).text()
+    assert JobToken.from_file(path).text() == first
+    with handed_over(None, {"FFT_TOKEN_FILE": str(path)}) as named:
+        assert named == path
+    with handed_over(None, {"FFT_TOKEN": first}) as nothing:
+        assert nothing is None
+    with pytest.raises(TokenError), handed_over(None, {"FFT_TOKEN": "short"}):
+        pass
 
 
 # --- decoders ---------------------------------------------------------------------------------
