@@ -367,8 +367,11 @@ def test_what_the_documented_program_says_is_obeyed(stack: ExitStack) -> None:
     until(lambda: at.refused() == Counter(forged=4), "both refuse both")
     at.job.train(4)
     at.raw.broadcast(said_by_the_example(at.token, name, at.raw.generation, 1))
-    at.job.train(6)
     stays, leaves = at.job.members
-    until(lambda: leaves.ended is not None, "the drained group leaves")
+    for member in at.job.members:
+        member.train(20)
+    until(lambda: leaves.ended is not None, "the drained group leaves with its next commit")
+    until(lambda: stays.committed[-1].step == 20, "the other goes on alone")
+    assert leaves.committed[-1].step < 20
     assert leaves.ended and (leaves.ended.error, stays.ended) == (None, None)
     assert [m.restored for m in at.job.members] == [0, 0]
