@@ -99,6 +99,12 @@ class Host(Protocol):
     def abort_groups(self, cause: str) -> None:
         """Abort the process groups of the epoch, freeing whoever is blocked in them."""
 
+    def interrupt(self, cause: str) -> None:
+        """A command waits that the main thread must come to: unwind the body of a txn, if open.
+
+        Called after the command is in the slot: a body that opens later finds it there.
+        """
+
 
 class Engine:
     """Runs one participant. ``start`` once, ``post`` from any thread, ``close`` at the end."""
@@ -268,6 +274,8 @@ class Engine:
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()
+                if isinstance(effect, Restore | Finish):
+                    self._host.interrupt(getattr(effect, "cause", "") or "this participant stops")
             case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
                 self._use_bus(effect)
             case _:

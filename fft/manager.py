@@ -17,6 +17,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -68,6 +69,7 @@ from fft.data import DataSource, as_source, loaded
 from fft.engine import Engine
 from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
 from fft.faults import InjectedFault, Injector
+from fft.interrupt import Interrupted, Interrupter, guarded
 from fft.machine import Table
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.state import StepState
@@ -164,6 +166,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._identify()
             self._injector = self._make_injector()
             self._install_drain_signal()
+            self._interrupter = self._make_interrupter()
         except BaseException:
             # torchft has begun to serve and to send heartbeats, which nobody else could end now.
             super().shutdown()
@@ -256,6 +259,12 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             ),
         )
 
+    def _make_interrupter(self) -> Interrupter | None:
+        """None off the main thread, where Python runs no signal handlers: bodies end by failing."""
+        if threading.current_thread() is threading.main_thread():
+            return Interrupter()
+        return None
+
     def _install_drain_signal(self) -> None:
         name = os.environ.get("FFT_DRAIN_SIGNAL")
         if name and threading.current_thread() is threading.main_thread():
@@ -345,6 +354,18 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             yield txn
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """A section of the body that no rollback interrupts, such as the writing of a checkpoint.
+
+        What waits for it is everyone: keep it short.
+        """
+        if self._interrupter is None:
+            yield
+        else:
+            with self._interrupter.atomic():
+                yield
 
     def drain(self) -> None:
         """Leave after the next commit; may be called from any thread or a signal handler."""
@@ -787,11 +808,26 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._injector.detach()
         if self._group_bus is not None:
             self._group_bus.close()
+        if self._interrupter is not None:
+            self._interrupter.close()
         self._bus.close()
         self._trace.close()
         super().shutdown(wait)
 
     # --- for Transaction ---
+
+    @guarded
+    def _open_body(self) -> None:
+        if self._interrupter is None or self._engine is None:
+            return
+        self._interrupter.enter()
+        if self._engine.superseded():  # rolled back before there was anything to unwind
+            self._interrupter.request("rolled back before it began")
+
+    @guarded
+    def _close_body(self) -> None:
+        if self._interrupter is not None:
+            self._interrupter.leave()
 
     def _body_failed(self, plan: StartTxn, error: Exception) -> None:
         """An exception left the body: report it; give up if it keeps coming at one step."""
@@ -832,17 +868,23 @@ class Transaction:
         if manager._engine is not None:
             manager._trace.note("metrics", metrics, manager._engine.local)
 
+    @guarded
     def __enter__(self) -> Self:
+        self._manager._open_body()
         return self
 
+    @guarded
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self.closed = True
         manager = self._manager
+        manager._close_body()
+        self.closed = True
+        if isinstance(error, Interrupted):
+            return True
         if error is not None:
             if not isinstance(error, Exception):
                 return False
@@ -888,6 +930,11 @@ class _EngineHost:
         if manager is not None:
             for group in manager._groups():
                 group.abort(cause)
+
+    def interrupt(self, cause: str) -> None:
+        manager = self._manager()
+        if manager is not None and manager._interrupter is not None:
+            manager._interrupter.request(cause)
 
 
 class _Reported(ExceptionWithTraceback):  # type: ignore[misc]

@@ -59,6 +59,8 @@ class Nothing:
 
     def abort_groups(self, cause: str) -> None: ...
 
+    def interrupt(self, cause: str) -> None: ...
+
 
 class Rank:
     """One participant: its engine, and a main thread that trains `steps` steps."""
