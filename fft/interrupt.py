@@ -1,25 +1,29 @@
 """Unwinds the body of a txn that is being rolled back, wherever in Python the main thread is.
 
-Touches one signal of the process (``SIGUSR2`` unless said otherwise) while an ``Interrupter`` lives;
-whoever handled it before still gets what is not ours. A blocked system call, a lock, a sleep and a
-loop are all left at once. What is blocked in C++ is freed by the abort of the process groups, and
-then unwinds by their error or by this one.
+Touches one signal of the process (``SIGUSR2`` unless said otherwise) while an ``Interrupter``
+lives; whoever handled it before still gets what is not ours. A blocked system call, a lock, a sleep
+and a loop are all left at once. What is blocked in C++ is freed by the abort of the process groups,
+and then unwinds by their error or by this one.
 
 One condition variable joins the thread that asks and the main thread:
 
-- A body is *open* from the end of ``enter`` to the begin of ``leave``. Only an open body is unwound.
-  Who asks too early is told so, and has to have left a sign that the main thread looks for then.
-- ``request`` asks for it; a thread of ours sends the signal, and sends it again if the exception was
-  lost on its way (raised inside a ``__del__``, say, where Python drops it). While it is alive and
-  being handled, in a ``finally`` of the body's, say, it is on its way, and is not raised again.
+- A body is *open* from the end of ``enter`` to the begin of ``leave``. Only an open body is
+  unwound. Who asks too early is told so, and has to have left a sign that the main thread looks for
+  then.
+- ``request`` asks for it; a thread of ours sends the signal, and sends it again if the exception
+  was lost on its way (raised inside a ``__del__``, say, where Python drops it). While it is alive
+  and being handled, in a ``finally`` of the body's, say, it is on its way, and is not raised again.
 - Inside ``atomic`` the request waits, and is carried out at its end.
 
-The handler of a signal runs between two bytecodes, whichever. One that finds itself inside a guarded
-function (``leave``, what calls it …) raises nothing there; the signal comes again.
+The handler of a signal runs between two bytecodes, whichever. One that finds itself inside a
+guarded function (``leave``, what calls it …) raises nothing there; the signal comes again. So does
+one that finds itself between the taking of a lock and its ``try``, in the few functions of the
+standard library where that can be, and would leave the lock held for ever: logging, ``Condition``.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -41,6 +45,17 @@ _UNSEEN = 25
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _GUARDED: set[CodeType] = set()
+_FRAGILE: frozenset[CodeType] = frozenset(
+    function.__code__
+    for function in (
+        logging.Handler.handle,
+        logging.Handler.acquire,
+        logging.Handler.release,
+        threading.Condition.__enter__,
+        threading.Condition.__exit__,
+    )
+)
+"""Not what they call: what these do under their locks may be interrupted."""
 
 
 def guarded(function: _F) -> _F:
@@ -50,6 +65,8 @@ def guarded(function: _F) -> _F:
 
 
 def _is_guarded(frame: FrameType | None) -> bool:
+    if frame is not None and frame.f_code in _FRAGILE:
+        return True
     while frame is not None:
         if frame.f_code in _GUARDED:
             return True

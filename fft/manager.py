@@ -704,6 +704,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             )
         return False
 
+    @guarded
     def report_error(self, e: Exception) -> None:
         """Report an error of this rank: the txn is rolled back on every rank of every group."""
         engine = self._engine
@@ -718,6 +719,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if not isinstance(e, (TxnAborted, GroupAborted)):
             engine.post(Fault(token, _text(e), type(e).__name__))
 
+    @guarded
     def allreduce(
         self,
         tensor: torch.Tensor,

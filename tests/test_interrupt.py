@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import random
 import signal
 import sys
@@ -17,6 +20,8 @@ from fft.interrupt import Interrupted, Interrupter, guarded
 
 SOAK = 2000
 LONG_S = 60.0
+LOGGER = logging.getLogger("a body's")
+LOGGER.propagate = False
 
 
 @pytest.fixture
@@ -117,13 +122,9 @@ def collect() -> None:
             pass
 
 
-def swallow() -> None:
+def log() -> None:
     while True:
-        try:
-            for _ in range(2000):
-                pass
-        except BaseException:
-            pass  # the kind of body that a user should not write
+        LOGGER.warning("a body may log")
 
 
 def clean_up() -> None:
@@ -134,7 +135,7 @@ def clean_up() -> None:
             pass
 
 
-WAYS = [compute, sleep, lock, wait_on_condition, clean_up]
+WAYS = [compute, sleep, lock, wait_on_condition, clean_up, log]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,12 +185,30 @@ def test_who_swallows_it_is_told_again_until_it_leaves(
     asker.ask(0.001)
     with Body(interrupter) as body:
         while interrupter.repeated < 3:
-            try:
+            with contextlib.suppress(Interrupted):
                 compute()
-            except Interrupted:
-                pass
         compute()
     assert body.unwound
+
+
+def test_a_body_that_logs_leaves_no_lock_to_other_threads(
+    interrupter: Interrupter, asker: Asker
+) -> None:
+    handler = logging.StreamHandler(io.StringIO())
+    LOGGER.addHandler(handler)
+    rng = random.Random(11)
+    try:
+        for _ in range(300):
+            asker.ask(rng.random() * 1e-4)
+            with Body(interrupter) as body:
+                log()
+            assert body.unwound
+        other = threading.Thread(target=LOGGER.warning, args=["still there?"], daemon=True)
+        other.start()
+        other.join(LONG_S)
+        assert not other.is_alive() and "still there?" in handler.stream.getvalue()
+    finally:
+        LOGGER.removeHandler(handler)
 
 
 def test_outside_a_body_nothing_is_raised(interrupter: Interrupter) -> None:
@@ -212,11 +231,10 @@ def test_an_atomic_section_is_finished_first(interrupter: Interrupter) -> None:
 
 
 def test_a_body_that_ends_by_itself_says_that_it_was_asked(interrupter: Interrupter) -> None:
-    with Body(interrupter) as body:
-        with interrupter.atomic():
-            interrupter.request("late")
-            # the end of the section and that of the body are one for the handler
-            interrupter.leave()
+    with Body(interrupter) as body, interrupter.atomic():
+        interrupter.request("late")
+        # the end of the section and that of the body are one for the handler
+        interrupter.leave()
     assert not body.unwound
 
 
