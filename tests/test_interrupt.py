@@ -198,7 +198,7 @@ def test_a_body_that_logs_leaves_no_lock_to_other_threads(
     LOGGER.addHandler(handler)
     rng = random.Random(11)
     try:
-        for _ in range(300):
+        for _ in range(3000):
             asker.ask(rng.random() * 1e-4)
             with Body(interrupter) as body:
                 log()
