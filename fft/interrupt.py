@@ -79,7 +79,10 @@ class Interrupted(BaseException):
 
 
 class Interrupter:
-    """For one main thread; made there. Everything but ``request`` is called there, too."""
+    """For one main thread; made there. Everything but ``request`` and ``close`` belongs there.
+
+    A body on another thread cannot be unwound, and is never open.
+    """
 
     def __init__(self, number: signal.Signals = DEFAULT_SIGNAL) -> None:
         """Take the signal. Raises ``FftError`` off the main thread, where no handler could run."""
@@ -121,7 +124,7 @@ class Interrupter:
         """A body begins."""
         with self._changed:
             self._cause, self._raised = None, None
-            self._open = True
+            self._open = threading.get_ident() == self._main
 
     @guarded
     def leave(self) -> bool:
@@ -149,14 +152,18 @@ class Interrupter:
 
     @guarded
     def close(self) -> None:
-        """Give the signal back and end the thread. Idempotent."""
+        """End the thread and give the signal back. Idempotent.
+
+        Python lets only the main thread give it back: called on another, the handler stays until
+        it is called there, and only passes on what comes.
+        """
         with self._changed:
-            if self._closed:
-                return
             self._closed, self._open, self._cause = True, False, None
             self._changed.notify_all()
         self._sender.join()
-        signal.signal(self._number, self._previous)
+        is_main = threading.get_ident() == self._main
+        if is_main and signal.getsignal(self._number) == self._handle:
+            signal.signal(self._number, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         cause = self._cause

@@ -129,6 +129,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
         self._engine: Engine | None = None
         self._group_bus: ErrorBus | None = None
+        self._interrupter: Interrupter | None = None
         self._txn: StartTxn | None = None
         self._applying: Apply | None = None
         self._raise_on_abort = False
@@ -166,7 +167,6 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._identify()
             self._injector = self._make_injector()
             self._install_drain_signal()
-            self._interrupter = self._make_interrupter()
         except BaseException:
             # torchft has begun to serve and to send heartbeats, which nobody else could end now.
             super().shutdown()
@@ -221,6 +221,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         )
         self._trace.write("header", header(self._spec, config, local))
         self._group_bus = self._open_group_bus()
+        if threading.current_thread() is threading.main_thread():
+            self._interrupter = Interrupter()  # else Python lets nobody interrupt the bodies
         self._engine = Engine(
             participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
         )
@@ -258,12 +260,6 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 self._engine.local if self._engine else None,
             ),
         )
-
-    def _make_interrupter(self) -> Interrupter | None:
-        """None off the main thread, where Python runs no signal handlers: bodies end by failing."""
-        if threading.current_thread() is threading.main_thread():
-            return Interrupter()
-        return None
 
     def _install_drain_signal(self) -> None:
         name = os.environ.get("FFT_DRAIN_SIGNAL")

@@ -261,16 +261,22 @@ def test_the_signals_of_others_reach_their_handler() -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_off_the_main_thread_there_is_none() -> None:
+def test_off_the_main_thread_nothing_is_interrupted(interrupter: Interrupter) -> None:
     errors: list[FftError] = []
+    asked: list[bool] = []
 
-    def make() -> None:
+    def elsewhere() -> None:
+        with Body(interrupter):
+            asked.append(interrupter.request("a body on another thread"))
         try:
             Interrupter()
         except FftError as error:
             errors.append(error)
+        interrupter.close()
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
+    assert asked == [False]
     assert "main thread" in str(errors[0])
+    signal.raise_signal(signal.SIGUSR2)  # is passed on to nobody, and hurts nobody
