@@ -109,7 +109,7 @@ class Monitor:
     def __init__(self, config: MonitorConfig | None = None) -> None:
         config = config or MonitorConfig()
         self._progress = ProgressDetector(config.progress())
-        self._silence = SilenceDetector("the process, whose main thread waits", config.silence())
+        self._silence = SilenceDetector("a process whose main thread waits", config.silence())
         self._seen = Reading()
 
     def observe(self, event: Look) -> None:

@@ -10,6 +10,7 @@ import pytest
 import fft
 
 LIGHT = "fft fft.spec fft.audit fft.report fft.graph fft.sim.cluster fft.engine fft.bus fft.cli"
+LIGHT += " fft.detectors fft.moves fft.monitor"
 
 
 def test_the_light_parts_import_no_torch() -> None:

@@ -100,7 +100,7 @@ class SilenceDetector:
         silent, bound, grace = self.silent(now), self.bound(), self.config.grace_s
         if self._beat is None or silent < bound:
             return GREEN
-        reason = f"nothing was heard of {self.who} for {silent:.2f} s ({self._explained(bound)})"
+        reason = f"for {silent:.2f} s nothing was heard of {self.who} ({self._explained(bound)})"
         if grace is None or silent < bound + grace:
             return Verdict(Level.YELLOW, reason)
         return Verdict(Level.RED, f"{reason}, and the {grace:g} s of grace are over")
@@ -109,8 +109,10 @@ class SilenceDetector:
         config = self.config
         if len(self._gaps) < config.samples:
             return f"the maximum is {bound:g} s; too few beats were heard for a shorter one"
-        longest = f"{config.factor:g} × the longest of the last {len(self._gaps)} gaps"
-        text = f"bound {bound:.2f} s; {longest} is {config.factor * max(self._gaps):.2g} s"
-        if bound == config.min_s:
-            return f"{text}, the minimum more"
-        return f"{text}, the maximum less" if bound == config.max_s else text
+        wanted = config.factor * max(self._gaps)
+        source = f"{config.factor:g} × the longest of the last {len(self._gaps)} gaps"
+        if wanted < config.min_s:
+            return f"bound {bound:.2f} s, the minimum; {source} is only {wanted:.2g} s"
+        if wanted > config.max_s:
+            return f"bound {bound:.2f} s, the maximum; {source} is {wanted:.2f} s"
+        return f"bound {bound:.2f} s = {source}"

@@ -1,4 +1,4 @@
-"""A trainer for the monitor's tests: takes steps until it is told to go on, then does as it is told.
+"""A trainer for the monitor's tests: takes steps until it is told to go on, then obeys its mode.
 
 ``trainer_child.py MODE OUT BUS_URL``: OUT is the descriptor for the monitor's lines. Before it
 hangs or ends it prints the time.
