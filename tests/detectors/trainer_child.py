@@ -1,7 +1,7 @@
 """A trainer for the monitor's tests: takes steps until it is told to go on, then obeys its mode.
 
 ``trainer_child.py MODE OUT BUS_URL``: OUT is the descriptor for the monitor's lines. Before it
-hangs or ends it prints the time.
+hangs or ends, and when it begins a wait or a critical section, it prints the time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fft.detectors.pulse import Pulse
 from fft.monitor import MonitorConfig, MonitorProcess
 from fft.moves import Moves
 
-CONFIG = MonitorConfig(max_s=2.0, grace_s=0.6, min_s=0.5, interval_s=0.05, term_s=0.2)
+CONFIG = MonitorConfig(max_s=2.5, grace_s=0.6, min_s=1.0, interval_s=0.05, term_s=0.2)
 STEP_S = 0.02
-WAIT_S = 3.0
+WAIT_S = 4.0
 """Longer than everything that CONFIG allows a main thread that does not wait."""
 
 
@@ -62,6 +62,7 @@ def spin(pulse: Pulse) -> None:
 
 def wait_then_stop(pulse: Pulse) -> None:
     with pulse.waiting:
+        now()
         threading.Event().wait(WAIT_S)
     stop(pulse)
 
@@ -74,7 +75,8 @@ def stop_in_a_wait(pulse: Pulse) -> None:
 def save_then_stop(pulse: Pulse) -> None:
     """A critical section that keeps the lock for longer than a body may, not than the maximum."""
     with pulse.atomic:
-        ctypes.PyDLL(None).usleep(1_200_000)
+        now()
+        ctypes.PyDLL(None).usleep(1_800_000)
     stop(pulse)
 
 
