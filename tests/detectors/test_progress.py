@@ -157,8 +157,16 @@ def test_a_false_alarm_doubles_the_threshold_at_its_step_until_a_commit() -> Non
     assert found == pytest.approx([1.2, 2.4, 4.8, 9.6, 19.2, 38.4, 60.0, 60.0])
     assert "doubled 8 ×" in detector.verdict(now + 61).reason
     detector.observe(Ended(now + 0.1, committed=True))
-    detector.observe(Begun(now + 0.1, 9))
+    detector.observe(Begun(now + 0.1, 8))  # it is the commit that counts, not the number
     assert detector.threshold() == pytest.approx(1.2)
+
+
+def test_what_is_told_late_makes_nothing_older() -> None:
+    detector, now = after_steps(8)
+    detector.observe(Marked(now + 1.0))
+    detector.observe(Moved(now + 0.5))
+    assert level(detector, now + 2.1) is Level.GREEN
+    assert level(detector, now + 2.3) is Level.YELLOW
 
 
 def test_asking_changes_nothing() -> None:

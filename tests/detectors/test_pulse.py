@@ -128,27 +128,25 @@ def test_a_reader_outlives_the_writer(pulse: Pulse) -> None:
     reader.close()
 
 
-def test_a_reading_is_of_one_moment(pulse: Pulse, clock: Clock) -> None:
-    """While a writer changes every field as fast as it can, a reading is never half old."""
-    reader, closing, torn = PulseReader(pulse.fd), threading.Event(), []
+class Torn(PulseReader):
+    """A reader that finds the record changing under it."""
 
-    def write() -> None:
-        step = 0
-        while not closing.is_set():
-            step += 1
-            clock.now = float(step)
-            pulse.begin(step)
+    def __init__(self, fd: int, found: list[Reading]) -> None:
+        super().__init__(fd)
+        self.found = found
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    for _ in range(2000):
-        reading = reader.read()
-        if reading.begun > reading.step or reading.begun < reading.step - 1:
-            torn.append(reading)
-    closing.set()
-    writer.join(LIMIT_S)
-    reader.close()
-    assert torn == []
+    def _collect(self) -> Reading:
+        return self.found.pop(0)
+
+
+def test_a_reading_is_one_that_was_found_twice(pulse: Pulse) -> None:
+    half, whole, later = Reading(step=1), Reading(step=1, begun=1.0), Reading(step=2)
+    assert Torn(pulse.fd, [half, whole, whole, later]).read() == whole
+
+
+def test_a_record_that_never_stands_still_is_read_all_the_same(pulse: Pulse) -> None:
+    reader = Torn(pulse.fd, [Reading(step=number) for number in range(100)])
+    assert reader.read() == Reading(step=4)
 
 
 # --- the mover ---

@@ -88,6 +88,7 @@ def test_an_old_or_repeated_beat_is_no_beat() -> None:
     for tick in range(1, 6):
         detector.observe(Seen(now + tick / 10, now))
     detector.observe(Seen(now + 0.6, now - 1.0))
+    assert detector.silent(now + 0.6) == pytest.approx(0.6)
     assert detector.verdict(now + 0.6).level is Level.YELLOW
 
 
