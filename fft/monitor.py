@@ -9,7 +9,7 @@ be watched, nor another one that got its number. The monitor looks at the pulse 
   one when the verdict becomes worse:
   ``{"v":1,"type":"verdict","level":"yellow","reason":…,"group":…,"rank":…,"pid":…,"step":…,"at":…}``
 - on red ends the trainer: SIGTERM, SIGCONT (a stopped process would never hear of it, and wakes to
-  nothing else), and SIGKILL ``term_s`` later;
+  nothing else), and SIGKILL ``term_s`` later. The pulse says before that the SIGTERM is no request;
 - when the trainer has ended without having said so, writes the ``death`` message of the bus as a
   line, says it on the bus if it was given one, and ends.
 
@@ -70,7 +70,7 @@ class MonitorConfig:
     max_s: float = 600.0
     grace_s: float = 30.0
     min_s: float = 1.0
-    interval_s: float = 0.1
+    interval_s: float = 0.02
     term_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -213,6 +213,7 @@ class Runner:
 
     def _end(self, reason: str) -> None:
         """SIGTERM, SIGCONT, grace, SIGKILL, all by pidfd; the loop then finds it dead."""
+        self._reader.doom()
         self._cause = f"SIGTERM by the monitor: {reason}"
         for number in (signal.SIGTERM, signal.SIGCONT):
             self._signal(number)

@@ -41,6 +41,15 @@ _BOUNDS = {
     "bus_limit": "being without the bus; then the participant stops",
 }
 
+_HANGS = {
+    "hang_limit": (
+        600.0,
+        "no progress of a main thread; 5 x the median step (1 s at least) where that is shorter",
+    ),
+    "hang_grace": (30.0, "the rollback of a txn that hangs; then the monitor ends its process"),
+}
+"""Of the monitor: seconds, and what they bound."""
+
 
 class TimeoutsError(FftError):
     """The timeouts cannot be used together; the message has the reasons and a set that works."""
@@ -152,7 +161,7 @@ def timers(spec: FsmSpec, table: Mapping[str, Timeout]) -> dict[str, float]:
 
 
 def _check(spec: FsmSpec, given: Mapping[str, Given]) -> None:
-    known = {*spec.timeouts, *ARGUMENTS}
+    known = {*spec.timeouts, *ARGUMENTS, *_HANGS}
     for name, value in given.items():
         if name not in known:
             raise TimeoutsError(
@@ -187,6 +196,8 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given]) -> dict[str, Timeout]:
             put(name, bounds, seconds, f"spec {spec.name}")
         else:  # a barrier's window may grow with the transfer that it has to hold
             put(name, bounds, source.seconds, source.origin, source.fixed and name == "quorum")
+    for name, (seconds, bounds) in _HANGS.items():
+        put(name, bounds, seconds, "FFT's default")
     return table
 
 

@@ -1,7 +1,8 @@
 """The heartbeat record: what a trainer lets a watching process know of it, in shared memory. Pure
 of clocks and threads; touches one anonymous memory file (Linux).
 
-One process writes, another reads. Nobody waits for anybody, so a writer that is stopped in the
+One process writes, another reads (and writes one word of its own: that it is going to end the
+writer). Nobody waits for anybody, so a writer that is stopped in the
 middle, holds the interpreter lock, or is dead is read as well as any other. Each field is 8 bytes,
 aligned, and stored at once (a ``memoryview`` item); each is meaningful by itself. A reader takes
 the record twice until it finds it unchanged (double collect: Afek et al., *Atomic snapshots of
@@ -32,8 +33,8 @@ from fft.detectors.progress import (
 
 _MAGIC: Final = 0x1_4646_5450  # "FFTP", with the version of this layout before it
 _BEAT, _MOVED, _MARKED, _BEGUN, _ENDED, _TOOK = range(1, 7)
-_STEP, _COMMITS, _OPEN, _WAITING, _ATOMIC, _LEFT = range(7, 13)
-_SLOTS: Final = 13
+_STEP, _COMMITS, _OPEN, _WAITING, _ATOMIC, _LEFT, _DOOMED = range(7, 14)
+_SLOTS: Final = 14
 _BYTES: Final = 8 * _SLOTS
 _COLLECTS: Final = 4
 
@@ -94,6 +95,11 @@ class Pulse:
         """``with pulse.atomic:`` it is in a critical section of the user's. May be nested."""
 
     # --- any thread ---
+
+    @property
+    def doomed(self) -> bool:
+        """Whether the reader is about to end this process: a SIGTERM is no request then."""
+        return self.fd >= 0 and self._counts[_DOOMED] > 0
 
     def beat(self) -> None:
         """Some thread of this process runs."""
@@ -160,13 +166,13 @@ class _Section:
 
 
 class PulseReader:
-    """The reading side; ``fd`` may be closed as soon as this is made."""
+    """The reading side; ``fd`` may be closed as soon as this is made. Writes but `doom`."""
 
     def __init__(self, fd: int) -> None:
         """Raises ValueError if ``fd`` is not a pulse of this version."""
         if os.fstat(fd).st_size != _BYTES:
             raise ValueError(f"descriptor {fd} is not a pulse: it has not {_BYTES} bytes")
-        self._map = mmap.mmap(fd, _BYTES, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(fd, _BYTES)
         whole = memoryview(self._map)
         self._times = whole.cast("d")
         self._counts = whole.cast("q")
@@ -181,6 +187,10 @@ class PulseReader:
             if before == newest:
                 break
         return newest
+
+    def doom(self) -> None:
+        """Let the writer know that it is going to be ended."""
+        self._counts[_DOOMED] = 1
 
     def _collect(self) -> Reading:
         times, counts = self._times, self._counts
