@@ -1,7 +1,7 @@
 """One rank of a small FSDP2 job of which rank 0 of group 1 hangs once; `fft run` starts it.
 
-``hang_worker.py STEPS OUT [KIND...]``: the kinds of hang, one after the other, each when the process
-has committed some steps. Leaves what it ended with in the folder OUT.
+``hang_worker.py STEPS OUT [KIND...]``: the kinds of hang, one after the other, each when the
+process has committed some steps. Leaves what it ended with in the folder OUT.
 """
 
 from __future__ import annotations
