@@ -11,6 +11,7 @@ import pytest
 from bus_helpers import Child
 
 from fft.bus import ErrorBus, open_bus, serve_tcp
+from fft.bus.natsserver import NatsServers
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def no_thread_left() -> Iterator[None]:
     """
     yield
     deadline = time.monotonic() + 3.0
-    ours = "fft-bus-listen", "fft-bus-watch"
+    ours = "fft-bus-listen", "fft-bus-watch", "fft-bus-loop"
     while left := [t for t in threading.enumerate() if t.name in ours]:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         left[0].join(0.05)
@@ -33,12 +34,24 @@ def tcp_url(no_thread_left: None) -> Iterator[str]:
         yield server.url
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[NatsServers]:
+    with NatsServers(job="test") as server:
+        yield server
+
+
+@pytest.fixture
+def nats_url(no_thread_left: None, nats_server: NatsServers) -> str:
+    """A job of the test's own on the server of all."""
+    return f"{nats_server.url}-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["memory", "tcp", "nats"])
 def url(request: pytest.FixtureRequest) -> str:
     if request.param == "memory":
         request.getfixturevalue("no_thread_left")
         return f"memory://test-{uuid.uuid4().hex}"
-    found: str = request.getfixturevalue("tcp_url")
+    found: str = request.getfixturevalue(f"{request.param}_url")
     return found
 
 

@@ -1,0 +1,535 @@
+"""The bus over NATS JetStream: `nats://[user:password@]host:port[,host:port...]/job`.
+
+`tls://` (or `nats+tls://`) encrypts. From the environment: `FFT_NATS_CREDS` (a credentials file),
+`FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's),
+`FFT_NATS_REPLICAS` (1, 3 or 5; without it 3 on a cluster, 1 on a single server). Needs nats-server
+2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this package.
+
+Touches three streams per job, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
+
+- `fft-<job>`                state, at most `_HISTORY` messages per subject, all below `s.`:
+  `r.<key>` registers, `c.<key>` counters, `b.<slot>.<tag>.<id>` one vote, `i.<inbox>.<id>` one
+  message to an inbox, `mark` the barrier of reads
+- `fft-<job>-<gen>-tally`    `t.<slot>.<tag>`: a counter of votes
+- `fft-<job>-<gen>-ring`     `m`: the last `RING_MESSAGES` broadcasts, numbered without gaps
+
+**Generation.** A random word in the metadata of the first stream, made with it. As it is a part of
+all subjects, a client of a bus that came back empty cannot even write to its successor: nobody
+takes its messages, it looks, and raises `BusForgot`.
+
+**What the server promises** (nats-server: server/raft.go, server/jetstream_batching.go, read at
+2.15; ADR-31 for direct get). A publish is acknowledged when a majority has it in its Raft log and
+the leader has applied it. `Nats-Expected-Last-Subject-Sequence` is weighed by the leader before it
+proposes, against all that it applied and with whatever it has in flight on that subject refused;
+a new leader weighs nothing before it has applied what it inherited. So a conditional publish that
+was acknowledged is a linearizable compare-and-set. A *refusal* is no proof of anything: it comes
+from whoever believes to be the leader, and a deposed one may believe so for 10 s. So do
+`STREAM.MSG.GET` and, from any replica, direct get; there is no lease and no read index.
+
+**Reads.** Hence a read publishes `mark`, which commits with number S, and asks some replica, in one
+question, for the last messages of the register and of `mark`. If it knows of S, then also of all
+that was committed before, else it is asked again. A ballot is read likewise, with a mark of its own
+among the votes.
+
+**compare_set** publishes on condition that the value's sequence number is still the last. If the
+acknowledgement is lost, the same message (same `Nats-Msg-Id`) is published again: the server
+answers with the number it has, or refuses since the register moved on. Then what followed the
+expected value is read: if it carries my id, I won. The last `_HISTORY` values are kept for this;
+if so many came in between, the outcome stays unknown and `BusUnreachable` is raised.
+
+**Counters** are registers. Those of votes are the server's own (ADR-49): they need no repetition on
+conflict, so voters at once cost no more than one by one, but one whose answer was lost may count
+twice. A vote is stored before it is counted, so a count that runs ahead only means that a ballot is
+read and found incomplete.
+
+**Messages** are broadcast with an id, and repeated with it until acknowledged; the server drops
+what it has (within 2 minutes). Republishing wakes listeners, who take what is new by direct get, in
+the order of numbers, and look by themselves now and then, since a wake-up can be lost. A number
+that is missing was removed by newer ones: `BusOverrun`. Who subscribes broadcasts a message that
+nobody hears; its number is where it begins.
+
+**Losses.** An operation waits out a change of leader or server, within `timeout`, then raises
+`BusUnreachable`; the bus object remains usable, and is lost for good only when nobody answered for
+`PATIENCE` timeouts. Servers take 4 to 9 s to elect a leader in the place of one that was killed, so
+give a replicated bus a timeout of 15 s or more. Acknowledged is not on disk: the server syncs every
+2 minutes unless `sync_interval: always` is set. Killed servers lose nothing; a majority of
+machines that lose power at once may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+from urllib.parse import quote
+
+from fft.bus.base import (
+    MAX_VALUE_BYTES,
+    RING_MESSAGES,
+    BusError,
+    BusForgot,
+    BusUnreachable,
+    ErrorBus,
+    Subscription,
+    check_bytes,
+    check_key,
+    check_voters,
+)
+from fft.bus.natslink import (
+    NAME_TAKEN,
+    NOT_FOUND,
+    ONE_SERVER,
+    Again,
+    ApiError,
+    NatsLink,
+    Stored,
+    WrongSequence,
+    parse_url,
+)
+from fft.bus.natslisten import NUDGE, Listener
+
+_HISTORY: Final = 16  # values of a register that are kept, to see what became of a lost answer
+_CACHE: Final = 64  # registers whose last number this client remembers
+_CONFLICT_S: Final = 0.005  # longest pause after a conflict with another client
+_NUMBERS: Final = 2**64
+_LONG_NAME: Final = 300  # a longer one is replaced by its digest; a subject has 4096 bytes at most
+_MARK: Final = "~"  # no name begins with it, so it tells the marks among the votes
+_WEIGHT: Final = "Fft-Weight"
+_GENERATION: Final = "fft-generation"
+
+
+def _token(name: str) -> str:
+    """`name` as one token of a subject."""
+    quoted = quote(name, safe="").replace(".", "%2E").replace("~", "%7E")
+    if len(quoted) <= _LONG_NAME:
+        return quoted
+    return "%sha256-" + hashlib.sha256(name.encode()).hexdigest()
+
+
+class NatsBus(ErrorBus):
+    """One client of a NATS service, on one job's streams."""
+
+    def __init__(self, url: str, timeout: float = 5.0) -> None:
+        address = parse_url(url)
+        if not timeout > 0:
+            raise BusError(f"the bus timeout must be more than 0 seconds, not {timeout!r}")
+        self.url = address.shown
+        self._job = address.job.replace(".", "~")
+        self._state = f"fft-{self._job}"
+        self._lock = threading.Lock()
+        self._listeners: set[Listener] = set()
+        self._known: OrderedDict[str, Stored] = OrderedDict()
+        self._link = NatsLink(address, timeout)
+        try:
+            self.generation = self._link.run(self._settle)
+        except BaseException:
+            self._link.close()
+            raise
+        self._link.still_ours = self._still_ours
+        self._link.on_failure = self._lost
+        self._link.on_reconnect = self._look
+
+    # ---- messages
+
+    def broadcast(self, payload: bytes) -> None:
+        check_bytes(payload, "a message")
+        self._link.run(lambda: self._store("m", payload))
+
+    def subscribe(
+        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+    ) -> Subscription:
+        name = self._subject("m")
+        listener = Listener(self._link, self._ring, name, on_message, on_lost, True, self._forget)
+
+        async def begin() -> int:
+            await listener.open(self._subject("note.m"))
+            return await self._store("m", b"", {NUDGE: "1"}) + 1
+
+        return self._start(listener, begin)
+
+    def send(self, inbox: str, payload: bytes) -> None:
+        check_key(inbox, "inbox")
+        check_bytes(payload, "a message")
+        name = f"s.i.{_token(inbox)}.{secrets.token_hex(8)}"
+        self._link.run(lambda: self._store(name, payload))
+
+    def listen(
+        self,
+        inbox: str,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> Subscription:
+        check_key(inbox, "inbox")
+        name = self._subject(f"s.i.{_token(inbox)}.*")
+        listener = Listener(self._link, self._state, name, on_message, on_lost, False, self._forget)
+
+        async def begin() -> int:
+            await listener.open(self._subject(f"note.i.{_token(inbox)}.*"))
+            return 1
+
+        return self._start(listener, begin)
+
+    def _start(self, listener: Listener, begin: Callable[[], Any]) -> Subscription:
+        async def start() -> None:
+            try:
+                first = await begin()
+                with self._lock:
+                    self._listeners.add(listener)
+                listener.start(first)
+            except BaseException:
+                listener.deaf()
+                raise
+
+        self._link.run(start)
+        return listener
+
+    # ---- registers
+
+    def read(self, key: str) -> bytes | None:
+        check_key(key)
+        found = self._link.run(lambda: self._last(f"s.r.{_token(key)}"))
+        return None if found is None else found.payload
+
+    def write(self, key: str, value: bytes) -> None:
+        check_key(key)
+        check_bytes(value, "a register value", MAX_VALUE_BYTES)
+        self._link.run(lambda: self._store(f"s.r.{_token(key)}", value))
+
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        check_key(key)
+        check_bytes(desired, "a register value")
+        name = f"s.r.{_token(key)}"
+
+        async def attempt(_: float) -> bytes | None:
+            held = self._known.get(name)
+            if expected is None:
+                held = None
+            elif held is None or held.payload != expected:
+                held = await self._last(name)
+                if held is None:
+                    raise BusForgot(f"register {key!r} on {self.url} is gone; its value was known")
+                if held.payload != expected:
+                    return held.payload
+            if await self._swap(name, held.seq if held else 0, desired):
+                return desired
+            held = await self._last(name)
+            if held is None or held.payload == expected:
+                raise await self._conflict()
+            return held.payload
+
+        return self._link.run(lambda: self._link.repeat(attempt))
+
+    def next_number(self, key: str) -> int:
+        check_key(key)
+        name = f"s.c.{_token(key)}"
+
+        async def attempt(_: float) -> int:
+            held = self._known.get(name) or await self._last(name)
+            number = (int(held.payload) + 1 if held else 1) % _NUMBERS
+            if await self._swap(name, held.seq if held else 0, b"%d" % number):
+                return number
+            await self._last(name)
+            raise await self._conflict()
+
+        return self._link.run(lambda: self._link.repeat(attempt))
+
+    # ---- ballots
+
+    def ballot(
+        self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
+    ) -> list[bytes] | None:
+        check_key(slot, "slot")
+        check_key(tag, "tag")
+        check_bytes(vote, "a vote")
+        check_voters(voters, weight)
+        place = f"{_token(slot)}.{_token(tag)}"
+
+        async def cast() -> list[bytes] | None:
+            name = f"s.b.{place}.{secrets.token_hex(8)}"
+            await self._store(name, vote, {_WEIGHT: str(weight)})
+            if await self._count(f"t.{place}", weight) < voters:
+                return None
+            votes = await self._link.repeat(lambda limit: self._votes(place, limit))
+            weights = sum(int(one.headers[_WEIGHT]) for one in votes)
+            return [one.payload for one in votes] if weights >= voters else None
+
+        return self._link.run(cast)
+
+    async def _count(self, name: str, weight: int) -> int:
+        """Add to a counter of votes; its value. Adds more than once where an answer was lost."""
+        subject = self._subject(name)
+
+        async def add(limit: float) -> int:
+            answer = await self._link.publish(subject, b"", {"Nats-Incr": str(weight)}, limit)
+            return int(answer["val"])
+
+        return await self._link.repeat(add)
+
+    async def _votes(self, place: str, limit: float) -> list[Stored]:
+        """All votes stored before this call, in order; `Again` from a replica that lags behind."""
+        mark = self._subject(f"s.b.{place}.{_MARK}{secrets.token_hex(8)}")
+        await self._link.publish(mark, b"", None, limit)
+        votes: list[Stored] = []
+        first = 1
+        while True:
+            found = await self._page(f"s.b.{place}.*", first, limit)
+            if not found:
+                raise Again("the replica that was asked lags behind")
+            for message in found:
+                if message.subject == mark:
+                    return votes
+                if _WEIGHT in message.headers:
+                    votes.append(message)
+            first = found[-1].seq + 1
+
+    # ---- the rest of the contract
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        name = _token(key)
+
+        async def remove() -> None:
+            cast = await asyncio.gather(
+                self._purge(self._state, f"s.b.{name}.>"), self._purge(self._tally, f"t.{name}.>")
+            )
+            if any(cast):
+                return
+            for one in (f"s.r.{name}", f"s.c.{name}", f"s.i.{name}.>"):
+                self._known.pop(one, None)
+                if await self._purge(self._state, one):
+                    return
+
+        self._link.run(remove)
+
+    def key_count(self) -> int:
+        async def count() -> int:
+            streams = (self._state, self._tally, self._ring)
+            found = await asyncio.gather(*(self._info(stream) for stream in streams))
+            state, tally, ring = (one["state"] for one in found)
+            return int(
+                state.get("num_subjects", 0) + tally.get("num_subjects", 0) + ring["messages"]
+            )
+
+        return self._link.run(count)
+
+    def close(self) -> None:
+        with self._lock:
+            ending = list(self._listeners)
+        for listener in ending:
+            listener.close()
+        self._link.close()
+
+    # ---- streams: the coroutines below run on the loop
+
+    def _subject(self, name: str) -> str:
+        return f"fft.{self._job}.{self.generation}.{name}"
+
+    @property
+    def _tally(self) -> str:
+        return f"{self._state}-{self.generation}-tally"
+
+    @property
+    def _ring(self) -> str:
+        return f"{self._state}-{self.generation}-ring"
+
+    async def _store(self, name: str, payload: bytes, headers: dict[str, str] | None = None) -> int:
+        """Store a message once, though it may be published several times; its number."""
+        subject = self._subject(name)
+        marked = {"Nats-Msg-Id": secrets.token_hex(12), **(headers or {})}
+        answer = await self._link.repeat(
+            lambda limit: self._link.publish(subject, payload, marked, limit)
+        )
+        return int(answer["seq"])
+
+    async def _last(self, name: str) -> Stored | None:
+        """The last message of a register, linearizably; remembered."""
+        subject, mark = self._subject(name), self._subject("s.mark")
+
+        async def look(limit: float) -> Stored | None:
+            written = int((await self._link.publish(mark, b"", None, limit))["seq"])
+            request = {"multi_last": [subject, mark]}
+            found = {m.subject: m for m in await self._link.get(self._state, request, limit)}
+            if mark not in found or found[mark].seq < written:
+                raise Again("the replica that was asked lags behind")
+            return found.get(subject)
+
+        held = await self._link.repeat(look)
+        self._remember(name, held)
+        return held
+
+    async def _swap(self, name: str, seq: int, payload: bytes) -> bool:
+        """Store `payload` if the last number of the register is `seq` (0: none); whether it is.
+
+        Raises `BusUnreachable` if that cannot be known.
+        """
+        own = secrets.token_hex(12)
+        headers = {"Nats-Msg-Id": own, "Nats-Expected-Last-Subject-Sequence": str(seq)}
+        asked = 0
+
+        async def attempt(limit: float) -> int | None:
+            nonlocal asked
+            asked += 1
+            try:
+                answer = await self._link.publish(self._subject(name), payload, headers, limit)
+            except WrongSequence:
+                if asked == 1:
+                    return None
+                return await self._became(name, seq, own, limit)
+            return int(answer["seq"])
+
+        stored = await self._link.repeat(attempt)
+        if stored is None:
+            self._known.pop(name, None)
+            return False
+        self._remember(name, Stored(stored, name, payload, {}))
+        return True
+
+    async def _became(self, name: str, seq: int, own: str, limit: float) -> int | None:
+        """What followed number `seq`: my message (its number), or another's (None).
+
+        Refused, after an answer was lost. All that is read here was committed, so a replica that
+        lags behind can only make us ask again.
+        """
+        held = await self._page(name, 1, limit)
+        for message in held:
+            if message.headers.get("Nats-Msg-Id") == own:
+                return message.seq
+        if all(message.seq <= seq for message in held):
+            raise Again("the register is not settled")
+        if len(held) < _HISTORY or any(message.seq == seq for message in held):
+            return None
+        raise BusUnreachable(self.url, "an answer was lost, and what came of it was overwritten")
+
+    async def _page(self, name: str, first: int, limit: float) -> list[Stored]:
+        request = {"seq": first, "next_by_subj": self._subject(name), "batch": 256}
+        return await self._link.get(self._state, request, limit)
+
+    async def _purge(self, stream: str, name: str) -> int:
+        request = {"filter": self._subject(name)}
+        answer = await self._link.repeat(
+            lambda limit: self._link.api(f"STREAM.PURGE.{stream}", request, limit)
+        )
+        return int(answer["purged"])
+
+    def _remember(self, name: str, held: Stored | None) -> None:
+        self._known.pop(name, None)
+        if held is not None:
+            self._known[name] = held
+            if len(self._known) > _CACHE:
+                self._known.popitem(last=False)
+
+    @staticmethod
+    async def _conflict() -> Again:
+        """After a conflict: wait a little, at random, and try again."""
+        await asyncio.sleep(random.uniform(0, _CONFLICT_S))
+        return Again("others write to the same register all the time")
+
+    # ---- one life of the bus
+
+    async def _info(self, stream: str) -> dict[str, Any]:
+        return await self._link.repeat(
+            lambda limit: self._link.api(f"STREAM.INFO.{stream}", {}, limit)
+        )
+
+    async def _settle(self) -> str:
+        """The generation of the bus; a fresh one, with its streams, if there is none."""
+        await self._link.connect()
+        found = await self._find()
+        if found is None:
+            self.generation = secrets.token_hex(8)
+            try:
+                await self._create(self._state, self._state_config())
+            except ApiError as error:
+                if error.code != NAME_TAKEN:  # somebody else was first
+                    raise
+        self.generation = found or await self._find() or self.generation
+        await asyncio.gather(
+            self._create(self._tally, self._tally_config()),
+            self._create(self._ring, self._ring_config()),
+        )
+        return self.generation
+
+    async def _find(self) -> str | None:
+        try:
+            config = (await self._info(self._state))["config"]
+        except ApiError as error:
+            if error.code == NOT_FOUND:
+                return None
+            raise
+        generation = (config.get("metadata") or {}).get(_GENERATION)
+        if generation is None:
+            raise BusError(f"stream {self._state!r} of {self.url} was not made by this library")
+        return str(generation)
+
+    async def _still_ours(self) -> bool | None:
+        try:
+            request = self._link.api(f"STREAM.INFO.{self._state}", {}, 1.0)
+            config = (await request)["config"]
+        except ApiError as error:
+            return False if error.code == NOT_FOUND else None
+        except Exception:  # noqa: BLE001 - no answer, of whatever kind, says nothing
+            return None
+        return bool((config.get("metadata") or {}).get(_GENERATION) == self.generation)
+
+    async def _create(self, stream: str, config: dict[str, Any]) -> None:
+        """Make a stream, replicated if there is a cluster; no error if it is there already."""
+        asked = self._link.address.replicas
+        common = {"name": stream, "storage": "file", "retention": "limits", "allow_direct": True}
+        for replicas in (asked,) if asked else (3, 1):
+            request = {**common, **config, "num_replicas": replicas}
+            try:
+                await self._link.repeat(partial(self._link.api, f"STREAM.CREATE.{stream}", request))
+            except ApiError as error:
+                if error.code != ONE_SERVER or asked:
+                    raise
+            else:
+                return
+
+    def _state_config(self) -> dict[str, Any]:
+        notes = {"src": self._subject("s.i.>"), "dest": self._subject("note.i.>")}
+        return {
+            "subjects": [self._subject("s.>")],
+            "max_msgs_per_subject": _HISTORY,
+            "republish": {**notes, "headers_only": True},
+            "metadata": {_GENERATION: self.generation},
+        }
+
+    def _tally_config(self) -> dict[str, Any]:
+        return {
+            "subjects": [self._subject("t.>")],
+            "max_msgs_per_subject": 1,
+            "allow_msg_counter": True,
+        }
+
+    def _ring_config(self) -> dict[str, Any]:
+        notes = {"src": self._subject("m"), "dest": self._subject("note.m")}
+        return {
+            "subjects": [self._subject("m")],
+            "max_msgs": RING_MESSAGES,
+            "discard": "old",
+            "republish": {**notes, "headers_only": True},
+        }
+
+    # ---- listeners
+
+    def _forget(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def _lost(self, error: BusError) -> None:
+        with self._lock:
+            ending = list(self._listeners)
+        for listener in ending:
+            listener.lose(error)
+
+    def _look(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.look()
