@@ -43,6 +43,13 @@ class GraphFormat(StrEnum):
     dot = "dot"
 
 
+class BusKind(StrEnum):
+    """The buses that ``fft serve`` can host."""
+
+    tcp = "tcp"
+    nats = "nats"
+
+
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """Turn an error meant for the user into its text on stderr and exit code 2."""
@@ -71,13 +78,18 @@ def serve(
     port: Annotated[int, typer.Option(help="Port of the bus; 0 takes a free one.")] = 0,
     lighthouse_port: Annotated[int, typer.Option(help="Port of the lighthouse; 0 likewise.")] = 0,
     job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
+    bus: Annotated[BusKind, typer.Option(help="In this process, or NATS servers.")] = BusKind.tcp,
+    cluster: Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")] = 1,
 ) -> None:
     """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
     from fft.serve import serve_forever, start_services
 
     _calm_lighthouse()
     with _plain_errors():
-        serve_forever(start_services(host, port, lighthouse_port, job))
+        services = start_services(
+            host, port, lighthouse_port, job, bus_kind=bus.value, cluster=cluster
+        )
+        serve_forever(services)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

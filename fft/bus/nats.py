@@ -33,14 +33,15 @@ among the votes.
 
 **compare_set** publishes on condition that the value's sequence number is still the last. If the
 acknowledgement is lost, the same message (same `Nats-Msg-Id`) is published again: the server
-answers with the number it has, or refuses since the register moved on. Then what followed the
-expected value is read: if it carries my id, I won. The last `_HISTORY` values are kept for this;
+answers with the number it has, or refuses since the register moved on (a single server does even
+if it was my message that moved it). Then what followed the expected value is read: if it carries my
+id, I won. The last `_HISTORY` values are kept for this;
 if so many came in between, the outcome stays unknown and `BusUnreachable` is raised.
 
-**Counters** are registers. Those of votes are the server's own (ADR-49): they need no repetition on
-conflict, so voters at once cost no more than one by one, but one whose answer was lost may count
-twice. A vote is stored before it is counted, so a count that runs ahead only means that a ballot is
-read and found incomplete.
+**Counters** are registers, read from any replica, since only a write that succeeds counts. Those of
+votes are the server's own (ADR-49): they need no repetition on conflict, so voters at once cost no
+more than one by one, but one whose answer was lost may count twice. A vote is stored before it is
+counted, so a count that runs ahead only means that a ballot is read and found incomplete.
 
 **Messages** are broadcast with an id, and repeated with it until acknowledged; the server drops
 what it has (within 2 minutes). Republishing wakes listeners, who take what is new by direct get, in
@@ -206,38 +207,38 @@ class NatsBus(ErrorBus):
         check_bytes(desired, "a register value")
         name = f"s.r.{_token(key)}"
 
-        async def attempt(_: float) -> bytes | None:
-            held = self._known.get(name)
-            if expected is None:
-                held = None
-            elif held is None or held.payload != expected:
+        async def decide() -> bytes | None:
+            held = None if expected is None else self._known.get(name)
+            if expected is not None and (held is None or held.payload != expected):
                 held = await self._last(name)
-                if held is None:
+            while True:
+                if held is None and expected is not None:
                     raise BusForgot(f"register {key!r} on {self.url} is gone; its value was known")
-                if held.payload != expected:
+                if held is not None and held.payload != expected:
                     return held.payload
-            if await self._swap(name, held.seq if held else 0, desired):
-                return desired
-            held = await self._last(name)
-            if held is None or held.payload == expected:
-                raise await self._conflict()
-            return held.payload
+                if await self._swap(name, held.seq if held else 0, desired):
+                    return desired
+                held = await self._last(name)
+                if held is None or held.payload == expected:  # somebody's write is under way
+                    await self._conflict()
 
-        return self._link.run(lambda: self._link.repeat(attempt))
+        return self._link.run(decide)
 
     def next_number(self, key: str) -> int:
         check_key(key)
         name = f"s.c.{_token(key)}"
 
-        async def attempt(_: float) -> int:
-            held = self._known.get(name) or await self._last(name)
-            number = (int(held.payload) + 1 if held else 1) % _NUMBERS
-            if await self._swap(name, held.seq if held else 0, b"%d" % number):
-                return number
-            await self._last(name)
-            raise await self._conflict()
+        async def take() -> int:
+            held = self._known.get(name) or await self._glance(name)
+            while True:
+                number = (int(held.payload) + 1 if held else 1) % _NUMBERS
+                if await self._swap(name, held.seq if held else 0, b"%d" % number):
+                    return number
+                before, held = held, await self._glance(name)
+                if before and held and before.seq == held.seq:
+                    await self._conflict()
 
-        return self._link.run(lambda: self._link.repeat(attempt))
+        return self._link.run(take)
 
     # ---- ballots
 
@@ -363,6 +364,12 @@ class NatsBus(ErrorBus):
         self._remember(name, held)
         return held
 
+    async def _glance(self, name: str) -> Stored | None:
+        """What some replica has as the last message of a register; good for a `_swap` only."""
+        request = {"multi_last": [self._subject(name)]}
+        found = await self._link.repeat(partial(self._link.get, self._state, request))
+        return found[0] if found else None
+
     async def _swap(self, name: str, seq: int, payload: bytes) -> bool:
         """Store `payload` if the last number of the register is `seq` (0: none); whether it is.
 
@@ -425,10 +432,9 @@ class NatsBus(ErrorBus):
                 self._known.popitem(last=False)
 
     @staticmethod
-    async def _conflict() -> Again:
-        """After a conflict: wait a little, at random, and try again."""
+    async def _conflict() -> None:
+        """Wait a little, at random: what stood in the way is not committed yet."""
         await asyncio.sleep(random.uniform(0, _CONFLICT_S))
-        return Again("others write to the same register all the time")
 
     # ---- one life of the bus
 

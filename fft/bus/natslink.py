@@ -46,6 +46,7 @@ HEADROOM: Final = 1024  # bytes of headers that go with a payload, at most
 _FIRST_PAUSE_S: Final = 0.01
 _LAST_PAUSE_S: Final = 0.2
 _RECONNECT_S: Final = (0.02, 1.0)  # first and longest pause before a server is tried again
+_ATTEMPT_S: Final = 1.5  # an answer that takes longer is taken to be lost
 _PING_S: Final = 1  # a server that leaves two of these unanswered is given up
 _GRACE_S: Final = 2.0  # what a busy machine may add before a thread gives up its coroutine
 _CLOSE_S: Final = 0.5
@@ -320,14 +321,14 @@ class NatsLink:
         Raises `BusUnreachable` when the timeout is over: what was asked may or may not be done.
         """
         deadline = time.monotonic() + self.timeout
-        pause, attempt = _FIRST_PAUSE_S, max(1.0, self.timeout / 4)
+        pause = _FIRST_PAUSE_S
         while True:
             self.check()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise BusUnreachable(self.url, self._last_error)
             try:
-                found = await once(min(left, attempt))
+                found = await once(min(left, _ATTEMPT_S))
                 self._answered, self._denials = time.monotonic(), 0
                 return found
             except Again as error:
