@@ -2,9 +2,9 @@
 
 `python benchmarks/nats_failover.py [ROUNDS [FILE]]`: each round kills, by SIGKILL, the server that
 leads one of the job's streams, while four clients extend a chain of heads, broadcast and draw
-numbers, and three listen. Prints how long each round was without service, then judges the whole: one
-chain, nobody told wrong, every message heard once and in one order, no number twice. JSON to FILE.
-Exits with an error at the first violation.
+numbers, and three listen. Prints how long each round was without service, then judges the whole:
+one chain, nobody told wrong, every message heard once and in one order, no number twice. JSON to
+FILE. Exits with an error at the first violation.
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ def start_services(
 
     try:
         bus = _start_bus(bus_kind, host, port, job, cluster)
-    except (BusError, RuntimeError, OSError) as error:
+    except BusError as error:
+        raise ServiceError(f"the bus was not started: {error}") from error
+    except (RuntimeError, OSError) as error:
         raise ServiceError(_not_started("bus", host, port, error)) from error
     bind_host = f"[{host}]" if ":" in host else host
     try:
