@@ -288,6 +288,9 @@ def config(
         list[str] | None,
         typer.Option("--set", metavar="NAME=SECONDS", help="As if given; several times."),
     ] = None,
+    bus: Annotated[
+        str, typer.Option(envvar="FFT_BUS", help="URL of the job's bus, or what it begins with.")
+    ] = "tcp://",
 ) -> None:
     """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
     from rich.table import Table
@@ -297,7 +300,7 @@ def config(
 
     with _plain_errors():
         given = {**from_env(os.environ), **from_pairs(chosen or ())}
-        timeouts = resolve(load_spec(spec), given).values()
+        timeouts = resolve(load_spec(spec), given, bus).values()
     table = Table("timeout", "seconds", "bounds", "from")
     for timeout in timeouts:
         table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)

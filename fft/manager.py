@@ -144,7 +144,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         try:
             self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._quorum_future.set_result(None)
-            table = resolve(self._spec, self._given(timeouts or {}))
+            table = resolve(self._spec, self._given(timeouts or {}), url)
             self._timeouts = timers(self._spec, table)
             limit, grace = table["hang_limit"].seconds, table["hang_grace"].seconds
             self._hang = MonitorConfig(limit, grace, min_s=min(1.0, limit))

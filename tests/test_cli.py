@@ -252,5 +252,7 @@ def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
     assert shown.returncode == 0
     rows = {line.split()[1]: line for line in shown.stdout.splitlines() if line.startswith("│")}
     assert "600" in rows["vote_window"] and "raised to fit" in rows["ready_window"]
+    assert "bus_failover" not in rows
+    assert "bus_failover" in fft("config", "--bus", "nats://").stdout
     refused = fft("config", "--set", "bus_limit=3", "--set", "bus_retry=1")
     assert refused.returncode == 2 and "these would work: bus_retry=1" in refused.stderr

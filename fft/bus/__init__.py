@@ -52,7 +52,7 @@ def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> E
         from fft.bus.tcpstore import TcpBus
 
         bus = TcpBus(url, timeout)
-    elif separator and scheme in ("nats", "tls", "nats+tls"):
+    elif separator and scheme in ("nats", "tls"):
         bus = _nats_bus(url, timeout)
     else:
         raise BusError(f"bus URL {url!r}: write memory://name, tcp://host:port/job or nats://…")

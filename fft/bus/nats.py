@@ -1,6 +1,6 @@
 """The bus over NATS JetStream: `nats://[user:password@]host:port[,host:port...]/job`.
 
-`tls://` (or `nats+tls://`) encrypts. From the environment: `FFT_NATS_CREDS` (a credentials file),
+`tls://` encrypts. From the environment: `FFT_NATS_CREDS` (a credentials file),
 `FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's),
 `FFT_NATS_REPLICAS` (1, 3 or 5; without it 3 on a cluster, 1 on a single server). Needs nats-server
 2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this package.

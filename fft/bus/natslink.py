@@ -51,6 +51,7 @@ _PING_S: Final = 1  # a server that leaves two of these unanswered is given up
 _GRACE_S: Final = 2.0  # what a busy machine may add before a thread gives up its coroutine
 _CLOSE_S: Final = 0.5
 _FORGOTTEN_AFTER: Final = 3  # times in a row that a stream is said not to exist
+_DOUBT_S: Final = 0.25  # from one such question to the next
 
 NOT_FOUND, NAME_TAKEN, ONE_SERVER = 10059, 10058, 10074  # the server's error codes
 _WRONG_SEQUENCE = frozenset({10071, 10164})
@@ -97,7 +98,7 @@ class Address:
     replicas: int | None = None
 
 
-SCHEMES: Final = ("nats", "tls", "nats+tls")
+SCHEMES: Final = ("nats", "tls")
 _FORM: Final = "write nats://[user:password@]host:port[,host:port...]/job, tls:// with encryption"
 
 
@@ -169,6 +170,8 @@ class NatsLink:
         self._closing = threading.Lock()
         self._answered = time.monotonic()
         self._denials = 0
+        self._doubting: asyncio.Task[None] | None = None
+        self._attempts: set[asyncio.Timeout] = set()
         self._client = Client()
         self._replies: dict[str, asyncio.Queue[Msg]] = {}
         self._reply_to = ""
@@ -272,6 +275,7 @@ class NatsLink:
                     password=address.password,
                     user_credentials=address.creds,
                     error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnected,
                     reconnected_cb=self._on_reconnected,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=0,
@@ -291,6 +295,13 @@ class NatsLink:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = _reason(error, self._last_error)
+
+    async def _on_disconnected(self) -> None:
+        """What was asked on the old connection will not be answered: ask again at once."""
+        now = asyncio.get_running_loop().time()
+        for attempt in self._attempts:
+            if not attempt.expired():
+                attempt.reschedule(now)
 
     async def _on_reconnected(self) -> None:
         self.on_reconnect()
@@ -328,37 +339,45 @@ class NatsLink:
             if left <= 0:
                 raise BusUnreachable(self.url, self._last_error)
             try:
-                found = await once(min(left, _ATTEMPT_S))
-                self._answered, self._denials = time.monotonic(), 0
-                return found
+                return await self._attempt(once, min(left, _ATTEMPT_S))
             except Again as error:
                 self._last_error = _reason(error, self._last_error)
                 self._answered = time.monotonic()
             except (nats.errors.Error, OSError) as error:
                 self._last_error = _reason(error, self._last_error)
-                await self._doubt()
+                self._doubt()
             await asyncio.sleep(min(pause * random.uniform(0.5, 1), max(left, 0)))
             pause = min(pause * 2, _LAST_PAUSE_S)
 
-    async def _doubt(self) -> None:
-        """Nobody answered: is the service another one now, or lost for good?"""
-        ours = await self.still_ours() if self.still_ours is not None else None
-        if ours is not False:
-            self._denials = 0
-        else:
-            self._denials += 1
-            if self._denials >= _FORGOTTEN_AFTER:
-                self._fail(
-                    BusForgot(f"the bus at {self.url} has come back empty: it forgot the job")
-                )
+    async def _attempt(self, once: Callable[[float], Awaitable[T]], limit: float) -> T:
+        async with asyncio.timeout(limit) as attempt:
+            self._attempts.add(attempt)
+            try:
+                found = await once(limit)
+            finally:
+                self._attempts.discard(attempt)
+        self._answered, self._denials = time.monotonic(), 0
+        return found
+
+    def _doubt(self) -> None:
+        """Nobody answered: is the service another one now, or lost for good? Does not wait."""
         if time.monotonic() - self._answered > PATIENCE * self.timeout:
             self._fail(BusUnreachable(self.url, self._last_error))
+        elif self._doubting is None or self._doubting.done():
+            self._doubting = asyncio.get_running_loop().create_task(self._ask_whose())
+
+    async def _ask_whose(self) -> None:
+        """Once more said to be another service? So often in a row, it is."""
+        ours = await self.still_ours() if self.still_ours is not None else None
+        self._denials = self._denials + 1 if ours is False else 0
+        if self._denials >= _FORGOTTEN_AFTER:
+            self._fail(BusForgot(f"the bus at {self.url} has come back empty: it forgot the job"))
+        await asyncio.sleep(_DOUBT_S)
 
     def _fail(self, error: BusError) -> None:
         if self._failure is None:
             self._failure = error
             self.on_failure(error)
-        self.check()
 
     async def publish(
         self, subject: str, payload: bytes, headers: Headers | None, limit: float

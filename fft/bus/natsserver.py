@@ -23,6 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -149,6 +150,17 @@ class NatsServers:
         process = self._processes[number]
         if process is not None:
             process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+
+    def elections(self, since: float) -> list[float]:
+        """When, by the wall clock, the servers that run won streams for themselves; from logs."""
+        found = []
+        for number, process in enumerate(self._processes):
+            log = self._directory / str(number) / "log"
+            for line in log.read_text().splitlines() if process is not None else ():
+                if "cluster new stream leader" in line:
+                    stamp = " ".join(line.split()[1:3])
+                    found.append(datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp())
+        return [one for one in found if one > since]
 
     def forget(self, number: int) -> None:
         """Remove the store of a server that does not run."""

@@ -126,20 +126,25 @@ class Trial:
             for writer in self.writers
         )
 
-    def kill_leader(self, number: int) -> float:
-        """Kill a leader; seconds until a writer had a whole round; then start it again."""
+    def kill_leader(self, number: int) -> tuple[float, float]:
+        """Kill a leader, and start it again later.
+
+        Seconds until the last of its streams had another leader, and until a writer had done a
+        whole round.
+        """
         until(lambda: self.progress(time.monotonic() - WAIT_S), "writers are at work")
         stream = (self._bus._state, self._bus._ring, self._bus._tally)[number % 3]
         leader = int(self._info(stream)["leader"].removeprefix("s"))
         self._servers.kill(leader)
-        killed = time.monotonic()
+        killed, wall = time.monotonic(), time.time()
         until(lambda: self.progress(killed), "service after a leader was killed")
         back = min(done for w in self.writers for begun, done in w.told.times if begun > killed)
+        elected = max(self._servers.elections(since=wall), default=wall)
         self._servers.start(leader)
         self._servers.wait()
         for one in (self._bus._state, self._bus._ring, self._bus._tally):
             until(lambda one=one: self._whole(one), "all replicas are current")  # type: ignore[misc]
-        return back - killed
+        return elected - wall, back - killed
 
     def _info(self, stream: str) -> dict[str, str]:
         found: dict[str, str] = self._bus._link.run(lambda: self._bus._info(stream))["cluster"]

@@ -302,7 +302,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.user, found.password, found.job) == ("me", "p@ss", "job.1")
     assert "p%40ss" not in found.shown and "p@ss" not in found.shown
     assert parse_url("tls://a:1/j").tls is not None
-    assert parse_url("nats+tls://a:1/j").servers == ["tls://a:1"]
+    assert parse_url("tls://a:1/j").servers == ["tls://a:1"]
     monkeypatch.setenv("FFT_NATS_CA", "/nowhere/ca.pem")
     with pytest.raises(BusError, match="FFT_NATS_CA"):
         parse_url("tls://a:1/j")
