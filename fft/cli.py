@@ -44,10 +44,14 @@ class GraphFormat(StrEnum):
 
 
 class BusKind(StrEnum):
-    """The buses that ``fft serve`` can host."""
+    """The buses that can be hosted here."""
 
     tcp = "tcp"
     nats = "nats"
+
+
+_BUS_KIND = Annotated[BusKind, typer.Option(help="In this process, or NATS servers.")]
+_CLUSTER = Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")]
 
 
 @contextmanager
@@ -78,8 +82,8 @@ def serve(
     port: Annotated[int, typer.Option(help="Port of the bus; 0 takes a free one.")] = 0,
     lighthouse_port: Annotated[int, typer.Option(help="Port of the lighthouse; 0 likewise.")] = 0,
     job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
-    bus: Annotated[BusKind, typer.Option(help="In this process, or NATS servers.")] = BusKind.tcp,
-    cluster: Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")] = 1,
+    bus: _BUS_KIND = BusKind.tcp,
+    cluster: _CLUSTER = 1,
 ) -> None:
     """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
     from fft.serve import serve_forever, start_services
@@ -111,6 +115,8 @@ def run(
     timeout: Annotated[float | None, typer.Option(help="Kill the job after so many s.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Kill a drain after so many s.")] = 60.0,
     progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
+    bus: _BUS_KIND = BusKind.tcp,
+    cluster: _CLUSTER = 1,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
     from fft.faults import FaultPlan, load_plan
@@ -132,14 +138,16 @@ def run(
         )
         config.check()
         plan = load_plan(faults, groups, ranks) if faults else FaultPlan(faults=[])
-        verdict = _supervise(config, plan, progress)
+        verdict = _supervise(config, plan, progress, bus, cluster)
     for line in verdict.lines:
         sys.stderr.write(f"fft: {line}\n")
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
     raise typer.Exit(0 if verdict.ok else 1)
 
 
-def _supervise(config: RunConfig, plan: FaultPlan, progress: bool) -> Verdict:
+def _supervise(
+    config: RunConfig, plan: FaultPlan, progress: bool, bus: BusKind, cluster: int
+) -> Verdict:
     """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills."""
     _calm_lighthouse()
     from fft.progress import open_display
@@ -147,7 +155,7 @@ def _supervise(config: RunConfig, plan: FaultPlan, progress: bool) -> Verdict:
     from fft.supervisor import Supervisor
 
     display = open_display(Console()) if progress else None
-    services = start_services(min_groups=config.min_groups)
+    services = start_services(min_groups=config.min_groups, bus_kind=bus.value, cluster=cluster)
     try:
         supervisor = Supervisor(config, plan, services, display)
         previous = {

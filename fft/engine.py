@@ -83,6 +83,9 @@ _SLOTS = 8
 """Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
 _READS = 16
 """How often the head may move on while its members are looked up."""
+_SILENCE_S = 0.3
+"""An operation on the bus that takes longer is a silence of the bus."""
+_BUS_TIMERS = ("bus_retry", "bus_limit")
 _REMOVALS = 16
 """Inboxes removed with one commit, so that the commit is not held up."""
 
@@ -282,6 +285,7 @@ class Engine:
                 assert_never(effect)
 
     def _use_bus(self, effect: BusEffect) -> None:
+        begun = time.monotonic()
         try:
             match effect:
                 case Broadcast(message=message):
@@ -306,6 +310,21 @@ class Engine:
                     assert_never(effect)
         except (BusError, UnreadableMessage) as error:
             self._next.append(self._down(type(effect).__name__, error))
+        self._excuse(time.monotonic() - begun)
+
+    def _excuse(self, seconds: float) -> None:
+        """Put off all timers but the bus's own by ``seconds``, for which the bus was silent.
+
+        Nobody could be heard meanwhile, and what was said waits behind the timers: counting the
+        time would make suspects of all peers whenever a replicated bus changes its leader.
+        """
+        if seconds < _SILENCE_S:
+            return
+        self._timers = [
+            (due if timer.name in _BUS_TIMERS else due + seconds, serial, timer)
+            for due, serial, timer in self._timers
+        ]
+        heapq.heapify(self._timers)
 
     def _down(self, operation: str, error: Exception) -> BusDown:
         logger.error("%s on the bus failed: %s", operation, error)

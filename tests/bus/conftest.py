@@ -55,6 +55,17 @@ def url(request: pytest.FixtureRequest) -> str:
     return found
 
 
+SHARE = {"nats": 5}
+"""The long trials run this part of their rounds on a bus whose every operation goes through a log
+on disk, in another process: a millisecond each. It is many times the ring all the same."""
+
+
+@pytest.fixture
+def share(url: str) -> int:
+    """By what to divide the rounds of a long trial."""
+    return SHARE.get(url.partition("://")[0], 1)
+
+
 @pytest.fixture
 def connect(url: str) -> Iterator[Callable[[], ErrorBus]]:
     """Opens clients of the test's bus; all are closed at the end of the test."""

@@ -445,9 +445,8 @@ def test_the_three_kinds_do_not_mix(connect: Connect) -> None:
     assert bus.next_number("x") == 1
 
 
-def test_keys_stay_bounded_over_100_000_messages(connect: Connect, url: str) -> None:
-    # nats: a fifth of them, at a millisecond each for its server and our four loops
-    count, writers = 20_000 if url.startswith("nats") else 100_000, 3
+def test_keys_stay_bounded_over_100_000_messages(connect: Connect, share: int) -> None:
+    count, writers = 100_000 // share, 3
     credit = threading.Semaphore(RING_MESSAGES // 2)  # paced by the listener
     listener = Heard(connect(), lambda payload: credit.release())
     clients = [connect() for _ in range(writers)]
@@ -471,15 +470,14 @@ def test_keys_stay_bounded_over_100_000_messages(connect: Connect, url: str) -> 
     assert clients[0].key_count() <= before + RING_MESSAGES
 
 
-def test_keys_stay_bounded_over_10_000_decisions(connect: Connect, url: str) -> None:
-    count = 2_000 if url.startswith("nats") else 10_000
+def test_keys_stay_bounded_over_10_000_decisions(connect: Connect, share: int) -> None:
     bus = connect()
     assert bus.compare_set("head", None, b"start") == b"start"
     held: bytes | None = b"start"
     bus.ballot("step", "warm", b"", 1)
     bus.delete("step")
     before = bus.key_count()
-    for step in range(count):
+    for step in range(10_000 // share):
         assert bus.ballot(f"step{step}", "t", b"yes", 1) == [b"yes"]
         desired = b"commit %d" % step
         assert (held := bus.compare_set("head", held, desired)) == desired

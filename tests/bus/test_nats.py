@@ -121,6 +121,7 @@ def test_a_server_that_is_gone(server: NatsServers) -> None:
 
 def test_a_silent_server_is_bounded_and_its_late_answer_harms_nobody(server: NatsServers) -> None:
     with open_bus(server.url, timeout=2.0) as bus, open_bus(server.url, timeout=LONG_S) as patient:
+        listener = Heard(bus)
         assert bus.next_number("n") == 1
         assert patient.compare_set("k", None, b"1") == b"1"
         server.stop(0)
@@ -135,6 +136,10 @@ def test_a_silent_server_is_bounded_and_its_late_answer_harms_nobody(server: Nat
         assert held in (b"1", b"doubtful")
         assert patient.compare_set("k", held, b"2") == b"2"
         assert patient.next_number("n") == 2
+        assert bus.read("k") == b"2", "who gave up may ask again"
+        assert not listener.lost
+        patient.broadcast(b"heard still")
+        assert listener.wait(1) == [b"heard still"]
 
 
 def test_close_wakes_an_operation_and_is_prompt(server: NatsServers) -> None:
