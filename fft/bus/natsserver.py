@@ -20,12 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fft.bus.base import BusError, check_job
 
@@ -122,12 +121,7 @@ class NatsServers:
 
     def _is_ready(self, number: int) -> bool:
         question = "js-meta-only=true" if len(self.ports) > 1 else "js-enabled-only=true"
-        url = f"http://127.0.0.1:{self._monitors[number]}/healthz?{question}"
-        try:
-            with urllib.request.urlopen(url, timeout=1.0) as answer:
-                return bool(json.load(answer).get("status") == "ok")
-        except (OSError, ValueError):  # nobody listens yet, or it says what is still missing
-            return False
+        return self._ask(number, f"healthz?{question}").get("status") == "ok"
 
     def _complaint(self, number: int) -> str:
         with contextlib.suppress(OSError):
@@ -151,12 +145,54 @@ class NatsServers:
         if process is not None:
             process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
 
+    def leaders(self) -> dict[str, int]:
+        """Which server leads which stream, by what the servers that run say of themselves."""
+        return {
+            stream["name"]: number
+            for number in self._running()
+            for stream in self._streams(number)
+            if stream["cluster"].get("leader") == f"s{number}"
+        }
+
+    def whole(self) -> bool:
+        """Whether all servers run, and hold all of every stream."""
+        leading = self.leaders()
+        return self._running() == list(range(len(self.ports))) and all(
+            stream["name"] in leading
+            and (
+                leading[stream["name"]] != number
+                or all(one["current"] for one in stream["cluster"].get("replicas", ()))
+            )
+            for number in self._running()
+            for stream in self._streams(number)
+        )
+
+    def _running(self) -> list[int]:
+        return [number for number, process in enumerate(self._processes) if process is not None]
+
+    def _streams(self, number: int) -> list[dict[str, Any]]:
+        found = self._ask(number, "jsz?accounts=true&streams=true")
+        return [
+            stream
+            for account in found.get("account_details", ())
+            for stream in account.get("stream_detail", ())
+        ]
+
+    def _ask(self, number: int, question: str) -> dict[str, Any]:
+        """A server's monitor; nothing, if it does not answer."""
+        url = f"http://127.0.0.1:{self._monitors[number]}/{question}"
+        try:
+            with urllib.request.urlopen(url, timeout=1.0) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except (OSError, ValueError):  # nobody listens yet, or it says what is still missing
+            return {}
+
     def elections(self, since: float) -> list[float]:
-        """When, by the wall clock, the servers that run won streams for themselves; from logs."""
+        """When, by the wall clock, servers that run began to lead a stream; from their logs."""
         found = []
-        for number, process in enumerate(self._processes):
-            log = self._directory / str(number) / "log"
-            for line in log.read_text().splitlines() if process is not None else ():
+        for number in self._running():
+            for line in (self._directory / str(number) / "log").read_text().splitlines():
                 if "cluster new stream leader" in line:
                     stamp = " ".join(line.split()[1:3])
                     found.append(datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp())

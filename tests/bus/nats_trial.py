@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fft.bus import BusUnreachable, open_bus
-from fft.bus.nats import NatsBus
 from fft.bus.natsserver import NatsServers
 
 WAIT_S = 60.0
@@ -84,6 +83,9 @@ class Writer:
             raise
         self.told.sent.append(mine)
         self.told.numbers.append(self._bus.next_number("n"))
+        votes = self._bus.ballot(f"of {self._name}", str(count), mine, 1)
+        assert votes == [mine], "the last voter gets the votes"
+        self._bus.delete(f"of {self._name}")
 
     def stop(self) -> None:
         self._stop.set()
@@ -113,9 +115,7 @@ class Trial:
 
     def __init__(self, servers: NatsServers, writers: int = 4, listeners: int = 3) -> None:
         self._servers = servers
-        bus = open_bus(servers.url, TIMEOUT_S)
-        assert isinstance(bus, NatsBus)
-        self._bus = bus
+        self._bus = open_bus(servers.url, TIMEOUT_S)
         self.listeners = [Listener(servers.url) for _ in range(listeners)]
         self.writers = [Writer(f"w{number}", servers.url) for number in range(writers)]
 
@@ -133,8 +133,8 @@ class Trial:
         whole round.
         """
         until(lambda: self.progress(time.monotonic() - WAIT_S), "writers are at work")
-        stream = (self._bus._state, self._bus._ring, self._bus._tally)[number % 3]
-        leader = int(self._info(stream)["leader"].removeprefix("s"))
+        streams = sorted(self._servers.leaders())
+        leader = self._servers.leaders()[streams[number % len(streams)]]
         self._servers.kill(leader)
         killed, wall = time.monotonic(), time.time()
         until(lambda: self.progress(killed), "service after a leader was killed")
@@ -142,18 +142,8 @@ class Trial:
         elected = max(self._servers.elections(since=wall), default=wall)
         self._servers.start(leader)
         self._servers.wait()
-        for one in (self._bus._state, self._bus._ring, self._bus._tally):
-            until(lambda one=one: self._whole(one), "all replicas are current")  # type: ignore[misc]
+        until(self._servers.whole, "all replicas are current")
         return elected - wall, back - killed
-
-    def _info(self, stream: str) -> dict[str, str]:
-        found: dict[str, str] = self._bus._link.run(lambda: self._bus._info(stream))["cluster"]
-        return found
-
-    def _whole(self, stream: str) -> bool:
-        cluster = self._info(stream)
-        replicas = cluster.get("replicas") or []
-        return bool(cluster.get("leader")) and all(one["current"] for one in replicas)  # type: ignore[index]
 
     def close(self) -> None:
         for writer in self.writers:
