@@ -65,6 +65,7 @@ class NatsServers:
         """
         job = job if job is not None else "job-" + secrets.token_hex(4)
         check_job(job, f"nats://{host}:{port}/{job}")
+        self.job = job
         if cluster not in (1, 3, 5):
             raise BusError(f"a NATS cluster has 1, 3 or 5 servers, not {cluster}")
         self._program = find_server()
