@@ -40,7 +40,7 @@ class Services:
     """A running bus and lighthouse. `close` ends both; it may be called twice."""
 
     def __init__(self, host: str, bus: _BusServer, lighthouse: _Lighthouse) -> None:
-        self._bus = bus
+        self.bus = bus
         self._lighthouse: _Lighthouse | None = lighthouse
         # The lighthouse names itself by host name, which need not resolve; its port is right.
         # A wildcard address cannot be connected to, so there the host name has to do.
@@ -61,7 +61,7 @@ class Services:
         try:
             lighthouse.shutdown()
         finally:
-            self._bus.close()
+            self.bus.close()
 
 
 def start_services(
