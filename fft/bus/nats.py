@@ -1,9 +1,9 @@
 """The bus over NATS JetStream: `nats://[user:password@]host:port[,host:port...]/job`.
 
 `tls://` encrypts. From the environment: `FFT_NATS_CREDS` (a credentials file),
-`FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's),
-`FFT_NATS_REPLICAS` (1, 3 or 5; without it 3 on a cluster, 1 on a single server). Needs nats-server
-2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this package.
+`FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's).
+Needs nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this
+package. On a cluster streams have three replicas.
 
 Touches three streams per job, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
 
@@ -485,14 +485,13 @@ class NatsBus(ErrorBus):
 
     async def _create(self, stream: str, config: dict[str, Any]) -> None:
         """Make a stream, replicated if there is a cluster; no error if it is there already."""
-        asked = self._link.address.replicas
         common = {"name": stream, "storage": "file", "retention": "limits", "allow_direct": True}
-        for replicas in (asked,) if asked else (3, 1):
+        for replicas in (3, 1):
             request = {**common, **config, "num_replicas": replicas}
             try:
                 await self._link.repeat(partial(self._link.api, f"STREAM.CREATE.{stream}", request))
             except ApiError as error:
-                if error.code != ONE_SERVER or asked:
+                if error.code != ONE_SERVER:
                     raise
             else:
                 return

@@ -95,7 +95,6 @@ class Address:
     password: str | None = None
     tls: ssl.SSLContext | None = None
     creds: str | None = None
-    replicas: int | None = None
 
 
 SCHEMES: Final = ("nats", "tls")
@@ -120,8 +119,7 @@ def parse_url(url: str) -> Address:
         user=unquote(user) if at else None,
         password=unquote(password) if password else None,
         tls=_tls(shown) if scheme != "nats" else None,
-        creds=os.environ.get("FFT_NATS_CREDS"),
-        replicas=_replicas(),
+        creds=_creds(shown),
     )
 
 
@@ -145,13 +143,11 @@ def _tls(shown: str) -> ssl.SSLContext:
     return context
 
 
-def _replicas() -> int | None:
-    text = os.environ.get("FFT_NATS_REPLICAS")
-    if text is None:
-        return None
-    if text not in {"1", "3", "5"}:
-        raise BusError(f"FFT_NATS_REPLICAS must be 1, 3 or 5, not {text!r}")
-    return int(text)
+def _creds(shown: str) -> str | None:
+    path = os.environ.get("FFT_NATS_CREDS")
+    if path is not None and not os.access(path, os.R_OK):
+        raise BusError(f"bus URL {shown!r}: FFT_NATS_CREDS names {path!r}, which cannot be read")
+    return path
 
 
 class NatsLink:
@@ -278,7 +274,7 @@ class NatsLink:
                     disconnected_cb=self._on_disconnected,
                     reconnected_cb=self._on_reconnected,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=0,
+                    reconnect_time_wait=_RECONNECT_S[0],
                     reconnect_to_server_handler=_Backoff(),
                     connect_timeout=max(1, round(self.timeout / 2)),
                     ping_interval=_PING_S,
@@ -469,7 +465,8 @@ async def _unsubscribe(subscription: Any) -> None:
 
 
 def _reason(error: BaseException, before: str) -> str:
-    """The first line of what `error` says; a mere timeout does not hide an earlier reason."""
-    if isinstance(error, TimeoutError | nats.errors.TimeoutError):
+    """The first line of what `error` says; one that says nothing does not hide the one before."""
+    mute = (TimeoutError, nats.errors.TimeoutError, BrokenPipeError, ConnectionResetError)
+    if isinstance(error, mute):
         return before
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -58,14 +58,18 @@ class NatsServers:
         port: int = 0,
         job: str | None = None,
         cluster: int = 1,
+        settings: str = "",
     ) -> None:
         """Start them and wait until they take requests. `port` 0 takes free ones.
+
+        `settings` are further lines of their configuration.
 
         Raises `BusError` if nats-server is not installed, or one cannot be started.
         """
         job = job if job is not None else "job-" + secrets.token_hex(4)
         check_job(job, f"nats://{host}:{port}/{job}")
         self.job = job
+        self._settings = settings
         if cluster not in (1, 3, 5):
             raise BusError(f"a NATS cluster has 1, 3 or 5 servers, not {cluster}")
         self._program = find_server()
@@ -98,7 +102,7 @@ class NatsServers:
         )
         if len(self.ports) > 1:
             text += _CLUSTER.format(route=self._routes[number], routes=routes)
-        (directory / "conf").write_text(text)
+        (directory / "conf").write_text(text + self._settings)
         self._processes[number] = subprocess.Popen(
             [self._program, "-c", str(directory / "conf")],
             stdin=subprocess.DEVNULL,

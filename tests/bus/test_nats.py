@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,9 +312,36 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FFT_NATS_CA", "/nowhere/ca.pem")
     with pytest.raises(BusError, match="FFT_NATS_CA"):
         parse_url("tls://a:1/j")
-    monkeypatch.setenv("FFT_NATS_REPLICAS", "2")
-    with pytest.raises(BusError, match="FFT_NATS_REPLICAS"):
+    monkeypatch.setenv("FFT_NATS_CREDS", "/nowhere/me.creds")
+    with pytest.raises(BusError, match="FFT_NATS_CREDS"):
         parse_url("nats://a:1/j")
+
+
+def test_an_encrypted_bus_with_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_thread_left: None
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=test"
+    make += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    subprocess.run(make.split(), check=True, capture_output=True)
+    settings = f'''
+        tls {{ cert_file: "{certificate}", key_file: "{key}" }}
+        authorization {{ user: me, password: "p@ss" }}
+    '''
+    with NatsServers(job="mine", settings=settings) as server:
+        url = server.url.replace("nats://", "tls://me:p%40ss@")
+        with pytest.raises(BusUnreachable, match=r"(?i)certificate"):
+            open_bus(url, timeout=2.0)
+        monkeypatch.setenv("FFT_NATS_CA", str(certificate))
+        with pytest.raises(BusUnreachable, match=r"(?i)authorization"):
+            open_bus(url.replace("p%40ss", "wrong"), timeout=2.0)
+        with open_bus(url, timeout=LONG_S) as bus:
+            listener = Heard(bus)
+            bus.broadcast(b"1")
+            assert listener.wait(1) == [b"1"]
+            restart(server)
+            bus.broadcast(b"2")
+            assert listener.wait(2) == [b"1", b"2"]
 
 
 def test_without_nats_py_the_extra_is_named() -> None:
