@@ -46,7 +46,7 @@ HEADROOM: Final = 1024  # bytes of headers that go with a payload, at most
 _FIRST_PAUSE_S: Final = 0.01
 _LAST_PAUSE_S: Final = 0.2
 _RECONNECT_S: Final = (0.02, 1.0)  # first and longest pause before a server is tried again
-_ATTEMPT_S: Final = 1.5  # an answer that takes longer is taken to be lost
+_ATTEMPT_S: Final = (0.5, 1.5)  # an answer that takes longer is taken to be lost: at first, at last
 _PING_S: Final = 1  # a server that leaves two of these unanswered is given up
 _GRACE_S: Final = 2.0  # what a busy machine may add before a thread gives up its coroutine
 _CLOSE_S: Final = 0.5
@@ -261,7 +261,10 @@ class NatsLink:
     async def connect(self) -> None:
         """Connect to the first server that answers; `BusUnreachable` if none does in time."""
         address = self.address
-        options: dict[str, Any] = {"tls": address.tls} if address.tls else {}
+        # between tries to connect for the first time; a fraction, though typed as an int
+        options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S[0]}
+        if address.tls:
+            options["tls"] = address.tls
         try:
             await asyncio.wait_for(
                 self._client.connect(
@@ -274,7 +277,6 @@ class NatsLink:
                     disconnected_cb=self._on_disconnected,
                     reconnected_cb=self._on_reconnected,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=_RECONNECT_S[0],
                     reconnect_to_server_handler=_Backoff(),
                     connect_timeout=max(1, round(self.timeout / 2)),
                     ping_interval=_PING_S,
@@ -328,14 +330,14 @@ class NatsLink:
         Raises `BusUnreachable` when the timeout is over: what was asked may or may not be done.
         """
         deadline = time.monotonic() + self.timeout
-        pause = _FIRST_PAUSE_S
+        pause, (limit, longest) = _FIRST_PAUSE_S, _ATTEMPT_S
         while True:
             self.check()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise BusUnreachable(self.url, self._last_error)
             try:
-                return await self._attempt(once, min(left, _ATTEMPT_S))
+                return await self._attempt(once, min(left, limit))
             except Again as error:
                 self._last_error = _reason(error, self._last_error)
                 self._answered = time.monotonic()
@@ -343,7 +345,7 @@ class NatsLink:
                 self._last_error = _reason(error, self._last_error)
                 self._doubt()
             await asyncio.sleep(min(pause * random.uniform(0.5, 1), max(left, 0)))
-            pause = min(pause * 2, _LAST_PAUSE_S)
+            pause, limit = min(pause * 2, _LAST_PAUSE_S), min(limit * 2, longest)
 
     async def _attempt(self, once: Callable[[float], Awaitable[T]], limit: float) -> T:
         async with asyncio.timeout(limit) as attempt:
