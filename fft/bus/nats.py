@@ -23,8 +23,8 @@ the leader has applied it. `Nats-Expected-Last-Subject-Sequence` is weighed by t
 proposes, against all that it applied and with whatever it has in flight on that subject refused;
 a new leader weighs nothing before it has applied what it inherited. So a conditional publish that
 was acknowledged is a linearizable compare-and-set. A *refusal* is no proof of anything: it comes
-from whoever believes to be the leader, and a deposed one may believe so for 10 s. So do
-`STREAM.MSG.GET` and, from any replica, direct get; there is no lease and no read index.
+from whoever believes to be the leader, and a deposed one may believe so for 10 to 20 s
+(`lostQuorumCheck`, `lostQuorumInterval`). So do `STREAM.MSG.GET` and, from any replica, direct get; there is no lease and no read index.
 
 **Reads.** Hence a read publishes `mark`, which commits with number S, and asks some replica, in one
 question, for the last messages of the register and of `mark`. If it knows of S, then also of all
@@ -35,8 +35,8 @@ among the votes.
 acknowledgement is lost, the same message (same `Nats-Msg-Id`) is published again: the server
 answers with the number it has, or refuses since the register moved on (a single server does even
 if it was my message that moved it). Then what followed the expected value is read: if it carries my
-id, I won. The last `_HISTORY` values are kept for this;
-if so many came in between, the outcome stays unknown and `BusUnreachable` is raised.
+id, I won. The last `_HISTORY` values are kept for this; if so many came in between, the outcome
+stays unknown and `BusUnreachable` is raised.
 
 **Counters** are registers, read from any replica, since only a write that succeeds counts. Those of
 votes are the server's own (ADR-49): they need no repetition on conflict, so voters at once cost no
@@ -51,10 +51,12 @@ nobody hears; its number is where it begins.
 
 **Losses.** An operation waits out a change of leader or server, within `timeout`, then raises
 `BusUnreachable`; the bus object remains usable, and is lost for good only when nobody answered for
-`PATIENCE` timeouts. Servers take 4 to 9 s to elect a leader in the place of one that was killed, so
-give a replicated bus a timeout of 15 s or more. Acknowledged is not on disk: the server syncs every
-2 minutes unless `sync_interval: always` is set. Killed servers lose nothing; a majority of
-machines that lose power at once may.
+`PATIENCE` timeouts. A follower that hears nothing from a killed leader stands for election 4 to 9 s
+after the last word (server/raft.go, `minElectionTimeoutDefault`; no setting), so that is what a
+leader's end costs, and more if votes are split: give a replicated bus a timeout of 15 s or more
+(`fft.timeouts` does). A leader that is told to end (SIGTERM) hands over first: that costs one
+answer. Acknowledged is not on disk: the server syncs every 2 minutes unless `sync_interval: always`
+is set. Killed servers lose nothing; a majority of machines that lose power at once may.
 """
 
 from __future__ import annotations
