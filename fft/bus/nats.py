@@ -24,7 +24,8 @@ proposes, against all that it applied and with whatever it has in flight on that
 a new leader weighs nothing before it has applied what it inherited. So a conditional publish that
 was acknowledged is a linearizable compare-and-set. A *refusal* is no proof of anything: it comes
 from whoever believes to be the leader, and a deposed one may believe so for 10 to 20 s
-(`lostQuorumCheck`, `lostQuorumInterval`). So do `STREAM.MSG.GET` and, from any replica, direct get; there is no lease and no read index.
+(`lostQuorumCheck`, `lostQuorumInterval`). `STREAM.MSG.GET` answers likewise, and direct get from
+any replica; there is no lease and no read index.
 
 **Reads.** Hence a read publishes `mark`, which commits with number S, and asks some replica, in one
 question, for the last messages of the register and of `mark`. If it knows of S, then also of all
