@@ -8,9 +8,9 @@ package. On a cluster streams have three replicas.
 Touches three streams per job, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
 
 - `fft-<job>`                state, at most `_HISTORY` messages per subject, all below `s.`:
-  `r.<key>` registers, `c.<key>` counters, `b.<slot>.<tag>.<id>` one vote, `i.<inbox>.<id>` one
-  message to an inbox, `mark` the barrier of reads
-- `fft-<job>-<gen>-tally`    `t.<slot>.<tag>`: a counter of votes
+  `r.<key>` registers, `c.<key>` counters, `b.<slot>.<tag>.<id>` a vote too long for a header,
+  `i.<inbox>.<id>` one message to an inbox, `mark` the barrier of reads
+- `fft-<job>-<gen>-tally`    `t.<slot>.<tag>`: votes, counted by the server
 - `fft-<job>-<gen>-ring`     `m`: the last `RING_MESSAGES` broadcasts, numbered without gaps
 
 **Generation.** A random word in the metadata of the first stream, made with it. As it is a part of
@@ -29,8 +29,7 @@ any replica; there is no lease and no read index.
 
 **Reads.** Hence a read publishes `mark`, which commits with number S, and asks some replica, in one
 question, for the last messages of the register and of `mark`. If it knows of S, then also of all
-that was committed before, else it is asked again. A ballot is read likewise, with a mark of its own
-among the votes.
+that was committed before, else it is asked again.
 
 **compare_set** publishes on condition that the value's sequence number is still the last. If the
 acknowledgement is lost, the same message (same `Nats-Msg-Id`) is published again: the server
@@ -39,10 +38,11 @@ if it was my message that moved it). Then what followed the expected value is re
 id, I won. The last `_HISTORY` values are kept for this; if so many came in between, the outcome
 stays unknown and `BusUnreachable` is raised.
 
-**Counters** are registers, read from any replica, since only a write that succeeds counts. Those of
-votes are the server's own (ADR-49): they need no repetition on conflict, so voters at once cost no
-more than one by one, but one whose answer was lost may count twice. A vote is stored before it is
-counted, so a count that runs ahead only means that a ballot is read and found incomplete.
+**Counters** are registers, read from any replica, since only a write that succeeds counts.
+
+**Votes** are increments of a counter of the server's (ADR-49), which carry the vote in a header, or
+the name of a message with it. So voters at once cost no more than one by one; who brings the
+count to `voters` reads all increments, up to the number of its own.
 
 **Messages** are broadcast with an id, and repeated with it until acknowledged; the server drops
 what it has (within 2 minutes). Republishing wakes listeners, who take what is new by direct get, in
@@ -63,6 +63,7 @@ is set. Killed servers lose nothing; a majority of machines that lose power at o
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import random
 import secrets
@@ -103,8 +104,8 @@ _CACHE: Final = 64  # registers whose last number this client remembers
 _CONFLICT_S: Final = 0.005  # longest pause after a conflict with another client
 _NUMBERS: Final = 2**64
 _LONG_NAME: Final = 300  # a longer one is replaced by its digest; a subject has 4096 bytes at most
-_MARK: Final = "~"  # no name begins with it, so it tells the marks among the votes
-_WEIGHT: Final = "Fft-Weight"
+_SHORT_VOTE: Final = 32 * 1024  # bytes; headers have 64 KiB at most, and votes travel in base64
+_VOTE, _LONG_VOTE = "Fft-Vote", "Fft-Long-Vote"
 _GENERATION: Final = "fft-generation"
 
 
@@ -153,7 +154,7 @@ class NatsBus(ErrorBus):
 
         async def begin() -> int:
             await listener.open(self._subject("note.m"))
-            return await self._store("m", b"", {NUDGE: "1"}) + 1
+            return int((await self._store("m", b"", {NUDGE: "1"}))["seq"]) + 1
 
         return self._start(listener, begin)
 
@@ -255,42 +256,39 @@ class NatsBus(ErrorBus):
         place = f"{_token(slot)}.{_token(tag)}"
 
         async def cast() -> list[bytes] | None:
-            name = f"s.b.{place}.{secrets.token_hex(8)}"
-            await self._store(name, vote, {_WEIGHT: str(weight)})
-            if await self._count(f"t.{place}", weight) < voters:
+            headers = {"Nats-Incr": str(weight)}
+            if len(vote) <= _SHORT_VOTE:
+                headers[_VOTE] = base64.b64encode(vote).decode()
+            else:
+                headers[_LONG_VOTE] = name = f"s.b.{place}.{secrets.token_hex(8)}"
+                await self._store(name, vote)
+            answer = await self._store(f"t.{place}", b"", headers)
+            if int(answer.get("val", voters)) < voters:  # none: mine was counted before
                 return None
-            votes = await self._link.repeat(lambda limit: self._votes(place, limit))
-            weights = sum(int(one.headers[_WEIGHT]) for one in votes)
-            return [one.payload for one in votes] if weights >= voters else None
+            seq = int(answer["seq"])
+            cast = await self._link.repeat(lambda limit: self._votes(f"t.{place}", seq, limit))
+            weights = sum(int(one.headers["Nats-Incr"]) for one in cast)
+            votes = [await self._vote(one) for one in cast]
+            return [one for one in votes if one is not None] if weights >= voters else None
 
         return self._link.run(cast)
 
-    async def _count(self, name: str, weight: int) -> int:
-        """Add to a counter of votes; its value. Adds more than once where an answer was lost."""
-        subject = self._subject(name)
-
-        async def add(limit: float) -> int:
-            answer = await self._link.publish(subject, b"", {"Nats-Incr": str(weight)}, limit)
-            return int(answer["val"])
-
-        return await self._link.repeat(add)
-
-    async def _votes(self, place: str, limit: float) -> list[Stored]:
-        """All votes stored before this call, in order; `Again` from a replica that lags behind."""
-        mark = self._subject(f"s.b.{place}.{_MARK}{secrets.token_hex(8)}")
-        await self._link.publish(mark, b"", None, limit)
+    async def _votes(self, name: str, last: int, limit: float) -> list[Stored]:
+        """All votes up to number `last`, in order; `Again` from a replica that lags behind."""
         votes: list[Stored] = []
-        first = 1
-        while True:
-            found = await self._page(f"s.b.{place}.*", first, limit)
+        while not votes or votes[-1].seq < last:
+            found = await self._page(self._tally, name, votes[-1].seq + 1 if votes else 1, limit)
             if not found:
                 raise Again("the replica that was asked lags behind")
-            for message in found:
-                if message.subject == mark:
-                    return votes
-                if _WEIGHT in message.headers:
-                    votes.append(message)
-            first = found[-1].seq + 1
+            votes += found
+        return votes
+
+    async def _vote(self, cast: Stored) -> bytes | None:
+        """The vote itself; None if its ballot was deleted meanwhile."""
+        if _VOTE in cast.headers:
+            return base64.b64decode(cast.headers[_VOTE])
+        stored = await self._last(cast.headers[_LONG_VOTE])
+        return None if stored is None else stored.payload
 
     # ---- the rest of the contract
 
@@ -316,9 +314,7 @@ class NatsBus(ErrorBus):
             streams = (self._state, self._tally, self._ring)
             found = await asyncio.gather(*(self._info(stream) for stream in streams))
             state, tally, ring = (one["state"] for one in found)
-            return int(
-                state.get("num_subjects", 0) + tally.get("num_subjects", 0) + ring["messages"]
-            )
+            return int(state.get("num_subjects", 0) + tally["messages"] + ring["messages"])
 
         return self._link.run(count)
 
@@ -342,14 +338,15 @@ class NatsBus(ErrorBus):
     def _ring(self) -> str:
         return f"{self._state}-{self.generation}-ring"
 
-    async def _store(self, name: str, payload: bytes, headers: dict[str, str] | None = None) -> int:
-        """Store a message once, though it may be published several times; its number."""
+    async def _store(
+        self, name: str, payload: bytes, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Store a message once, though it may be published several times; the server's answer."""
         subject = self._subject(name)
         marked = {"Nats-Msg-Id": secrets.token_hex(12), **(headers or {})}
-        answer = await self._link.repeat(
+        return await self._link.repeat(
             lambda limit: self._link.publish(subject, payload, marked, limit)
         )
-        return int(answer["seq"])
 
     async def _last(self, name: str) -> Stored | None:
         """The last message of a register, linearizably; remembered."""
@@ -406,7 +403,7 @@ class NatsBus(ErrorBus):
         Refused, after an answer was lost. All that is read here was committed, so a replica that
         lags behind can only make us ask again.
         """
-        held = await self._page(name, 1, limit)
+        held = await self._page(self._state, name, 1, limit)
         for message in held:
             if message.headers.get("Nats-Msg-Id") == own:
                 return message.seq
@@ -416,9 +413,9 @@ class NatsBus(ErrorBus):
             return None
         raise BusUnreachable(self.url, "an answer was lost, and what came of it was overwritten")
 
-    async def _page(self, name: str, first: int, limit: float) -> list[Stored]:
+    async def _page(self, stream: str, name: str, first: int, limit: float) -> list[Stored]:
         request = {"seq": first, "next_by_subj": self._subject(name), "batch": 256}
-        return await self._link.get(self._state, request, limit)
+        return await self._link.get(stream, request, limit)
 
     async def _purge(self, stream: str, name: str) -> int:
         request = {"filter": self._subject(name)}
@@ -511,7 +508,7 @@ class NatsBus(ErrorBus):
     def _tally_config(self) -> dict[str, Any]:
         return {
             "subjects": [self._subject("t.>")],
-            "max_msgs_per_subject": 1,
+            "max_msgs_per_subject": -1,
             "allow_msg_counter": True,
         }
 

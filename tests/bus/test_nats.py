@@ -16,7 +16,7 @@ from nats_trial import Trial
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus
 from fft.bus.base import RING_MESSAGES
-from fft.bus.nats import _HISTORY, NatsBus
+from fft.bus.nats import _HISTORY, _SHORT_VOTE, NatsBus
 from fft.bus.natslink import WrongSequence, parse_url
 from fft.bus.natsserver import NatsServers
 
@@ -228,7 +228,7 @@ def test_what_became_of_a_refused_repetition_is_read_back(nats_url: str) -> None
         for number in range(_HISTORY + 3):
             other.write("k", b"%d" % number)
         name = "s.r.k"
-        kept = bus._link.run(lambda: bus._page(name, 1, 5.0))
+        kept = bus._link.run(lambda: bus._page(bus._state, name, 1, 5.0))
         assert len(kept) == _HISTORY
 
         def became(seq: int, own: str) -> int | None:
@@ -250,10 +250,10 @@ def test_a_refusal_stores_nothing(nats_url: str) -> None:
         assert bus.read("k") == b"1"
 
 
-def test_a_broadcast_whose_acknowledgement_was_lost_is_heard_once(nats_url: str) -> None:
+def test_what_is_repeated_for_want_of_an_answer_is_done_once(nats_url: str) -> None:
     with NatsBus(nats_url) as bus:
         listener = Heard(bus)
-        publish, lost = bus._link.publish, 2
+        publish, lost = bus._link.publish, 0
 
         async def deaf(*arguments: Any) -> dict[str, Any]:
             nonlocal lost
@@ -264,9 +264,17 @@ def test_a_broadcast_whose_acknowledgement_was_lost_is_heard_once(nats_url: str)
             return answer
 
         bus._link.publish = deaf  # type: ignore[method-assign, assignment]
+        lost = 2
         bus.broadcast(b"1")
         bus.broadcast(b"2")
         assert listener.wait(2) == [b"1", b"2"]
+        lost = 2
+        long = b"x" * _SHORT_VOTE + b"x"
+        assert bus.ballot("s", "t", long, 3) is None
+        lost = 1
+        assert bus.ballot("s", "t", b"b", 3) is None
+        lost = 1
+        assert bus.ballot("s", "t", b"c", 3) == [long, b"b", b"c"]
         assert lost == 0
 
 
