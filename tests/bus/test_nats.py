@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from bus_helpers import LONG_S, NOISE_S, Heard
-from nats_trial import Trial
+from nats_trial import Trial, until
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus
 from fft.bus.base import RING_MESSAGES
@@ -308,6 +309,23 @@ def test_long_and_odd_names(nats_url: str) -> None:
         for number, name in enumerate(names):
             assert bus.read(name) == b"%d" % number
             assert Heard(bus, inbox=name).wait(1) == [b"%d" % number]
+
+
+def test_closing_gives_every_descriptor_back(nats_url: str) -> None:
+    def use() -> None:
+        with open_bus(nats_url) as bus:
+            listener, inbox = Heard(bus), Heard(bus, inbox="mine")
+            bus.broadcast(b"1")
+            bus.send("mine", b"1")
+            listener.wait(1)
+            inbox.wait(1)
+
+    use()
+    me = psutil.Process()
+    before = me.num_fds()
+    for _ in range(10):
+        use()
+    until(lambda: me.num_fds() <= before, "all descriptors are closed")
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
