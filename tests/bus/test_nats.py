@@ -6,14 +6,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from bus_helpers import LONG_S, NOISE_S, Heard
-from nats_trial import Trial, until
+from bus_helpers import LONG_S, NOISE_S, Child, Heard
+from nats_trial import TIMEOUT_S, Trial, until
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus
 from fft.bus.base import RING_MESSAGES
@@ -392,3 +392,25 @@ def test_a_cluster_outlives_its_leaders(no_thread_left: None) -> None:
             print(trial.judge())
         finally:
             trial.close()
+
+
+def test_a_deposed_leader_decides_nothing_and_is_not_believed(
+    no_thread_left: None, child: Callable[..., Child]
+) -> None:
+    """It and its client stand still while another leads, and speak before it hears of that."""
+    with NatsServers(job="mine", cluster=3) as servers, open_bus(servers.url, TIMEOUT_S) as bus:
+        assert bus.compare_set("k", None, b"1") == b"1"
+        leader = servers.leaders()["fft-mine"]
+        client = child("decide", f"nats://127.0.0.1:{servers.ports[leader]}/mine", "k", "mine")
+        assert client.line() == "1"
+        client.stop()
+        servers.stop(leader)
+        try:
+            assert bus.compare_set("k", b"1", b"2") == b"2"
+            client.go()
+        finally:
+            servers.stop(leader, stopped=False)
+            client.resume()
+        assert client.line() == "2 2"
+        assert client.wait() == 0
+        assert bus.read("k") == b"2"
