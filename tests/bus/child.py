@@ -55,6 +55,7 @@ def decide(url: str, key: str, mine: str) -> None:
         assert held is not None
         print(held.decode(), flush=True)
         sys.stdin.readline()
+        print("asking", flush=True)
         now, after = bus.read(key), bus.compare_set(key, held, mine.encode())
         assert now is not None and after is not None
         print(now.decode(), after.decode(), flush=True)

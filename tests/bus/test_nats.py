@@ -279,6 +279,27 @@ def test_what_is_repeated_for_want_of_an_answer_is_done_once(nats_url: str) -> N
         assert lost == 0
 
 
+def test_a_replica_that_lags_behind_is_asked_again(nats_url: str) -> None:
+    with NatsBus(nats_url) as bus, NatsBus(nats_url) as other:
+        bus.compare_set("k", None, b"1")
+        assert other.read("k") == b"1"
+        asked = {"multi_last": [other._subject("s.r.k"), other._subject("s.mark")]}
+        get = other._link.get
+        stale = [other._link.run(lambda: get(other._state, asked, 5.0)), []]
+        assert len(stale[0]) == 2
+
+        async def lag(*arguments: Any) -> Any:
+            return stale.pop(0) if stale else await get(*arguments)
+
+        other._link.get = lag  # type: ignore[method-assign, assignment]
+        bus.compare_set("k", b"1", b"2")
+        assert other.read("k") == b"2"
+        assert not stale
+        assert bus.ballot("s", "t", b"a", 2) is None
+        stale.append([])
+        assert other.ballot("s", "t", b"b", 2) == [b"a", b"b"]
+
+
 def test_a_listener_whose_place_was_passed_is_told(nats_url: str) -> None:
     """Its wake-ups are lost, and so is its look, until the ring has gone once around."""
     with NatsBus(nats_url) as bus, NatsBus(nats_url) as other:
@@ -397,7 +418,7 @@ def test_a_cluster_outlives_its_leaders(no_thread_left: None) -> None:
 def test_a_deposed_leader_decides_nothing_and_is_not_believed(
     no_thread_left: None, child: Callable[..., Child]
 ) -> None:
-    """It and its client stand still while another leads, and speak before it hears of that."""
+    """It and its client stand still while another leads, and it is asked before it can hear of it."""
     with NatsServers(job="mine", cluster=3) as servers, open_bus(servers.url, TIMEOUT_S) as bus:
         assert bus.compare_set("k", None, b"1") == b"1"
         leader = servers.leaders()["fft-mine"]
@@ -408,9 +429,10 @@ def test_a_deposed_leader_decides_nothing_and_is_not_believed(
         try:
             assert bus.compare_set("k", b"1", b"2") == b"2"
             client.go()
+            client.resume()
+            assert client.line() == "asking"
         finally:
             servers.stop(leader, stopped=False)
-            client.resume()
         assert client.line() == "2 2"
         assert client.wait() == 0
         assert bus.read("k") == b"2"
