@@ -418,7 +418,7 @@ def test_a_cluster_outlives_its_leaders(no_thread_left: None) -> None:
 def test_a_deposed_leader_decides_nothing_and_is_not_believed(
     no_thread_left: None, child: Callable[..., Child]
 ) -> None:
-    """It and its client stand still while another leads, and it is asked before it can hear of it."""
+    """It and its client stand still while another leads; it is asked before it can hear of that."""
     with NatsServers(job="mine", cluster=3) as servers, open_bus(servers.url, TIMEOUT_S) as bus:
         assert bus.compare_set("k", None, b"1") == b"1"
         leader = servers.leaders()["fft-mine"]
