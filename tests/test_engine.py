@@ -416,7 +416,8 @@ def test_an_engine_that_cannot_listen_leaves_nothing() -> None:
 def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
     """Longer than any operation waits: they are given up, and said again when it is back."""
     servers = stack.enter_context(NatsServers())
-    job = Job(stack, servers.url, 2, 1, lambda url: open_bus(url, timeout=0.5)).start()
+    # the bus is lost for good after four of these, which a busy machine must not use up
+    job = Job(stack, servers.url, 2, 1, lambda url: open_bus(url, timeout=5.0)).start()
     job.train(5)
     servers.stop(0)
     try:

@@ -378,10 +378,10 @@ def test_an_encrypted_bus_with_a_password(
     with NatsServers(job="mine", settings=settings) as server:
         url = server.url.replace("nats://", "tls://me:p%40ss@")
         with pytest.raises(BusUnreachable, match=r"(?i)certificate"):
-            open_bus(url, timeout=2.0)
+            open_bus(url, timeout=5.0)
         monkeypatch.setenv("FFT_NATS_CA", str(certificate))
         with pytest.raises(BusUnreachable, match=r"(?i)authorization"):
-            open_bus(url.replace("p%40ss", "wrong"), timeout=2.0)
+            open_bus(url.replace("p%40ss", "wrong"), timeout=5.0)
         with open_bus(url, timeout=LONG_S) as bus:
             listener = Heard(bus)
             bus.broadcast(b"1")
