@@ -86,6 +86,9 @@ _READS = 16
 """How often the head may move on while its members are looked up."""
 _SHOWN = 200
 """Bytes of an unreadable message, and of what is wrong with it, that log and trace have."""
+_SILENCE_S = 0.3
+"""An operation on the bus that takes longer is a silence of the bus."""
+_BUS_TIMERS = ("bus_retry", "bus_limit")
 _REMOVALS = 16
 """Inboxes removed with one commit, so that the commit is not held up."""
 
@@ -101,6 +104,12 @@ class Host(Protocol):
 
     def abort_groups(self, cause: str) -> None:
         """Abort the process groups of the epoch, freeing whoever is blocked in them."""
+
+    def interrupt(self, cause: str) -> None:
+        """A command waits that the main thread must come to: unwind the body of a txn, if open.
+
+        Called after the command is in the slot: a body that opens later finds it there.
+        """
 
 
 class Engine:
@@ -284,12 +293,15 @@ class Engine:
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()
+                if isinstance(effect, Restore | Finish):
+                    self._host.interrupt(getattr(effect, "cause", "") or "this participant stops")
             case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
                 self._use_bus(effect)
             case _:
                 assert_never(effect)
 
     def _use_bus(self, effect: BusEffect) -> None:
+        begun = time.monotonic()
         try:
             match effect:
                 case Broadcast(message=message):
@@ -314,6 +326,21 @@ class Engine:
                     assert_never(effect)
         except (BusError, UnreadableMessage) as error:
             self._next.append(self._down(type(effect).__name__, error))
+        self._excuse(time.monotonic() - begun)
+
+    def _excuse(self, seconds: float) -> None:
+        """Put off all timers but the bus's own by ``seconds``, for which the bus was silent.
+
+        Nobody could be heard meanwhile, and what was said waits behind the timers: counting the
+        time would make suspects of all peers whenever a replicated bus changes its leader.
+        """
+        if seconds < _SILENCE_S:
+            return
+        self._timers = [
+            (due if timer.name in _BUS_TIMERS else due + seconds, serial, timer)
+            for due, serial, timer in self._timers
+        ]
+        heapq.heapify(self._timers)
 
     def _down(self, operation: str, error: Exception) -> BusDown:
         logger.error("%s on the bus failed: %s", operation, error)

@@ -46,15 +46,14 @@ class Services:
     """A running bus and lighthouse. `close` ends both; it may be called twice."""
 
     def __init__(self, host: str, bus: _BusServer, lighthouse: _Lighthouse) -> None:
-        self._bus = bus
+        self.bus = bus
         self._lighthouse: _Lighthouse | None = lighthouse
         # The lighthouse names itself by host name, which need not resolve; its port is right.
         # A wildcard address cannot be connected to, so there the host name has to do.
         name = socket.gethostname() if host in _WILDCARDS else host
         name = f"[{name}]" if ":" in name else name
         self.lighthouse_url = f"http://{name}:{urlsplit(lighthouse.address()).port}"
-        bus_parts = urlsplit(bus.url)
-        self.bus_url = f"tcp://{name}:{bus_parts.port}{bus_parts.path}"
+        self.bus_url = _seen_as(bus.url, name) if host in _WILDCARDS else bus.url
 
     def announcement(self) -> str:
         """The line by which a job finds both services, as environment settings."""
@@ -68,7 +67,7 @@ class Services:
         try:
             lighthouse.shutdown()
         finally:
-            self._bus.close()
+            self.bus.close()
 
 
 def start_services(
@@ -77,8 +76,12 @@ def start_services(
     lighthouse_port: int = 0,
     job: str | None = None,
     min_groups: int = 1,
+    bus_kind: str = "tcp",
+    cluster: int = 1,
 ) -> Services:
     """Start bus and lighthouse on ``host``; port 0 takes a free one.
+
+    ``bus_kind`` "nats" starts NATS servers as child processes, ``cluster`` of them.
 
     A job name that was not given is a fresh one, so that two jobs never share keys. Raises
     ServiceError when an address cannot be had.
@@ -86,11 +89,13 @@ def start_services(
     # imported here: both load torch, which takes seconds
     from torchft.coordination import LighthouseServer
 
-    from fft.bus import BusError, serve_tcp
+    from fft.bus import BusError
 
     try:
-        bus = serve_tcp(host, port, job)
-    except (BusError, RuntimeError, OSError) as error:
+        bus = _start_bus(bus_kind, host, port, job, cluster)
+    except BusError as error:
+        raise ServiceError(f"the bus was not started: {error}") from error
+    except (RuntimeError, OSError) as error:
         raise ServiceError(_not_started("bus", host, port, error)) from error
     bind_host = f"[{host}]" if ":" in host else host
     try:
@@ -99,6 +104,26 @@ def start_services(
         bus.close()
         raise ServiceError(_not_started("lighthouse", host, lighthouse_port, error)) from error
     return Services(host, bus, lighthouse)
+
+
+def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -> _BusServer:
+    from fft.bus import BusError, serve_tcp
+
+    if kind == "nats":
+        from fft.bus.natsserver import NatsServers
+
+        return NatsServers(host, port, job, cluster)
+    if cluster != 1:
+        raise BusError(f"the {kind} bus is one process; --cluster is for --bus nats")
+    return serve_tcp(host, port, job)
+
+
+def _seen_as(url: str, name: str) -> str:
+    """``url`` of a bus on all addresses, with the host name in their place."""
+    scheme, _, rest = url.partition("://")
+    places, _, job = rest.partition("/")
+    ports = (place.rpartition(":")[2] for place in places.split(","))
+    return f"{scheme}://{','.join(f'{name}:{port}' for port in ports)}/{job}"
 
 
 @contextmanager

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> ErrorBus:
-    """Open the bus at `url`: `memory://name` or `tcp://host:port/job`.
+    """Open the bus at `url`: `memory://name`, `tcp://host:port/job` or `nats://…/job`.
 
     `timeout`, in seconds, bounds the connecting and every later operation. `generation`, if
     given, is the `ErrorBus.generation` seen before: a bus that has lost its memory since then
@@ -63,8 +63,10 @@ def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> E
         from fft.bus.tcpstore import TcpBus
 
         bus = TcpBus(url, timeout)
+    elif separator and scheme in ("nats", "tls"):
+        bus = _nats_bus(url, timeout)
     else:
-        raise BusError(f"bus URL {url!r}: write memory://name or tcp://host:port/job")
+        raise BusError(f"bus URL {url!r}: write memory://name, tcp://host:port/job or nats://…")
     if generation is not None and bus.generation != generation:
         bus.close()
         raise BusForgot(f"the bus at {url} has come back empty: it is not the one known before")
@@ -101,6 +103,18 @@ def _is_private(url: str) -> bool:
     parts = urlsplit(url)
     host = parts.hostname or ""
     return parts.scheme == "memory" or host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _nats_bus(url: str, timeout: float) -> ErrorBus:
+    try:
+        from fft.bus.nats import NatsBus
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "nats":
+            raise
+        raise BusError(
+            "a nats:// bus needs nats-py, which is not installed: pip install 'fft-torch[nats]'"
+        ) from error
+    return NatsBus(url, timeout)
 
 
 def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:

@@ -51,7 +51,11 @@ class BusError(FftError):
 
 
 class BusUnreachable(BusError):
-    """No answer from the bus within its timeout. The bus object stays unusable: open a new one."""
+    """No answer from the bus within its timeout: what was asked may be done, now or later, or not.
+
+    Ask again on the same bus object to see whether the bus has come back. Where its server keeps
+    what it holds it may (nats); else it never will (tcp), and only a new process can go on.
+    """
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
@@ -104,8 +108,9 @@ class Subscription(ABC):
 class ErrorBus(ABC):
     """A job's bus. Every operation may be called from any thread.
 
-    Raised by any operation: `BusUnreachable` (no answer within the timeout given to `open_bus`,
-    and ever after), `BusClosed` (after `close`), `BusError` (bad argument).
+    Raised by any operation: `BusUnreachable` (no answer within the timeout given to `open_bus`),
+    `BusForgot` (the bus is known to have come back empty; from then on), `BusClosed` (after
+    `close`), `BusError` (bad argument).
     """
 
     url: str
@@ -134,8 +139,10 @@ class ErrorBus(ABC):
         """Hear every message whose broadcast starts after this call returned.
 
         Callbacks run one at a time on a thread of this subscription. What `on_message` raises is
-        logged and the listener lives on. `on_lost` is called at most once, with `BusUnreachable`
-        or `BusOverrun`, and never after `close`; the subscription has then ended.
+        logged and the listener lives on. `on_lost` is called at most once, and never after
+        `close`: with `BusUnreachable` (the bus will not come back), `BusForgot` or `BusOverrun`.
+        The subscription has then ended. Until then it has missed nothing, however long the bus
+        was silent.
         """
 
     @abstractmethod

@@ -28,6 +28,7 @@ from fft.serve import Services
 from fft.supervisor.children import Child, cause_of
 from fft.supervisor.groups import Group, base_env
 from fft.supervisor.watch import PlanWatch
+from fft.timeouts import bus_operation
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
@@ -128,7 +129,8 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         self._tail = TraceTail(self._config.trace_dir)
         try:
-            self._bus = open_job_bus(self._services.bus_url, self._token)
+            url = self._services.bus_url
+            self._bus = open_job_bus(url, self._token, bus_operation(url))
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
