@@ -45,6 +45,17 @@ class GraphFormat(StrEnum):
     dot = "dot"
 
 
+class BusKind(StrEnum):
+    """The buses that can be hosted here."""
+
+    tcp = "tcp"
+    nats = "nats"
+
+
+_BUS_KIND = Annotated[BusKind, typer.Option(help="In this process, or NATS servers.")]
+_CLUSTER = Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")]
+
+
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """Turn an error meant for the user into its text on stderr and exit code 2."""
@@ -73,13 +84,21 @@ def serve(
     port: Annotated[int, typer.Option(help="Port of the bus; 0 takes a free one.")] = 0,
     lighthouse_port: Annotated[int, typer.Option(help="Port of the lighthouse; 0 likewise.")] = 0,
     job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the job's token, made if it is not there.")
+    ] = None,
+    bus: _BUS_KIND = BusKind.tcp,
+    cluster: _CLUSTER = 1,
 ) -> None:
     """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
-    from fft.serve import serve_forever, start_services
+    from fft.serve import handed_over, serve_forever, start_services
 
     _calm_lighthouse()
-    with _plain_errors():
-        serve_forever(start_services(host, port, lighthouse_port, job))
+    with _plain_errors(), handed_over(token_file) as path:
+        services = start_services(
+            host, port, lighthouse_port, job, bus_kind=bus.value, cluster=cluster
+        )
+        serve_forever(services, path)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -104,6 +123,8 @@ def run(
     timeout: Annotated[float | None, typer.Option(help="Kill the job after so many s.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Kill a drain after so many s.")] = 60.0,
     progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
+    bus: _BUS_KIND = BusKind.tcp,
+    cluster: _CLUSTER = 1,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
     from fft.faults import FaultPlan, load_plan
@@ -126,32 +147,41 @@ def run(
         )
         config.check()
         plan = load_plan(faults, groups, ranks) if faults else FaultPlan(faults=[])
-        verdict = _supervise(config, plan, progress)
+        verdict = _supervise(config, plan, progress, bus, cluster)
     for line in verdict.lines:
         sys.stderr.write(f"fft: {line}\n")
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
     raise typer.Exit(0 if verdict.ok else 1)
 
 
-def _supervise(config: RunConfig, plan: FaultPlan, progress: bool) -> Verdict:
+def _supervise(
+    config: RunConfig, plan: FaultPlan, progress: bool, bus: BusKind, cluster: int
+) -> Verdict:
     """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills."""
     _calm_lighthouse()
+    from fft.jobtoken import JobToken
     from fft.progress import open_display
     from fft.serve import start_services
     from fft.supervisor import Supervisor
 
-    services = start_services(min_groups=config.min_groups)
+    token = JobToken.from_env() or JobToken.fresh()
+    services = start_services(min_groups=config.min_groups, bus_kind=bus.value, cluster=cluster)
     try:
-        sys.stderr.write(f"fft: to watch and to steer this job: FFT_BUS={services.bus_url}\n")
         display = open_display(Console()) if progress else None
-        supervisor = Supervisor(config, plan, services, display)
+        supervisor = Supervisor(config, plan, services, display, token)
         previous = {
             number: signal.signal(number, lambda *_: supervisor.interrupt())
             for number in (signal.SIGINT, signal.SIGTERM)
         }
+        config.trace_dir.mkdir(parents=True, exist_ok=True)
+        path = config.trace_dir / "job.token"  # for who wants to say something to the job
         try:
+            token.save(path)
+            reach = f"FFT_BUS={services.bus_url} FFT_TOKEN_FILE={path}"
+            sys.stderr.write(f"fft: to watch and to steer this job: {reach}\n")
             return supervisor.run()
         finally:
+            path.unlink(missing_ok=True)
             for number, handler in previous.items():
                 signal.signal(number, handler)
     finally:
@@ -283,6 +313,9 @@ def config(
         list[str] | None,
         typer.Option("--set", metavar="NAME=SECONDS", help="As if given; several times."),
     ] = None,
+    bus: Annotated[
+        str, typer.Option(envvar="FFT_BUS", help="URL of the job's bus, or what it begins with.")
+    ] = "tcp://",
 ) -> None:
     """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
     from rich.table import Table
@@ -292,7 +325,7 @@ def config(
 
     with _plain_errors():
         given = {**from_env(os.environ), **from_pairs(chosen or ())}
-        timeouts = resolve(load_spec(spec), given).values()
+        timeouts = resolve(load_spec(spec), given, bus).values()
     table = Table("timeout", "seconds", "bounds", "from")
     for timeout in timeouts:
         table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)

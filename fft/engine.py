@@ -25,10 +25,11 @@ import queue
 import threading
 import time
 from collections import deque
+from dataclasses import asdict
 from functools import partial
 from typing import Protocol, assert_never
 
-from fft.bus.base import BusError, BusForgot, ErrorBus, Subscription
+from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
 from fft.commands import COMMANDS
 from fft.commands import Command as OperatorCommand
 from fft.core.local import Local
@@ -63,10 +64,10 @@ from fft.core.messages import (
 )
 from fft.core.participant import Participant
 from fft.errors import FftError
+from fft.tally import Tally
 from fft.trace import TraceWriter
 from fft.wire import (
     EPOCH,
-    HEAD,
     MissingList,
     Packed,
     Wire,
@@ -86,6 +87,11 @@ _SLOTS = 8
 """Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
 _READS = 16
 """How often the head may move on while its members are looked up."""
+_SHOWN = 200
+"""Bytes of an unreadable message, and of what is wrong with it, that log and trace have."""
+_SILENCE_S = 0.3
+"""An operation on the bus that takes longer is a silence of the bus."""
+_BUS_TIMERS = ("bus_retry", "bus_limit")
 _REMOVALS = 16
 """Inboxes removed with one commit, so that the commit is not held up."""
 
@@ -104,6 +110,12 @@ class Host(Protocol):
 
     def command(self, command: OperatorCommand) -> None:
         """An operator has said this to the job; it may not concern this process. Never raises."""
+
+    def interrupt(self, cause: str) -> None:
+        """A command waits that the main thread must come to: unwind the body of a txn, if open.
+
+        Called after the command is in the slot: a body that opens later finds it there.
+        """
 
 
 class Engine:
@@ -140,8 +152,7 @@ class Engine:
         """The newest epoch record seen."""
         self._gone: set[Peer] = set()
         """Left out by an epoch, and their inboxes perhaps not yet removed."""
-        self.unreadable = 0
-        """Messages from the bus that were no messages of FFT."""
+        self._strange = Tally()
         self.fenced = 0
         """Events dropped because their fencing token was old."""
         self._thread = threading.Thread(
@@ -150,8 +161,14 @@ class Engine:
 
     # --- any thread ---
 
+    @property
+    def unreadable(self) -> int:
+        """Messages from the bus that were no messages of FFT."""
+        return sum(self._strange.counts().values())
+
     def start(self) -> None:
         """Listen to the bus and run."""
+        self.bus.on_refusal = self._on_refusal
         me = self.participant.config.me
         for hear in (partial(self.bus.listen, inbox_name(me)), self.bus.subscribe):
             self._subscriptions.append(hear(self._on_message, self._on_lost))
@@ -199,6 +216,9 @@ class Engine:
         ending, self._subscriptions = self._subscriptions, []
         for subscription in ending:
             subscription.close()
+        not_obeyed = {**self.bus.refusals(), **self._strange.counts()}
+        if ending and not_obeyed:
+            self.trace.note("not_obeyed", not_obeyed)
         if ending:
             with contextlib.suppress(BusError):  # a bus that is gone keeps nothing
                 self.bus.delete(inbox_name(self.participant.config.me))
@@ -209,12 +229,17 @@ class Engine:
         try:
             event = decode(payload)
         except UnreadableMessage as error:
-            self.unreadable += 1
-            logger.warning("a message on the bus is not in FFT's format: %s", error)
-            shown = payload[:200].decode("utf-8", "replace")
-            self.trace.note("unreadable", {"reason": str(error), "message": shown})
+            if (count := self._strange.add("unreadable")) is not None:
+                reason = str(error)[:_SHOWN]  # it may quote names of fields of any length
+                logger.warning("a message on the bus is not in FFT's format: %s", reason)
+                shown = payload[:_SHOWN].decode("utf-8", "replace")
+                told = {"reason": reason, "message": shown, "count": count}
+                self.trace.note("unreadable", told)
             return
         self._events.put(event)
+
+    def _on_refusal(self, refusal: Refusal) -> None:
+        self.trace.note("refused", asdict(refusal))
 
     def _on_lost(self, error: BusError) -> None:
         self._events.put(BusDown("listen", str(error)[:2000]))
@@ -279,12 +304,15 @@ class Engine:
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()
+                if isinstance(effect, Restore | Finish):
+                    self._host.interrupt(getattr(effect, "cause", "") or "this participant stops")
             case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
                 self._use_bus(effect)
             case _:
                 assert_never(effect)
 
     def _use_bus(self, effect: BusEffect) -> None:
+        begun = time.monotonic()
         try:
             match effect:
                 case Broadcast(message=message):
@@ -298,7 +326,7 @@ class Engine:
                     held = self.bus.read(HEAD)
                     if held is None and self.local.head is not None:
                         raise BusForgot(f"the head register on {self.bus.url} is gone")
-                    self._next.append(Decision(None if held is None else self._read(held)))
+                    self._next.append(Decision(None if held is None else self._read_head(held)))
                 case Decide(after=after, proposal=proposal):
                     self._decide(after, proposal)
                 case CastVote():
@@ -309,6 +337,21 @@ class Engine:
                     assert_never(effect)
         except (BusError, UnreadableMessage) as error:
             self._next.append(self._down(type(effect).__name__, error))
+        self._excuse(time.monotonic() - begun)
+
+    def _excuse(self, seconds: float) -> None:
+        """Put off all timers but the bus's own by ``seconds``, for which the bus was silent.
+
+        Nobody could be heard meanwhile, and what was said waits behind the timers: counting the
+        time would make suspects of all peers whenever a replicated bus changes its leader.
+        """
+        if seconds < _SILENCE_S:
+            return
+        self._timers = [
+            (due if timer.name in _BUS_TIMERS else due + seconds, serial, timer)
+            for due, serial, timer in self._timers
+        ]
+        heapq.heapify(self._timers)
 
     def _down(self, operation: str, error: Exception) -> BusDown:
         logger.error("%s on the bus failed: %s", operation, error)
@@ -331,7 +374,7 @@ class Engine:
         elif held is not None:
             if lists and list_name(proposal) != list_name(decode_packed(held).record):
                 self.bus.delete(list_name(proposal))
-            self._next.append(Decision(self._read(held)))
+            self._next.append(Decision(self._read_head(held)))
 
     # --- records, whole again ---
 
@@ -342,8 +385,12 @@ class Engine:
         except (BusError, UnreadableMessage) as error:
             return self._down("members", error)
 
-    def _read(self, held: bytes) -> Record:
-        return self._complete(decode_packed(held))
+    def _read_head(self, held: bytes) -> Record:
+        """What the head register held. Raises ``BusForgot`` if it held something newer before."""
+        record = self._complete(decode_packed(held))
+        if self.local.head is not None and record.n < self.local.head.n:
+            raise BusForgot(f"the head register on {self.bus.url} has gone back to an old record")
+        return record
 
     def _complete(self, packed: Packed) -> Record:
         """The record with its members; if the job has moved on from it meanwhile, the newest.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -41,7 +43,7 @@ from torchft.utils import synchronize
 from torchft.work import _DummyWork
 
 import fft.errors
-from fft.bus import BusError, ErrorBus, open_bus
+from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import (
     Answer,
     Command,
@@ -77,13 +79,18 @@ from fft.engine import Engine
 from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
 from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
+from fft.interrupt import Interrupted, Interrupter, guarded
+from fft.jobtoken import JobToken
 from fft.machine import Table
+from fft.monitor import MonitorConfig
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
 from fft.rollback.state import StepState
+from fft.rollback.transfer import StateTransfer
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
 from fft.trace import TraceWriter, header
+from fft.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +114,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             every commit, so that the audit can compare replicas bit by bit. Costs one pass over
             them. (Module buffers may differ between replicas: batch-norm statistics are local.)
         max_body_failures: re-raise when this rank's own body fails so often in a row at one step.
+        monitor: whether a process beside this one watches it: rolls back when the main thread
+            hangs, ends the process when that does not help, and tells of its death. None: unless
+            ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains.
 
     Raises:
         SpecError: the spec cannot be used.
         TimeoutsError: timeouts that contradict each other; says which would work.
+        TokenError: the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used.
         BusUnreachable: nobody answers at ``bus``.
     """
 
@@ -129,27 +140,48 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         timeouts: Mapping[str, float] | None = None,
         digest: Digest = "never",
         max_body_failures: int = 5,
+        monitor: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._spec = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
         url = bus or os.environ.get("FFT_BUS")
         if not url:
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
+        self._token = JobToken.from_env()
         self._engine: Engine | None = None
         self._group_bus: ErrorBus | None = None
+        self._interrupter: Interrupter | None = None
+        self._watched: Watched | None = None
         self._txn: StartTxn | None = None
         self._applying: Apply | None = None
         self._reduced: torch.Tensor | None = None
         """The last tensor reduced in this txn, where faults may be injected."""
         self._raise_on_abort = False
-        super().__init__(pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs)
+        called = inspect.signature(Manager).bind(
+            pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
+        )
+        transfer = None
+        if called.arguments.get("checkpoint_transport") is None:
+            limit = called.arguments.get("timeout", timedelta(seconds=TORCHFT_DEFAULT_S))
+            transfer = called.arguments["checkpoint_transport"] = StateTransfer(self._token, limit)
+        self._transfer = transfer
+        try:
+            super().__init__(*called.args, **called.kwargs)
+        except BaseException:
+            if transfer is not None:
+                transfer.shutdown()
+            raise
         try:
             self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._quorum_future.set_result(None)
-            table = resolve(self._spec, self._given(timeouts or {}))
+            table = resolve(self._spec, self._given(timeouts or {}), url)
             self._timeouts = timers(self._spec, table)
+            limit, grace = table["hang_limit"].seconds, table["hang_grace"].seconds
+            self._hang = MonitorConfig(limit, grace, min_s=min(1.0, limit))
+            self._monitor = os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor
+            self._bus_url = url
             self._bus_operation = table["bus_operation"].seconds
-            self._bus = open_bus(url, timeout=self._bus_operation)
+            self._bus = open_job_bus(url, self._token, self._bus_operation)
             self._replicate = AbortableGroup(pg)
             self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
             self._futures: set[_CancellableFuture] = set()
@@ -230,6 +262,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         )
         self._trace.write("header", header(self._spec, config, local))
         self._group_bus = self._open_group_bus()
+        if threading.current_thread() is threading.main_thread():
+            self._interrupter = Interrupter()  # else Python lets nobody interrupt the bodies
+            self._watch()
         self._engine = Engine(
             participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
         )
@@ -248,7 +283,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         try:
             # Named after this life of the job's bus, whose epochs nobody else's votes can mean.
             url = f"tcp://{reach}:{port}/{self._bus.generation}"
-            return open_bus(url, timeout=self._bus_operation)
+            return open_job_bus(url, self._token, self._bus_operation, purpose="group bus")
         except BusError as error:
             logger.warning("every rank votes for itself: %s", error)
             return None
@@ -299,6 +334,31 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._bus.send(answer_inbox(command.id), word)
         except BusError as error:  # the engine will notice, if it lasts
             logger.warning("could not answer a command: %s", error)
+
+    def _watch(self) -> None:
+        if not self._monitor:
+            return
+        try:
+            self._watched = Watched(
+                self._hang,
+                self._suspected,
+                group=self._peer.group,
+                rank=self._peer.rank,
+                # under a supervisor it is the supervisor that tells of deaths
+                bus_url=None if "FFT_GROUP" in os.environ else self._bus_url,
+            )
+        except OSError as error:
+            logger.warning("nobody watches this process: its monitor cannot be started: %s", error)
+
+    def _suspected(self, reason: str) -> None:
+        """The monitor says that the main thread hangs; on a thread of its own."""
+        plan = self._txn
+        if plan is not None and self._applying is None and self._engine is not None:
+            self._engine.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Around what waits for others: whatever is wrong then is not this rank's."""
+        return nullcontext() if self._watched is None else self._watched.pulse.waiting
 
     def _install_drain_signal(self) -> None:
         name = os.environ.get("FFT_DRAIN_SIGNAL")
@@ -390,6 +450,23 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
 
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """A section of the body that no rollback interrupts, such as the writing of a checkpoint.
+
+        What waits for it is everyone: keep it short. It is taken for a hang after ``hang_limit``
+        only.
+        """
+        pulse = nullcontext() if self._watched is None else self._watched.pulse.atomic
+        own = nullcontext() if self._interrupter is None else self._interrupter.atomic()
+        with own, pulse:
+            yield
+
+    def ping(self) -> None:
+        """Say that work is done, in a long stretch of Python that issues no reduction."""
+        if self._watched is not None:
+            self._watched.pulse.ping()
+
     def drain(self) -> None:
         """Leave after the next commit; may be called from any thread or a signal handler."""
         self._drain_asked = True
@@ -402,6 +479,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         previous = signal.getsignal(signum)
 
         def handle(number: int, frame: FrameType | None) -> None:
+            if self._watched is not None and self._watched.pulse.doomed:
+                signal.signal(signum, signal.SIG_DFL)  # no request: this process hung
+                signal.raise_signal(signum)
             self.drain()
             if callable(previous):
                 previous(number, frame)
@@ -427,13 +507,15 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         engine = self._engine or self._start()
         self._finish_apply()
         while True:
-            command = engine.wait_command()
+            with self._waiting():
+                command = engine.wait_command()
             engine.take(command)
             match command:
                 case Restore():
                     self._restore(command)
                 case Heal():
-                    self._heal(command)
+                    with self._waiting():  # it has limits of its own
+                        self._heal(command)
                 case StartTxn():
                     self._enter(command)
                     return command
@@ -459,6 +541,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._state is not None and self._source is None:
             self._state.capture()  # else after the items are drawn, which may use random numbers
         self._txn = plan
+        if self._watched is not None:
+            self._watched.pulse.begin(plan.step)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
@@ -467,12 +551,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         plan, engine = self._txn, self._engine
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
-        self._await_reductions()
+        with self._waiting():
+            self._await_reductions()
         yes = self._errored is None
         cause = "" if self._errored is None else _text(self._errored.original_exception)
         engine.post(Prepared(plan.token, yes, self._manifest.build(), cause))
         self._inject("after_vote")
-        command = engine.wait_command()
+        with self._waiting():
+            command = engine.wait_command()
         self._txn = None
         if isinstance(command, Apply):
             engine.take(command)
@@ -520,6 +606,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._applying is None or self._engine is None:
             return
         token, self._applying = self._engine.local.token, None
+        if self._watched is not None:
+            self._watched.pulse.end(committed=True)
         digest = None
         if self._digest == "commit" and self._state is not None:
             digest = self._state.digest(buffers=False)
@@ -553,9 +641,12 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
         self._txn = None
+        if self._watched is not None:
+            self._watched.pulse.end(committed=False)
         for group in self._groups():
             group.abort(command.cause)
-            group.quiesce(self._timeout)
+            with self._waiting():
+                group.quiesce(self._timeout)
         self._works.clear()
         if self._state is not None:
             if self._state.captured:
@@ -641,6 +732,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             "state": self._state.export() if self._state is not None else None,
             "data": self._source.export(position) if self._source is not None else None,
         }
+        self._bind_transfer(record)
         self._checkpoint_transport.send_checkpoint(
             dst_ranks=list(command.send_to),
             step=record.step,
@@ -653,6 +745,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         assert command.fetch_from is not None
         record = command.record
         entry = record.members[command.fetch_from].ranks[self._group_rank]
+        self._bind_transfer(record)
         payload = cast(
             "dict[str, Any]",
             self._checkpoint_transport.recv_checkpoint(
@@ -667,6 +760,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 f"fetched lineage {payload['fft']['lineage']}, the epoch needs {record.lineage}"
             )
         return payload, _tensor_bytes(payload)
+
+    def _bind_transfer(self, record: Record) -> None:
+        """Of another epoch or lineage nothing shall be sent or taken. torchft's know steps only."""
+        if self._transfer is not None:
+            self._transfer.about = f"{self._group_rank} {record.n} {record.epoch} {record.lineage}"
 
     def _load_state(self, payload: dict[str, Any], record: Record) -> None:
         missing = [key for key in self._load_state_dict_fns if key not in payload["user"]]
@@ -731,6 +829,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             )
         return False
 
+    @guarded
     def report_error(self, e: Exception) -> None:
         """Report an error of this rank: the txn is rolled back on every rank of every group."""
         engine = self._engine
@@ -745,6 +844,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if not isinstance(e, (TxnAborted, GroupAborted)):
             engine.post(Fault(token, _text(e), type(e).__name__))
 
+    @guarded
     def allreduce(
         self,
         tensor: torch.Tensor,
@@ -761,6 +861,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._reduced = tensor
             if self._injector.poisons("before"):
                 _poison(tensor)
+        self.ping()
         work: Work = super().allreduce(tensor, should_quantize, reduce_op)
         if isinstance(work, _DummyWork):
             # What torchft's DDP hook expects, which a bare _DummyWork makes it fail on.
@@ -839,11 +940,28 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._injector.detach()
         if self._group_bus is not None:
             self._group_bus.close()
+        if self._interrupter is not None:
+            self._interrupter.close()
+        if self._watched is not None:
+            self._watched.close()
         self._bus.close()
         self._trace.close()
         super().shutdown(wait)
 
     # --- for Transaction ---
+
+    @guarded
+    def _open_body(self) -> None:
+        if self._interrupter is None or self._engine is None:
+            return
+        self._interrupter.enter()
+        if self._engine.superseded():  # rolled back before there was anything to unwind
+            self._interrupter.request("rolled back before it began")
+
+    @guarded
+    def _close_body(self) -> None:
+        if self._interrupter is not None:
+            self._interrupter.leave()
 
     def _body_failed(self, plan: StartTxn, error: Exception) -> None:
         """An exception left the body: report it; give up if it keeps coming at one step."""
@@ -884,17 +1002,23 @@ class Transaction:
         if manager._engine is not None:
             manager._trace.note("metrics", metrics, manager._engine.local)
 
+    @guarded
     def __enter__(self) -> Self:
+        self._manager._open_body()
         return self
 
+    @guarded
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self.closed = True
         manager = self._manager
+        manager._close_body()
+        self.closed = True
+        if isinstance(error, Interrupted):
+            return True
         if error is not None:
             if not isinstance(error, Exception):
                 return False
@@ -940,6 +1064,11 @@ class _EngineHost:
         if manager is not None:
             for group in manager._groups():
                 group.abort(cause)
+
+    def interrupt(self, cause: str) -> None:
+        manager = self._manager()
+        if manager is not None and manager._interrupter is not None:
+            manager._interrupter.request(cause)
 
     def command(self, command: Command) -> None:
         manager = self._manager()

@@ -6,18 +6,23 @@ process-wide thing is the signal handling of `serve_forever`, which is a program
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from fft.errors import FftError
+from fft.jobtoken import JobToken
 
 _FREE_S = 5.0  # for a lighthouse to let go of its port
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -51,11 +56,11 @@ class Services:
     ) -> None:
         """``bus`` and ``lighthouse`` start one, at a port, or (None) at the one first asked for."""
         self._make_bus, self._make_lighthouse = bus, lighthouse
-        self._bus = bus(None)
+        self.bus = bus(None)
         try:
             made = lighthouse(None)
         except ServiceError:
-            self._bus.close()
+            self.bus.close()
             raise
         self._lighthouse: _Lighthouse | None = made
         # The lighthouse names itself by host name, which need not resolve; its port is right.
@@ -63,8 +68,7 @@ class Services:
         name = socket.gethostname() if host in _WILDCARDS else host
         name = f"[{name}]" if ":" in name else name
         self.lighthouse_url = f"http://{name}:{urlsplit(made.address()).port}"
-        bus_parts = urlsplit(self._bus.url)
-        self.bus_url = f"tcp://{name}:{bus_parts.port}{bus_parts.path}"
+        self.bus_url = _seen_as(self.bus.url, name) if host in _WILDCARDS else self.bus.url
 
     def announcement(self) -> str:
         """The line by which a job finds both services, as environment settings."""
@@ -91,8 +95,10 @@ class Services:
 
     def restart_bus(self) -> None:
         """End the bus, and start one there that knows nothing. Raises ServiceError."""
-        self._bus.close()
-        self._bus = self._make_bus(urlsplit(self.bus_url).port)
+        if not self.bus_url.startswith("tcp://"):
+            raise ServiceError("only a tcp:// bus can be started again empty at its address")
+        self.bus.close()
+        self.bus = self._make_bus(urlsplit(self.bus_url).port)
 
     def close(self) -> None:
         """End both services and free their ports."""
@@ -101,7 +107,7 @@ class Services:
             if lighthouse is not None:
                 lighthouse.shutdown()
         finally:
-            self._bus.close()
+            self.bus.close()
 
 
 def start_services(
@@ -110,8 +116,12 @@ def start_services(
     lighthouse_port: int = 0,
     job: str | None = None,
     min_groups: int = 1,
+    bus_kind: str = "tcp",
+    cluster: int = 1,
 ) -> Services:
     """Start bus and lighthouse on ``host``; port 0 takes a free one.
+
+    ``bus_kind`` "nats" starts NATS servers as child processes, ``cluster`` of them.
 
     A job name that was not given is a fresh one, so that two jobs never share keys. Raises
     ServiceError when an address cannot be had.
@@ -119,15 +129,17 @@ def start_services(
     # imported here: both load torch, which takes seconds
     from torchft.coordination import LighthouseServer
 
-    from fft.bus import BusError, serve_tcp
+    from fft.bus import BusError
 
     job = job or "job-" + secrets.token_hex(4)
 
     def make_bus(at: int | None) -> _BusServer:
         at = port if at is None else at
         try:
-            return serve_tcp(host, at, job)
-        except (BusError, RuntimeError, OSError) as error:
+            return _start_bus(bus_kind, host, at, job, cluster)
+        except BusError as error:
+            raise ServiceError(f"the bus was not started: {error}") from error
+        except (RuntimeError, OSError) as error:
             raise ServiceError(_not_started("bus", host, at, error)) from error
 
     def make_lighthouse(at: int | None) -> _Lighthouse:
@@ -142,10 +154,58 @@ def start_services(
     return Services(host, make_bus, make_lighthouse)
 
 
-def serve_forever(services: Services) -> None:
+def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -> _BusServer:
+    from fft.bus import BusError, serve_tcp
+
+    if kind == "nats":
+        from fft.bus.natsserver import NatsServers
+
+        return NatsServers(host, port, job, cluster)
+    if cluster != 1:
+        raise BusError(f"the {kind} bus is one process; --cluster is for --bus nats")
+    return serve_tcp(host, port, job)
+
+
+def _seen_as(url: str, name: str) -> str:
+    """``url`` of a bus on all addresses, with the host name in their place."""
+    scheme, _, rest = url.partition("://")
+    places, _, job = rest.partition("/")
+    ports = (place.rpartition(":")[2] for place in places.split(","))
+    return f"{scheme}://{','.join(f'{name}:{port}' for port in ports)}/{job}"
+
+
+@contextmanager
+def handed_over(
+    path: Path | None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Path | None]:
+    """The file in which a job's processes find its token. None: it is ``FFT_TOKEN``'s.
+
+    ``path`` (or ``FFT_TOKEN_FILE``) is used, and made if it is not there; it stays, so that the
+    job's next server can use it. Without one a file is made that goes away at the end.
+
+    Raises:
+        TokenError: what is given is no usable token.
+    """
+    if path is None and JobToken.from_env(environ) is not None:
+        named = environ.get("FFT_TOKEN_FILE")
+        yield Path(named) if named else None
+    elif path is not None:
+        if not path.exists():
+            JobToken.fresh().save(path)
+        JobToken.from_file(path)
+        yield path.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="fft-") as directory:
+            path = Path(directory, "job.token")
+            JobToken.fresh().save(path)
+            yield path
+
+
+def serve_forever(services: Services, token_file: Path | None = None) -> None:
     """Print the announcement as one line, then wait for SIGINT or SIGTERM and end both.
 
-    For the main thread of a program of its own: it takes the two signals.
+    ``token_file`` is announced too: whoever may read it can take part in the job. For the main
+    thread of a program of its own: it takes the two signals.
     """
     ended = threading.Event()
 
@@ -154,7 +214,8 @@ def serve_forever(services: Services) -> None:
 
     previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
     try:
-        sys.stdout.write(services.announcement() + "\n")
+        handed = f" FFT_TOKEN_FILE={token_file}" if token_file else ""
+        sys.stdout.write(f"{services.announcement()}{handed}\n")
         sys.stdout.flush()
         ended.wait()
     finally:

@@ -17,6 +17,10 @@ TORCHFT_DEFAULT_S = 60.0
 """Default of torchft's three timeouts, in seconds."""
 LONGEST_BUS_OPERATION_S = 10.0
 """No operation on the bus is waited for longer, whatever ``connect_timeout`` says."""
+NATS_FAILOVER_S = 10.0
+"""What a change of leader costs a NATS cluster, in seconds. A follower waits for 4 to 9 s, drawn at
+random, before it stands for election, and that is no setting (nats-server: server/raft.go,
+``minElectionTimeoutDefault``); the rest is the election, and what clients add."""
 
 ARGUMENTS = {
     "timeout": "fetching state from a peer; what an abort leaves behind in a process group",
@@ -26,8 +30,9 @@ ARGUMENTS = {
 """The manager's arguments that are torchft's, and what else they bound besides what follows."""
 
 _BOUNDS = {
-    "bus_operation": f"one operation on the bus (connect_timeout, {LONGEST_BUS_OPERATION_S:g} s "
-    "at most)",
+    "bus_operation": "one operation on the bus; follows connect_timeout, "
+    f"{LONGEST_BUS_OPERATION_S:g} s at most, {2 * NATS_FAILOVER_S:g} s on nats://",
+    "bus_failover": "a change of leader among NATS servers; they wait 4 to 9 s before they elect",
     "join_interval": "until a joiner says again that it is there",
     "join_window": "the wait of the first epoch for groups that were announced",
     "quorum": "being without an epoch, or in none; then the participant stops",
@@ -40,6 +45,17 @@ _BOUNDS = {
     "bus_retry": "until what may be lost with the bus is said again",
     "bus_limit": "being without the bus; then the participant stops",
 }
+_DERIVED = ("bus_operation", "bus_failover")
+"""Rows that nobody can give: they follow from others, or from the bus."""
+
+_HANGS = {
+    "hang_limit": (
+        600.0,
+        "no progress of a main thread; 5 x the median step (1 s at least) where that is shorter",
+    ),
+    "hang_grace": (30.0, "the rollback of a txn that hangs; then the monitor ends its process"),
+}
+"""Of the monitor: seconds, and what they bound."""
 
 
 class TimeoutsError(FftError):
@@ -94,6 +110,7 @@ class Rule:
 RULES = (
     Rule("bus_limit", 4, "bus_retry", "the bus must get several chances before it is given up"),
     Rule("bus_limit", 2, "bus_operation", "one slow operation must not be the end"),
+    Rule("bus_limit", 2, "bus_failover", "the bus must outlive its leader, and a split vote"),
     Rule("vote_window", 2, "bus_retry", "a vote that was lost must be said again before an ABORT"),
     Rule("coordinator_window", 2, "ack_window", "it gives a sign of life once in each ack_window"),
     Rule("quorum", 2, "coordinator_window", "a silent coordinator must be replaced before the end"),
@@ -106,15 +123,26 @@ RULES = (
 )
 
 
-def resolve(spec: FsmSpec, given: Mapping[str, Given]) -> dict[str, Timeout]:
-    """The timeouts by name: the spec's timers, torchft's arguments, and ``bus_operation``.
+def bus_operation(url: str) -> float:
+    """Seconds after which an operation on the bus at ``url`` is given up, at most."""
+    return 2 * NATS_FAILOVER_S if _is_nats(url) else LONGEST_BUS_OPERATION_S
+
+
+def _is_nats(url: str) -> bool:
+    return url.partition("://")[0] in ("nats", "tls")
+
+
+def resolve(spec: FsmSpec, given: Mapping[str, Given], bus: str = "") -> dict[str, Timeout]:
+    """The timeouts by name: the spec's timers, torchft's arguments, and those of the bus.
+
+    ``bus`` is its URL; without one it is taken to be ``tcp://``.
 
     Raises:
         TimeoutsError: an unknown name, a time that is none, or given values that contradict
             each other.
     """
     _check(spec, given)
-    table = _unfitted(spec, given)
+    table = _unfitted(spec, given, bus)
     problems = _fit(table)
     if problems:
         raise TimeoutsError("\n".join(["the timeouts do not fit:", *problems, _advice(table)]))
@@ -152,7 +180,7 @@ def timers(spec: FsmSpec, table: Mapping[str, Timeout]) -> dict[str, float]:
 
 
 def _check(spec: FsmSpec, given: Mapping[str, Given]) -> None:
-    known = {*spec.timeouts, *ARGUMENTS}
+    known = {*spec.timeouts, *ARGUMENTS, *_HANGS}
     for name, value in given.items():
         if name not in known:
             raise TimeoutsError(
@@ -164,7 +192,7 @@ def _check(spec: FsmSpec, given: Mapping[str, Given]) -> None:
             )
 
 
-def _unfitted(spec: FsmSpec, given: Mapping[str, Given]) -> dict[str, Timeout]:
+def _unfitted(spec: FsmSpec, given: Mapping[str, Given], bus: str) -> dict[str, Timeout]:
     table: dict[str, Timeout] = {}
 
     def put(name: str, bounds: str, seconds: float, origin: str, fixed: bool = False) -> None:
@@ -175,8 +203,10 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given]) -> dict[str, Timeout]:
     for name, bounds in ARGUMENTS.items():
         put(name, bounds, TORCHFT_DEFAULT_S, "torchft's default")
     wait, quorum, connect = (table[name] for name in ARGUMENTS)
-    operation = min(LONGEST_BUS_OPERATION_S, connect.seconds)
-    put("bus_operation", _BOUNDS["bus_operation"], operation, connect.origin, connect.fixed)
+    operation, by = min((bus_operation(bus), "the bus"), (connect.seconds, connect.origin))
+    put("bus_operation", _BOUNDS["bus_operation"], operation, by, by != "the bus" and connect.fixed)
+    if _is_nats(bus):
+        put("bus_failover", _BOUNDS["bus_failover"], NATS_FAILOVER_S, "a fact of NATS", True)
     for name, seconds in spec.timeouts.items():
         bounds, source = _BOUNDS.get(name, f"a timer of {spec.name}"), None
         if name == "vote_window":
@@ -187,6 +217,8 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given]) -> dict[str, Timeout]:
             put(name, bounds, seconds, f"spec {spec.name}")
         else:  # a barrier's window may grow with the transfer that it has to hold
             put(name, bounds, source.seconds, source.origin, source.fixed and name == "quorum")
+    for name, (seconds, bounds) in _HANGS.items():
+        put(name, bounds, seconds, "FFT's default")
     return table
 
 
@@ -232,5 +264,9 @@ def _advice(table: Mapping[str, Timeout]) -> str:
     while broken := [rule for rule in RULES if not rule.holds(works)]:  # ends: no rule is circular
         for rule in broken:
             works[rule.larger] = replace(works[rule.larger], seconds=rule.least(works))
-    changed = [t for t in works.values() if t.fixed or t.seconds != table[t.name].seconds]
+    changed = [
+        t
+        for t in works.values()
+        if (t.fixed or t.seconds != table[t.name].seconds) and t.name not in _DERIVED
+    ]
     return "these would work: " + ", ".join(f"{t.name}={t.seconds:.12g}" for t in changed)

@@ -40,8 +40,6 @@ from fft.core.messages import (
 )
 from fft.errors import FftError
 
-HEAD = "head"
-"""Register of the job's newest record."""
 EPOCH = "epoch"
 """Register of the newest epoch record; written by who won it, so it may be late by a moment."""
 

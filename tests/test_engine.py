@@ -12,8 +12,9 @@ from engine_job import LIMIT_S, SPEC, Job, Nothing, Rank, until
 
 from fft.bus import BusError, Subscription, open_bus, serve_tcp
 from fft.bus.memory import MemoryBus
+from fft.bus.natsserver import NatsServers
 from fft.core.local import Config
-from fft.core.messages import GroupEntry, Peer, RankEntry, Record
+from fft.core.messages import Begin, Broadcast, GroupEntry, Peer, RankEntry, Record, SetTimer
 from fft.core.participant import Participant
 from fft.engine import HEAD, Engine
 from fft.machine import Table
@@ -27,10 +28,12 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(params=["memory", "tcp", "nats"])
 def url(request: pytest.FixtureRequest, stack: ExitStack) -> str:
     if request.param == "memory":
         return f"memory://engine-{uuid.uuid4().hex}"
+    if request.param == "nats":
+        return stack.enter_context(NatsServers()).url
     return stack.enter_context(serve_tcp()).url
 
 
@@ -242,3 +245,46 @@ def test_an_engine_that_cannot_listen_leaves_nothing() -> None:
         engine.close()
         assert bus.key_count() == 0
     assert threading.active_count() == threads
+
+
+def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
+    """Longer than any operation waits: they are given up, and said again when it is back."""
+    servers = stack.enter_context(NatsServers())
+    # the bus is lost for good after four of these, which a busy machine must not use up
+    job = Job(stack, servers.url, 2, 1, lambda url: open_bus(url, timeout=5.0)).start()
+    job.train(5)
+    servers.stop(0)
+    try:
+        for member in job.members:
+            member.train(10)
+        until(
+            lambda: all("bus_limit" in m.engine.local.timers for m in job.members), "all are told"
+        )
+    finally:
+        servers.stop(0, stopped=False)
+    job.train(10)
+    assert [m.ended for m in job.members] == [None] * 2
+    assert len({m.committed[-1].lineage for m in job.members}) == 1
+
+
+class Slow(MemoryBus):
+    """Takes its time over broadcasts."""
+
+    def broadcast(self, payload: bytes) -> None:
+        threading.Event().wait(0.5)
+        super().broadcast(payload)
+
+
+def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> None:
+    name = f"engine-{uuid.uuid4().hex}"
+    (member,) = Job(stack, f"memory://{name}", 1, 1, lambda _: Slow(name)).start().members
+    engine = member.engine
+    engine.close()  # from here on this is its thread
+    engine._timers.clear()
+    for serial, timer in enumerate(("bus_limit", "ack_window")):
+        engine._carry_out(SetTimer(timer, 10.0, serial))
+    before = {timer.name: due for due, _, timer in engine._timers}
+    engine._carry_out(Broadcast(Begin(member.peer, 1)))
+    after = {timer.name: due for due, _, timer in engine._timers}
+    assert after["bus_limit"] == before["bus_limit"]
+    assert after["ack_window"] >= before["ack_window"] + 0.5

@@ -10,10 +10,18 @@ import pytest
 import fft
 
 LIGHT = "fft fft.spec fft.audit fft.report fft.graph fft.sim.cluster fft.engine fft.bus fft.cli"
+LIGHT += " fft.detectors fft.moves fft.monitor"
 
 
 def test_the_light_parts_import_no_torch() -> None:
     code = f"import sys, {LIGHT.replace(' ', ', ')}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_nothing_but_the_nats_bus_imports_nats() -> None:
+    code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.manager, fft.bus.natsserver; "
+    code += "print('nats' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

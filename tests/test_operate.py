@@ -16,13 +16,14 @@ from engine_job import LIMIT_S, Job, until
 from rich.console import Console
 
 from fft.bus import BusUnreachable, open_bus, serve_tcp
+from fft.bus.base import HEAD
 from fft.commands import Answer, Evict, answer_inbox, decode_answer, encode_answer
 from fft.core.messages import Death, Drain, UnreadableMessage, decode
 from fft.operate import leaving, say
 from fft.operate.desk import Desk, OperatorError, bus_url
 from fft.operate.watch import JsonView, ScreenView, Watch
 from fft.operate.watching import IN_EPOCH, JOINING, LEFT
-from fft.wire import EPOCH, HEAD, decode_packed, encode_command
+from fft.wire import EPOCH, decode_packed, encode_command
 from fft.wire import decode as decode_word
 
 

@@ -16,6 +16,7 @@ from fft.timeouts import (
     Given,
     Timeout,
     TimeoutsError,
+    bus_operation,
     from_env,
     from_pairs,
     resolve,
@@ -26,8 +27,11 @@ HSDP = load_spec("hsdp")
 NAMES = sorted({*HSDP.timeouts, *ARGUMENTS})
 
 
-def chosen(**seconds: float) -> dict[str, Timeout]:
-    return resolve(HSDP, {name: Given(value, "test") for name, value in seconds.items()})
+BUSES = ("tcp://a:1/j", "nats://a:1,b:1,c:1/j")
+
+
+def chosen(bus: str = BUSES[0], **seconds: float) -> dict[str, Timeout]:
+    return resolve(HSDP, {name: Given(value, "test") for name, value in seconds.items()}, bus)
 
 
 def test_the_defaults_fit_as_they_are() -> None:
@@ -37,26 +41,29 @@ def test_the_defaults_fit_as_they_are() -> None:
 
 
 def test_every_rule_speaks_of_a_row_of_the_table() -> None:
-    assert {name for rule in RULES for name in (rule.larger, rule.smaller)} <= set(chosen())
+    spoken = {name for rule in RULES for name in (rule.larger, rule.smaller)}
+    assert spoken <= set(chosen(bus=BUSES[1]))
 
 
 @settings(deadline=None)
 @example(st.sampled_from(NAMES), st.floats(1e-3, 1e5))
 def test_one_given_value_is_kept_and_everything_else_fits_to_it(name: str, seconds: float) -> None:
-    table = chosen(**{name: seconds})
+    table = chosen(**{name: seconds})  # type: ignore[arg-type]
     assert table[name].seconds == seconds and table[name].origin == "test"
     assert all(rule.holds(table) for rule in RULES)
 
 
 @settings(deadline=None)
-@example(st.dictionaries(st.sampled_from(NAMES), st.floats(1e-3, 1e5)))
-def test_given_values_are_kept_or_refused_with_a_set_that_works(seconds: dict[str, float]) -> None:
+@example(st.dictionaries(st.sampled_from(NAMES), st.floats(1e-3, 1e5)), st.sampled_from(BUSES))
+def test_given_values_are_kept_or_refused_with_a_set_that_works(
+    seconds: dict[str, float], bus: str
+) -> None:
     try:
-        table = chosen(**seconds)
+        table = chosen(bus, **seconds)
     except TimeoutsError as error:
         advice = str(error).splitlines()[-1].removeprefix("these would work: ")
         shown = from_pairs(advice.split(", "))
-        chosen(**{name: value.seconds for name, value in shown.items() if name in NAMES})
+        chosen(bus, **{name: value.seconds for name, value in shown.items()})
     else:
         assert all(rule.holds(table) for rule in RULES)
         assert all(table[name].seconds == value for name, value in seconds.items())
@@ -73,6 +80,18 @@ def test_a_long_transfer_widens_the_barrier_that_must_hold_it() -> None:
     table = chosen(timeout=600)
     assert table["ready_window"].seconds == 600
     assert table["ready_window"].origin == "torchft's default, raised to fit timeout"
+
+
+def test_a_bus_that_elects_leaders_is_given_the_time_for_it() -> None:
+    assert "bus_failover" not in chosen()
+    table = chosen(bus=BUSES[1])
+    assert table["bus_operation"].seconds == bus_operation(BUSES[1]) == 20
+    assert table["bus_limit"].seconds == 40
+    assert table["bus_limit"].origin == "spec hsdp, raised to fit bus_operation"
+    assert chosen(bus=BUSES[1], connect_timeout=5)["bus_operation"].seconds == 5
+    with pytest.raises(TimeoutsError, match=r"bus_limit = 15 s .* 2 x bus_failover = 10 s") as told:
+        chosen(bus=BUSES[1], bus_limit=15)
+    assert str(told.value).endswith("these would work: bus_limit=20")
 
 
 def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:

@@ -1,42 +1,53 @@
 """The error bus: one contract (`fft.bus.base`), one backend per URL scheme.
 
-Importing this package imports no torch; `open_bus` loads a backend when a URL asks for it.
+Importing this package imports no torch; `open_bus` loads a backend when a URL asks for it, and
+`open_job_bus` lets nobody be heard there who has not the job token.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     BusClosed,
     BusError,
+    BusForged,
     BusForgot,
     BusOverrun,
     BusUnreachable,
     ErrorBus,
+    Refusal,
     Subscription,
 )
 
 if TYPE_CHECKING:
     from fft.bus.tcpstore import TcpBusServer
+    from fft.jobtoken import JobToken
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "BusClosed",
     "BusError",
+    "BusForged",
     "BusForgot",
     "BusOverrun",
     "BusUnreachable",
     "ErrorBus",
+    "Refusal",
     "Subscription",
     "open_bus",
+    "open_job_bus",
     "serve_tcp",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> ErrorBus:
-    """Open the bus at `url`: `memory://name` or `tcp://host:port/job`.
+    """Open the bus at `url`: `memory://name`, `tcp://host:port/job` or `nats://…/job`.
 
     `timeout`, in seconds, bounds the connecting and every later operation. `generation`, if
     given, is the `ErrorBus.generation` seen before: a bus that has lost its memory since then
@@ -52,12 +63,58 @@ def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> E
         from fft.bus.tcpstore import TcpBus
 
         bus = TcpBus(url, timeout)
+    elif separator and scheme in ("nats", "tls"):
+        bus = _nats_bus(url, timeout)
     else:
-        raise BusError(f"bus URL {url!r}: write memory://name or tcp://host:port/job")
+        raise BusError(f"bus URL {url!r}: write memory://name, tcp://host:port/job or nats://…")
     if generation is not None and bus.generation != generation:
         bus.close()
         raise BusForgot(f"the bus at {url} has come back empty: it is not the one known before")
     return bus
+
+
+def open_job_bus(
+    url: str,
+    token: JobToken | None,
+    timeout: float = 5.0,
+    purpose: str = "bus",
+    who: str = "",
+) -> ErrorBus:
+    """Open the bus at `url` as `open_bus` does, for those who have `token` (`fft.bus.sealed`).
+
+    Without a token everything is obeyed that comes in there, from anybody; a warning says so
+    where others than this machine's users can come. `purpose` and `who`: see `SealedBus`.
+    """
+    bus = open_bus(url, timeout)
+    if token is None:
+        if not _is_private(url):
+            logger.warning(
+                "no job token: whoever can reach the bus at %s can stop this job. "
+                "Set FFT_TOKEN_FILE to what `fft serve` prints.",
+                url,
+            )
+        return bus
+    from fft.bus.sealed import SealedBus
+
+    return SealedBus(bus, token, purpose, who)
+
+
+def _is_private(url: str) -> bool:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return parts.scheme == "memory" or host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _nats_bus(url: str, timeout: float) -> ErrorBus:
+    try:
+        from fft.bus.nats import NatsBus
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "nats":
+            raise
+        raise BusError(
+            "a nats:// bus needs nats-py, which is not installed: pip install 'fft-torch[nats]'"
+        ) from error
+    return NatsBus(url, timeout)
 
 
 def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:

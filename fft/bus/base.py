@@ -17,6 +17,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -37,6 +38,9 @@ MAX_WEIGHT = 2**31
 RING_MESSAGES = 1024
 """How many messages a listener may fall behind before it is told `BusOverrun`."""
 
+HEAD = "head"
+"""The register that names the newest record of a job."""
+
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 logger = logging.getLogger(__name__)
@@ -47,7 +51,11 @@ class BusError(FftError):
 
 
 class BusUnreachable(BusError):
-    """No answer from the bus within its timeout. The bus object stays unusable: open a new one."""
+    """No answer from the bus within its timeout: what was asked may be done, now or later, or not.
+
+    Ask again on the same bus object to see whether the bus has come back. Where its server keeps
+    what it holds it may (nats); else it never will (tcp), and only a new process can go on.
+    """
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
@@ -64,8 +72,26 @@ class BusForgot(BusError):
     """Something known to have been on the bus is gone: the bus lost its memory."""
 
 
+class BusForged(BusError):
+    """A register has a value that nobody wrote who has the job token. It is not obeyed."""
+
+
 class BusClosed(BusError):
     """The bus object was closed by its owner and then used."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A message or vote that was refused, unread."""
+
+    reason: str
+    """``unsealed``, ``oversized``, ``forged``, ``stale`` or ``repeated``."""
+    count: int
+    """How many were refused for this reason by now."""
+    channel: str
+    """Where it came in."""
+    claims: str
+    """Who it says it is from; anybody can say so."""
 
 
 class Subscription(ABC):
@@ -82,13 +108,19 @@ class Subscription(ABC):
 class ErrorBus(ABC):
     """A job's bus. Every operation may be called from any thread.
 
-    Raised by any operation: `BusUnreachable` (no answer within the timeout given to `open_bus`,
-    and ever after), `BusClosed` (after `close`), `BusError` (bad argument).
+    Raised by any operation: `BusUnreachable` (no answer within the timeout given to `open_bus`),
+    `BusForgot` (the bus is known to have come back empty; from then on), `BusClosed` (after
+    `close`), `BusError` (bad argument).
     """
 
     url: str
     generation: str
     """Names one life of the bus. A bus that came back empty has another generation."""
+    extra: int = 0
+    """Bytes that messages, values and votes may be longer than the limits: an envelope's."""
+    on_refusal: Callable[[Refusal], None] | None = None
+    """Told of what was refused, by a bus that tells who may speak: the 1st, 10th, 100th … of
+    each reason. From a listener's thread, or the caller's of ``ballot``."""
 
     @abstractmethod
     def broadcast(self, payload: bytes) -> None:
@@ -107,8 +139,10 @@ class ErrorBus(ABC):
         """Hear every message whose broadcast starts after this call returned.
 
         Callbacks run one at a time on a thread of this subscription. What `on_message` raises is
-        logged and the listener lives on. `on_lost` is called at most once, with `BusUnreachable`
-        or `BusOverrun`, and never after `close`; the subscription has then ended.
+        logged and the listener lives on. `on_lost` is called at most once, and never after
+        `close`: with `BusUnreachable` (the bus will not come back), `BusForgot` or `BusOverrun`.
+        The subscription has then ended. Until then it has missed nothing, however long the bus
+        was silent.
         """
 
     @abstractmethod
@@ -193,6 +227,10 @@ class ErrorBus(ABC):
 
         Inboxes with messages in them count only where the backend can see them.
         """
+
+    def refusals(self) -> dict[str, int]:
+        """How many messages and votes were refused, by reason (`Refusal.reason`)."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

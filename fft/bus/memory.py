@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from fft.bus.base import (
+    MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
     RING_MESSAGES,
     BusClosed,
@@ -133,7 +134,7 @@ class MemoryBus(ErrorBus):
         return self._shared
 
     def broadcast(self, payload: bytes) -> None:
-        check_bytes(payload, "a message")
+        check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
         broker = self._open()
         with broker.lock:
             for listener in broker.listeners:
@@ -152,7 +153,7 @@ class MemoryBus(ErrorBus):
 
     def send(self, inbox: str, payload: bytes) -> None:
         check_key(inbox, "inbox")
-        check_bytes(payload, "a message")
+        check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
         broker = self._open()
         with broker.lock:
             if inbox in broker.inboxes:
@@ -187,14 +188,14 @@ class MemoryBus(ErrorBus):
 
     def write(self, key: str, value: bytes) -> None:
         check_key(key)
-        check_bytes(value, "a register value", MAX_VALUE_BYTES)
+        check_bytes(value, "a register value", MAX_VALUE_BYTES + self.extra)
         broker = self._open()
         with broker.lock:
             broker.registers[key] = value
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
         check_key(key)
-        check_bytes(desired, "a register value")
+        check_bytes(desired, "a register value", MAX_MESSAGE_BYTES + self.extra)
         broker = self._open()
         with broker.lock:
             held = broker.registers.get(key)
@@ -210,7 +211,7 @@ class MemoryBus(ErrorBus):
     ) -> list[bytes] | None:
         check_key(slot, "slot")
         check_key(tag, "tag")
-        check_bytes(vote, "a vote")
+        check_bytes(vote, "a vote", MAX_MESSAGE_BYTES + self.extra)
         check_voters(voters, weight)
         broker = self._open()
         with broker.lock:

@@ -61,6 +61,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from fft.bus.base import (
+    MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
     RING_MESSAGES,
     BusClosed,
@@ -313,7 +314,7 @@ class TcpBus(ErrorBus):
             raise
 
     def broadcast(self, payload: bytes) -> None:
-        check_bytes(payload, "a message")
+        check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
         self._send(_MESSAGE + payload)
 
     def subscribe(
@@ -324,7 +325,7 @@ class TcpBus(ErrorBus):
 
     def send(self, inbox: str, payload: bytes) -> None:
         check_key(inbox, "inbox")
-        check_bytes(payload, "a message")
+        check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
         self._push(self._key("i/" + inbox), _MESSAGE + payload)
 
     def listen(
@@ -353,13 +354,13 @@ class TcpBus(ErrorBus):
 
     def write(self, key: str, value: bytes) -> None:
         check_key(key)
-        check_bytes(value, "a register value", MAX_VALUE_BYTES)
+        check_bytes(value, "a register value", MAX_VALUE_BYTES + self.extra)
         self._do(lambda store: store.set(self._key("r/" + key), _VALUE + value))
         self._filled("r/" + key)  # the store answers to this only, and in order
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
         check_key(key)
-        check_bytes(desired, "a register value")
+        check_bytes(desired, "a register value", MAX_MESSAGE_BYTES + self.extra)
         before = b"" if expected is None else _VALUE + expected
         after = _VALUE + desired
         held = self._swap("r/" + key, before, after)
@@ -373,7 +374,7 @@ class TcpBus(ErrorBus):
     ) -> list[bytes] | None:
         check_key(slot, "slot")
         check_key(tag, "tag")
-        check_bytes(vote, "a vote")
+        check_bytes(vote, "a vote", MAX_MESSAGE_BYTES + self.extra)
         check_voters(voters, weight)
         name = tag.encode()
         frame = _VOTE.pack(len(name), len(vote), weight) + name + vote

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from fft.bus import BusError, ErrorBus, Subscription, open_bus
+from fft.bus import BusError, ErrorBus, Subscription, open_job_bus
+from fft.bus.base import HEAD
 from fft.commands import Answer, Command, answer_inbox, decode_answer
 from fft.core.messages import BusMessage, GroupEntry, Record, UnreadableMessage
 from fft.errors import FftError
+from fft.jobtoken import JobToken
+from fft.timeouts import bus_operation
 from fft.wire import (
     EPOCH,
-    HEAD,
     MissingList,
     Packed,
     Wire,
@@ -113,9 +115,10 @@ def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
 class Desk:
     """One operator at one bus. Not for several threads."""
 
-    def __init__(self, url: str, timeout: float = 5.0) -> None:
-        """Raises ``BusUnreachable`` within ``timeout`` seconds."""
-        self.bus: ErrorBus = open_bus(url, timeout=timeout)
+    def __init__(self, url: str, timeout: float | None = None) -> None:
+        """Raises ``BusUnreachable`` within ``timeout`` seconds (None: what fits the bus)."""
+        timeout = timeout or bus_operation(url)
+        self.bus: ErrorBus = open_job_bus(url, JobToken.from_env(), timeout)
         self.me = f"{_user()}@{socket.gethostname()}"
         self._wire = Wire()
 
@@ -137,16 +140,25 @@ class Desk:
             held = self.bus.read(HEAD)
             if held is None:
                 return JobState()
-            packed = decode_packed(held)
+            packed = self._read(held)
             head = packed.record
             if head.kind != "epoch":
                 if (latest := self.bus.read(EPOCH)) is None:
                     continue
-                packed = decode_packed(latest)
+                packed = self._read(latest)
             epoch = self.whole(packed)
             if epoch is not None and epoch.epoch == head.epoch:
                 return JobState(epoch if head.kind == "epoch" else head, epoch)
         return JobState(head)
+
+    def _read(self, held: bytes) -> Packed:
+        try:
+            return decode_packed(held)
+        except UnreadableMessage:
+            raise OperatorError(
+                f"what is on the bus at {self.bus.url} cannot be read without the job's token: "
+                "set FFT_TOKEN_FILE; `fft serve` prints it, and `fft run` says it"
+            ) from None
 
     def whole(self, packed: Packed) -> Record | None:
         """The record with its members; None if the job has moved on and they are gone."""

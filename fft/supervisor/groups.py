@@ -15,7 +15,7 @@ from fft.supervisor.children import Child
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
-_SUPERVISORS = frozenset({"FFT_FAULTS", "FFT_INJECT"})
+_SUPERVISORS = frozenset({"FFT_FAULTS", "FFT_INJECT", "FFT_TOKEN", "FFT_TOKEN_FILE"})
 """Settings that are never inherited."""
 
 
@@ -117,8 +117,7 @@ class Group:
 def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What every child gets: the outer environment, the services, and calm defaults.
 
-    A fault plan comes from the supervisor only, which has validated it; and so does the permission
-    to inject faults.
+    A fault plan, the permission to inject faults, and a job token come from the supervisor only.
     """
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     inherited = {name: value for name, value in outer.items() if name not in _SUPERVISORS}

@@ -21,16 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fft.bus import BusError, ErrorBus, open_bus
+from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import Command, Evict, Inject, fresh_id
 from fft.errors import FftError
 from fft.faults import BusRestartFault, DrainFault, FaultPlan, ServiceFault
+from fft.jobtoken import JobToken
 from fft.progress import Display, Injected, Row, Snapshot, TraceTail, row_of
 from fft.serve import ServiceError, Services
 from fft.supervisor.children import Child, cause_of
 from fft.supervisor.commands import CommandEar
 from fft.supervisor.groups import Group, base_env
 from fft.supervisor.watch import PlanWatch
+from fft.timeouts import bus_operation
 from fft.wire import encode_command
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
@@ -94,12 +96,15 @@ class Supervisor:
         plan: FaultPlan,
         services: Services,
         display: Display | None = None,
+        token: JobToken | None = None,
     ) -> None:
+        """``token``: of the job; its children get it in their environment."""
         config.check()
         self._config = config
         self._plan = plan
         self._services = services
         self._display = display
+        self._token = token
         names = [str(number) for number in range(config.groups)]
         self._groups = {name: Group(name, config.ranks) for name in names}
         self._drains_seen: set[str] = set()
@@ -146,7 +151,8 @@ class Supervisor:
             self._end()
 
     def _open_bus(self) -> None:
-        self._bus = open_bus(self._services.bus_url)
+        url = self._services.bus_url
+        self._bus = open_job_bus(url, self._token, bus_operation(url))
         self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
 
     # --- one turn of the loop ----------------------------------------------------------
@@ -225,6 +231,8 @@ class Supervisor:
             services["FFT_FAULTS"] = str(config.faults.resolve())
         if config.injectable or config.faults is not None:
             services["FFT_INJECT"] = "1"
+        if self._token is not None:
+            services["FFT_TOKEN"] = self._token.text()
         group.known_incs = self._tail.view.incs(group.name)
         logs = config.trace_dir / "logs"
         for child in group.start(list(config.script), base_env(services), logs, config.groups):

@@ -48,6 +48,19 @@ def listen(url: str, inbox: str) -> None:
         sys.stdin.read()
 
 
+def decide(url: str, key: str, mine: str) -> None:
+    """Say what a register holds; after a word, what it holds now, and after a try to change it."""
+    with open_bus(url, 20.0) as bus:
+        held = bus.read(key)
+        assert held is not None
+        print(held.decode(), flush=True)
+        sys.stdin.readline()
+        print("asking", flush=True)
+        now, after = bus.read(key), bus.compare_set(key, held, mine.encode())
+        assert now is not None and after is not None
+        print(now.decode(), after.decode(), flush=True)
+
+
 if __name__ == "__main__":
     commands = {
         "serve": serve,
@@ -55,5 +68,6 @@ if __name__ == "__main__":
         "die-between": die_between,
         "hear": hear,
         "listen": listen,
+        "decide": decide,
     }
     commands[sys.argv[1]](*sys.argv[2:])

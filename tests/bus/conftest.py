@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from bus_helpers import Child
 
-from fft.bus import ErrorBus, open_bus, serve_tcp
+from fft.bus import ErrorBus, open_job_bus, serve_tcp
+from fft.bus.natsserver import NatsServers
+from fft.jobtoken import JobToken
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,7 @@ def no_thread_left() -> Iterator[None]:
     """
     yield
     deadline = time.monotonic() + 3.0
-    ours = "fft-bus-listen", "fft-bus-watch"
+    ours = "fft-bus-listen", "fft-bus-watch", "fft-bus-loop"
     while left := [t for t in threading.enumerate() if t.name in ours]:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         left[0].join(0.05)
@@ -33,22 +35,50 @@ def tcp_url(no_thread_left: None) -> Iterator[str]:
         yield server.url
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[NatsServers]:
+    with NatsServers(job="test") as server:
+        yield server
+
+
+@pytest.fixture
+def nats_url(no_thread_left: None, nats_server: NatsServers) -> str:
+    """A job of the test's own on the server of all."""
+    return f"{nats_server.url}-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["memory", "tcp", "nats"])
 def url(request: pytest.FixtureRequest) -> str:
     if request.param == "memory":
         request.getfixturevalue("no_thread_left")
         return f"memory://test-{uuid.uuid4().hex}"
-    found: str = request.getfixturevalue("tcp_url")
+    found: str = request.getfixturevalue(f"{request.param}_url")
     return found
 
 
+@pytest.fixture(params=["plain", "sealed"])
+def token(request: pytest.FixtureRequest) -> JobToken | None:
+    return JobToken.fresh() if request.param == "sealed" else None
+
+
+SHARE = {"nats": 5}
+"""The long trials run this part of their rounds on a bus whose every operation goes through a log
+on disk, in another process: a millisecond each. It is many times the ring all the same."""
+
+
 @pytest.fixture
-def connect(url: str) -> Iterator[Callable[[], ErrorBus]]:
+def share(url: str) -> int:
+    """By what to divide the rounds of a long trial."""
+    return SHARE.get(url.partition("://")[0], 1)
+
+
+@pytest.fixture
+def connect(url: str, token: JobToken | None) -> Iterator[Callable[[], ErrorBus]]:
     """Opens clients of the test's bus; all are closed at the end of the test."""
     opened: list[ErrorBus] = []
 
     def make() -> ErrorBus:
-        opened.append(open_bus(url))
+        opened.append(open_job_bus(url, token))
         return opened[-1]
 
     yield make

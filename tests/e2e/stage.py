@@ -159,12 +159,12 @@ class Member:
 
 
 class Job:
-    """A lighthouse, a bus in memory and the members."""
+    """A lighthouse, a bus (in memory, if none is given) and the members."""
 
-    def __init__(self, traces: Path, groups: int) -> None:
+    def __init__(self, traces: Path, groups: int, bus: str | None = None) -> None:
         self.traces = traces
         self.groups = groups
-        self.bus = f"memory://e2e-{uuid.uuid4().hex[:12]}"
+        self.bus = bus or f"memory://e2e-{uuid.uuid4().hex[:12]}"
         self.lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
         self.members: list[Member] = []
 
@@ -194,9 +194,9 @@ class Job:
 
 
 @contextmanager
-def job(traces: Path, groups: int) -> Iterator[Job]:
+def job(traces: Path, groups: int, bus: str | None = None) -> Iterator[Job]:
     """A job; its members are shut down at the end, whatever happened."""
-    made = Job(traces, groups)
+    made = Job(traces, groups, bus)
     try:
         yield made
     finally:

@@ -34,6 +34,7 @@ from stage import (
     wait_until,
     weights,
 )
+from torchft.checkpointing import HTTPTransport
 from torchft.manager import WorldSizeMode
 
 import fft
@@ -166,7 +167,10 @@ def test_a_rollback_that_comes_before_the_txn_began_here_keeps_the_last_commit(
     assert ends[0] == ends[1]
 
 
-def test_an_optimizer_that_fails_after_commit_heals_from_the_peer(two: Job) -> None:
+@pytest.mark.parametrize("given", [None, HTTPTransport])
+def test_an_optimizer_that_fails_after_commit_heals_from_the_peer(
+    two: Job, given: type[HTTPTransport[Any]] | None
+) -> None:
     class FailsOnce(torch.optim.AdamW):
         left = 1
 
@@ -182,7 +186,16 @@ def test_an_optimizer_that_fails_after_commit_heals_from_the_peer(two: Job) -> N
             first = self.param_groups[0]["params"][0]
             return float(self.state[first]["step"]) - 1
 
-    members = two.run(lambda m: m.train(8), optimizer=FailsOnce)
+    members = []
+    for group in "01":
+        transport = {"checkpoint_transport": given(timedelta(seconds=30), 0)} if given else {}
+        members.append(two.member(group, optimizer=FailsOnce, **transport))
+    for member in members:
+        member.start(lambda m: m.train(8))
+    for member in members:
+        member.end()
+        assert member.error is None
+        assert (member.manager._transfer is None) == (given is not None)
     two.audit()
     assert FailsOnce.left == 0
     same_weights(*members)
@@ -291,7 +304,9 @@ def test_an_unreadable_message_is_counted_traced_and_nothing_else(two: Job) -> N
     members = two.run(lambda m: m.train(8, body=body))
     for member in members:
         assert member.manager._engine.unreadable == len(rubbish)
-    assert len(notes(two.traces, "unreadable")) == 2 * len(rubbish)
+    assert [n["data"]["count"] for n in notes(two.traces, "unreadable")] == [1, 1]
+    totals = [n["data"] for n in notes(two.traces, "not_obeyed")]
+    assert totals == [{"unreadable": len(rubbish)}] * 2
     report = two.audit()
     assert (report.commits, epochs(two.traces)) == (8, 1)
     same_weights(*members)

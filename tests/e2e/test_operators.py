@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 @pytest.mark.multiprocess
-def test_an_operator_at_a_running_job(tmp_path: Path) -> None:
+def test_an_operator_at_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch, inject, evict and drain, while two groups train. Takes half a minute."""
     traces = tmp_path / "run"
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--injectable"]
@@ -138,15 +139,17 @@ def test_an_operator_at_a_running_job(tmp_path: Path) -> None:
     with (tmp_path / "stderr").open("w") as errors:
         run = subprocess.Popen(command, stderr=errors, stdout=errors, text=True, env=os.environ)
     try:
-        wait_until(lambda: "FFT_BUS=" in (tmp_path / "stderr").read_text(), "its bus", LIMIT_S)
-        url = (tmp_path / "stderr").read_text().split("FFT_BUS=")[1].split()[0]
+        told = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
+        wait_until(lambda: told.search((tmp_path / "stderr").read_text()), "its bus", LIMIT_S)
+        url, token = told.search((tmp_path / "stderr").read_text()).groups()
+        monkeypatch.setenv("FFT_TOKEN_FILE", token)
         watch = subprocess.Popen(
             [sys.executable, "-m", "fft.cli", "watch", "--json", "--bus", url],
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
-            _operate(url, watch)
+            _operate(url, watch, monkeypatch)
         finally:
             watch.terminate()
             watch.communicate(timeout=LIMIT_S)
@@ -161,7 +164,7 @@ def test_an_operator_at_a_running_job(tmp_path: Path) -> None:
     assert (traces / "g1r0i3.jsonl").exists(), "killed once, evicted once"
 
 
-def _operate(url: str, watch: subprocess.Popen[str]) -> None:
+def _operate(url: str, watch: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
     events = (json.loads(line) for line in lines_of(watch))
 
     def until_members(*peers: str) -> None:
@@ -182,6 +185,10 @@ def _operate(url: str, watch: subprocess.Popen[str]) -> None:
     said = told("evict", "1", "--restart")
     assert "ending pid" in said and "it is started again" in said
     until_members("0/0#1", "1/0#3")
+    with monkeypatch.context() as outside:
+        outside.delenv("FFT_TOKEN_FILE")
+        refused = CliRunner().invoke(app, ["watch", "--once", "--bus", url])
+        assert refused.exit_code == 2 and "the job's token: set FFT_TOKEN_FILE" in refused.output
     state = json.loads(told("watch", "--once", "--json"))
     assert state["groups"]["1"]["0"]["state"] == "in epoch"
     assert "group 1 has left at step" in told("drain", "1")

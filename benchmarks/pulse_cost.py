@@ -1,0 +1,67 @@
+"""What the heartbeat costs a main thread: each write, and how much `Moves` slows a busy loop.
+
+Run: python benchmarks/pulse_cost.py. Measures only; asserts nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fft.detectors.pulse import Pulse, PulseReader
+from fft.moves import Moves
+
+ROUNDS = 200_000
+LOOP_S = 2.0
+
+
+def cost(call: Callable[[], object]) -> float:
+    """Nanoseconds of one call; the best of five rounds, since others only make it slower."""
+    best = float("inf")
+    for _ in range(5):
+        begun = time.perf_counter_ns()
+        for _ in range(ROUNDS):
+            call()
+        best = min(best, (time.perf_counter_ns() - begun) / ROUNDS)
+    return best
+
+
+def loops() -> int:
+    """How far a loop of bytecodes comes in `LOOP_S` seconds of this thread's own time."""
+    count, until = 0, time.thread_time() + LOOP_S
+    while time.thread_time() < until:
+        count += 1
+    return count
+
+
+def main() -> None:
+    """Print one figure a line."""
+    pulse = Pulse(time.monotonic)
+    reader = PulseReader(pulse.fd)
+
+    def waits() -> None:
+        with pulse.waiting:
+            pass
+
+    def txn() -> None:
+        pulse.begin(1)
+        pulse.end(committed=True)
+
+    for name, call in {
+        "ping": pulse.ping,
+        "begin and end of a txn": txn,
+        "begin and end of a wait": waits,
+        "a reading (other process)": reader.read,
+    }.items():
+        print(f"{name:28} {cost(call):8.0f} ns")
+    alone = loops()
+    for interval_s in (0.1, 0.01):
+        moves = Moves(pulse, interval_s)
+        print(f"moves every {interval_s:g} s slow a loop by {100 * (1 - loops() / alone):.2f} %")
+        moves.close()
+    reader.close()
+    pulse.close()
+
+
+if __name__ == "__main__":
+    main()

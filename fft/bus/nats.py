@@ -1,0 +1,541 @@
+"""The bus over NATS JetStream: `nats://[user:password@]host:port[,host:port...]/job`.
+
+`tls://` encrypts. From the environment: `FFT_NATS_CREDS` (a credentials file),
+`FFT_NATS_CA` (the authority's certificate), `FFT_NATS_CERT` and `FFT_NATS_KEY` (the client's).
+Needs nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this
+package. On a cluster streams have three replicas.
+
+Touches three streams per job, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
+
+- `fft-<job>`                state, at most `_HISTORY` messages per subject, all below `s.`:
+  `r.<key>` registers, `c.<key>` counters, `b.<slot>.<tag>.<id>` a vote too long for a header,
+  `i.<inbox>.<id>` one message to an inbox, `mark` the barrier of reads
+- `fft-<job>-<gen>-tally`    `t.<slot>.<tag>`: votes, counted by the server
+- `fft-<job>-<gen>-ring`     `m`: the last `RING_MESSAGES` broadcasts, numbered without gaps
+
+**Generation.** A random word in the metadata of the first stream, made with it. As it is a part of
+all subjects, a client of a bus that came back empty cannot even write to its successor: nobody
+takes its messages, it looks, and raises `BusForgot`.
+
+**What the server promises** (nats-server: server/raft.go, server/jetstream_batching.go, read at
+2.15; ADR-31 for direct get). A publish is acknowledged when a majority has it in its Raft log and
+the leader has applied it. `Nats-Expected-Last-Subject-Sequence` is weighed by the leader before it
+proposes, against all that it applied and with whatever it has in flight on that subject refused;
+a new leader weighs nothing before it has applied what it inherited. So a conditional publish that
+was acknowledged is a linearizable compare-and-set. A *refusal* is no proof of anything: it comes
+from whoever believes to be the leader, and a deposed one may believe so for 10 to 20 s
+(`lostQuorumCheck`, `lostQuorumInterval`). `STREAM.MSG.GET` answers likewise, and direct get from
+any replica; there is no lease and no read index.
+
+**Reads.** Hence a read publishes `mark`, which commits with number S, and asks some replica, in one
+question, for the last messages of the register and of `mark`. If it knows of S, then also of all
+that was committed before, else it is asked again.
+
+**compare_set** publishes on condition that the value's sequence number is still the last. If the
+acknowledgement is lost, the same message (same `Nats-Msg-Id`) is published again: the server
+answers with the number it has, or refuses since the register moved on (a single server does even
+if it was my message that moved it). Then what followed the expected value is read: if it carries my
+id, I won. The last `_HISTORY` values are kept for this; if so many came in between, the outcome
+stays unknown and `BusUnreachable` is raised.
+
+**Counters** are registers, read from any replica, since only a write that succeeds counts.
+
+**Votes** are increments of a counter of the server's (ADR-49), which carry the vote in a header, or
+the name of a message with it. So voters at once cost no more than one by one; who brings the
+count to `voters` reads all increments, up to the number of its own.
+
+**Messages** are broadcast with an id, and repeated with it until acknowledged; the server drops
+what it has (within 2 minutes). Republishing wakes listeners, who take what is new by direct get, in
+the order of numbers, and look by themselves now and then, since a wake-up can be lost. A number
+that is missing was removed by newer ones: `BusOverrun`. Who subscribes broadcasts a message that
+nobody hears; its number is where it begins.
+
+**Losses.** An operation waits out a change of leader or server, within `timeout`, then raises
+`BusUnreachable`; the bus object remains usable, and is lost for good only when nobody answered for
+`PATIENCE` timeouts. A follower that hears nothing from a killed leader stands for election 4 to 9 s
+after the last word (server/raft.go, `minElectionTimeoutDefault`; no setting), so that is what a
+leader's end costs, and more if votes are split: give a replicated bus a timeout of 15 s or more
+(`fft.timeouts` does). A leader that is told to end (SIGTERM) hands over first: that costs one
+answer. Acknowledged is not on disk: the server syncs every 2 minutes unless `sync_interval: always`
+is set. Killed servers lose nothing; a majority of machines that lose power at once may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import random
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+from urllib.parse import quote
+
+from fft.bus.base import (
+    MAX_MESSAGE_BYTES,
+    MAX_VALUE_BYTES,
+    RING_MESSAGES,
+    BusError,
+    BusForgot,
+    BusUnreachable,
+    ErrorBus,
+    Subscription,
+    check_bytes,
+    check_key,
+    check_voters,
+)
+from fft.bus.natslink import (
+    NAME_TAKEN,
+    NOT_FOUND,
+    ONE_SERVER,
+    Again,
+    ApiError,
+    NatsLink,
+    Stored,
+    WrongSequence,
+    parse_url,
+)
+from fft.bus.natslisten import NUDGE, Listener
+
+_HISTORY: Final = 16  # values of a register that are kept, to see what became of a lost answer
+_CACHE: Final = 64  # registers whose last number this client remembers
+_CONFLICT_S: Final = 0.005  # longest pause after a conflict with another client
+_NUMBERS: Final = 2**64
+_LONG_NAME: Final = 300  # a longer one is replaced by its digest; a subject has 4096 bytes at most
+_SHORT_VOTE: Final = 32 * 1024  # bytes; headers have 64 KiB at most, and votes travel in base64
+_VOTE, _LONG_VOTE = "Fft-Vote", "Fft-Long-Vote"
+_GENERATION: Final = "fft-generation"
+
+
+def _token(name: str) -> str:
+    """`name` as one token of a subject."""
+    quoted = quote(name, safe="").replace(".", "%2E").replace("~", "%7E")
+    if len(quoted) <= _LONG_NAME:
+        return quoted
+    return "%sha256-" + hashlib.sha256(name.encode()).hexdigest()
+
+
+class NatsBus(ErrorBus):
+    """One client of a NATS service, on one job's streams."""
+
+    def __init__(self, url: str, timeout: float = 5.0) -> None:
+        address = parse_url(url)
+        if not timeout > 0:
+            raise BusError(f"the bus timeout must be more than 0 seconds, not {timeout!r}")
+        self.url = address.shown
+        self._job = address.job.replace(".", "~")
+        self._state = f"fft-{self._job}"
+        self._lock = threading.Lock()
+        self._listeners: set[Listener] = set()
+        self._known: OrderedDict[str, Stored] = OrderedDict()
+        self._link = NatsLink(address, timeout)
+        try:
+            self.generation = self._link.run(self._settle)
+        except BaseException:
+            self._link.close()
+            raise
+        self._link.still_ours = self._still_ours
+        self._link.on_failure = self._lost
+        self._link.on_reconnect = self._look
+
+    # ---- messages
+
+    def broadcast(self, payload: bytes) -> None:
+        check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
+        self._link.run(lambda: self._store("m", payload))
+
+    def subscribe(
+        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+    ) -> Subscription:
+        name = self._subject("m")
+        listener = Listener(self._link, self._ring, name, on_message, on_lost, True, self._forget)
+
+        async def begin() -> int:
+            await listener.open(self._subject("note.m"))
+            return int((await self._store("m", b"", {NUDGE: "1"}))["seq"]) + 1
+
+        return self._start(listener, begin)
+
+    def send(self, inbox: str, payload: bytes) -> None:
+        check_key(inbox, "inbox")
+        check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
+        name = f"s.i.{_token(inbox)}.{secrets.token_hex(8)}"
+        self._link.run(lambda: self._store(name, payload))
+
+    def listen(
+        self,
+        inbox: str,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> Subscription:
+        check_key(inbox, "inbox")
+        name = self._subject(f"s.i.{_token(inbox)}.*")
+        listener = Listener(self._link, self._state, name, on_message, on_lost, False, self._forget)
+
+        async def begin() -> int:
+            await listener.open(self._subject(f"note.i.{_token(inbox)}.*"))
+            return 1
+
+        return self._start(listener, begin)
+
+    def _start(self, listener: Listener, begin: Callable[[], Any]) -> Subscription:
+        async def start() -> None:
+            try:
+                first = await begin()
+                with self._lock:
+                    self._listeners.add(listener)
+                listener.start(first)
+            except BaseException:
+                listener.deaf()
+                raise
+
+        self._link.run(start)
+        return listener
+
+    # ---- registers
+
+    def read(self, key: str) -> bytes | None:
+        check_key(key)
+        found = self._link.run(lambda: self._last(f"s.r.{_token(key)}"))
+        return None if found is None else found.payload
+
+    def write(self, key: str, value: bytes) -> None:
+        check_key(key)
+        check_bytes(value, "a register value", MAX_VALUE_BYTES + self.extra)
+        self._link.run(lambda: self._store(f"s.r.{_token(key)}", value))
+
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        check_key(key)
+        check_bytes(desired, "a register value", MAX_MESSAGE_BYTES + self.extra)
+        name = f"s.r.{_token(key)}"
+
+        async def decide() -> bytes | None:
+            held = None if expected is None else self._known.get(name)
+            if expected is not None and (held is None or held.payload != expected):
+                held = await self._last(name)
+            while True:
+                if held is None and expected is not None:
+                    raise BusForgot(f"register {key!r} on {self.url} is gone; its value was known")
+                if held is not None and held.payload != expected:
+                    return held.payload
+                if await self._swap(name, held.seq if held else 0, desired):
+                    return desired
+                held = await self._last(name)
+                if held is None or held.payload == expected:  # somebody's write is under way
+                    await self._conflict()
+
+        return self._link.run(decide)
+
+    def next_number(self, key: str) -> int:
+        check_key(key)
+        name = f"s.c.{_token(key)}"
+
+        async def take() -> int:
+            held = self._known.get(name) or await self._glance(name)
+            while True:
+                number = (int(held.payload) + 1 if held else 1) % _NUMBERS
+                if await self._swap(name, held.seq if held else 0, b"%d" % number):
+                    return number
+                before, held = held, await self._glance(name)
+                if before and held and before.seq == held.seq:
+                    await self._conflict()
+
+        return self._link.run(take)
+
+    # ---- ballots
+
+    def ballot(
+        self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
+    ) -> list[bytes] | None:
+        check_key(slot, "slot")
+        check_key(tag, "tag")
+        check_bytes(vote, "a vote", MAX_MESSAGE_BYTES + self.extra)
+        check_voters(voters, weight)
+        place = f"{_token(slot)}.{_token(tag)}"
+
+        async def cast() -> list[bytes] | None:
+            headers = {"Nats-Incr": str(weight)}
+            if len(vote) <= _SHORT_VOTE:
+                headers[_VOTE] = base64.b64encode(vote).decode()
+            else:
+                headers[_LONG_VOTE] = name = f"s.b.{place}.{secrets.token_hex(8)}"
+                await self._store(name, vote)
+            answer = await self._store(f"t.{place}", b"", headers)
+            if int(answer.get("val", voters)) < voters:  # none: mine was counted before
+                return None
+            seq = int(answer["seq"])
+            cast = await self._link.repeat(lambda limit: self._votes(f"t.{place}", seq, limit))
+            weights = sum(int(one.headers["Nats-Incr"]) for one in cast)
+            votes = [await self._vote(one) for one in cast]
+            return [one for one in votes if one is not None] if weights >= voters else None
+
+        return self._link.run(cast)
+
+    async def _votes(self, name: str, last: int, limit: float) -> list[Stored]:
+        """All votes up to number `last`, in order; `Again` from a replica that lags behind."""
+        votes: list[Stored] = []
+        while not votes or votes[-1].seq < last:
+            found = await self._page(self._tally, name, votes[-1].seq + 1 if votes else 1, limit)
+            if not found:
+                raise Again("the replica that was asked lags behind")
+            votes += found
+        return votes
+
+    async def _vote(self, cast: Stored) -> bytes | None:
+        """The vote itself; None if its ballot was deleted meanwhile."""
+        if _VOTE in cast.headers:
+            return base64.b64decode(cast.headers[_VOTE])
+        stored = await self._last(cast.headers[_LONG_VOTE])
+        return None if stored is None else stored.payload
+
+    # ---- the rest of the contract
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        name = _token(key)
+
+        async def remove() -> None:
+            cast = await asyncio.gather(
+                self._purge(self._state, f"s.b.{name}.>"), self._purge(self._tally, f"t.{name}.>")
+            )
+            if any(cast):
+                return
+            for one in (f"s.r.{name}", f"s.c.{name}", f"s.i.{name}.>"):
+                self._known.pop(one, None)
+                if await self._purge(self._state, one):
+                    return
+
+        self._link.run(remove)
+
+    def key_count(self) -> int:
+        async def count() -> int:
+            streams = (self._state, self._tally, self._ring)
+            found = await asyncio.gather(*(self._info(stream) for stream in streams))
+            state, tally, ring = (one["state"] for one in found)
+            return int(state.get("num_subjects", 0) + tally["messages"] + ring["messages"])
+
+        return self._link.run(count)
+
+    def close(self) -> None:
+        with self._lock:
+            ending = list(self._listeners)
+        for listener in ending:
+            listener.close()
+        self._link.close()
+
+    # ---- streams: the coroutines below run on the loop
+
+    def _subject(self, name: str) -> str:
+        return f"fft.{self._job}.{self.generation}.{name}"
+
+    @property
+    def _tally(self) -> str:
+        return f"{self._state}-{self.generation}-tally"
+
+    @property
+    def _ring(self) -> str:
+        return f"{self._state}-{self.generation}-ring"
+
+    async def _store(
+        self, name: str, payload: bytes, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Store a message once, though it may be published several times; the server's answer."""
+        subject = self._subject(name)
+        marked = {"Nats-Msg-Id": secrets.token_hex(12), **(headers or {})}
+        return await self._link.repeat(
+            lambda limit: self._link.publish(subject, payload, marked, limit)
+        )
+
+    async def _last(self, name: str) -> Stored | None:
+        """The last message of a register, linearizably; remembered."""
+        subject, mark = self._subject(name), self._subject("s.mark")
+
+        async def look(limit: float) -> Stored | None:
+            written = int((await self._link.publish(mark, b"", None, limit))["seq"])
+            request = {"multi_last": [subject, mark]}
+            found = {m.subject: m for m in await self._link.get(self._state, request, limit)}
+            if mark not in found or found[mark].seq < written:
+                raise Again("the replica that was asked lags behind")
+            return found.get(subject)
+
+        held = await self._link.repeat(look)
+        self._remember(name, held)
+        return held
+
+    async def _glance(self, name: str) -> Stored | None:
+        """What some replica has as the last message of a register; good for a `_swap` only."""
+        request = {"multi_last": [self._subject(name)]}
+        found = await self._link.repeat(partial(self._link.get, self._state, request))
+        return found[0] if found else None
+
+    async def _swap(self, name: str, seq: int, payload: bytes) -> bool:
+        """Store `payload` if the last number of the register is `seq` (0: none); whether it is.
+
+        Raises `BusUnreachable` if that cannot be known.
+        """
+        own = secrets.token_hex(12)
+        headers = {"Nats-Msg-Id": own, "Nats-Expected-Last-Subject-Sequence": str(seq)}
+        asked = 0
+
+        async def attempt(limit: float) -> int | None:
+            nonlocal asked
+            asked += 1
+            try:
+                answer = await self._link.publish(self._subject(name), payload, headers, limit)
+            except WrongSequence:
+                if asked == 1:
+                    return None
+                return await self._became(name, seq, own, limit)
+            return int(answer["seq"])
+
+        stored = await self._link.repeat(attempt)
+        if stored is None:
+            self._known.pop(name, None)
+            return False
+        self._remember(name, Stored(stored, name, payload, {}))
+        return True
+
+    async def _became(self, name: str, seq: int, own: str, limit: float) -> int | None:
+        """What followed number `seq`: my message (its number), or another's (None).
+
+        Refused, after an answer was lost. All that is read here was committed, so a replica that
+        lags behind can only make us ask again.
+        """
+        held = await self._page(self._state, name, 1, limit)
+        for message in held:
+            if message.headers.get("Nats-Msg-Id") == own:
+                return message.seq
+        if all(message.seq <= seq for message in held):
+            raise Again("the register is not settled")
+        if len(held) < _HISTORY or any(message.seq == seq for message in held):
+            return None
+        raise BusUnreachable(self.url, "an answer was lost, and what came of it was overwritten")
+
+    async def _page(self, stream: str, name: str, first: int, limit: float) -> list[Stored]:
+        request = {"seq": first, "next_by_subj": self._subject(name), "batch": 256}
+        return await self._link.get(stream, request, limit)
+
+    async def _purge(self, stream: str, name: str) -> int:
+        request = {"filter": self._subject(name)}
+        answer = await self._link.repeat(
+            lambda limit: self._link.api(f"STREAM.PURGE.{stream}", request, limit)
+        )
+        return int(answer["purged"])
+
+    def _remember(self, name: str, held: Stored | None) -> None:
+        self._known.pop(name, None)
+        if held is not None:
+            self._known[name] = held
+            if len(self._known) > _CACHE:
+                self._known.popitem(last=False)
+
+    @staticmethod
+    async def _conflict() -> None:
+        """Wait a little, at random: what stood in the way is not committed yet."""
+        await asyncio.sleep(random.uniform(0, _CONFLICT_S))
+
+    # ---- one life of the bus
+
+    async def _info(self, stream: str) -> dict[str, Any]:
+        return await self._link.repeat(
+            lambda limit: self._link.api(f"STREAM.INFO.{stream}", {}, limit)
+        )
+
+    async def _settle(self) -> str:
+        """The generation of the bus; a fresh one, with its streams, if there is none."""
+        await self._link.connect()
+        found = await self._find()
+        if found is None:
+            self.generation = secrets.token_hex(8)
+            try:
+                await self._create(self._state, self._state_config())
+            except ApiError as error:
+                if error.code != NAME_TAKEN:  # somebody else was first
+                    raise
+        self.generation = found or await self._find() or self.generation
+        await asyncio.gather(
+            self._create(self._tally, self._tally_config()),
+            self._create(self._ring, self._ring_config()),
+        )
+        return self.generation
+
+    async def _find(self) -> str | None:
+        try:
+            config = (await self._info(self._state))["config"]
+        except ApiError as error:
+            if error.code == NOT_FOUND:
+                return None
+            raise
+        generation = (config.get("metadata") or {}).get(_GENERATION)
+        if generation is None:
+            raise BusError(f"stream {self._state!r} of {self.url} was not made by this library")
+        return str(generation)
+
+    async def _still_ours(self) -> bool | None:
+        try:
+            request = self._link.api(f"STREAM.INFO.{self._state}", {}, 1.0)
+            config = (await request)["config"]
+        except ApiError as error:
+            return False if error.code == NOT_FOUND else None
+        except Exception:  # noqa: BLE001 - no answer, of whatever kind, says nothing
+            return None
+        return bool((config.get("metadata") or {}).get(_GENERATION) == self.generation)
+
+    async def _create(self, stream: str, config: dict[str, Any]) -> None:
+        """Make a stream, replicated if there is a cluster; no error if it is there already."""
+        common = {"name": stream, "storage": "file", "retention": "limits", "allow_direct": True}
+        for replicas in (3, 1):
+            request = {**common, **config, "num_replicas": replicas}
+            try:
+                await self._link.repeat(partial(self._link.api, f"STREAM.CREATE.{stream}", request))
+            except ApiError as error:
+                if error.code != ONE_SERVER:
+                    raise
+            else:
+                return
+
+    def _state_config(self) -> dict[str, Any]:
+        notes = {"src": self._subject("s.i.>"), "dest": self._subject("note.i.>")}
+        return {
+            "subjects": [self._subject("s.>")],
+            "max_msgs_per_subject": _HISTORY,
+            "republish": {**notes, "headers_only": True},
+            "metadata": {_GENERATION: self.generation},
+        }
+
+    def _tally_config(self) -> dict[str, Any]:
+        return {
+            "subjects": [self._subject("t.>")],
+            "max_msgs_per_subject": -1,
+            "allow_msg_counter": True,
+        }
+
+    def _ring_config(self) -> dict[str, Any]:
+        notes = {"src": self._subject("m"), "dest": self._subject("note.m")}
+        return {
+            "subjects": [self._subject("m")],
+            "max_msgs": RING_MESSAGES,
+            "discard": "old",
+            "republish": {**notes, "headers_only": True},
+        }
+
+    # ---- listeners
+
+    def _forget(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def _lost(self, error: BusError) -> None:
+        with self._lock:
+            ending = list(self._listeners)
+        for listener in ending:
+            listener.lose(error)
+
+    def _look(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.look()

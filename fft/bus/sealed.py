@@ -1,0 +1,358 @@
+"""A bus on which only who has the job token is heard: an `ErrorBus` around any backend.
+
+Engine and core know nothing of it. What is not ours is refused before anybody reads it, counted,
+and told to `on_refusal`. The format, for programs in other languages, is in docs/bus.md.
+
+**Messages** are sealed with session, sequence number, epoch and a keyed hash over all of it, under
+a key for this job, this life of its bus and this channel (the broadcast, or one inbox). So none
+can be changed, moved elsewhere, or said twice. A *session* is one sender's bus object; it numbers
+what it says in a channel, and a listener takes only rising numbers. That refuses nobody honest:
+backends keep the order of one sender, and numbering and sending are one step under one lock.
+
+**Old recordings.** A listener that has just begun knows no sessions, so it could be told what was
+recorded before. From a session that it has not heard yet it takes only messages of the epoch at
+which it began, or later. For that, senders must know the epoch: who listens to the broadcast has
+it from there, and from the head register where that passes through here; who does not listen (a
+supervisor, a tool) reads the head before each word. Whom I tell something in its own inbox has
+spoken before, or stands in an epoch record, so I know an epoch as new as its beginning. A process
+that comes back with an old epoch is refused by those who began meanwhile, until it has heard or
+read anything: it does not lock itself out. What stays open: a recording of the very epoch in which
+a listener begins, from a session that is silent since. It can be said to that listener once.
+
+Sessions are held in a table of `MAX_SESSIONS`; the one that was silent for longest is forgotten,
+and the listener's beginning moved to its last epoch, so that of its words only those of that one
+epoch could be said again.
+
+**Registers and votes** carry a keyed hash of their value under a key for their name, and so equal
+values have equal bytes, as `compare_set` needs. A register with a value that is not ours raises
+`BusForged`: an engine takes that as a bus that does not work, decides nothing, and stops after
+`bus_limit`. Votes that are not ours are dropped. **Counters** are the store's arithmetic and are
+not protected: who can write to the store can have an identity's processes fence each other.
+Whoever can write there can also remove anything, or put an older value back into a register: that
+stops a job (the engine takes a head that went back for a bus that forgot), and steers none.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from fft.bus.base import (
+    HEAD,
+    MAX_MESSAGE_BYTES,
+    MAX_VALUE_BYTES,
+    BusError,
+    BusForged,
+    ErrorBus,
+    Refusal,
+    Subscription,
+    check_bytes,
+    check_key,
+)
+from fft.jobtoken import JobToken, mac
+from fft.tally import Tally
+
+SEAL_BYTES = 256
+"""What sealing adds to a message or value, at most."""
+MAX_SESSIONS = 65_536
+"""Senders that a listener knows at one time."""
+
+_TAG_BYTES = 32
+_NUMBER = rb"(0|[1-9][0-9]{0,18})"
+_HEADER = re.compile(
+    rb"fft1 ([!-~]{1,64}) ([0-9a-f]{16}) %b %b ([0-9a-f]{64})" % (_NUMBER, _NUMBER)
+)
+_BROADCAST = "broadcast"
+
+logger = logging.getLogger(__name__)
+
+
+class _Refused(Exception):
+    """A frame that is not taken: ``reason``, and who it ``claims`` to be from."""
+
+    def __init__(self, reason: str, claims: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.claims = claims
+
+
+class _Channel:
+    """What one listener knows of the senders of its channel. Its callbacks come one at a time."""
+
+    def __init__(self, name: str, key: bytes, began: int, limit: int) -> None:
+        self.name = name
+        self._key = key
+        self._began = began
+        self._limit = limit
+        self._heard: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        """Session → its newest number and epoch; who was silent for longest first."""
+
+    def open(self, frame: bytes) -> tuple[int, bytes]:
+        """Epoch and payload. Raises `_Refused`."""
+        if len(frame) > MAX_MESSAGE_BYTES + SEAL_BYTES:
+            raise _Refused("oversized")
+        end = frame.find(b"\n", 0, SEAL_BYTES)
+        header = _HEADER.fullmatch(frame, 0, max(end, 0))
+        if header is None:
+            raise _Refused("unsealed")
+        who, session, number, epoch, tag = header.groups()
+        claims = who.decode()
+        if len(frame) - end - 1 > MAX_MESSAGE_BYTES:
+            raise _Refused("oversized", claims)
+        said = frame[: end - 65] + frame[end:]
+        if not hmac.compare_digest(mac(self._key, said).hex().encode(), tag):
+            raise _Refused("forged", claims)
+        self._check_fresh(session, int(number), int(epoch), claims)
+        return int(epoch), frame[end + 1 :]
+
+    def _check_fresh(self, session: bytes, number: int, epoch: int, claims: str) -> None:
+        before = self._heard.get(session)
+        if before is None and epoch < self._began:
+            raise _Refused("stale", claims)
+        if before is not None and number <= before[0]:
+            raise _Refused("repeated", claims)
+        self._heard[session] = number, epoch
+        self._heard.move_to_end(session)
+        if len(self._heard) > self._limit:
+            _, (_, last) = self._heard.popitem(last=False)
+            self._began = max(self._began, last)
+
+
+class _Listening(Subscription):
+    """A subscription to the broadcast, for as long as the sealed bus is told of epochs by it."""
+
+    def __init__(self, bus: SealedBus, inner: Subscription | None = None) -> None:
+        self._bus = bus
+        self.inner = inner
+
+    def close(self) -> None:
+        self._bus.ended(self)
+        if self.inner is not None:
+            self.inner.close()
+
+
+class SealedBus(ErrorBus):
+    """``inner``, for those who have ``token``. Owns ``inner``: `close` closes it.
+
+    ``purpose`` sets buses of one job apart that have one token; ``who`` names this sender to the
+    people who read of refusals, ``host:pid`` if empty.
+    """
+
+    def __init__(
+        self,
+        inner: ErrorBus,
+        token: JobToken,
+        purpose: str = "bus",
+        who: str = "",
+        max_sessions: int = MAX_SESSIONS,
+    ) -> None:
+        self._inner = inner
+        self.url, self.generation = inner.url, inner.generation
+        inner.extra = SEAL_BYTES
+        self._token = token
+        self._scope = ("fft1", purpose, inner.url.rpartition("/")[2], inner.generation)
+        who = who or f"{socket.gethostname()}:{os.getpid()}"
+        self._who = re.sub(r"[^!-~]", "_", who)[:64]
+        self._session = secrets.token_hex(8)
+        self._max_sessions = max_sessions
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        """Of the last message, by channel."""
+        self._epoch = 0
+        self._following: set[_Listening] = set()
+        self._refused = Tally()
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that this sender knows of."""
+        return self._epoch
+
+    def refusals(self) -> dict[str, int]:
+        return self._refused.counts()
+
+    # --- messages ---
+
+    def broadcast(self, payload: bytes) -> None:
+        check_bytes(payload, "a message")
+        self._say(_BROADCAST, payload, self._inner.broadcast)
+
+    def send(self, inbox: str, payload: bytes) -> None:
+        check_key(inbox, "inbox")
+        check_bytes(payload, "a message")
+        self._say(_inbox(inbox), payload, lambda frame: self._inner.send(inbox, frame))
+
+    def _say(self, channel: str, payload: bytes, put: Callable[[bytes], None]) -> None:
+        key = self._key("message", channel)
+        with self._sending:  # numbers must be heard in the order in which they are given
+            if not self._following:
+                self.read(HEAD)
+            number = self._numbers.get(channel, 0) + 1
+            self._numbers[channel] = number
+            said = b"fft1 %b %b %d %d" % (
+                self._who.encode(),
+                self._session.encode(),
+                number,
+                self._epoch,
+            )
+            tag = mac(key, said + b"\n" + payload).hex().encode()
+            put(said + b" " + tag + b"\n" + payload)
+
+    def subscribe(
+        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+    ) -> Subscription:
+        listening = _Listening(self)
+
+        def lost(error: BusError) -> None:
+            self.ended(listening)
+            on_lost(error)
+
+        hear = self._hearing(_BROADCAST, on_message)
+        with self._lock:
+            self._following.add(listening)
+        try:
+            listening.inner = self._inner.subscribe(hear, lost)
+        except BusError:
+            self.ended(listening)
+            raise
+        return listening
+
+    def listen(
+        self,
+        inbox: str,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+    ) -> Subscription:
+        check_key(inbox, "inbox")
+        return self._inner.listen(inbox, self._hearing(_inbox(inbox), on_message), on_lost)
+
+    def ended(self, listening: _Listening) -> None:
+        """It tells of no more epochs: from now on the head is read before each word."""
+        with self._lock:
+            self._following.discard(listening)
+
+    def _hearing(self, name: str, on_message: Callable[[bytes], None]) -> Callable[[bytes], None]:
+        self.read(HEAD)  # before anything is heard: the epoch at which this listener begins
+        channel = _Channel(name, self._key("message", name), self._epoch, self._max_sessions)
+
+        def hear(frame: bytes) -> None:
+            try:
+                epoch, payload = channel.open(frame)
+            except _Refused as refused:
+                self._refuse(refused.reason, name, refused.claims)
+                return
+            self._know(epoch)
+            on_message(payload)
+
+        return hear
+
+    def _refuse(self, reason: str, channel: str, claims: str = "") -> None:
+        count = self._refused.add(reason)
+        if count is None:
+            return
+        logger.warning(
+            "refused on %s: a %s message or vote in %r that claims to be from %r (%d by now)",
+            self.url,
+            reason,
+            channel,
+            claims,
+            count,
+        )
+        if self.on_refusal is not None:
+            self.on_refusal(Refusal(reason, count, channel, claims))
+
+    # --- registers, votes ---
+
+    def read(self, key: str) -> bytes | None:
+        check_key(key)
+        return self._value(key, self._inner.read(key))
+
+    def write(self, key: str, value: bytes) -> None:
+        check_key(key)
+        check_bytes(value, "a register value", MAX_VALUE_BYTES)
+        self._inner.write(key, self._tagged(value, "register", key))
+
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        check_key(key)
+        check_bytes(desired, "a register value")
+        before = None if expected is None else self._tagged(expected, "register", key)
+        after = self._tagged(desired, "register", key)
+        return self._value(key, self._inner.compare_set(key, before, after))
+
+    def ballot(
+        self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
+    ) -> list[bytes] | None:
+        """As every bus's; votes that nobody of this job has cast are left out of the list."""
+        check_key(slot, "slot")
+        check_key(tag, "tag")
+        check_bytes(vote, "a vote")
+        cast = self._inner.ballot(slot, tag, self._tagged(vote, "vote", slot, tag), voters, weight)
+        if cast is None:
+            return None
+        votes = [self._untagged(frame, "vote", slot, tag) for frame in cast]
+        for _ in range(votes.count(None)):
+            self._refuse("forged", f"ballot {slot}")
+        return [vote for vote in votes if vote is not None]
+
+    def next_number(self, key: str) -> int:
+        return self._inner.next_number(key)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    def key_count(self) -> int:
+        return self._inner.key_count()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    # --- keys, and what is known ---
+
+    def _key(self, *name: str) -> bytes:
+        return self._token.key(*self._scope, *name)
+
+    def _tagged(self, value: bytes, *name: str) -> bytes:
+        return mac(self._key(*name), value) + value
+
+    def _untagged(self, held: bytes, *name: str) -> bytes | None:
+        value = held[_TAG_BYTES:]
+        return value if hmac.compare_digest(self._tagged(value, *name), held) else None
+
+    def _value(self, key: str, held: bytes | None) -> bytes | None:
+        if held is None:
+            return None
+        value = self._untagged(held, "register", key)
+        if value is None:
+            raise BusForged(
+                f"register {key!r} on {self.url} has a value that was not written with this job's "
+                "token. Either somebody else writes to this bus, which must not be: give the job "
+                "a bus of its own; or the job's processes have different tokens (FFT_TOKEN)"
+            )
+        if key == HEAD:
+            self._know(_epoch_in(value))
+        return value
+
+    def _know(self, epoch: int) -> None:
+        with self._lock:
+            self._epoch = max(self._epoch, epoch)
+
+
+def _inbox(inbox: str) -> str:
+    return "inbox:" + inbox
+
+
+def _epoch_in(head: bytes) -> int:
+    """The epoch of a value of the head register; 0 if it is not one."""
+    try:
+        epoch = json.loads(head)["record"]["epoch"]
+    except (ValueError, TypeError, KeyError):
+        return 0
+    return epoch if isinstance(epoch, int) and epoch >= 0 else 0

@@ -1,0 +1,405 @@
+"""A process beside each trainer that notices what the trainer itself cannot: that it hangs or died.
+
+The trainer starts it (`MonitorProcess`) and gives it two descriptors: its pulse, and a pidfd of
+itself. Only whom this pidfd names is ever signalled, so no process can be ended that did not ask to
+be watched, nor another one that got its number. The monitor looks at the pulse every ``interval_s``
+(`Monitor`, pure, decides), and
+
+- writes one JSON line to its standard output when it begins, ``{"v":1,"type":"watching",…}``, and
+  one when the verdict becomes worse:
+  ``{"v":1,"type":"verdict","level":"yellow","reason":…,"group":…,"rank":…,"pid":…,"step":…,"at":…}``
+- on red ends the trainer: SIGTERM, SIGCONT (a stopped process would never hear of it, and wakes to
+  nothing else), and SIGKILL ``term_s`` later. The pulse says before that the SIGTERM is no request;
+- when the trainer has ended without having said so, writes the ``death`` message of the bus as a
+  line, says it on the bus if it was given one, and ends.
+
+It shares neither the interpreter lock nor the session of the trainer, so neither a thread that
+keeps the lock nor SIGSTOP nor Ctrl-C reaches it. Standard output is never waited for: what does not
+fit into the pipe is dropped. torch is imported only if the bus at the given URL needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.detectors.base import GREEN, Level, Verdict
+from fft.detectors.progress import Looked, ProgressConfig, ProgressDetector
+from fft.detectors.pulse import Pulse, PulseReader, Reading, changes
+from fft.detectors.silence import Seen, SilenceConfig, SilenceDetector
+from fft.errors import FftError
+from fft.jobtoken import JobToken
+from fft.timeouts import bus_operation
+
+_LOOKS = 2.0  # of the time between two looks, so many intervals count; the rest was our own pause
+_VANISH_S = 10.0  # how long a SIGKILLed process may take to vanish before we say so
+_FAREWELL_S = 30.0  # for opening the bus, if it is not open yet, and saying one thing on it
+
+logger = logging.getLogger(__name__)
+
+
+class MonitorError(FftError):
+    """The monitor cannot be started or run as asked; says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorConfig:
+    """Limits, in seconds. Raises ValueError for limits that cannot be kept.
+
+    Attributes:
+        max_s: the longest that a trainer may make no progress; the user's to say.
+        grace_s: from yellow to red.
+        min_s: no threshold is shorter.
+        interval_s: from one look to the next.
+        term_s: from SIGTERM to SIGKILL.
+    """
+
+    max_s: float = 600.0
+    grace_s: float = 30.0
+    min_s: float = 1.0
+    interval_s: float = 0.02
+    term_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (self.interval_s > 0 and self.term_s >= 0):
+            raise ValueError("need interval_s > 0 and term_s >= 0")
+        self.progress()
+
+    def progress(self) -> ProgressConfig:
+        """The limits for a main thread that should move."""
+        return ProgressConfig(self.max_s, self.grace_s, self.min_s, look_s=_LOOKS * self.interval_s)
+
+    def silence(self) -> SilenceConfig:
+        """The limits for the beats of a process whose main thread waits."""
+        return SilenceConfig(self.max_s, self.grace_s, self.min_s, look_s=_LOOKS * self.interval_s)
+
+
+# --- the decision ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at a trainer that is alive: when, and what its pulse said."""
+
+    at: float
+    reading: Reading
+
+
+class Monitor:
+    """Judges one trainer by its pulse. Pure: fed with looks, asked for a verdict.
+
+    While the main thread waits for a peer only the beats count, which then should come whatever
+    the peer does: without them the process is stopped, or a thread keeps the interpreter lock.
+    Otherwise only the main thread counts: where beats fail, it does not move either.
+    """
+
+    def __init__(self, config: MonitorConfig | None = None) -> None:
+        config = config or MonitorConfig()
+        self._progress = ProgressDetector(config.progress())
+        self._silence = SilenceDetector("a process whose main thread waits", config.silence())
+        self._seen = Reading()
+
+    def observe(self, event: Look) -> None:
+        """Take in one look."""
+        self._progress.observe(Looked(event.at))
+        for change in changes(self._seen, event.reading):
+            self._progress.observe(change)
+        self._silence.observe(Seen(event.at, event.reading.beat or None))
+        self._seen = event.reading
+
+    def verdict(self, now: float) -> Verdict:
+        """The judgement at ``now``, in monotonic seconds."""
+        if self._seen.left:
+            return GREEN
+        if self._seen.waiting and not self._seen.atomic:
+            return self._silence.verdict(now)
+        return self._progress.verdict(now)
+
+
+# --- in the monitor's process ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Who is watched and how, as handed over on the command line.
+
+    ``pulse`` and ``pidfd`` are the numbers of inherited descriptors.
+    """
+
+    pulse: int
+    pidfd: int
+    pid: int
+    group: str
+    rank: int
+    bus_url: str | None
+    config: MonitorConfig
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises MonitorError for a text that `to_json` did not make."""
+        try:
+            data = json.loads(text)
+            return cls(**{**data, "config": MonitorConfig(**data["config"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise MonitorError(f"this is started by trainers, not by hand: {error!r}") from None
+
+
+class Runner:
+    """The main loop of the monitor's process. ``out`` gets the lines; standard input ends it."""
+
+    def __init__(self, charge: Charge, out: int, control: int) -> None:
+        self._charge = charge
+        self._out = out
+        self._control = control
+        self._reader = PulseReader(charge.pulse)
+        self._monitor = Monitor(charge.config)
+        self._herald = _Herald(charge.bus_url) if charge.bus_url else None
+        self._level = Level.GREEN
+        self._cause = "ended without leaving the job"
+        os.set_blocking(out, False)
+
+    def run(self) -> None:
+        """Watch until the trainer has ended, or says that it is to be watched no more."""
+        waiter = select.poll()
+        waiter.register(self._charge.pidfd, select.POLLIN)
+        waiter.register(self._control, select.POLLIN)
+        self._write({"v": 1, "type": "watching", **self._who()})
+        while True:
+            ready = {fd for fd, _ in waiter.poll(self._charge.config.interval_s * 1000)}
+            reading = self._reader.read()
+            if self._charge.pidfd in ready:
+                break
+            if self._control in ready:
+                if reading.left:
+                    return
+                waiter.unregister(self._control)  # it closes its files: it is about to end
+            self._look(reading)
+        if not reading.left:
+            self._tell_death()
+
+    def _look(self, reading: Reading) -> None:
+        now = time.monotonic()
+        self._monitor.observe(Look(now, reading))
+        verdict = self._monitor.verdict(now)
+        worse, self._level = verdict.level > self._level, verdict.level
+        if not worse:
+            return
+        said = {"level": verdict.level.name.lower(), "reason": verdict.reason, "at": now}
+        self._write({"v": 1, "type": "verdict", **self._who(), "step": reading.step, **said})
+        if verdict.level is Level.RED:
+            self._end(verdict.reason)
+
+    def _who(self) -> dict[str, Any]:
+        return {"group": self._charge.group, "rank": self._charge.rank, "pid": self._charge.pid}
+
+    # --- ending it ---
+
+    def _end(self, reason: str) -> None:
+        """SIGTERM, SIGCONT, grace, SIGKILL, all by pidfd; the loop then finds it dead."""
+        self._reader.doom()
+        self._cause = f"SIGTERM by the monitor: {reason}"
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self._signal(number)
+        if self._ends_within(self._charge.config.term_s):
+            return
+        self._cause = f"SIGKILL by the monitor: {reason}"
+        self._signal(signal.SIGKILL)
+        if not self._ends_within(_VANISH_S):
+            pid = self._charge.pid
+            logger.error("pid %d did not end within %g s of its SIGKILL", pid, _VANISH_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._charge.pidfd, number)
+
+    def _ends_within(self, seconds: float) -> bool:
+        waiter = select.poll()
+        waiter.register(self._charge.pidfd, select.POLLIN)
+        return bool(waiter.poll(seconds * 1000))
+
+    # --- saying it ---
+
+    def _tell_death(self) -> None:
+        cause = self._cause[:500]
+        words = {"by": "monitor", "cause": cause, "host": socket.gethostname()}
+        death = {"v": 1, "type": "death", **self._who(), **words}
+        self._write(death)
+        if self._herald is not None:
+            self._herald.say(json.dumps(death).encode())
+            self._herald.close(_FAREWELL_S)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with suppress(OSError):  # nobody reads, or nobody is left to
+            os.write(self._out, json.dumps(line).encode() + b"\n")
+
+
+class _Herald:
+    """Says things on the bus, from a thread of its own: opening a bus may take seconds."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._words: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._bus: ErrorBus | None = None
+        self._thread = threading.Thread(target=self._run, name="fft-herald", daemon=True)
+        self._thread.start()
+
+    def say(self, payload: bytes) -> None:
+        """Have it said; returns at once."""
+        self._words.put(payload)
+
+    def close(self, limit_s: float) -> None:
+        """Have all said, or be late by ``limit_s``."""
+        self._words.put(None)
+        self._thread.join(limit_s)
+
+    def _open(self) -> ErrorBus:
+        return open_job_bus(self._url, JobToken.from_env(), bus_operation(self._url))
+
+    def _run(self) -> None:
+        with suppress(BusError):  # then it is tried again when there is something to say
+            self._bus = self._open()
+        while (payload := self._words.get()) is not None:
+            self._broadcast(payload)
+        if self._bus is not None:
+            self._bus.close()
+
+    def _broadcast(self, payload: bytes) -> None:
+        """Peers find out by themselves too, so a lost bus is no stop. Tried on a fresh one once."""
+        for last in (False, True):
+            try:
+                if self._bus is None:
+                    self._bus = self._open()
+                self._bus.broadcast(payload)
+                return
+            except BusError as error:
+                if last:
+                    logger.error("could not say %r on the bus: %s", payload, error)
+                elif self._bus is not None:
+                    self._bus.close()
+                    self._bus = None
+
+
+def main() -> None:
+    """What ``python -m fft.monitor`` runs."""
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m fft.monitor CHARGE; trainers start it by themselves")
+    try:
+        runner = Runner(Charge.from_json(sys.argv[1]), sys.stdout.fileno(), sys.stdin.fileno())
+    except (MonitorError, ValueError, OSError) as error:
+        raise SystemExit(f"the monitor cannot run: {error}") from None
+    runner.run()
+
+
+# --- in the trainer --------------------------------------------------------------------------
+
+
+class MonitorProcess:
+    """The trainer's monitor, from its making until ``close``.
+
+    ``on_line`` gets each line, read from JSON, on a thread of this object: verdicts only while
+    the interpreter can run, of course. ``out`` is a descriptor that gets the lines in its stead.
+    """
+
+    def __init__(
+        self,
+        pulse: Pulse,
+        config: MonitorConfig | None = None,
+        *,
+        group: str,
+        rank: int,
+        bus_url: str | None = None,
+        on_line: Callable[[dict[str, Any]], None] | None = None,
+        out: int | None = None,
+    ) -> None:
+        """Raises OSError if no process can be started, MonitorError for two places to write to."""
+        if on_line is not None and out is not None:
+            raise MonitorError("give on_line or out, not both: a line is written once")
+        self._pulse = pulse
+        self._on_line = on_line
+        pid = os.getpid()
+        pidfd = os.pidfd_open(pid)
+        charge = Charge(pulse.fd, pidfd, pid, group, rank, bus_url, config or MonitorConfig())
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, charge.to_json()],
+                stdin=subprocess.PIPE,
+                stdout=_stdout(on_line is not None, out),
+                pass_fds=(pulse.fd, pidfd),
+                env=_env(),
+                start_new_session=True,  # who ends the trainer's group must not end its monitor
+            )
+        finally:
+            os.close(pidfd)
+        self._thread: threading.Thread | None = None
+        if on_line is not None:
+            self._thread = threading.Thread(target=self._read, name="fft-monitor", daemon=True)
+            self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The monitor's process."""
+        return self._process.pid
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None and self._on_line is not None
+        for line in self._process.stdout:
+            try:
+                self._on_line(json.loads(line))
+            except Exception:  # a listener's bug must not deafen this trainer
+                logger.exception("what listens to the monitor failed on %r", line)
+
+    def close(self, limit_s: float = 5.0) -> None:
+        """End it; from here on the end of this process is no fault. Idempotent."""
+        self._pulse.leave()
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        if not stdin.closed:
+            with suppress(BrokenPipeError):
+                # said, not just closed: a forked child may hold the other end open
+                stdin.write(b".")
+                stdin.close()
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(limit_s)
+        if stdout is not None:
+            stdout.close()
+
+
+def _stdout(piped: bool, out: int | None) -> int:
+    if piped:
+        return subprocess.PIPE
+    return subprocess.DEVNULL if out is None else out
+
+
+def _env() -> dict[str, str]:
+    """The trainer's, with this very FFT found first."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+if __name__ == "__main__":
+    main()

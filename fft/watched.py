@@ -1,0 +1,66 @@
+"""What a trainer has with its monitor: its pulse, the stamps of its main thread, the verdicts.
+
+Starts one process (`fft.monitor`) and two threads; ``close`` ends them. Touches no engine: what a
+verdict leads to is up to who made this.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fft.detectors.pulse import Pulse
+from fft.monitor import MonitorConfig, MonitorProcess
+from fft.moves import Moves
+
+logger = logging.getLogger(__name__)
+
+
+class Watched:
+    """This process is watched from the making of this until ``close``. Main thread only."""
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        on_suspect: Callable[[str], None],
+        *,
+        group: str,
+        rank: int,
+        bus_url: str | None,
+    ) -> None:
+        """``on_suspect`` gets the reason, on a thread of this object, while any thread can run.
+
+        ``bus_url``: where the monitor says that this process has died; None: somebody else does.
+        Raises OSError if the monitor cannot be started.
+        """
+        self._on_suspect = on_suspect
+        self.pulse = Pulse(time.monotonic)
+        self._moves = Moves(self.pulse, config.interval_s)
+        try:
+            self._process = MonitorProcess(
+                self.pulse, config, group=group, rank=rank, bus_url=bus_url, on_line=self._hear
+            )
+        except OSError:
+            self._moves.close()
+            self.pulse.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The monitor's process."""
+        return self._process.pid
+
+    def _hear(self, line: dict[str, Any]) -> None:
+        if line["type"] != "verdict":
+            return
+        logger.warning("the monitor of this process: %s: %s", line["level"], line["reason"])
+        if line["level"] == "yellow":
+            self._on_suspect(line["reason"])
+
+    def close(self) -> None:
+        """End the monitor first, so that it does not take what follows for a fault. Idempotent."""
+        self._process.close()
+        self._moves.close()
+        self.pulse.close()

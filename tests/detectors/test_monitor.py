@@ -1,0 +1,308 @@
+"""The monitor: its decision from readings alone, and the process beside a real trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fft.bus import open_bus, serve_tcp
+from fft.core.messages import Death, decode
+from fft.detectors.base import Level
+from fft.detectors.pulse import Pulse, Reading
+from fft.monitor import Charge, Look, Monitor, MonitorConfig, MonitorError, MonitorProcess
+
+LIMIT_S = 60.0
+CHILD = Path(__file__).with_name("trainer_child.py")
+
+LIMITS = MonitorConfig(max_s=2.0, grace_s=0.6, min_s=0.5, interval_s=0.05, term_s=0.2)
+
+# --- the decision ---
+
+AT_WORK = Reading(beat=10.0, moved=10.0, marked=10.0, begun=10.0, step=5, in_txn=True)
+
+
+def watched(
+    reading: Reading, until: float, monitor: Monitor | None = None, since: float = 10.0
+) -> tuple[Monitor, Level]:
+    """A monitor that looked at nothing but ``reading`` every 50 ms; and its verdict."""
+    monitor = monitor or Monitor(LIMITS)
+    for tick in range(round((until - since) * 20) + 1):
+        monitor.observe(Look(since + tick / 20, reading))
+    return monitor, monitor.verdict(until).level
+
+
+def test_who_stands_still_in_a_txn_becomes_suspect_and_then_is_given_up() -> None:
+    assert watched(AT_WORK, 11.9)[1] is Level.GREEN
+    assert watched(AT_WORK, 12.1)[1] is Level.YELLOW
+    assert watched(AT_WORK, 12.7)[1] is Level.RED
+
+
+def test_who_waits_is_judged_by_its_beats() -> None:
+    waits = replace(AT_WORK, waiting=True)
+    monitor = Monitor(LIMITS)
+    for tick in range(200):  # ten seconds of beats
+        now = 10.0 + tick / 20
+        monitor.observe(Look(now, replace(waits, beat=now)))
+        assert monitor.verdict(now).level is Level.GREEN
+    last = replace(waits, beat=now)
+    assert watched(last, now + 0.45, monitor, now)[1] is Level.GREEN
+    monitor, level = watched(last, now + 0.55, monitor, now + 0.45)
+    assert level is Level.YELLOW
+    assert "whose main thread waits" in monitor.verdict(now + 0.6).reason
+
+
+def test_who_has_said_that_it_leaves_may_stand_still() -> None:
+    assert watched(replace(AT_WORK, left=True), 100.0)[1] is Level.GREEN
+
+
+def test_a_monitor_that_was_away_holds_nothing_against_the_trainer() -> None:
+    monitor, _ = watched(AT_WORK, 10.5)
+    monitor.observe(Look(1000.0, AT_WORK))
+    assert monitor.verdict(1000.0).level is Level.GREEN
+    assert watched(AT_WORK, 1001.3, monitor, 1000.0)[1] is Level.GREEN
+    assert watched(AT_WORK, 1001.6, monitor, 1001.3)[1] is Level.YELLOW
+
+
+def test_an_alarm_that_the_rollback_answers_doubles_the_threshold() -> None:
+    """Three timed steps of 0.3 s, so 1.5 s; at the fourth it stands still for longer, twice."""
+    monitor, reading = Monitor(replace(LIMITS, max_s=10.0)), AT_WORK
+    for number in range(1, 4):
+        now = 10.0 + 0.3 * number
+        done = replace(reading, ended=now, took=0.3, commits=number, marked=now)
+        reading = replace(done, begun=now, step=5 + number)
+        watched(reading, now, monitor, now)
+    limits = []
+    for _ in range(2):
+        began = now
+        while monitor.verdict(now).level is Level.GREEN:
+            now += 0.05
+            monitor.observe(Look(now, reading))
+        limits.append(now - began)
+        reading = replace(reading, ended=now, begun=now + 0.01, marked=now + 0.01)
+        now += 0.05
+        watched(reading, now, monitor, now)
+    assert limits == [pytest.approx(1.5, abs=0.1), pytest.approx(3.0, abs=0.1)]
+
+
+def test_limits_that_cannot_be_kept_are_refused() -> None:
+    for bad in ({"interval_s": 0.0}, {"term_s": -1.0}, {"max_s": 0.1}):
+        with pytest.raises(ValueError, match="need"):
+            MonitorConfig(**bad)
+
+
+def test_a_charge_comes_over_the_command_line_whole() -> None:
+    charge = Charge(3, 4, 5, "1", 0, "tcp://h:1/j", LIMITS)
+    assert Charge.from_json(charge.to_json()) == charge
+    for text in ("", "[]", "{}", '{"config": {"max_s": -1}}', '{"config": 3}'):
+        with pytest.raises(MonitorError, match="not by hand"):
+            Charge.from_json(text)
+
+
+def test_by_hand_it_says_who_starts_it() -> None:
+    for arguments in ([], ["x"]):
+        command = [sys.executable, "-m", "fft.monitor", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 1
+        assert "trainers" in done.stderr
+
+
+# --- beside a real trainer ---
+
+
+class Lines:
+    """Lines from a pipe, each waited for within a bound; ``None`` at its end."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+
+    def next(self) -> str | None:
+        while b"\n" not in self._rest:
+            assert select.select([self._fd], [], [], LIMIT_S)[0], f"no line; so far {self._rest!r}"
+            if not (more := os.read(self._fd, 65536)):
+                assert self._rest == b""
+                return None
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def json(self) -> dict[str, Any]:
+        line = self.next()
+        assert line is not None
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+class Trainer:
+    """The child, and what its monitor writes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: int) -> None:
+        self.process = process
+        self.lines = Lines(out)
+        assert process.stdout is not None
+        self._said = Lines(process.stdout.fileno())
+
+    def go(self) -> float:
+        """Let it do what it was started for; the time at which it did."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"go\n")
+        self.process.stdin.flush()
+        return self.said()
+
+    def said(self) -> float:
+        """The next time that it prints."""
+        return float(self._said.next() or "nan")
+
+    def verdict(self, since: float) -> dict[str, Any]:
+        """The next verdict after ``since``: before that a busy machine may have held it up."""
+        while (line := self.lines.json())["at"] <= since:
+            assert line["level"] == "yellow"
+        return line
+
+    def ended_with(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+
+@contextmanager
+def trainer(mode: str, bus_url: str = "") -> Iterator[Trainer]:
+    out, into = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD), mode, str(into), bus_url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(into,),
+    )
+    os.close(into)
+    try:
+        child = Trainer(process, out)
+        watching = child.lines.json()
+        assert watching["type"] == "watching"
+        assert watching["pid"] == process.pid
+        yield child
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+        os.close(out)
+
+
+def expect(child: Trainer, level: str, since: float, mode: str) -> dict[str, Any]:
+    """The next verdict after ``since`` is this one; prints how long after ``since`` it came."""
+    line = child.verdict(since)
+    print(f"{mode}: {level} {line['at'] - since:.2f} s after it began: {line['reason']}")
+    assert (line["type"], line["level"]) == ("verdict", level)
+    assert (line["group"], line["rank"], line["pid"]) == ("1", 2, child.process.pid)
+    return line
+
+
+def expect_death(child: Trainer, cause: str) -> None:
+    line = child.lines.json()
+    death = decode(json.dumps(line).encode())
+    assert isinstance(death, Death)
+    assert (death.group, death.rank, death.pid) == ("1", 2, child.process.pid)
+    assert death.by == "monitor"
+    assert death.cause.startswith(cause)
+    assert child.lines.next() is None  # and with that the monitor is gone
+
+
+@pytest.mark.parametrize(
+    ("mode", "ended_by"),
+    [
+        ("stop", signal.SIGTERM),
+        ("stop_in_a_wait", signal.SIGTERM),
+        ("keep_the_lock", signal.SIGKILL),
+        ("block", signal.SIGTERM),
+    ],
+)
+def test_a_hang_is_noticed_and_ended(mode: str, ended_by: signal.Signals) -> None:
+    with trainer(mode) as child:
+        since = child.go()
+        expect(child, "yellow", since, mode)
+        expect(child, "red", since, mode)
+        expect_death(child, f"{ended_by.name} by the monitor: ")
+        assert child.ended_with() == -ended_by
+
+
+def test_a_loop_without_end_is_noticed_though_it_runs_bytecodes() -> None:
+    with trainer("spin") as child:
+        line = expect(child, "yellow", child.go(), "spin")
+        assert line["reason"].startswith("the interpreter runs")
+
+
+@pytest.mark.parametrize("mode", ["wait_then_stop", "save_then_stop"])
+def test_what_is_declared_is_not_noticed_but_a_hang_after_it_is(mode: str) -> None:
+    """A wait longer than everything allowed; a critical section that keeps the lock for long."""
+    with trainer(mode) as child:
+        line = child.verdict(child.go())
+        stopped = child.said()
+        print(f"{mode}: {line['level']} {line['at'] - stopped:.2f} s after the end of it")
+        assert line["at"] > stopped
+        assert line["level"] == "yellow"
+
+
+def test_a_death_is_told_on_the_bus() -> None:
+    with serve_tcp() as server, open_bus(server.url) as bus:
+        heard: queue.Queue[bytes] = queue.Queue()
+        bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
+        with trainer("die", server.url) as child:
+            since = child.go()
+            death = decode(heard.get(timeout=LIMIT_S))
+            print(f"die: heard on the bus {time.monotonic() - since:.3f} s after it")
+            assert isinstance(death, Death)
+            assert death.pid == child.process.pid
+            expect_death(child, "ended without leaving the job")
+            assert child.ended_with() == -signal.SIGKILL
+
+
+def test_who_leaves_is_not_reported() -> None:
+    with trainer("leave") as child:
+        child.go()
+        assert child.lines.next() is None
+        assert child.ended_with() == 0
+
+
+def test_lines_come_to_a_callback_until_it_is_closed() -> None:
+    pulse, heard = Pulse(time.monotonic), queue.Queue[dict[str, Any]]()
+    config = replace(LIMITS, max_s=0.5, grace_s=3600.0)
+    monitor = MonitorProcess(pulse, config, group="0", rank=0, on_line=heard.put)
+    try:
+        assert heard.get(timeout=LIMIT_S)["type"] == "watching"
+        pulse.begin(4)  # and no more: this is a hang of 0.5 s
+        verdict = heard.get(timeout=LIMIT_S)
+        assert (verdict["level"], verdict["step"], verdict["pid"]) == ("yellow", 4, os.getpid())
+        assert "torch" not in _mapped(monitor.pid)
+    finally:
+        monitor.close()
+        monitor.close()
+        pulse.close()
+    assert heard.empty()
+    assert not any(thread.name == "fft-monitor" for thread in threading.enumerate())
+    with pytest.raises(ProcessLookupError):
+        os.kill(monitor.pid, 0)
+
+
+def _mapped(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_line_goes_to_one_place() -> None:
+    pulse = Pulse(time.monotonic)
+    with pytest.raises(MonitorError, match="not both"):
+        MonitorProcess(pulse, group="0", rank=0, on_line=print, out=1)
+    pulse.close()

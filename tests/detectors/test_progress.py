@@ -1,0 +1,259 @@
+"""The hang of a main thread, judged from times alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fft.detectors.base import Level
+from fft.detectors.progress import (
+    Atomic,
+    Begun,
+    Ended,
+    Looked,
+    Marked,
+    Moved,
+    ProgressConfig,
+    ProgressDetector,
+    Waiting,
+)
+
+CONFIG = ProgressConfig(max_s=60.0, grace_s=10.0)
+
+
+def after_steps(
+    count: int, seconds: float = 0.24, config: ProgressConfig = CONFIG
+) -> tuple[ProgressDetector, float]:
+    """A detector that saw so many steps, in the middle of the next one; and the time."""
+    detector, now = ProgressDetector(config), 100.0
+    for step in range(count):
+        detector.observe(Begun(now, step))
+        now += seconds
+        detector.observe(Ended(now, committed=True))
+    detector.observe(Begun(now, count))
+    return detector, now
+
+
+def level(detector: ProgressDetector, now: float) -> Level:
+    return detector.verdict(now).level
+
+
+def test_a_detector_that_saw_nothing_is_green() -> None:
+    assert level(ProgressDetector(CONFIG), 1e9) is Level.GREEN
+
+
+def test_the_reason_says_what_was_measured_against_what() -> None:
+    detector, now = after_steps(812)
+    assert level(detector, now + 1.19) is Level.GREEN
+    verdict = detector.verdict(now + 1.31)
+    assert verdict.level is Level.YELLOW
+    assert verdict.reason == (
+        "no progress for 1.31 s at step 812 (threshold 1.20 s = 5 × the median 0.24 s of 32 steps)"
+    )
+
+
+def test_red_comes_after_the_grace() -> None:
+    detector, now = after_steps(40)
+    assert level(detector, now + 1.2 + 9.9) is Level.YELLOW
+    verdict = detector.verdict(now + 1.2 + 10.1)
+    assert verdict.level is Level.RED
+    assert verdict.reason.endswith("and the 10 s of grace are over")
+
+
+def test_until_there_are_three_step_times_only_the_maximum_counts() -> None:
+    detector, now = after_steps(2)
+    assert level(detector, now + 59.9) is Level.GREEN
+    assert "too few steps" in detector.verdict(now + 60.1).reason
+    detector, now = after_steps(3)
+    assert level(detector, now + 1.3) is Level.YELLOW
+
+
+def test_the_threshold_has_a_floor_and_a_ceiling() -> None:
+    detector, now = after_steps(8, 0.001)
+    assert detector.threshold() == pytest.approx(1.0)
+    assert "the minimum, which is more than 5 ×" in detector.verdict(now + 1.1).reason
+    detector, now = after_steps(8, 30.0)
+    assert detector.threshold() == pytest.approx(60.0)
+    assert "the maximum; else it were 5 ×" in detector.verdict(now + 61).reason
+
+
+def test_only_the_last_steps_count_and_only_committed_ones() -> None:
+    detector, now = after_steps(40, 10.0)
+    for step in range(32):
+        detector.observe(Begun(now, 40 + step))
+        now += 0.5
+        detector.observe(Ended(now, committed=True))
+        detector.observe(Begun(now, 41 + step))
+        now += 20.0  # a txn that was rolled back after a long time
+        detector.observe(Ended(now, committed=False))
+    detector.observe(Begun(now, 100))
+    assert detector.threshold() == pytest.approx(2.5)
+
+
+def test_every_kind_of_movement_counts() -> None:
+    for mark in (Moved, Marked):
+        detector, now = after_steps(8)
+        for _ in range(40):
+            now += 1.1
+            assert level(detector, now) is Level.GREEN
+            detector.observe(mark(now))
+
+
+def test_a_loop_that_only_runs_bytecodes_is_held_to_the_maximum() -> None:
+    detector, now = after_steps(8)
+    for tick in range(600):
+        detector.observe(Moved(now + tick * 0.1))
+    assert level(detector, now + 59.95) is Level.GREEN
+    detector.observe(Moved(now + 60.05))
+    verdict = detector.verdict(now + 60.1)
+    assert verdict.level is Level.YELLOW
+    assert verdict.reason == (
+        "the interpreter runs, but for 60.10 s at step 8 there was no mark (the maximum is 60 s)"
+    )
+
+
+def test_outside_a_txn_running_bytecodes_is_enough() -> None:
+    """An evaluation of an hour between two steps is nobody's fault."""
+    detector, now = after_steps(8)
+    detector.observe(Ended(now, committed=True))
+    for _ in range(100):
+        now += 59.0
+        assert level(detector, now) is Level.GREEN
+        detector.observe(Moved(now))
+    verdict = detector.verdict(now + 61)
+    assert verdict.level is Level.YELLOW
+    assert "after step 8 (outside every txn; the maximum is 60 s)" in verdict.reason
+
+
+def test_who_waits_for_a_peer_is_not_to_blame() -> None:
+    detector, now = after_steps(8)
+    detector.observe(Waiting(now + 0.1, on=True))
+    assert level(detector, now + 1e6) is Level.GREEN
+    detector.observe(Waiting(now + 1e6, on=False))
+    assert level(detector, now + 1e6 + 1.1) is Level.GREEN
+    assert level(detector, now + 1e6 + 1.3) is Level.YELLOW
+    assert detector.threshold() == pytest.approx(1.2)  # the wait was no alarm
+
+
+def test_an_atomic_section_is_held_to_the_maximum() -> None:
+    detector, now = after_steps(8)
+    detector.observe(Atomic(now + 0.1, on=True))
+    assert level(detector, now + 60.0) is Level.GREEN
+    assert "in an atomic section" in detector.verdict(now + 60.2).reason
+    detector.observe(Atomic(now + 30, on=False))
+    assert level(detector, now + 31.3) is Level.YELLOW
+
+
+def test_a_false_alarm_doubles_the_threshold_at_its_step_until_a_commit() -> None:
+    detector, now = after_steps(8)
+    found = []
+    for _ in range(8):
+        found.append(detector.threshold())
+        now += found[-1] + 0.01
+        assert level(detector, now) is Level.YELLOW
+        detector.observe(Ended(now, committed=False))
+        detector.observe(Begun(now, 8))
+    assert found == pytest.approx([1.2, 2.4, 4.8, 9.6, 19.2, 38.4, 60.0, 60.0])
+    assert "doubled 8 ×" in detector.verdict(now + 61).reason
+    detector.observe(Ended(now + 0.1, committed=True))
+    detector.observe(Begun(now + 0.1, 8))  # it is the commit that counts, not the number
+    assert detector.threshold() == pytest.approx(1.2)
+
+
+def test_what_is_told_late_makes_nothing_older() -> None:
+    detector, now = after_steps(8)
+    detector.observe(Marked(now + 1.0))
+    detector.observe(Moved(now + 0.5))
+    assert level(detector, now + 2.1) is Level.GREEN
+    assert level(detector, now + 2.3) is Level.YELLOW
+
+
+def test_asking_changes_nothing() -> None:
+    detector, now = after_steps(8)
+    for tick in range(100):
+        detector.verdict(now + tick)
+    assert detector.threshold() == pytest.approx(1.2)
+    assert level(detector, now + 1.1) is Level.GREEN
+
+
+def test_the_pause_of_the_observer_does_not_count() -> None:
+    detector, now = after_steps(8, config=ProgressConfig(max_s=60, grace_s=10, look_s=0.2))
+    detector.observe(Looked(now))
+    detector.observe(Looked(now + 0.1))
+    assert level(detector, now + 30.0) is Level.GREEN
+    detector.observe(Looked(now + 30.0))  # 0.3 s of it count
+    assert level(detector, now + 30.2) is Level.GREEN
+    for tick in range(1, 10):
+        detector.observe(Looked(now + 30.0 + tick * 0.1))
+    assert level(detector, now + 30.89) is Level.GREEN
+    assert level(detector, now + 30.91) is Level.YELLOW
+
+
+def test_a_move_in_the_middle_of_a_pause_leaves_the_rest_excused() -> None:
+    detector, now = after_steps(8, config=ProgressConfig(max_s=60, grace_s=10, look_s=0.2))
+    detector.observe(Looked(now))
+    detector.observe(Looked(now + 10.0))
+    detector.observe(Marked(now + 4.0))
+    for tick in range(1, 12):
+        detector.observe(Looked(now + 10.0 + tick * 0.1))
+    assert level(detector, now + 11.15) is Level.GREEN
+    assert level(detector, now + 11.25) is Level.YELLOW
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_s": 0.5},
+        {"min_s": 0.0},
+        {"grace_s": -1.0},
+        {"factor": 0.5},
+        {"samples": 0},
+        {"samples": 33},
+        {"look_s": 0.0},
+        {"max_s": float("inf")},
+        {"max_s": float("nan")},
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="need"):
+        ProgressConfig(**bad)  # type: ignore[arg-type]
+
+
+STEPS = st.lists(st.floats(0.01, 20.0), min_size=3, max_size=60)
+FRACTIONS = st.lists(st.floats(0.0, 0.99), max_size=40)
+
+
+@given(steps=STEPS, fractions=FRACTIONS, marks=st.lists(st.booleans(), min_size=40, max_size=40))
+def test_no_alarm_while_marks_come_faster_than_the_threshold_and_one_after(
+    steps: list[float], fractions: list[float], marks: list[bool]
+) -> None:
+    detector, now = ProgressDetector(CONFIG), 5.0
+    for step, seconds in enumerate(steps):
+        detector.observe(Begun(now, step))
+        now += seconds
+        detector.observe(Ended(now, committed=True))
+    detector.observe(Begun(now, len(steps)))
+    threshold, worked = detector.threshold(), now
+    for fraction, mark in zip(fractions, marks, strict=False):
+        now += fraction * threshold
+        mark = mark or now - worked > 20.0
+        if now - worked < 60.0:
+            assert level(detector, now) is Level.GREEN
+        detector.observe(Marked(now) if mark else Moved(now))
+        worked = now if mark else worked
+    assert detector.threshold() == threshold
+    assert level(detector, now + threshold * 1.001) is not Level.GREEN
+    assert level(detector, now + (threshold + 10.0) * 1.001) is Level.RED
+
+
+@given(steps=STEPS, moves=FRACTIONS)
+def test_the_threshold_is_always_within_its_bounds(steps: list[float], moves: list[float]) -> None:
+    detector, now = ProgressDetector(CONFIG), 5.0
+    for step, seconds in enumerate(steps):
+        detector.observe(Begun(now, step))
+        for move in moves:
+            detector.observe(Moved(now + move * seconds))
+        now += seconds
+        detector.observe(Ended(now, committed=step % 3 != 0))
+        assert 1.0 <= detector.threshold() <= 60.0

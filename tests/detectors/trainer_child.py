@@ -1,0 +1,110 @@
+"""A trainer for the monitor's tests: takes steps until it is told to go on, then obeys its mode.
+
+``trainer_child.py MODE OUT BUS_URL``: OUT is the descriptor for the monitor's lines. Before it
+hangs or ends, and when it begins a wait or a critical section, it prints the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+from fft.detectors.pulse import Pulse
+from fft.monitor import MonitorConfig, MonitorProcess
+from fft.moves import Moves
+
+CONFIG = MonitorConfig(max_s=2.5, grace_s=0.6, min_s=1.0, interval_s=0.05, term_s=0.2)
+STEP_S = 0.02
+WAIT_S = 4.0
+"""Longer than everything that CONFIG allows a main thread that does not wait."""
+
+
+def step(pulse: Pulse, number: int) -> None:
+    pulse.begin(number)
+    until = time.monotonic() + STEP_S
+    while time.monotonic() < until:
+        pass
+    pulse.end(committed=True)
+
+
+def now() -> None:
+    print(time.monotonic(), flush=True)
+
+
+def stop(pulse: Pulse) -> None:
+    now()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def keep_the_lock(pulse: Pulse) -> None:
+    """In a call that keeps the interpreter lock, deaf to SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    now()
+    ctypes.PyDLL(None).sleep(600)
+
+
+def block(pulse: Pulse) -> None:
+    """In a call that gives the lock away and never returns."""
+    now()
+    threading.Event().wait(600)
+
+
+def spin(pulse: Pulse) -> None:
+    now()
+    while True:
+        pass
+
+
+def wait_then_stop(pulse: Pulse) -> None:
+    with pulse.waiting:
+        now()
+        threading.Event().wait(WAIT_S)
+    stop(pulse)
+
+
+def stop_in_a_wait(pulse: Pulse) -> None:
+    with pulse.waiting:
+        stop(pulse)
+
+
+def save_then_stop(pulse: Pulse) -> None:
+    """A critical section that keeps the lock for longer than a body may, not than the maximum."""
+    with pulse.atomic:
+        now()
+        ctypes.PyDLL(None).usleep(1_800_000)
+    stop(pulse)
+
+
+def die(pulse: Pulse) -> None:
+    now()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(pulse: Pulse) -> None:
+    now()
+
+
+def main(mode: str, out: str, url: str) -> None:
+    pulse = Pulse(time.monotonic)
+    moves = Moves(pulse, CONFIG.interval_s)
+    monitor = MonitorProcess(pulse, CONFIG, group="1", rank=2, bus_url=url or None, out=int(out))
+    os.close(int(out))
+    number = 0
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        step(pulse, number := number + 1)
+    for _ in range(30):  # half a second in which the monitor learns how long steps are
+        step(pulse, number := number + 1)
+    pulse.begin(number + 1)
+    globals()[mode](pulse)
+    monitor.close()
+    moves.close()
+    pulse.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Hangs of a main thread: in Python it is rolled back; where that does not help, it is ended.
+
+Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``, each process with its monitor.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import aborts
+
+from fft.audit import audit_dir
+
+WORKER = Path(__file__).with_name("hang_worker.py")
+LIMIT_S = 240
+
+
+def run_job(directory: Path, steps: int, *kinds: str) -> dict[str, Any]:
+    """What each of the ranks ended with, by its name."""
+    directory.mkdir()
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
+    command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 30)]
+    command += [str(WORKER), str(steps), str(directory), *kinds]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = audit_dir(directory / "run")
+    assert report.ok, report.render()
+    assert all((directory / kind).exists() for kind in kinds), "all hangs must have happened"
+    return {p.name: json.loads(p.read_text()) for p in sorted(directory.glob("result-*.json"))}
+
+
+def causes(directory: Path) -> list[str]:
+    """Of the rollbacks in which somebody was said to hang."""
+    return [a["cause"] for a in aborts(directory / "run") if "hangs" in a["cause"]]
+
+
+@pytest.mark.multiprocess
+def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> None:
+    clean, hung = run_job(tmp_path / "clean", 12), run_job(tmp_path / "hung", 12, "sleep")
+    assert len(hung) == 4 and hung == clean
+    assert audit_dir(tmp_path / "hung" / "run").bytes_healed == 0
+    found = causes(tmp_path / "hung")
+    assert any("1/0#1: hangs: no progress for" in cause for cause in found), found
+    print(f"\n{found}")
+
+
+@pytest.mark.multiprocess
+def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path: Path) -> None:
+    ended = run_job(tmp_path / "hung", 150, "lock", "gil", "stop")
+    assert {rank["steps"] for rank in ended.values()} == {150}
+    assert len({rank["digest"] for name, rank in ended.items() if "-0.json" in name}) == 1
+    assert list((tmp_path / "hung" / "run").glob("g1r0i4*.jsonl")), (
+        "it was started three times anew"
+    )
+    # with the interpreter lock held, or stopped, a process cannot say that it hangs: it is ended
+    assert any("1/0#1: hangs" in cause for cause in causes(tmp_path / "hung"))

@@ -1,0 +1,255 @@
+"""State transfer: what comes is what was sent, and each way in which it may not come."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+import fft.rollback.transfer as transfer_module
+from fft.jobtoken import JobToken
+from fft.rollback.transfer import StateTransfer, TransferError
+
+TOKEN = JobToken.fresh()
+LIMIT = timedelta(seconds=60)
+SOON = timedelta(seconds=0.3)
+Make = Callable[..., StateTransfer]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[StateTransfer] = []
+
+    def one(
+        token: JobToken | None = TOKEN, timeout: timedelta = LIMIT, **more: Any
+    ) -> StateTransfer:
+        made.append(StateTransfer(token, timeout, **more))
+        return made[-1]
+
+    yield one
+    for transfer in made:
+        transfer.shutdown()
+        transfer.shutdown()
+    assert not [t for t in threading.enumerate() if t.name.startswith("fft-transfer")]
+
+
+def state() -> dict[str, Any]:
+    base = torch.randn(1000, 70)
+    return {
+        "fft": {"lineage": "ab", "cursor": 3},
+        "long": torch.randn(3 * 2**20 // 4 + 5),
+        "odd": torch.arange(5000, dtype=torch.int16)[1:],
+        "view": [base[:, 3], base.t()],
+        "half": torch.randn(33).to(torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "bool": torch.tensor([True, False]),
+        "many": {f"p{i}": torch.full((7,), i) for i in range(300)},
+        "plain": (1, 2.5, "é", b"bytes" * 3000, None, True, [1, {2: 3}]),
+        "ordered": OrderedDict(a=1),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    (ours, shape), (theirs, other) = tree_flatten(a), tree_flatten(b)
+    return shape == other and all(
+        torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_what_comes_is_what_was_sent(make: Make, token: JobToken | None) -> None:
+    sender, receiver = make(token), make(token)
+    sent = state()
+    for step in (3, 4):
+        sender.send_checkpoint([1], step, sent, LIMIT)
+        got = receiver.recv_checkpoint(0, sender.metadata(), step, LIMIT)
+        assert same(got, sent)
+        assert got["long"].data_ptr() % got["long"].element_size() == 0
+        got["long"].add_(1)  # it can be written to, and is nobody else's
+        assert not torch.equal(got["long"], sent["long"])
+        sender.disallow_checkpoint()
+
+
+def test_who_asks_early_waits_for_the_offer(make: Make) -> None:
+    sender, receiver = make(), make()
+    got: list[Any] = []
+    asks = threading.Thread(
+        target=lambda: got.append(receiver.recv_checkpoint(0, sender.metadata(), 1, LIMIT))
+    )
+    asks.start()
+    sender.send_checkpoint([1], 1, {"a": 1}, LIMIT)
+    asks.join(60)
+    assert got == [{"a": 1}]
+
+
+def refused(receiver: StateTransfer, sender: StateTransfer, step: int, said: str) -> None:
+    with pytest.raises(TransferError, match=said) as caught:
+        receiver.recv_checkpoint(0, sender.metadata(), step, LIMIT)
+    assert sender.metadata() in str(caught.value)
+
+
+def test_each_thing_that_is_not_the_state_asked_for_is_named(make: Make) -> None:
+    sender, receiver, stranger = make(timeout=SOON), make(), make(JobToken.fresh())
+    refused(receiver, sender, 1, "503 no state is offered")
+    sender.about = receiver.about = "epoch 4, lineage ab"
+    sender.send_checkpoint([1], 1, state(), LIMIT)
+    refused(receiver, sender, 2, "409 the state of another step")
+    refused(stranger, sender, 1, "403 .*token")
+    receiver.about = "epoch 5, lineage ab"
+    refused(receiver, sender, 1, "409 the state of another step")
+    with pytest.raises(TransferError, match="no address of FFT's transfer"):
+        receiver.recv_checkpoint(0, "nccl://x", 1, LIMIT)
+    small = make(max_bytes=1000)
+    small.about = sender.about
+    refused(small, sender, 1, "limit here is 1000")
+    sender.disallow_checkpoint()
+    refused(receiver, sender, 1, "503 no state is offered")
+
+
+def test_a_peer_that_is_gone_is_named(make: Make) -> None:
+    sender, receiver = make(), make()
+    where = sender.metadata()
+    sender.shutdown()
+    with pytest.raises(TransferError, match=where):
+        receiver.recv_checkpoint(0, where, 1, LIMIT)
+
+
+class Evil:
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Evil, "ran", True)
+
+
+def test_nothing_of_it_is_run_even_from_a_peer_with_the_token(make: Make) -> None:
+    sender, receiver = make(), make()
+    sender.send_checkpoint([1], 1, {"a": Evil()}, LIMIT)
+    refused(receiver, sender, 1, "cannot be loaded without running code")
+    assert not Evil.ran
+
+
+class Relay:
+    """Between the two: passes on what ``change`` makes of the answer, then closes."""
+
+    def __init__(self, sender: StateTransfer, change: Callable[[bytes], bytes]) -> None:
+        self._to = urlsplit(sender.metadata())
+        self._change = change
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.settimeout(30)
+        self.request = b""
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}{self._to.path}"
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        client, _ = self._listening.accept()
+        with client:
+            self.request = client.recv(4096)
+            client.sendall(self._change(self.ask(self.request)))
+
+    def ask(self, request: bytes) -> bytes:
+        assert self._to.hostname and self._to.port
+        with socket.create_connection((self._to.hostname, self._to.port), 30) as peer:
+            peer.sendall(request)
+            answer = b""
+            while more := peer.recv(2**20):
+                answer += more
+        return answer
+
+    def close(self) -> None:
+        self._thread.join(30)
+        self._listening.close()
+
+
+CHANGES: dict[str, Callable[[bytes], bytes]] = {
+    "one bit of the state": lambda a: a[:-5000] + bytes([a[-5000] ^ 1]) + a[-4999:],
+    "one bit of the last tag": lambda a: a[:-1] + bytes([a[-1] ^ 1]),
+    "the length": lambda a: a.replace(b"\r\n\r\n", b"\r\n\r\n\xff\xff\xff\xff", 1),
+    "torn": lambda a: a[: len(a) // 2],
+    "torn in its head": lambda a: a[:10],
+    "nothing": lambda a: b"",
+    "a head without an end": lambda a: b"x" * 10_000,
+    "another status": lambda a: b"HTTP/1.0 302 Found\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_on_its_way_is_not_loaded(
+    make: Make, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("it was loaded before it was verified")
+
+    monkeypatch.setattr(transfer_module, "_streaming_load", load)
+    sender, receiver = make(), make()
+    sender.send_checkpoint([1], 1, state(), LIMIT)
+    relay = Relay(sender, CHANGES[change])
+    with pytest.raises(TransferError):
+        receiver.recv_checkpoint(0, relay.url, 1, LIMIT)
+    relay.close()
+
+
+def test_a_recorded_request_gets_no_second_answer(make: Make) -> None:
+    sender, receiver = make(), make()
+    sender.send_checkpoint([1], 1, {"a": 1}, LIMIT)
+    relay = Relay(sender, lambda answer: answer)
+    assert receiver.recv_checkpoint(0, relay.url, 1, LIMIT) == {"a": 1}
+    relay.close()
+    assert relay.ask(relay.request).startswith(b"HTTP/1.0 403 the request was answered before")
+
+
+def test_a_silent_peer_is_given_up_at_the_deadline(make: Make) -> None:
+    receiver = make()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
+        with pytest.raises(TransferError, match=r"timed out|within the timeout"):
+            receiver.recv_checkpoint(0, url, 1, SOON)
+
+
+def test_a_receiver_that_stops_reading_does_not_hold_up_the_sender(make: Make) -> None:
+    sender, receiver = make(), make()
+    sender.send_checkpoint([1], 1, {"a": torch.zeros(2**24)}, SOON)
+    path = receiver._request_tag  # a request as the receiver would make it, and then no reading
+    to, what = urlsplit(sender.metadata()), transfer_module._what(1, "")
+    server = to.path.strip("/")
+    request = f"GET /{server}/{what}/n/{path(server, what, 'n')} HTTP/1.0\r\n\r\n"
+    assert to.hostname
+    with socket.create_connection((to.hostname, to.port), 30) as lazy:
+        lazy.sendall(request.encode())
+        assert lazy.recv(10) == b"HTTP/1.0 2"
+        began = time.monotonic()
+        sender.disallow_checkpoint()
+        assert not sender._sending
+        assert time.monotonic() - began < 30
+    sender.send_checkpoint([1], 2, {"a": 2}, LIMIT)
+    assert receiver.recv_checkpoint(0, sender.metadata(), 2, LIMIT) == {"a": 2}
+
+
+def test_outsiders_who_connect_and_say_nothing_are_bounded(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "_HEAD_S", 0.2)
+    sender, receiver = make(), make()
+    sender.send_checkpoint([1], 1, {"a": 1}, LIMIT)
+    to = urlsplit(sender.metadata())
+    assert to.hostname
+    idle = [socket.create_connection((to.hostname, to.port), 30) for _ in range(40)]
+    assert receiver.recv_checkpoint(0, sender.metadata(), 1, LIMIT) == {"a": 1}
+    for one in idle:
+        with suppress(ConnectionResetError):
+            assert one.recv(100) == b"", "it is cut off when its time for a request is over"
+        one.close()
+    workers = [t for t in threading.enumerate() if t.name.startswith("fft-transfer")]
+    assert len(workers) <= transfer_module.WORKERS + 2

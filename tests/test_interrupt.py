@@ -1,0 +1,282 @@
+"""Bodies are unwound wherever they are: once for a request, never elsewhere, none is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from fft.errors import FftError
+from fft.interrupt import Interrupted, Interrupter, guarded
+
+SOAK = 2000
+LONG_S = 60.0
+LOGGER = logging.getLogger("a body's")
+LOGGER.propagate = False
+
+
+@pytest.fixture
+def interrupter() -> Iterator[Interrupter]:
+    made = Interrupter()
+    yield made
+    made.close()
+
+
+class Body:
+    """What `with txn:` does with an interrupter. Swallows what is its own."""
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        self.interrupter = interrupter
+        self.unwound = False
+        self.asked = False
+
+    @guarded
+    def __enter__(self) -> Body:
+        self.interrupter.enter()
+        return self
+
+    @guarded
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.asked = self.interrupter.leave()
+        self.unwound = kind is Interrupted
+        return self.unwound
+
+
+class Asker:
+    """A thread that asks for one unwinding of each body, some time after it was told to."""
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        self._interrupter = interrupter
+        self._go = threading.Semaphore(0)
+        self._delays: list[float] = []
+        self._ended = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def ask(self, delay: float) -> None:
+        self._delays.append(delay)
+        self._go.release()
+
+    def end(self) -> None:
+        self._ended = True
+        self._go.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._go.acquire() and not self._ended:
+            time.sleep(self._delays.pop(0))  # where in the body it strikes is for the dice
+            while not self._interrupter.request("asked"):
+                time.sleep(1e-5)
+
+
+@pytest.fixture
+def asker(interrupter: Interrupter) -> Iterator[Asker]:
+    made = Asker(interrupter)
+    yield made
+    made.end()
+
+
+def compute() -> None:
+    n = 0
+    while True:
+        n += 1
+
+
+def sleep() -> None:
+    time.sleep(LONG_S)
+
+
+def lock() -> None:
+    held = threading.Lock()
+    held.acquire()
+    held.acquire(timeout=LONG_S)
+
+
+def wait_on_condition() -> None:
+    condition = threading.Condition()
+    with condition:
+        condition.wait(LONG_S)
+
+
+class Drops:
+    """Python drops what is raised while it is collected."""
+
+    def __del__(self) -> None:
+        for _ in range(2000):
+            pass
+
+
+def collect() -> None:
+    while True:
+        Drops()
+        for _ in range(2000):
+            pass
+
+
+def log() -> None:
+    while True:
+        LOGGER.warning("a body may log")
+
+
+def clean_up() -> None:
+    try:
+        compute()
+    finally:
+        for _ in range(20_000):
+            pass
+
+
+WAYS = [compute, sleep, lock, wait_on_condition, clean_up, log]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_body_is_unwound_wherever_it_is(
+    interrupter: Interrupter, asker: Asker, way: Callable[[], None]
+) -> None:
+    with Body(interrupter) as body:
+        asker.ask(0.01)
+        way()
+    assert body.unwound and body.asked
+
+
+def test_at_random_points_each_body_is_unwound_exactly_once(
+    interrupter: Interrupter, asker: Asker
+) -> None:
+    rng = random.Random(7)
+    for _ in range(SOAK):
+        unwound = 0
+        asker.ask(rng.random() * 1e-3)
+        with Body(interrupter) as body:
+            try:
+                rng.choice(WAYS)()
+            except Interrupted:
+                unwound += 1
+                raise
+        assert body.unwound and unwound == 1
+
+
+def test_an_exception_that_python_drops_is_raised_again(
+    interrupter: Interrupter, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps it for a report
+    rng = random.Random(3)
+    rounds = 0
+    while interrupter.repeated < 3:
+        rounds += 1
+        asker.ask(rng.random() * 1e-3)
+        with Body(interrupter) as body:
+            collect()
+        assert body.unwound
+    assert rounds < 1000
+
+
+def test_who_swallows_it_is_told_again_until_it_leaves(
+    interrupter: Interrupter, asker: Asker
+) -> None:
+    asker.ask(0.001)
+    with Body(interrupter) as body:
+        while interrupter.repeated < 3:
+            with contextlib.suppress(Interrupted):
+                compute()
+        compute()
+    assert body.unwound
+
+
+def test_a_body_that_logs_leaves_no_lock_to_other_threads(
+    interrupter: Interrupter, asker: Asker
+) -> None:
+    handler = logging.StreamHandler(io.StringIO())
+    LOGGER.addHandler(handler)
+    rng = random.Random(11)
+    try:
+        for _ in range(3000):
+            asker.ask(rng.random() * 1e-4)
+            with Body(interrupter) as body:
+                log()
+            assert body.unwound
+        other = threading.Thread(target=LOGGER.warning, args=["still there?"], daemon=True)
+        other.start()
+        other.join(LONG_S)
+        assert not other.is_alive() and "still there?" in handler.stream.getvalue()
+    finally:
+        LOGGER.removeHandler(handler)
+
+
+def test_outside_a_body_nothing_is_raised(interrupter: Interrupter) -> None:
+    assert interrupter.request("too early") is False
+    with Body(interrupter) as body:
+        pass
+    assert not body.unwound and not body.asked
+    assert interrupter.request("too late") is False
+
+
+def test_an_atomic_section_is_finished_first(interrupter: Interrupter) -> None:
+    done = []
+    with Body(interrupter) as body:
+        with interrupter.atomic(), interrupter.atomic():
+            assert interrupter.request("in the middle")
+            for n in range(200_000):
+                done.append(n)
+        compute()
+    assert body.unwound and len(done) == 200_000
+
+
+def test_a_body_that_ends_by_itself_says_that_it_was_asked(interrupter: Interrupter) -> None:
+    with Body(interrupter) as body, interrupter.atomic():
+        interrupter.request("late")
+        # the end of the section and that of the body are one for the handler
+        interrupter.leave()
+    assert not body.unwound
+
+
+def test_the_signals_of_others_reach_their_handler() -> None:
+    heard: list[int] = []
+
+    def theirs(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGUSR2, theirs)
+    try:
+        made = Interrupter()
+        signal.raise_signal(signal.SIGUSR2)
+        assert heard == [signal.SIGUSR2]
+        with Body(made) as body:
+            made.request("ours")
+            compute()
+        assert body.unwound and heard == [signal.SIGUSR2]
+        made.close()
+        made.close()
+        assert signal.getsignal(signal.SIGUSR2) is theirs
+        assert not [t for t in threading.enumerate() if t.name == "fft-interrupt"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_off_the_main_thread_nothing_is_interrupted(interrupter: Interrupter) -> None:
+    errors: list[FftError] = []
+    asked: list[bool] = []
+
+    def elsewhere() -> None:
+        with Body(interrupter):
+            asked.append(interrupter.request("a body on another thread"))
+        try:
+            Interrupter()
+        except FftError as error:
+            errors.append(error)
+        interrupter.close()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert asked == [False]
+    assert "main thread" in str(errors[0])
+    signal.raise_signal(signal.SIGUSR2)  # is passed on to nobody, and hurts nobody
