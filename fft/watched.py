@@ -7,6 +7,7 @@ verdict leads to is up to who made this.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,8 @@ class Watched:
         Raises OSError if the monitor cannot be started.
         """
         self._on_suspect = on_suspect
+        self.begun = threading.Event()
+        """The monitor looks; it takes a moment to start."""
         self.pulse = Pulse(time.monotonic)
         self._moves = Moves(self.pulse, config.interval_s)
         try:
@@ -53,6 +56,8 @@ class Watched:
         return self._process.pid
 
     def _hear(self, line: dict[str, Any]) -> None:
+        if line["type"] == "watching":
+            self.begun.set()
         if line["type"] != "verdict":
             return
         logger.warning("the monitor of this process: %s: %s", line["level"], line["reason"])

@@ -8,7 +8,8 @@ inside a txn or an atomic section something other than the interpreter has to mo
 The threshold follows the job: ``factor`` times the median of the last step times, between ``min_s``
 and ``max_s``. The median, because a few slow steps (a checkpoint, a compilation) shall not blunt
 it. A threshold that raised an alarm doubles for this step, so that a step that is slow for a good
-reason comes through at last; a commit takes that back.
+reason comes through at last; a commit takes that back. Once it was raised in a txn, only a mark or
+the end of the txn ends it.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class ProgressDetector:
             self._worked.excuse(late)
             return
         if self._excess(self._moved, event.at, self.threshold()) >= 0:
+            if isinstance(event, Moved) and self.in_txn:
+                return  # the signals that are to unwind a body wake a main thread that stays stuck
             self._alarms += 1
         match event:
             case Begun(at=at, step=step):

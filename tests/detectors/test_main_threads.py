@@ -257,3 +257,18 @@ def test_the_threshold_is_always_within_its_bounds(steps: list[float], moves: li
         now += seconds
         detector.observe(Ended(now, committed=step % 3 != 0))
         assert 1.0 <= detector.threshold() <= 60.0
+
+
+def test_once_suspected_in_a_txn_bytecodes_prove_nothing() -> None:
+    """The signals that are to unwind its body wake a main thread that stays stuck."""
+    detector = ProgressDetector(ProgressConfig(max_s=60.0, grace_s=2.0, min_s=1.0))
+    for step in range(4):
+        detector.observe(Begun(step * 0.1, step))
+        detector.observe(Ended(step * 0.1 + 0.1, committed=True))
+    detector.observe(Begun(0.4, 4))
+    assert detector.verdict(1.5).level is Level.YELLOW
+    for n in range(100):
+        detector.observe(Moved(1.5 + n * 0.02))
+    assert detector.verdict(3.5).level is Level.RED
+    detector.observe(Marked(3.6))
+    assert detector.verdict(3.7).level is Level.GREEN

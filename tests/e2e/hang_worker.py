@@ -28,7 +28,8 @@ SETTLED = 6
 """Commits before a hang; the monitor's threshold needs three."""
 LONELY_S = 0.5
 """A step of one group alone takes so long, so that the other finds the job still at work."""
-LIMIT = timedelta(seconds=60)
+LONG_S = 60.0
+LIMIT = timedelta(seconds=LONG_S)
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -89,6 +90,8 @@ def main() -> None:
     commits = 0
     for txn in manager.transactions(loader, max_steps=steps):
         with txn:
+            assert manager._watched is not None
+            assert manager._watched.begun.wait(LONG_S), "its monitor does not start"
             if manager.num_participants() < 2:
                 time.sleep(LONELY_S)
             loss = F.mse_loss(model(txn.batch), txn.batch)
