@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,11 @@ RECOVERED_S = 180.0
 ENDED_S = 120.0
 _AT_WORK = frozenset({"NORMAL", "PREPARED", "COMMIT"})
 _REACH = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
+
+
+def fault_names(case: Case, number: int) -> list[str]:
+    """What the faults of the job's ``number``-th case are called in its traces."""
+    return [f"case-{number}-{i}" for i in range(len(case.entries))]
 
 
 class ChaosError(Exception):
@@ -141,25 +147,22 @@ class Job:
 
     # --- breaking it ---
 
-    def commit(self, case: Case, number: int, on_names: Callable[[list[str]], None]) -> None:
-        """Carry out a case, and wait until it has happened. ``on_names``: of its faults, before."""
-        if case.evict:
-            on_names([])
-            for place in case.evict:
-                leaving.evict(self.desk, place, restart=True, grace=5, on_accepted=lambda _: None)
+    def commit(self, case: Case, names: Sequence[str]) -> None:
+        """Carry out a case, its faults under ``names``, and wait until it has happened."""
+        for place in case.evict:
+            leaving.evict(self.desk, place, restart=True, grace=5, on_accepted=lambda _: None)
+        if not case.entries:
             return
-        names = [f"case-{number}-{i}" for i in range(len(case.entries))]
         step = self.tail.poll().step + LEAD
         entries = [
             {"name": name, "step": step, **entry}
             for name, entry in zip(names, case.entries, strict=True)
         ]
-        on_names(names)
         before = self._incarnations()
         state = self.desk.job()
         said = injecting.send(self.desk, state, FaultPlan.model_validate({"faults": entries}))
         answers = "; ".join(one.text for one in said)
-        if all("kind" in e and "group" in e for e in entries):
+        if all("group" in entry for entry in entries):  # else it is the supervisor's
             self.until(
                 lambda: self._happened(entries, before), f"{case.name} ({answers})", RECOVERED_S
             )
@@ -167,19 +170,17 @@ class Job:
     def bring_back(self, case: Case) -> None:
         """Start the groups that a case made leave, once their processes have ended."""
         for group in case.leaves:
-            self.until(
-                lambda g=group: all(r.state == "EXIT" for r in self.tail.poll().of(g)),
-                f"group {group} leaves",
-                RECOVERED_S,
-            )
+            ended = partial(self._has_ended, group)
+            self.until(ended, f"group {group} leaves", RECOVERED_S)
             leaving.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
+
+    def _has_ended(self, group: str) -> bool:
+        return all(rank.state == "EXIT" for rank in self.tail.poll().of(group))
 
     def _incarnations(self) -> dict[tuple[str, int], int]:
         return {place: rank.inc for place, rank in self.tail.view.ranks.items()}
 
-    def _happened(
-        self, entries: list[dict[str, Any]], before: dict[tuple[str, int], int]
-    ) -> bool:
+    def _happened(self, entries: list[dict[str, Any]], before: dict[tuple[str, int], int]) -> bool:
         """Each fault has fired, or the process that was to do it has ended by another's."""
         view = self.tail.poll()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.cases import PACE_S, Case, Layout, Suite, suites
-from benchmarks.chaos.job import ENDED_S, RECOVERED_S, START_S, ChaosError, Job
+from benchmarks.chaos.job import ENDED_S, RECOVERED_S, START_S, ChaosError, Job, fault_names
 from benchmarks.chaos.measure import Done, Row, median_step_ms, read_lines, rows
 
 Say = Callable[[str], None]
@@ -45,11 +45,8 @@ def _run(result: Result, suite: Suite, cases: list[Case], directory: Path, say: 
             job.settle("the whole job is at work", START_S)
             for number, case in enumerate(cases):
                 say(f"{result.layout.name} {case.name}")
-                job.commit(
-                    case,
-                    number,
-                    lambda names, case=case: done.append(Done(case, names, time.time())),
-                )
+                done.append(Done(case, fault_names(case, number), time.time()))
+                job.commit(case, done[-1].names)
                 if suite.ends:
                     job.process.wait(ENDED_S)
                 else:
@@ -64,13 +61,12 @@ def _run(result: Result, suite: Suite, cases: list[Case], directory: Path, say: 
         result.steps_ms[suite.name] = median_step_ms(
             read_lines(directory / "traces"), result.layout.groups
         )
-        result.problems += _violations(found, suite)
+        result.problems += _violations(result.layout.name, found, suite)
 
 
-def _violations(found: Iterable[Row], suite: Suite) -> list[str]:
+def _violations(layout: str, found: Iterable[Row], suite: Suite) -> list[str]:
     audits = {row.audit for row in found if row.audit.startswith("VIOLATED")}
-    return [f"{row_layout}: {suite.name}: {text}" for text in audits for row_layout in
-            {row.layout for row in found}]  # fmt: skip
+    return [f"{layout} {suite.name}: {text}" for text in sorted(audits)]
 
 
 def _ended_wrongly(job: Job, suite: Suite) -> list[str]:

@@ -8,7 +8,7 @@ commit*: the last of them has committed a step after it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -53,16 +53,23 @@ class Row:
         return asdict(self)
 
 
-def read_lines(directory: Path) -> list[dict[str, Any]]:
-    """All transitions and notes of a job by time."""
-    lines = [r for path in trace_files(directory) for _, r in read_trace(path).lines]
-    return sorted((r for r in lines if r["kind"] in ("transition", "note")), key=lambda r: r["wall"])
+def read_lines(
+    directory: Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True
+) -> list[dict[str, Any]]:
+    """All transitions and notes of a job by time; of a long one, ``keep`` what is needed."""
+    lines = [
+        line
+        for path in trace_files(directory)
+        for _, line in read_trace(path).lines
+        if line["kind"] in ("transition", "note") and keep(line)
+    ]
+    return sorted(lines, key=lambda line: line["wall"])
 
 
 def judged(directory: Path, allowed: Iterable[str]) -> tuple[bool, str]:
     """The audit: whether nothing was found but what is ``allowed``, and what to call that."""
-    broken = {f.name: f"{f.name}: {f.violation} ({f.place})" for f in audit_dir(directory).findings
-              if f.violation is not None}  # fmt: skip
+    findings = [f for f in audit_dir(directory).findings if f.violation is not None]
+    broken = {f.name: f"{f.name}: {f.violation} ({f.place})" for f in findings}
     bad = [text for name, text in broken.items() if name not in set(allowed)]
     if bad:
         return False, "VIOLATED: " + "; ".join(bad)
@@ -95,9 +102,7 @@ def rows(layout: str, suite: Suite, done: list[Done], directory: Path) -> list[R
 
 def _start(lines: list[dict[str, Any]], one: Done) -> float:
     walls = [
-        r["wall"]
-        for r in lines
-        if r.get("note") == "inject" and r["data"]["name"] in one.names
+        r["wall"] for r in lines if r.get("note") == "inject" and r["data"]["name"] in one.names
     ]
     return min(walls, default=one.began)
 
@@ -114,6 +119,11 @@ def _last(found: dict[Who, float], start: float) -> float | None:
     return (max(found.values()) - start) * 1e3 if found else None
 
 
+def _of(found: dict[Who, float], commits: dict[Who, float]) -> dict[Who, float]:
+    """Of those who lived on; of all, if nobody did."""
+    return {who: wall for who, wall in found.items() if who in commits} or found
+
+
 def _row(
     layout: str,
     case: Case,
@@ -124,9 +134,7 @@ def _row(
 ) -> Row:
     before = max((r["epoch"] for r in lines if r["wall"] < start and "epoch" in r), default=0)
     inside = {_who(r) for r in lines if r.get("epoch") == before}
-    records = {
-        e["record"]["n"]: e["record"] for r in window if "record" in (e := _event(r))
-    }
+    records = {e["record"]["n"]: e["record"] for r in window if "record" in (e := _event(r))}
     ends = [
         record
         for _, record in sorted(records.items())
@@ -147,20 +155,17 @@ def _row(
             restored.setdefault(who, r["wall"])
         if event.get("type") == "applied" and r["step"] > step:
             commits.setdefault(who, r["wall"])
-    survivors = {who: wall for who, wall in heard.items() if who in commits}
     return Row(
         layout=layout,
         kind=case.kind,
         phase=case.phase,
         place=case.place,
         noticed=_noticed(end),
-        heard_ms=_last(survivors or heard, start),
-        rolled_back_ms=_last({w: t for w, t in restored.items() if w in commits} or restored, start),
+        heard_ms=_last(_of(heard, commits), start),
+        rolled_back_ms=_last(_of(restored, commits), start),
         next_commit_ms=_last(commits, start),
         attempts_lost=sum(record["kind"] == "abort" for record in ends),
-        bytes_healed=sum(
-            _event(r)["bytes"] for r in window if _event(r).get("type") == "healed"
-        ),
+        bytes_healed=sum(_event(r)["bytes"] for r in window if _event(r).get("type") == "healed"),
         audit=audit,
     )
 
