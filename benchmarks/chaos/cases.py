@@ -43,13 +43,13 @@ class Layout:
         """(group, rank) of each place; rank None: the fault is the group's. Group 0 stays."""
         last = self.groups - 1
         every = [None] if whole_groups else list(range(self.ranks))
-        group = "1 group" if last > 1 else "1 group = all but one"
         found: dict[str, list[tuple[str, int | None]]] = {}
-        if self.ranks > 1:
+        if self.ranks > 1 or not whole_groups:
             found["1 rank"] = [(str(last), 0)]
-        found[group if self.ranks > 1 else f"1 rank = {group}"] = [(str(last), r) for r in every]
+        if self.ranks > 1 or whole_groups:
+            found["1 group"] = [(str(last), r) for r in every]
         if last > 1:
-            found["all but one group"] = [(str(g), r) for g in range(1, last + 1) for r in every]
+            found["all but one"] = [(str(g), r) for g in range(1, last + 1) for r in every]
         return found
 
 
@@ -136,7 +136,7 @@ def _placed(layout: Layout, called: str, phase: str, fault: dict[str, Any]) -> l
 
 def _drains(layout: Layout) -> Iterator[Case]:
     for place, groups in layout.places(whole_groups=True).items():
-        if not (place == "1 rank" and layout.ranks > 1):  # only a group can be drained
+        if place != "1 rank":  # only a group can be drained
             names = tuple(group for group, _ in groups)
             entries = tuple({"kind": "drain", "group": name} for name in names)
             yield Case("drain", "vote", place, entries, leaves=names)
