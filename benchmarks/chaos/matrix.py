@@ -52,6 +52,7 @@ def _run(result: Result, suite: Suite, cases: list[Case], directory: Path, say: 
                 else:
                     job.bring_back(case)
                     job.settle(f"the whole job is at work after {case.name}")
+                    done[-1].over = time.time()
             result.problems += _ended_wrongly(job, suite)
     except ChaosError as error:
         result.problems.append(f"{result.layout.name} {suite.name}: {error}")

@@ -7,6 +7,7 @@ commit*: the last of them has committed a step after it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from fft.audit import audit_dir, read_trace, trace_files
 Who = tuple[str, int, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Done:
     """A case that was carried out."""
 
@@ -29,6 +30,8 @@ class Done:
     """Of its faults in the traces; empty: ``began`` is when it was asked for."""
     began: float
     """Wall clock, s."""
+    over: float = math.inf
+    """When the whole job was at work again."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,10 @@ def rows(layout: str, suite: Suite, done: list[Done], directory: Path) -> list[R
     """A row for each case of a job that has ended."""
     _, audit = judged(directory, suite.allowed)
     lines = read_lines(directory)
-    starts = [_start(lines, one) for one in done]
-    ends = [*starts[1:], float("inf")]
     found = []
-    for one, start, end in zip(done, starts, ends, strict=True):
-        window = [r for r in lines if start <= r["wall"] < end]
+    for one in done:
+        start = _start(lines, one)
+        window = [line for line in lines if start <= line["wall"] < one.over]
         found.append(_row(layout, one.case, lines, window, start, audit))
     return found
 
