@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -84,6 +85,7 @@ def run_random(layout: Layout, args: argparse.Namespace, traces: Path, console: 
 def main() -> None:
     """Run and say."""
     args, console = arguments(), Console(soft_wrap=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the job that runs
     root = args.traces or Path(tempfile.mkdtemp(prefix="fft-chaos-"))
     good = True
     for name in args.layout or LAYOUTS:

@@ -23,8 +23,9 @@ from fft.operate.desk import Desk
 from fft.progress import TraceTail
 
 WORKER = Path(__file__).with_name("worker.py")
-SETTLED = 4
-"""Commits of a whole job before it is broken (again); a monitor's threshold needs three."""
+SETTLED = 12
+"""Commits of a whole job before it is broken (again). A monitor that has just been started needs to
+have seen three of them, and until then waits for `hang_limit`, ten minutes."""
 LEAD = 5
 """Steps from the command to the fault: all who are concerned have heard it."""
 POLL_S = 0.02
