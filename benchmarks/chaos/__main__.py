@@ -84,7 +84,9 @@ def run_random(layout: Layout, args: argparse.Namespace, traces: Path, console: 
 
 def main() -> None:
     """Run and say."""
-    args, console = arguments(), Console(soft_wrap=True)
+    args, console = arguments(), Console()
+    if not console.is_terminal:  # a pipe has no width
+        console.width = 150
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the job that runs
     root = args.traces or Path(tempfile.mkdtemp(prefix="fft-chaos-"))
     good = True

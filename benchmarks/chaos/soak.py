@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.cases import Layout
-from benchmarks.chaos.job import SETTLED, START_S, WORKER, ChaosError, Job
+from benchmarks.chaos.job import START_S, WORKER, ChaosError, Job
 from benchmarks.chaos.matrix import Say
 from benchmarks.chaos.measure import median_step_ms, read_lines
 from benchmarks.chaos.samples import Sampler, Series
@@ -36,6 +36,8 @@ DEADLY = frozenset({"kill", "stop"})
 TIMEOUTS = ("hang_grace=3",)
 """So that who is stopped for 5 s is ended by its monitor, and not waited for."""
 _TICK_S = 0.1
+_APART = 10
+"""Steps from one fault that may end a process to the next; it has begun by then, or is over."""
 
 
 @dataclass
@@ -136,7 +138,7 @@ class _Driver:
     def _inject(self, fault: AnyFault) -> None:
         soak, job = self._soak, self._job
         if fault.kind in DEADLY:
-            self._safe_from = job.tail.poll().step + 2 * SETTLED
+            self._safe_from = job.tail.poll().step + _APART
         state = job.desk.job()
         if getattr(fault, "group", None) not in state.groups:
             soak.missed += 1
