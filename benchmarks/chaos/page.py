@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -27,6 +28,7 @@ HEADINGS = (
     "audit",
 )  # fmt: skip
 _NOTICED = 90
+_THRESHOLD = re.compile(r"hangs: .*\(threshold (\d+\.\d+) s")
 
 
 def machine(load_before: float) -> str:
@@ -53,12 +55,21 @@ def _summary(kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
         kind,
         str(len(rows)),
         ms(lambda row: row.heard_ms),
-        TARGETS.get(kind, ""),
+        TARGETS.get(kind, "") + _beyond(rows),
         ms(lambda row: row.rolled_back_ms),
         ms(lambda row: row.next_commit_ms),
         str(max(row.bytes_healed for row in rows)),
         "; ".join(sorted({row.audit for row in rows})),
     )
+
+
+def _beyond(rows: Iterable[Row]) -> str:
+    """How long after the threshold hangs were heard of, where a monitor said which it was."""
+    found = ((row.heard_ms, _THRESHOLD.search(row.noticed)) for row in rows)
+    over = [heard - float(m[1]) * 1e3 for heard, m in found if heard is not None and m is not None]
+    if not over:
+        return ""
+    return f"; was threshold + {statistics.median(over):.0f} / {max(over):.0f} ({len(over)} cases)"
 
 
 def matrix_table(result: Result) -> Table:
