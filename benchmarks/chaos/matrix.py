@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.cases import PACE_S, Case, Layout, Suite, suites
 from benchmarks.chaos.job import ENDED_S, RECOVERED_S, START_S, ChaosError, Job, fault_names
-from benchmarks.chaos.measure import Done, Row, median_step_ms, read_lines, rows
+from benchmarks.chaos.measure import Done, Row, judged, median_step_ms, read_lines, rows
+from fft.errors import FftError
 
 Say = Callable[[str], None]
 
@@ -39,6 +41,7 @@ def run(layout: Layout, directory: Path, wanted: Callable[[Case], bool], say: Sa
 
 def _run(result: Result, suite: Suite, cases: list[Case], directory: Path, say: Say) -> None:
     done: list[Done] = []
+    name, traces = f"{result.layout.name} {suite.name}", directory / "traces"
     limit = START_S + RECOVERED_S * (1 + len(cases))
     try:
         with Job(result.layout, directory, PACE_S, suite.timeouts, limit) as job:
@@ -46,35 +49,32 @@ def _run(result: Result, suite: Suite, cases: list[Case], directory: Path, say: 
             for number, case in enumerate(cases):
                 say(f"{result.layout.name} {case.name}")
                 done.append(Done(case, fault_names(case, number), time.time()))
-                job.commit(case, done[-1].names)
-                if suite.ends:
-                    job.process.wait(ENDED_S)
-                else:
-                    job.bring_back(case)
-                    job.settle(f"the whole job is at work after {case.name}")
-                    done[-1].over = time.time()
-            result.problems += _ended_wrongly(job, suite)
-    except ChaosError as error:
-        result.problems.append(f"{result.layout.name} {suite.name}: {error}")
-    if list((directory / "traces").glob("*.jsonl")):
-        found = rows(result.layout.name, suite, done, directory / "traces")
-        result.rows += found
-        result.steps_ms[suite.name] = median_step_ms(
-            read_lines(directory / "traces"), result.layout.groups
-        )
-        result.problems += _violations(result.layout.name, found, suite)
+                _carry_out(job, suite, done[-1])
+        result.problems += [f"{name}: {text}" for text in _ended_wrongly(job, suite)]
+    except (ChaosError, FftError, subprocess.TimeoutExpired) as error:
+        result.problems.append(f"{name}: {error}")
+    if not list(traces.glob("*.jsonl")):
+        return
+    audit, lines = judged(traces, suite.allowed), read_lines(traces)
+    if audit.startswith("VIOLATED"):
+        result.problems.append(f"{name}: {audit}")
+    result.rows += rows(result.layout.name, done, lines, audit)
+    result.steps_ms[suite.name] = median_step_ms(lines, result.layout.groups)
 
 
-def _violations(layout: str, found: Iterable[Row], suite: Suite) -> list[str]:
-    audits = {row.audit for row in found if row.audit.startswith("VIOLATED")}
-    return [f"{layout} {suite.name}: {text}" for text in sorted(audits)]
+def _carry_out(job: Job, suite: Suite, one: Done) -> None:
+    job.commit(one.case, one.names)
+    if suite.ends:
+        job.process.wait(ENDED_S)
+        return
+    job.bring_back(one.case)
+    job.settle(f"the whole job is at work after {one.case.name}")
+    one.over = time.time()
 
 
-def _ended_wrongly(job: Job, suite: Suite) -> list[str]:
-    """A job that is to end by design must say so."""
-    if not suite.ends:
-        return []
+def _ended_wrongly(job: Job, suite: Suite) -> Iterator[str]:
+    """A job ends well when it is drained; one that is to end by design must say so."""
     code, said = job.process.returncode, job.said()
-    if code == 1 and "the bus was restarted, and has forgotten the job" in said:
-        return []
-    return [f"{job.layout.name} {suite.name}: it ended with {code}, and said {said[-500:]!r}"]
+    is_told = "the bus was restarted, and has forgotten the job" in said
+    if (suite.ends and not (code == 1 and is_told)) or (not suite.ends and code != 0):
+        yield f"it ended with {code}, and said {said[-500:]!r}"

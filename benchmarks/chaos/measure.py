@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.cases import Case, Suite
+from benchmarks.chaos.cases import Case
 from fft.audit import audit_dir, read_trace, trace_files
 
 Who = tuple[str, int, int]
@@ -69,14 +69,13 @@ def read_lines(
     return sorted(lines, key=lambda line: line["wall"])
 
 
-def judged(directory: Path, allowed: Iterable[str]) -> tuple[bool, str]:
-    """The audit: whether nothing was found but what is ``allowed``, and what to call that."""
+def judged(directory: Path, allowed: Iterable[str]) -> str:
+    """The audit: ``clean``, or what was found, beginning with VIOLATED if it is not ``allowed``."""
     findings = [f for f in audit_dir(directory).findings if f.violation is not None]
     broken = {f.name: f"{f.name}: {f.violation} ({f.place})" for f in findings}
-    bad = [text for name, text in broken.items() if name not in set(allowed)]
-    if bad:
-        return False, "VIOLATED: " + "; ".join(bad)
-    return True, f"by design: {', '.join(sorted(broken))}" if broken else "clean"
+    if bad := [text for name, text in broken.items() if name not in set(allowed)]:
+        return "VIOLATED: " + "; ".join(bad)
+    return f"by design: {', '.join(sorted(broken))}" if broken else "clean"
 
 
 def median_step_ms(lines: list[dict[str, Any]], groups: int) -> float:
@@ -90,16 +89,49 @@ def median_step_ms(lines: list[dict[str, Any]], groups: int) -> float:
     return statistics.median(steps) if steps else float("nan")
 
 
-def rows(layout: str, suite: Suite, done: list[Done], directory: Path) -> list[Row]:
-    """A row for each case of a job that has ended."""
-    _, audit = judged(directory, suite.allowed)
-    lines = read_lines(directory)
-    found = []
+def rows(
+    layout: str, done: Iterable[Done], lines: list[dict[str, Any]], audit: str
+) -> Iterator[Row]:
+    """A row for each case of a job that has ended, with all its ``lines``."""
     for one in done:
         start = _start(lines, one)
         window = [line for line in lines if start <= line["wall"] < one.over]
-        found.append(_row(layout, one.case, lines, window, start, audit))
-    return found
+        epoch = max((r["epoch"] for r in lines if r["wall"] < start and "epoch" in r), default=0)
+        inside = {_who(line) for line in lines if line.get("epoch") == epoch}
+        yield _row(layout, one.case, _Window(window, start, epoch, inside), audit)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What was traced from the fault of a case until its job was whole again."""
+
+    lines: list[dict[str, Any]]
+    start: float
+    epoch: int
+    """In which it met the job."""
+    inside: set[Who]
+
+    def ends(self) -> list[dict[str, Any]]:
+        """Records that ended an epoch, in order."""
+        found = {e["record"]["n"]: e["record"] for r in self.lines if "record" in (e := _event(r))}
+        return [
+            record
+            for _, record in sorted(found.items())
+            if record["epoch"] >= self.epoch and (record["kind"] == "abort" or record["change"])
+        ]
+
+    def firsts(self, mark: Callable[[dict[str, Any]], bool]) -> dict[Who, float]:
+        """When each who was in the epoch first wrote a line with that mark."""
+        found: dict[Who, float] = {}
+        for line in self.lines:
+            if _who(line) in self.inside and mark(line):
+                found.setdefault(_who(line), line["wall"])
+        return found
+
+    def last_ms(self, found: dict[Who, float], lived_on: Iterable[Who]) -> float | None:
+        """The last of those who lived on (of all, if nobody did), in ms from the fault."""
+        walls = [found[who] for who in lived_on if who in found] or list(found.values())
+        return (max(walls) - self.start) * 1e3 if walls else None
 
 
 def _start(lines: list[dict[str, Any]], one: Done) -> float:
@@ -117,57 +149,32 @@ def _who(line: dict[str, Any]) -> Who:
     return line["group"], line["rank"], line["inc"]
 
 
-def _last(found: dict[Who, float], start: float) -> float | None:
-    return (max(found.values()) - start) * 1e3 if found else None
-
-
-def _of(found: dict[Who, float], commits: dict[Who, float]) -> dict[Who, float]:
-    """Of those who lived on; of all, if nobody did."""
-    return {who: wall for who, wall in found.items() if who in commits} or found
-
-
-def _row(
-    layout: str,
-    case: Case,
-    lines: list[dict[str, Any]],
-    window: list[dict[str, Any]],
-    start: float,
-    audit: str,
-) -> Row:
-    before = max((r["epoch"] for r in lines if r["wall"] < start and "epoch" in r), default=0)
-    inside = {_who(r) for r in lines if r.get("epoch") == before}
-    records = {e["record"]["n"]: e["record"] for r in window if "record" in (e := _event(r))}
-    ends = [
-        record
-        for _, record in sorted(records.items())
-        if record["epoch"] >= before and (record["kind"] == "abort" or record["change"])
-    ]
+def _row(layout: str, case: Case, window: _Window, audit: str) -> Row:
+    ends = window.ends()
     end = ends[0] if ends else None
+    at = next((line["step"] for line in window.lines if "step" in line), 0)
+    step = end["step"] if end else at
+    commits = window.firsts(lambda r: r.get("on") == "applied" and r["step"] > step)
     heard: dict[Who, float] = {}
     restored: dict[Who, float] = {}
-    commits: dict[Who, float] = {}
-    step = end["step"] if end else max((r["step"] for r in window[:1] if "step" in r), default=0)
-    for r in window:
-        event, who = _event(r), _who(r)
-        if who not in inside:
-            continue
-        if end and event.get("record", {}).get("n", -1) >= end["n"]:
-            heard.setdefault(who, r["wall"])
-        if end and event.get("type") == "restored" and event["token"] == [end["epoch"], end["txn"]]:
-            restored.setdefault(who, r["wall"])
-        if event.get("type") == "applied" and r["step"] > step:
-            commits.setdefault(who, r["wall"])
+    if end is not None:
+        n, token = end["n"], [end["epoch"], end["txn"]]
+        heard = window.firsts(lambda r: _event(r).get("record", {}).get("n", -1) >= n)
+        restored = window.firsts(
+            lambda r: r.get("on") == "restored" and _event(r)["token"] == token
+        )
+    healed = [_event(r)["bytes"] for r in window.lines if _event(r).get("type") == "healed"]
     return Row(
         layout=layout,
         kind=case.kind,
         phase=case.phase,
         place=case.place,
         noticed=_noticed(end),
-        heard_ms=_last(_of(heard, commits), start),
-        rolled_back_ms=_last(_of(restored, commits), start),
-        next_commit_ms=_last(commits, start),
+        heard_ms=window.last_ms(heard, commits),
+        rolled_back_ms=window.last_ms(restored, commits),
+        next_commit_ms=window.last_ms(commits, commits),
         attempts_lost=sum(record["kind"] == "abort" for record in ends),
-        bytes_healed=sum(_event(r)["bytes"] for r in window if _event(r).get("type") == "healed"),
+        bytes_healed=sum(healed),
         audit=audit,
     )
 

@@ -8,6 +8,7 @@ an epoch that is just being formed.
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from benchmarks.chaos.matrix import Say
 from benchmarks.chaos.measure import median_step_ms, read_lines
 from benchmarks.chaos.samples import Sampler, Series
 from fft.audit import audit_dir
-from fft.bus import BusError
+from fft.errors import FftError
 from fft.faults import AnyFault, FaultPlan
 from fft.operate import injecting
 from fft.operate.desk import OperatorError
@@ -95,7 +96,7 @@ def run(layout: Layout, directory: Path, seconds: float, seed: int, say: Say) ->
         if job.process.returncode != 0:
             code, said = job.process.returncode, job.said()[-800:]
             soak.problems.append(f"fft run ended with {code}: {said}")
-    except ChaosError as error:
+    except (ChaosError, FftError, subprocess.TimeoutExpired) as error:
         soak.problems.append(str(error))
     _judge(soak, directory / "traces")
     return soak
@@ -151,10 +152,7 @@ class _Driver:
 
     def _sample(self) -> None:
         self._job.tail.poll()
-        try:
-            keys = self._job.desk.bus.key_count()
-        except BusError as error:
-            raise ChaosError(f"the bus could not be asked: {error}") from error
+        keys = self._job.desk.bus.key_count()
         self._sampler.sample(time.time(), keys)
 
 
