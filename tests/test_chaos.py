@@ -20,9 +20,13 @@ def test_every_kind_is_there_at_every_phase_that_it_has(layout: Layout) -> None:
     expected = {
         (kind, phase)
         for kind, model in MODELS.items()
-        for phase in (PHASES if "phase" in model.model_fields else (None,))
+        for phase in (layout.phases if "phase" in model.model_fields else (None,))
     }
     assert entry_kinds(layout) == expected
+
+
+def test_all_phases_are_met_by_some_layout() -> None:
+    assert {phase for layout in LAYOUTS.values() for phase in layout.phases} == set(PHASES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

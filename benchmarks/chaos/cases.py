@@ -39,6 +39,11 @@ class Layout:
         ranks = f"{self.ranks} FSDP2 ranks" if self.ranks > 1 else "1 rank"
         return f"{self.groups} groups × {ranks}"
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Those that its steps have: a model without FSDP2 waits for no single reduction."""
+        return tuple(p for p in PHASES if self.ranks > 1 or p != "after_allreduce")
+
     def places(self, whole_groups: bool) -> dict[str, list[tuple[str, int | None]]]:
         """(group, rank) of each place; rank None: the fault is the group's. Group 0 stays."""
         last = self.groups - 1
@@ -123,7 +128,7 @@ def suites(layout: Layout) -> list[Suite]:
 
 
 def _by_phase(layout: Layout, kind: str, called: str = "", **fields: Any) -> Iterator[Case]:
-    for phase in PHASES:
+    for phase in layout.phases:
         yield from _placed(layout, called or kind, phase, {"kind": kind, "phase": phase, **fields})
 
 
