@@ -13,16 +13,20 @@ TRACES := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 SEEDS ?= 2000
+CHAOS_SEED ?= 1
+CHAOS_SECONDS ?= 3600
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo test check prove clean
+.PHONY: help setup demo test check prove chaos chaos-long clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make test    run the tests"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
+	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
+	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"
 
@@ -61,6 +65,16 @@ prove: setup
 	@code=0; $(BIN)/fft check plain_votes --property agreement --scope messages || code=$$?; test $$code = 1
 	$(BIN)/fft mutants
 	$(BIN)/fft simulate --seeds $(SEEDS) --first $$(date +%y%m%d%H%M)0
+
+# Both parts are run even if the first finds something. The page is written in either case.
+chaos: setup
+	@failed=0; \
+	$(BIN)/python -m benchmarks.chaos matrix --write || failed=1; \
+	$(BIN)/python -m benchmarks.chaos random --seconds 60 --seed $(CHAOS_SEED) --write || failed=1; \
+	echo "report: docs/chaos.md"; exit $$failed
+
+chaos-long: setup
+	$(BIN)/python -m benchmarks.chaos random --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --write
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs

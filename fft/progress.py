@@ -85,20 +85,32 @@ class TraceTail:
         self._directory = directory
         self._files: dict[str, tuple[IO[bytes], re.Match[str]]] = {}
         self._rest: dict[str, bytes] = {}
+        self._through: set[str] = set()
+        """Files of processes that were started again since: read to the end, and closed."""
 
     def poll(self) -> JobView:
         """Read every line completed since the last call and return the updated view."""
         for path in sorted(self._directory.glob("*.jsonl")):
             name = path.name
-            if name not in self._files and (match := _FILE.fullmatch(name)):
+            is_new = name not in self._files and name not in self._through
+            if is_new and (match := _FILE.fullmatch(name)):
                 self._files[name] = (path.open("rb"), match)
                 self._rest[name] = b""
-        for name, (file, match) in self._files.items():
+        for name, (file, match) in list(self._files.items()):
+            key, inc = (match["group"], int(match["rank"])), int(match["inc"])
+            is_over = (newest := self.view.ranks.get(key)) is not None and newest.inc > inc
             *lines, self._rest[name] = (self._rest[name] + file.read()).split(b"\n")
-            key = (match["group"], int(match["rank"]))
             for line in lines:
-                self._take(key, int(match["inc"]), line)
+                self._take(key, inc, line)
+            if is_over:  # else a job that starts processes for long holds a descriptor for each
+                self._let_go(name)
         return self.view
+
+    def _let_go(self, name: str) -> None:
+        file, _ = self._files.pop(name)
+        file.close()
+        del self._rest[name]
+        self._through.add(name)
 
     def close(self) -> None:
         """Close all files."""

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -79,6 +80,26 @@ def test_a_newer_incarnation_takes_the_place_of_the_older(tmp_path: Path) -> Non
         file.write(moved("COMMIT", step=9, epoch=5))
     assert tail.poll().committed_since("0", before)
     tail.close()
+
+
+def test_the_files_of_processes_that_were_started_again_are_closed(tmp_path: Path) -> None:
+    def held() -> set[str]:
+        paths = [Path(file.path) for file in psutil.Process().open_files()]
+        return {path.name for path in paths if path.parent == tmp_path}
+
+    tail = TraceTail(tmp_path)
+    fault = line(kind="note", note="inject", data={"name": "x", "kind": "kill"}, step=3, epoch=2)
+    for inc in range(1, 6):
+        (tmp_path / f"g0r0i{inc}.jsonl").write_bytes(moved("COMMIT", step=inc, epoch=inc))
+        tail.poll()
+        if inc == 3:  # its last line comes when the next one has begun
+            with (tmp_path / "g0r0i2.jsonl").open("ab") as file:
+                file.write(fault)
+    view = tail.poll()
+    assert held() == {"g0r0i5.jsonl"}
+    assert view.injected["x"].kind == "kill" and view.ranks["0", 0].inc == 5
+    tail.close()
+    assert held() == set()
 
 
 @pytest.mark.parametrize("junk", [b"{\n", b"[1]\n", b'"x"\n', b"\xff\n", b"\n", b'{"step": "a"}\n'])

@@ -1,0 +1,192 @@
+"""A running job and a hand on it: `fft run` as a child, its bus, and what its traces say so far.
+
+Starts one `fft run` and ends it. Sets FFT_TOKEN_FILE in this process while it opens the bus.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.chaos.cases import Case, Layout
+from fft.faults import FaultPlan
+from fft.operate import injecting, leaving
+from fft.operate.desk import Desk
+from fft.progress import TraceTail
+
+WORKER = Path(__file__).with_name("worker.py")
+SETTLED = 12
+"""Commits of a whole job before it is broken (again). A monitor that has just been started needs to
+have seen three of them, and until then waits for `hang_limit`, ten minutes."""
+LEAD = 5
+"""Steps from the command to the fault: all who are concerned have heard it."""
+POLL_S = 0.02
+START_S = 240.0
+RECOVERED_S = 180.0
+ENDED_S = 120.0
+_AT_WORK = frozenset({"NORMAL", "PREPARED", "COMMIT"})
+_REACH = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
+
+
+def fault_names(case: Case, number: int) -> list[str]:
+    """What the faults of the job's ``number``-th case are called in its traces."""
+    return [f"case-{number}-{i}" for i in range(len(case.entries))]
+
+
+class ChaosError(Exception):
+    """The job did not do what every job must: says what was waited for, and where to look."""
+
+
+class Job:
+    """One job, until the block is left; then it is drained, or killed if it does not heed."""
+
+    def __init__(
+        self, layout: Layout, directory: Path, pace: float, timeouts: Sequence[str], limit_s: float
+    ) -> None:
+        """``pace``: of a step, in seconds; the job is killed after ``limit_s``."""
+        self.layout, self.traces = layout, directory / "traces"
+        self._said = directory / "run.log"
+        self.traces.mkdir(parents=True)
+        command = [sys.executable, "-m", "fft.cli", "run", "--injectable", "--no-progress"]
+        command += ["--groups", str(layout.groups), "--ranks", str(layout.ranks)]
+        command += ["--max-restarts", "100", "--timeout", str(limit_s)]
+        command += ["--trace-dir", str(self.traces), str(WORKER), str(pace), *timeouts]
+        with self._said.open("w") as said:
+            self.process = subprocess.Popen(command, stdout=said, stderr=said)
+        self.tail = TraceTail(self.traces)
+        try:
+            self.until(lambda: _REACH.search(self.said()) is not None, "the bus", START_S)
+            self.desk = self._open()
+        except BaseException:
+            self._end()
+            raise
+
+    def _open(self) -> Desk:
+        found = _REACH.search(self.said())
+        assert found is not None
+        url, token = found.groups()
+        os.environ["FFT_TOKEN_FILE"] = token
+        try:
+            return Desk(url)
+        finally:
+            del os.environ["FFT_TOKEN_FILE"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.desk.bus.close()
+        self._end()
+
+    def _end(self) -> None:
+        """Drain the job; `fft run` kills its children if they do not heed, we only `fft run`."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(ENDED_S)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()  # the second one kills all ranks
+            self.process.wait(ENDED_S)
+        finally:
+            self.tail.close()
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+
+    def said(self) -> str:
+        """What `fft run` has written."""
+        return self._said.read_text(errors="replace")
+
+    def until(self, holds: Callable[[], bool], what: str, within: float) -> None:
+        """Look again and again: traces have nothing to wait on. Raises ChaosError."""
+        deadline = time.monotonic() + within
+        while not holds():
+            if self.process.poll() is not None:
+                raise ChaosError(f"the job ended before {what}: {self.said()[-2000:]}")
+            if time.monotonic() > deadline:
+                raise ChaosError(f"not within {within:g} s: {what}; see {self.traces}")
+            time.sleep(POLL_S)
+
+    # --- what it is doing ---
+
+    def whole_epoch(self) -> int | None:
+        """The epoch that all ranks of all groups are at work in, if there is one."""
+        view, groups = self.tail.poll(), [str(g) for g in range(self.layout.groups)]
+        ranks = [rank for group in groups for rank in view.of(group)]
+        together = (
+            len(ranks) == self.layout.groups * self.layout.ranks
+            and len({rank.epoch for rank in ranks}) == 1
+            and all(r.state in _AT_WORK and r.members == tuple(groups) for r in ranks)
+        )
+        return ranks[0].epoch if together else None
+
+    def settle(self, what: str, within: float = RECOVERED_S) -> None:
+        """Wait until the whole job has committed some steps in one epoch, from now on."""
+        epoch, goal = None, 0
+
+        def settled() -> bool:
+            nonlocal epoch, goal
+            now, step = self.whole_epoch(), self.tail.view.step
+            if now is None or now != epoch:
+                epoch, goal = now, step + SETTLED
+            return epoch is not None and step >= goal
+
+        self.until(settled, what, within)
+
+    # --- breaking it ---
+
+    def commit(self, case: Case, names: Sequence[str]) -> None:
+        """Carry out a case, its faults under ``names``, and wait until it has happened."""
+        for place in case.evict:
+            leaving.evict(self.desk, place, restart=True, grace=5, on_accepted=lambda _: None)
+        if not case.entries:
+            return
+        step = self.tail.poll().step + LEAD
+        entries = [
+            {"name": name, "step": step, **entry}
+            for name, entry in zip(names, case.entries, strict=True)
+        ]
+        before = self._incarnations()
+        state = self.desk.job()
+        said = injecting.send(self.desk, state, FaultPlan.model_validate({"faults": entries}))
+        answers = "; ".join(one.text for one in said)
+        if all("group" in entry for entry in entries):  # else it is the supervisor's
+            self.until(
+                lambda: self._happened(entries, before), f"{case.name} ({answers})", RECOVERED_S
+            )
+
+    def bring_back(self, case: Case) -> None:
+        """Start the groups that a case made leave, once their processes have ended."""
+        for group in case.leaves:
+            ended = partial(self._has_ended, group)
+            self.until(ended, f"group {group} leaves", RECOVERED_S)
+            leaving.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
+
+    def _has_ended(self, group: str) -> bool:
+        return all(rank.state == "EXIT" for rank in self.tail.poll().of(group))
+
+    def _incarnations(self) -> dict[tuple[str, int], int]:
+        return {place: rank.inc for place, rank in self.tail.view.ranks.items()}
+
+    def _happened(self, entries: list[dict[str, Any]], before: dict[tuple[str, int], int]) -> bool:
+        """Each fault has fired, or the process that was to do it has ended by another's."""
+        view = self.tail.poll()
+
+        def over(entry: dict[str, Any]) -> bool:
+            place = (entry["group"], entry.get("rank") or 0)
+            return entry["name"] in view.injected or view.ranks[place].inc != before[place]
+
+        return all(map(over, entries)) and any(e["name"] in view.injected for e in entries)

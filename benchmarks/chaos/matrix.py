@@ -1,0 +1,80 @@
+"""Runs the fault matrix: one job for each suite of a layout, one case after the other in it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos.cases import PACE_S, Case, Layout, Suite, suites
+from benchmarks.chaos.job import ENDED_S, RECOVERED_S, START_S, ChaosError, Job, fault_names
+from benchmarks.chaos.measure import Done, Row, judged, median_step_ms, read_lines, rows
+from fft.errors import FftError
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Result:
+    """Of one layout."""
+
+    layout: Layout
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What no job may do; empty, if all is well."""
+    steps_ms: dict[str, float] = field(default_factory=dict)
+    """Median step by suite."""
+    took_s: float = 0.0
+
+
+def run(layout: Layout, directory: Path, wanted: Callable[[Case], bool], say: Say) -> Result:
+    """Every wanted case; traces stay under ``directory``."""
+    result, began = Result(layout), time.monotonic()
+    for suite in suites(layout):
+        if cases := [case for case in suite.cases if wanted(case)]:
+            _run(result, suite, cases, directory / suite.name.replace(" ", "-"), say)
+    result.took_s = time.monotonic() - began
+    return result
+
+
+def _run(result: Result, suite: Suite, cases: list[Case], directory: Path, say: Say) -> None:
+    done: list[Done] = []
+    name, traces = f"{result.layout.name} {suite.name}", directory / "traces"
+    limit = START_S + RECOVERED_S * (1 + len(cases))
+    try:
+        with Job(result.layout, directory, PACE_S, suite.timeouts, limit) as job:
+            job.settle("the whole job is at work", START_S)
+            for number, case in enumerate(cases):
+                say(f"{result.layout.name} {case.name}")
+                done.append(Done(case, fault_names(case, number), time.time()))
+                _carry_out(job, suite, done[-1])
+        result.problems += [f"{name}: {text}" for text in _ended_wrongly(job, suite)]
+    except (ChaosError, FftError, subprocess.TimeoutExpired) as error:
+        result.problems.append(f"{name}: {error}")
+    if not list(traces.glob("*.jsonl")):
+        return
+    audit, lines = judged(traces, suite.allowed), read_lines(traces)
+    if audit.startswith("VIOLATED"):
+        result.problems.append(f"{name}: {audit}")
+    result.rows += rows(result.layout.name, done, lines, audit)
+    result.steps_ms[suite.name] = median_step_ms(lines, result.layout.groups)
+
+
+def _carry_out(job: Job, suite: Suite, one: Done) -> None:
+    job.commit(one.case, one.names)
+    if suite.ends:
+        job.process.wait(ENDED_S)
+        return
+    job.bring_back(one.case)
+    job.settle(f"the whole job is at work after {one.case.name}")
+    one.over = time.time()
+
+
+def _ended_wrongly(job: Job, suite: Suite) -> Iterator[str]:
+    """A job ends well when it is drained; one that is to end by design must say so."""
+    code, said = job.process.returncode, job.said()
+    is_told = "the bus was restarted, and has forgotten the job" in said
+    if (suite.ends and not (code == 1 and is_told)) or (not suite.ends and code != 0):
+        yield f"it ended with {code}, and said {said[-500:]!r}"

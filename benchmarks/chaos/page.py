@@ -1,0 +1,180 @@
+"""Tables for the terminal, and docs/chaos.md: each run fills in its own part of the page.
+
+Reads and writes that page only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.chaos.matrix import Result
+from benchmarks.chaos.measure import Row
+from benchmarks.chaos.samples import UNITS
+from benchmarks.chaos.soak import HUNG_S, Soak
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "chaos.md"
+TARGETS = {"exception": "≤ 20", "one_sided": "≤ 20", "kill": "≤ 20", "hang": "≤ threshold + 50"}
+"""Of the time until all have heard, in ms."""
+HEADINGS = (
+    "kind", "cases", "heard by all", "target", "rolled back", "next commit", "bytes healed",
+    "audit",
+)  # fmt: skip
+_NOTICED = 90
+_THRESHOLD = re.compile(r"hangs: .*\(threshold (\d+\.\d+) s")
+
+
+def machine(load_before: float) -> str:
+    """Of this machine, now; its load as it was before the run."""
+    return (
+        f"{datetime.now():%Y-%m-%d %H:%M}, {os.cpu_count()} cores, {platform.machine()}, Python "
+        f"{platform.python_version()}; load average before the run {load_before:.1f}"
+    )
+
+
+def summary(result: Result) -> list[tuple[str, ...]]:
+    """A row a kind; times in ms as median / maximum."""
+    kinds = dict.fromkeys(row.kind for row in result.rows)
+    return [_summary(kind, [r for r in result.rows if r.kind == kind]) for kind in kinds]
+
+
+def _summary(kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    def ms(value: Callable[[Row], float | None]) -> str:
+        values = [v for row in rows if (v := value(row)) is not None]
+        few = f" ({len(values)} of {len(rows)})" if 0 < len(values) < len(rows) else ""
+        return f"{statistics.median(values):.0f} / {max(values):.0f}{few}" if values else "-"
+
+    return (
+        kind,
+        str(len(rows)),
+        ms(lambda row: row.heard_ms),
+        TARGETS.get(kind, "") + _beyond(rows),
+        ms(lambda row: row.rolled_back_ms),
+        ms(lambda row: row.next_commit_ms),
+        str(max(row.bytes_healed for row in rows)),
+        "; ".join(sorted({row.audit for row in rows})),
+    )
+
+
+def _beyond(rows: Iterable[Row]) -> str:
+    """How long after the threshold hangs were heard of, where a monitor said which it was."""
+    found = ((row.heard_ms, _THRESHOLD.search(row.noticed)) for row in rows)
+    over = [heard - float(m[1]) * 1e3 for heard, m in found if heard is not None and m is not None]
+    if not over:
+        return ""
+    return f"; was threshold + {statistics.median(over):.0f} / {max(over):.0f} ({len(over)} cases)"
+
+
+def matrix_table(result: Result) -> Table:
+    """The summary, for the terminal."""
+    table = Table(title=f"{result.layout.title}: ms, median / maximum")
+    for heading in HEADINGS:
+        table.add_column(heading, overflow="fold")
+    for row in summary(result):
+        table.add_row(*row)
+    return table
+
+
+def soak_lines(soak: Soak) -> list[str]:
+    """A random run in lines of markdown."""
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(soak.faults.items()))
+    checks = soak.checks.get("agreement", 0), soak.checks.get("replicas_equal", 0)
+    divergent = sum(text.startswith("replicas_equal") for text in soak.splits)
+    return [
+        f"- {soak.seconds:.0f} s, seed {soak.seed}: {sum(soak.faults.values())} faults ({kinds}); "
+        f"{soak.missed} more were drawn for a group that was away just then.",
+        f"- {soak.commits} commits, {soak.aborts} rollbacks, {soak.epochs} epochs in "
+        f"{soak.wall_s:.0f} s; clean step {soak.clean_step_ms:.0f} ms; **goodput "
+        f"{soak.goodput:.1%}**.",
+        f"- Violations found by the audit: {len(soak.splits)}, divergent checksums: {divergent} "
+        f"({checks[0]} and {checks[1]} checks of agreement and of equal replicas).",
+        f"- Longest time between two commits {soak.longest_gap_s:.1f} s; hangs (more than "
+        f"{HUNG_S:.0f} s): {soak.hangs}.",
+        f"- Memory, descriptors, threads, bus keys: {'steady' if soak.steady else 'NOT STEADY'}.",
+        *(f"- **{text}**" for text in [*soak.splits, *soak.problems]),
+    ]
+
+
+def soak_table(soak: Soak) -> list[tuple[str, ...]]:
+    """What was sampled."""
+    return [
+        (
+            s.place,
+            UNITS[s.what],
+            *(f"{v:.0f}" for v in (s.first, s.last, s.low, s.high, s.early, s.late, s.bound)),
+            "steady" if s.steady else "GROWS",
+        )
+        for s in soak.series
+    ]
+
+
+SAMPLED = (
+    "of", "what", "first", "last", "min", "max", "first third", "last third", "bound", "verdict",
+)  # fmt: skip
+
+
+# --- the page ---------------------------------------------------------------------------
+
+
+def write_matrix(result: Result, load_before: float) -> None:
+    """The part of one layout."""
+    details = [
+        "layout,kind,phase,place,noticed by,heard by all ms,rolled back ms,next commit ms,"
+        "attempts lost,bytes healed",
+        *map(_csv, result.rows),
+    ]
+    steps = ", ".join(f"{name} {ms:.0f}" for name, ms in result.steps_ms.items())
+    _fill(
+        f"matrix-{result.layout.name}",
+        [
+            f"Measured {machine(load_before)}. {len(result.rows)} cases in {result.took_s:.0f} s; "
+            f"median step of the jobs in ms: {steps}.",
+            *(f"\n**{problem}**" for problem in result.problems),
+            "",
+            *_markdown(HEADINGS, summary(result)),
+            "",
+            f"<details><summary>All {len(result.rows)} cases</summary>",
+            "",
+            "```",
+            *details,
+            "```",
+            "",
+            "</details>",
+        ],
+    )
+
+
+def write_soak(soak: Soak, load_before: float) -> None:
+    """The part of the random run of one layout."""
+    lines = [f"Measured {machine(load_before)}.", "", *soak_lines(soak), ""]
+    _fill(f"random-{soak.layout.name}", [*lines, *_markdown(SAMPLED, soak_table(soak))])
+
+
+def _csv(row: Row) -> str:
+    times = (row.heard_ms, row.rolled_back_ms, row.next_commit_ms)
+    noticed = row.noticed[:_NOTICED].replace('"', "'")
+    cells = [row.layout, row.kind, row.phase, row.place, f'"{noticed}"']
+    cells += ["" if ms is None else f"{ms:.1f}" for ms in times]
+    return ",".join([*cells, str(row.attempts_lost), str(row.bytes_healed)])
+
+
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in rows]
+
+
+def _fill(name: str, lines: Iterable[str]) -> None:
+    """Put ``lines`` between the markers of ``name``."""
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{PAGE}: needs the markers {begin} and {end}, once each")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text("\n".join([head + begin, *lines, end + tail]), encoding="utf-8")

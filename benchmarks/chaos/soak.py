@@ -1,0 +1,187 @@
+"""A long random run: faults drawn from a seed, into one job, at any time; and what came of it.
+
+Faults that may end a process wait until every group is there and has the state: a job whose last
+group with the state is ended has nothing to go on with. All others come when they come, also into
+an epoch that is just being formed.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.cases import Layout
+from benchmarks.chaos.job import START_S, WORKER, ChaosError, Job
+from benchmarks.chaos.matrix import Say
+from benchmarks.chaos.measure import median_step_ms, read_lines
+from benchmarks.chaos.samples import Sampler, Series
+from fft.audit import audit_dir
+from fft.errors import FftError
+from fft.faults import AnyFault, FaultPlan
+from fft.operate import injecting
+from fft.operate.desk import OperatorError
+
+PACE_S = 0.2
+EVERY_S = 5.0
+"""Mean time from one fault to the next; the times are drawn from the seed too."""
+SAMPLE_S = 2.0
+HUNG_S = 30.0
+"""Without a commit for longer, the job counts as hung."""
+DEADLY = frozenset({"kill", "stop"})
+TIMEOUTS = ("hang_grace=3",)
+"""So that who is stopped for 5 s is ended by its monitor, and not waited for."""
+_TICK_S = 0.1
+_APART = 10
+"""Steps from one fault that may end a process to the next; it has begun by then, or is over."""
+
+
+@dataclass
+class Soak:
+    """What came of a run."""
+
+    layout: Layout
+    seed: int
+    seconds: float
+    faults: Counter[str] = field(default_factory=Counter)
+    """Fired, by kind."""
+    missed: int = 0
+    """Drawn for a place where nobody was just then."""
+    commits: int = 0
+    aborts: int = 0
+    epochs: int = 0
+    wall_s: float = 0.0
+    """From the first commit to the last."""
+    clean_step_ms: float = 0.0
+    longest_gap_s: float = 0.0
+    hangs: int = 0
+    splits: list[str] = field(default_factory=list)
+    """What the audit found violated."""
+    checks: dict[str, int] = field(default_factory=dict)
+    """How often the audit weighed each guarantee."""
+    series: list[Series] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def goodput(self) -> float:
+        """Committed steps x median clean step / wall: the share of the time that counted."""
+        return self.commits * self.clean_step_ms / 1e3 / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether nothing has grown beyond its bound."""
+        return all(series.steady for series in self.series)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it went as it must."""
+        return not (self.problems or self.splits or self.hangs) and self.steady
+
+
+def run(layout: Layout, directory: Path, seconds: float, seed: int, say: Say) -> Soak:
+    """Break a job at random for ``seconds``; traces stay under ``directory``."""
+    soak = Soak(layout, seed, seconds)
+    try:
+        with Job(layout, directory, PACE_S, TIMEOUTS, START_S * 3 + seconds) as job:
+            job.settle("the whole job is at work", START_S)
+            sampler = Sampler(job.process.pid, str(WORKER))
+            _Driver(job, soak, sampler, say).drive(seconds, seed)
+            job.settle("the whole job is at work after the last fault")
+            soak.series = sampler.series()
+        if job.process.returncode != 0:
+            code, said = job.process.returncode, job.said()[-800:]
+            soak.problems.append(f"fft run ended with {code}: {said}")
+    except (ChaosError, FftError, subprocess.TimeoutExpired) as error:
+        soak.problems.append(str(error))
+    _judge(soak, directory / "traces")
+    return soak
+
+
+class _Driver:
+    """Injects and samples, on the caller's thread, until the time is over."""
+
+    def __init__(self, job: Job, soak: Soak, sampler: Sampler, say: Say) -> None:
+        self._job, self._soak, self._sampler, self._say = job, soak, sampler, say
+        self._safe_from = 0
+        """The step from which a fault may end a process again."""
+
+    def drive(self, seconds: float, seed: int) -> None:
+        count = int(seconds / EVERY_S * 2) + 10
+        state = self._job.desk.job()
+        plan = injecting.drawn(state, "any", seed, count, 1, 0, {})
+        draw = random.Random(seed)
+        faults = iter(plan.faults)
+        began = now = time.monotonic()
+        fault, due = next(faults), began + draw.expovariate(1 / EVERY_S)
+        sample_at = began
+        while (now := time.monotonic()) < began + seconds:
+            if self._job.process.poll() is not None:
+                raise ChaosError(f"the job has ended: {self._job.said()[-2000:]}")
+            if now >= sample_at:
+                self._sample()
+                sample_at = now + SAMPLE_S
+            if now >= due and self._may(fault):
+                self._inject(fault)
+                fault, due = next(faults), time.monotonic() + draw.expovariate(1 / EVERY_S)
+            time.sleep(_TICK_S)
+
+    def _may(self, fault: AnyFault) -> bool:
+        if fault.kind not in DEADLY:
+            return True
+        is_whole = self._job.whole_epoch() is not None
+        return is_whole and self._job.tail.view.step >= self._safe_from
+
+    def _inject(self, fault: AnyFault) -> None:
+        soak, job = self._soak, self._job
+        if fault.kind in DEADLY:
+            self._safe_from = job.tail.poll().step + _APART
+        state = job.desk.job()
+        if getattr(fault, "group", None) not in state.groups:
+            soak.missed += 1
+            return
+        try:
+            said = injecting.send(job.desk, state, FaultPlan(faults=[fault]))
+        except OperatorError as error:
+            said = [injecting.Said(False, str(error))]
+        self._say(f"{soak.layout.name} step {job.tail.view.step}: {said[0].text}")
+
+    def _sample(self) -> None:
+        if self._job.whole_epoch() is None:
+            return  # how many connections there are depends on how many processes there are
+        keys = self._job.desk.bus.key_count()
+        self._sampler.sample(time.time(), keys)
+
+
+def _judge(soak: Soak, traces: Path) -> None:
+    """Fill in what the traces say. Reads all of them: some minutes after an hour."""
+    if not list(traces.glob("*.jsonl")):
+        return
+    report = audit_dir(traces)
+    soak.checks = {finding.name: finding.checks for finding in report.findings}
+    soak.splits = [f"{f.name}: {f.violation} ({f.place})" for f in report.findings if f.violation]
+    lines = read_lines(traces, _tells)
+    soak.clean_step_ms = median_step_ms(lines, soak.layout.groups)
+    soak.faults = Counter(r["data"]["kind"] for r in lines if r.get("note") == "inject")
+    seen: dict[int, tuple[float, dict[str, Any]]] = {}
+    for line in lines:
+        if record := (line.get("event") or {}).get("record"):
+            seen.setdefault(record["n"], (line["wall"], record))
+    kinds = Counter(record["kind"] for _, record in seen.values())
+    soak.aborts, soak.epochs = kinds["abort"], kinds["epoch"]
+    commits = sorted(wall for wall, record in seen.values() if record["kind"] == "commit")
+    if len(commits) > 1:
+        gaps = [b - a for a, b in pairwise(commits)]
+        soak.commits, soak.wall_s = len(gaps), commits[-1] - commits[0]
+        soak.longest_gap_s = max(gaps)
+        soak.hangs = sum(gap > HUNG_S for gap in gaps)
+
+
+def _tells(line: dict[str, Any]) -> bool:
+    """Whether `_judge` wants it; a long run has too many lines to keep them all."""
+    is_applied, is_fault = line.get("on") == "applied", line.get("note") == "inject"
+    return is_applied or is_fault or "record" in (line.get("event") or {})
