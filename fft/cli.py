@@ -1,7 +1,7 @@
 """The ``fft`` command. Every command imports what it needs by itself, so that ``fft --help``
 and the commands on specs and traces load no torch.
 
-This is the only module that takes signal handlers of the process (`run`, `serve`) and that
+This is the only module that takes signal handlers of the process (`run`, `serve`, `watch`) and that
 ends it with an exit code: 0 good, 1 the job or the audit failed, 2 bad input.
 """
 
@@ -429,10 +429,15 @@ def watch(
 ) -> None:
     """Show a running job from its bus alone, until Ctrl-C."""
     from fft.operate.desk import bus_url
-    from fft.operate.watch import watch_job
+    from fft.operate.watch import Watch, watch_job
+
+    def stop_at_signals(watch: Watch) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: watch.stop())
 
     with _plain_errors():
-        watch_job(bus_url(bus), _console(), sys.stdout, once=once, as_json=as_json)
+        url, out = bus_url(bus), _console()
+        watch_job(url, out, sys.stdout, once=once, as_json=as_json, begin=stop_at_signals)
 
 
 @app.command()

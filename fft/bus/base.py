@@ -26,7 +26,7 @@ from fft.errors import FftError
 MAX_MESSAGE_BYTES = 1024 * 1024
 """Longest payload, register value or vote, in bytes."""
 
-MAX_VALUE_BYTES = 8 * 1024 * 1024 - 1024
+MAX_VALUE_BYTES = 8 * 1024 * 1024 - 4096
 """Longest register value that `write` takes, in bytes."""
 
 MAX_KEY_CHARS = 256

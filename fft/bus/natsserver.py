@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -145,10 +146,12 @@ class NatsServers:
             self._processes[number] = None
 
     def stop(self, number: int, stopped: bool = True) -> None:
-        """Have server `number` stand still, or go on."""
+        """Have server `number` stand still (it does when this returns), or go on."""
         process = self._processes[number]
         if process is not None:
             process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+        if process is not None and stopped:  # on a busy machine its threads run on for a while
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def leaders(self) -> dict[str, int]:
         """Which server leads which stream, by what the servers that run say of themselves."""

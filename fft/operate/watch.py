@@ -1,13 +1,13 @@
 """``fft watch``: the loop that listens to a job's bus and shows what it hears.
 
 Opens a bus at a time and writes to the console or stream it is given. It takes no signal handlers:
-whoever calls it ends it with KeyboardInterrupt, or by `Watch.stop`.
+whoever calls it ends it by `Watch.stop`.
 """
 
 from __future__ import annotations
 
 import json
-import threading
+import queue
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,12 +46,14 @@ class Watch:
         self.model = JobWatch()
         self._url = url
         self._view = view
-        self._end = threading.Event()
+        self._stopped = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._generation = ""
 
     def stop(self) -> None:
-        """End `run` soon; from any thread."""
-        self._end.set()
+        """End `run` soon; from any thread, or a signal handler (so there is no lock in it)."""
+        self._stopped = True
+        self._wake.put(None)
 
     def once(self) -> None:
         """Show the job as its registers have it now. Raises ``BusUnreachable``."""
@@ -63,14 +65,15 @@ class Watch:
     def run(self) -> None:
         """Until `stop`. A bus that cannot be reached is said, and tried again, ever more seldom."""
         pause = _FIRST_PAUSE_S
-        while not self._end.is_set():
+        while not self._stopped:
             try:
                 with Desk(self._url) as desk:
                     pause = _FIRST_PAUSE_S
                     self._follow(desk)
             except (BusError, UnreadableMessage) as error:
                 self._lost(str(error))
-                self._end.wait(pause)
+                with suppress(queue.Empty):
+                    self._wake.get(timeout=pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _lost(self, why: str) -> None:
@@ -85,7 +88,7 @@ class Watch:
                 self.model, self._generation = JobWatch(), desk.bus.generation
             self.model.begin(job.head, job.epoch)
             self._view.word({"event": "watching", "bus": self._url})
-            while not self._end.is_set():
+            while not self._stopped:
                 self._view.state(self.model, time.monotonic())
                 self._hear(desk, ear)
 
@@ -97,7 +100,7 @@ class Watch:
             self.model.see(word, time.monotonic())
             if (line := event_of(word)) is not None:
                 self._view.word(line)
-            if self._end.is_set():
+            if self._stopped:
                 return
 
 
@@ -224,15 +227,23 @@ def _decisions(watch: JobWatch) -> Table:
     return table
 
 
-def watch_job(url: str, console: Console, stream: IO[str], *, once: bool, as_json: bool) -> None:
-    """Show the job at ``url`` until it is interrupted, or ``once``."""
+def watch_job(
+    url: str,
+    console: Console,
+    stream: IO[str],
+    *,
+    once: bool,
+    as_json: bool,
+    begin: Callable[[Watch], None],
+) -> None:
+    """Show the job at ``url`` until it is stopped by whom ``begin`` told of it, or ``once``."""
     view: View = JsonView(stream, time.time, once) if as_json else ScreenView(console, url)
     try:
         watch = Watch(url, view)
         if once:
             watch.once()
         else:
-            with suppress(KeyboardInterrupt):
-                watch.run()
+            begin(watch)
+            watch.run()
     finally:
         view.close()
