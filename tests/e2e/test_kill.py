@@ -18,7 +18,7 @@ from fft.audit import audit_dir
 from fft.report import incidents
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
-LIMIT_S = 120
+LIMIT_S = 240
 PLAN = """
 faults:
   - {name: torn, kind: exception, step: 4, group: 0, rank: 1, phase: apply}
