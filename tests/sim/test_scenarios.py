@@ -68,11 +68,26 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "bus gone": "bus_comes_back_empty",
         "repeated rollbacks without a commit": "repeated_rollbacks_pause",
     }
+    beneath_the_core = {
+        "slow rank": "e2e/test_injected.py",
+        "connections of a process group cut": "e2e/test_injected.py",
+        "NaN in a gradient": "e2e/test_injected.py",
+        "lighthouse restarted": "e2e/test_injected.py",
+        "a message, vote or request for state without the job token, changed, or said again": (
+            "test_trust.py"
+        ),
+        "a register that nobody of the job wrote": "test_trust.py",
+        "the head register goes back to an older record": "test_trust.py",
+        "main thread hangs": "e2e/test_hangs.py",
+        "interpreter lock held, process stopped": "e2e/test_hangs.py",
+        "a NATS server killed": "e2e/test_nats_training.py",
+    }
     design = (FOLDER.parent.parent / "DESIGN.md").read_text(encoding="utf-8")
     table = design.partition("## 6. Faults")[2].partition("\n## ")[0]
     rows = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")}
-    assert rows - {"fault"} == set(shown)
+    assert rows - {"fault"} == {*shown, *beneath_the_core}
     assert {f"{name}.txt" for name in shown.values()} <= {path.name for path in FILES}
+    assert all((FOLDER.parent / name).is_file() for name in beneath_the_core.values())
 
 
 def test_every_kind_of_fault_happens_in_some_file() -> None:
