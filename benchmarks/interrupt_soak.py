@@ -1,7 +1,7 @@
 """Interrupts bodies at random points for long: 2 groups x 2 FSDP2 ranks, in Python and in gloo.
 
 ``python benchmarks/interrupt_soak.py [interruptions]`` (10,000 unless said otherwise, summed over
-the ranks) trains twice, without a fault and with two or three interruptions of every step, and
+the ranks) trains twice, without a fault and with three interruptions of every step, and
 prints how the bodies ended, how long it took from an error to the last rank's restored state and to
 the next commit, and whether both runs ended with the same bits and a clean audit.
 """
@@ -25,7 +25,7 @@ WORKER = Path(__file__).resolve().parent.parent / "tests" / "e2e" / "interrupt_w
 RANKS = 4
 VAIN = 3
 LONGEST_S = 0.02
-PER_STEP = 2.5
+PER_STEP = 3
 """Interruptions of a step with ``VAIN``, about."""
 
 
