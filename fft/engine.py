@@ -25,6 +25,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Protocol, assert_never
@@ -367,8 +368,6 @@ class Engine:
         held = self.bus.compare_set(HEAD, expected, desired)
         if held == desired:
             self._next.append(Decision(proposal, won=True))
-            if lists:
-                self.bus.write(EPOCH, desired)
             if lists and self._epoch is not None and list_name(self._epoch) != list_name(proposal):
                 self.bus.delete(list_name(self._epoch))
         elif held is not None:
@@ -412,21 +411,25 @@ class Engine:
         raise BusForgot(f"{self.bus.url}: {missing}") from missing
 
     def _tidy(self, record: Record) -> None:
-        """Remove from the bus what is left of those who are gone."""
+        """After a decision: show an epoch of mine to those outside; remove what the gone left."""
+        me = self.participant.config.me
         if record.kind == "epoch" and (self._epoch is None or record.n > self._epoch.n):
             before = frozenset() if self._epoch is None else self._epoch.peer_set
             self._gone = (self._gone | before) - record.peer_set
             self._epoch = record
+            if record.by == me:
+                self._tidy_bus(lambda: self.bus.write(EPOCH, self._wire.encode_record(record)))
         elif record.kind == "commit" and self._gone:
             gone = sorted(self._gone)[:_REMOVALS]
             self._gone.difference_update(gone)
-            if self._epoch is None or self._epoch.by != self.participant.config.me:
-                return
-            try:
-                for peer in gone:
-                    self.bus.delete(inbox_name(peer))
-            except BusError as error:
-                self._next.append(self._down("tidy", error))
+            if self._epoch is not None and self._epoch.by == me:
+                self._tidy_bus(lambda: [self.bus.delete(inbox_name(peer)) for peer in gone])
+
+    def _tidy_bus(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BusError as error:
+            self._next.append(self._down("tidy", error))
 
     # --- votes ---
 

@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fft import pidfd
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.detectors.base import GREEN, Level, Verdict
 from fft.detectors.progress import Looked, ProgressConfig, ProgressDetector
@@ -218,23 +219,14 @@ class Runner:
         self._reader.doom()
         self._cause = f"SIGTERM by the monitor: {reason}"
         for number in (signal.SIGTERM, signal.SIGCONT):
-            self._signal(number)
-        if self._ends_within(self._charge.config.term_s):
+            pidfd.send(self._charge.pidfd, number)
+        if pidfd.ends_within(self._charge.pidfd, self._charge.config.term_s):
             return
         self._cause = f"SIGKILL by the monitor: {reason}"
-        self._signal(signal.SIGKILL)
-        if not self._ends_within(_VANISH_S):
+        pidfd.send(self._charge.pidfd, signal.SIGKILL)
+        if not pidfd.ends_within(self._charge.pidfd, _VANISH_S):
             pid = self._charge.pid
             logger.error("pid %d did not end within %g s of its SIGKILL", pid, _VANISH_S)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._charge.pidfd, number)
-
-    def _ends_within(self, seconds: float) -> bool:
-        waiter = select.poll()
-        waiter.register(self._charge.pidfd, select.POLLIN)
-        return bool(waiter.poll(seconds * 1000))
 
     # --- saying it ---
 
@@ -336,19 +328,19 @@ class MonitorProcess:
         self._pulse = pulse
         self._on_line = on_line
         pid = os.getpid()
-        pidfd = os.pidfd_open(pid)
-        charge = Charge(pulse.fd, pidfd, pid, group, rank, bus_url, config or MonitorConfig())
+        own = os.pidfd_open(pid)
+        charge = Charge(pulse.fd, own, pid, group, rank, bus_url, config or MonitorConfig())
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, charge.to_json()],
                 stdin=subprocess.PIPE,
                 stdout=_stdout(on_line is not None, out),
-                pass_fds=(pulse.fd, pidfd),
+                pass_fds=(pulse.fd, own),
                 env=_env(),
                 start_new_session=True,  # who ends the trainer's group must not end its monitor
             )
         finally:
-            os.close(pidfd)
+            os.close(own)
         self._thread: threading.Thread | None = None
         if on_line is not None:
             self._thread = threading.Thread(target=self._read, name="fft-monitor", daemon=True)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fft.errors import FftError
-from fft.spec import FsmSpec
+
+if TYPE_CHECKING:  # each trainer's monitor starts with this module, and needs no pydantic
+    from fft.spec import FsmSpec
 
 TORCHFT_DEFAULT_S = 60.0
 """Default of torchft's three timeouts, in seconds."""

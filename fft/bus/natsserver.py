@@ -10,7 +10,6 @@ For work, run NATS servers on machines of their own; see https://docs.nats.io fo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import secrets
@@ -22,16 +21,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from fft.bus.base import BusError, check_job
+from fft.shim import tied
 
 _START_S: Final = 60.0  # a cluster elects its first leader within 10 s, on a machine with time
 _POLL_S: Final = 0.02
-_PR_SET_PDEATHSIG: Final = 1
 
 _CONFIG = """\
 server_name: s{number}
@@ -105,12 +103,11 @@ class NatsServers:
             text += _CLUSTER.format(route=self._routes[number], routes=routes)
         (directory / "conf").write_text(text + self._settings)
         self._processes[number] = subprocess.Popen(
-            [self._program, "-c", str(directory / "conf")],
+            tied([self._program, "-c", str(directory / "conf")]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for us; we end them
-            preexec_fn=_end_with_parent() if sys.platform == "linux" else None,
         )
 
     def wait(self, timeout: float = _START_S) -> None:
@@ -233,16 +230,6 @@ def find_server() -> str:
             "https://github.com/nats-io/nats-server/releases and put it on PATH"
         )
     return found
-
-
-def _end_with_parent() -> Callable[[], None]:
-    """What a child calls so that the kernel ends it when the thread that started it is gone."""
-    libc = ctypes.CDLL(None)  # loaded before the fork: the child may not allocate much
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    return ask
 
 
 def _free_ports(host: str, count: int) -> list[int]:

@@ -7,7 +7,6 @@ pid that was used again is never hit. Opens one log file per child.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_SHIM = Path(__file__).with_name("shim.py")
+from fft import pidfd
+from fft.shim import tied
+
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
 
@@ -43,10 +44,9 @@ class Child:
         self.log = log
         self.code: int | None = None
         self.told_dead = False
-        command = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid())]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*command, sys.executable, *script],
+                tied([sys.executable, *script]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -69,9 +69,7 @@ class Child:
 
     def dies_within(self, seconds: float) -> bool:
         """Wait for its death, at most so long."""
-        waiter = select.poll()
-        waiter.register(self.fd, select.POLLIN)
-        return bool(waiter.poll(max(0.0, seconds) * 1000))
+        return pidfd.ends_within(self.fd, seconds)
 
     def reap(self) -> int:
         """Collect the dead child, ending what it had started and left running."""
@@ -84,8 +82,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Send a signal; a child that is already dead is left alone."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.fd, number)
+        pidfd.send(self.fd, number)
 
     def verdict(self) -> str:
         """One line on how it ended, and the last lines of its log."""

@@ -9,7 +9,6 @@ the faults of a plan that concern its services.
 
 from __future__ import annotations
 
-import json
 import logging
 import selectors
 import signal
@@ -19,10 +18,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import Command, Evict, Inject, fresh_id
+from fft.core.messages import Death, Drain, encode
 from fft.errors import FftError
 from fft.faults import BusRestartFault, DrainFault, FaultPlan, ServiceFault
 from fft.jobtoken import JobToken
@@ -264,8 +263,8 @@ class Supervisor:
         if child.told_dead:
             return
         child.told_dead = True
-        message = {"type": "death", "group": child.group, "rank": child.rank, "pid": child.pid}
-        self._broadcast({**message, "host": socket.gethostname(), "cause": cause})
+        host = socket.gethostname()
+        self._broadcast(Death(child.group, child.rank, child.pid, host, "supervisor", cause))
 
     def _plan_return(self, group: Group) -> None:
         """If a planned drain took the group away, note when it is to come back."""
@@ -314,7 +313,7 @@ class Supervisor:
         """Ask all groups to leave together after a commit; nothing is started any more."""
         logger.info("draining the job: %s", reason)
         self._drain_until = time.monotonic() + self._config.drain_timeout
-        self._broadcast({"type": "drain", "groups": list(self._groups)})
+        self._broadcast(Drain(tuple(self._groups), by="supervisor"))
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             for child in group.living if forward else ():
@@ -473,12 +472,11 @@ class Supervisor:
         with suppress(OSError):  # full of words already, or the job has ended
             self._wake_in.send(word)
 
-    def _broadcast(self, message: dict[str, Any]) -> None:
+    def _broadcast(self, message: Death | Drain) -> None:
         """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""
         if self._bus is None:
             return
-        payload = json.dumps({"v": 1, "by": "supervisor", **message}).encode()
         try:
-            self._bus.broadcast(payload)
+            self._bus.broadcast(encode(message))
         except BusError as error:
-            logger.error("could not say %s on the bus: %s", message["type"], error)
+            logger.error("could not say %s on the bus: %s", message.type, error)

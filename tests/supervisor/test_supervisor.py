@@ -17,6 +17,7 @@ import psutil
 import pytest
 from supervisor_stage import WAIT_S, Job, Stage
 
+from fft.core.messages import Drain, decode
 from fft.faults import FaultPlan
 from fft.operate import injecting, leaving
 from fft.operate.desk import Desk, OperatorError
@@ -28,7 +29,7 @@ StartJob = Callable[..., AbstractContextManager[Job]]
 
 def supervised_children() -> list[psutil.Process]:
     """Children of this process that stand for a rank; other tests may have left theirs."""
-    return [c for c in psutil.Process().children() if "supervisor/shim.py" in " ".join(c.cmdline())]
+    return [c for c in psutil.Process().children() if "fft/shim.py" in " ".join(c.cmdline())]
 
 
 def record(**fields: Any) -> str:
@@ -170,7 +171,7 @@ def test_a_drain_is_told_forwarded_and_ends_well(run_job: StartJob, stage: Stage
         actors = stage.enter(2)
         job.supervisor.interrupt()
         told = job.message()
-        assert told == {"v": 1, "type": "drain", "groups": ["0", "1"], "by": "supervisor"}
+        assert decode(json.dumps(told).encode()) == Drain(("0", "1"), by="supervisor")
         for actor in actors.values():
             assert actor.says() == {"heard": "sigterm"}
             actor.order("exit 0")

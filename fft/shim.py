@@ -1,7 +1,7 @@
-"""Ties a child to its supervisor, then becomes the child: ``shim.py PARENT_PID PROGRAM ARG…``.
+"""Ties a child to who started it, then becomes the child: ``shim.py PARENT_PID PROGRAM ARG…``.
 
 Run as a file, before anything of FFT is loaded. Asks the kernel (Linux) to SIGKILL this
-process when the supervisor's thread that started it ends; the request outlives the exec.
+process when the thread that started it ends; the request outlives the exec.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """What to start in the place of ``command``, so that it ends with the calling thread."""
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]
 
 
 def main() -> None:
@@ -20,9 +26,9 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         error = ctypes.get_errno()
-        sys.exit(f"cannot tie this process to its supervisor: {os.strerror(error)}")
+        sys.exit(f"cannot tie this process to its parent: {os.strerror(error)}")
     if os.getppid() != int(parent):  # it died before the request was made
-        sys.exit("the supervisor is gone")
+        sys.exit("the parent is gone")
     os.execv(program[0], program)
 
 

@@ -1,0 +1,20 @@
+"""A process by its pidfd (Linux), which never means another one that got its number."""
+
+from __future__ import annotations
+
+import select
+import signal
+from contextlib import suppress
+
+
+def send(pidfd: int, number: int) -> None:
+    """Send a signal; a process that is already dead is left alone."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+def ends_within(pidfd: int, seconds: float) -> bool:
+    """Wait for its end, at most so long. It need not be a child."""
+    waiter = select.poll()
+    waiter.register(pidfd, select.POLLIN)
+    return bool(waiter.poll(max(0.0, seconds) * 1000))
