@@ -25,6 +25,7 @@ from fft.core.local import (
     my_index,
     next_epoch,
     participants,
+    peers_meant,
     waited_for,
     whole_groups,
 )
@@ -62,6 +63,7 @@ from fft.core.messages import (
     Restore,
     SetTimer,
     StartTxn,
+    Suspect,
     Tell,
     Timer,
     Token,
@@ -137,21 +139,32 @@ def note_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Whoever was seen to end is waited for no longer."""
     assert isinstance(event, Death)
-    lost = set(dead_peers(s, event))
+    lost = set(peers_meant(s, event))
     s.dead |= lost
     if lost & set(member_peers(s)):
         s.cause = f"{', '.join(map(str, sorted(lost)))} died: {event.cause} (seen by {event.by})"
     return ()
 
 
-def dead_peers(s: Local, event: Death) -> list[Peer]:
-    """The participants that a death notice speaks of, among those known here."""
-    key, where = (event.group, event.rank), (event.pid, event.host)
-    said, listed = s.hellos.get(key), member_at(s, *key)
-    found = [said.peer] if said is not None and (said.pid, said.host) == where else []
-    if listed is not None and (listed.pid, listed.host) == where:
-        found.append(Peer(*key, listed.inc))
-    return found
+@action
+def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Whose main thread does not move is waited for no longer, until it says that it is back."""
+    assert isinstance(event, Suspect)
+    suspected = (set(peers_meant(s, event)) & set(member_peers(s))) - {c.me}
+    s.suspected |= suspected
+    if suspected:
+        names = ", ".join(map(str, sorted(suspected)))
+        s.cause = f"{names} hangs: {event.cause} (seen by {event.by})"
+    return ()
+
+
+@action
+def note_stuck(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """My own main thread does not move: I say so until it has come back from the rollback."""
+    assert isinstance(event, Suspect)
+    s.stuck = True
+    s.cause = f"{c.me} hangs: {event.cause} (seen by {event.by})"
+    return ()
 
 
 @action
@@ -447,7 +460,7 @@ def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def note_restored(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """The main thread is unwound and the start of the step is back."""
-    s.restored, s.restoring = True, None
+    s.restored, s.restoring, s.stuck = True, None, False
     return ()
 
 

@@ -17,6 +17,7 @@ from fft.core.local import (
     leavers,
     member_peers,
     next_epoch,
+    peers_meant,
     waited_for,
     whole_groups,
 )
@@ -31,6 +32,7 @@ from fft.core.messages import (
     Manifest,
     Prepared,
     Record,
+    Suspect,
     Token,
 )
 
@@ -173,8 +175,14 @@ def forming(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def member_lost(s: Local, c: Config, event: Event) -> bool:
-    """A participant of my epoch has ended, or is outside and asks to come in."""
-    return any(is_member(s, p) for p in s.dead | s.joining)
+    """A participant of my epoch has ended, hangs, or is outside and asks to come in."""
+    return any(is_member(s, p) for p in s.dead | s.joining | s.suspected)
+
+
+@guard
+def about_me(s: Local, c: Config, event: Event) -> bool:
+    """It is my own main thread that was seen not to move."""
+    return isinstance(event, Suspect) and c.me in peers_meant(s, event)
 
 
 @guard

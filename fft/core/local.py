@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fft.core.messages import (
+    Death,
     Event,
     GroupEntry,
     Hello,
     Peer,
     RankEntry,
     Record,
+    Suspect,
     Token,
     Vote,
     next_lineage,
@@ -76,6 +78,8 @@ class Local:
     vote: Vote | None = None
     restoring: Token | None = None
     restored: bool = True
+    stuck: bool = False
+    """My main thread was seen not to move, and has not come back since."""
     healed: bool = False
     proposed: bool = False
     rollbacks: int = 0
@@ -114,6 +118,16 @@ def is_member(s: Local, peer: Peer) -> bool:
     return s.epoch is not None and peer in s.epoch.peer_set
 
 
+def peers_meant(s: Local, event: Death | Suspect) -> list[Peer]:
+    """The participants that a notice speaks of, among those known here."""
+    key, where = (event.group, event.rank), (event.pid, event.host)
+    said, listed = s.hellos.get(key), member_at(s, *key)
+    found = [said.peer] if said is not None and (said.pid, said.host) == where else []
+    if listed is not None and (listed.pid, listed.host) == where:
+        found.append(Peer(*key, listed.inc))
+    return found
+
+
 def participants(s: Local, c: Config) -> int:
     """Groups whose gradients count in this epoch."""
     n = len(members(s))
@@ -141,7 +155,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         batches=held.batches,
         head=s.head.n if s.head else 0,
         # What this rollback has begun does not count: everyone acknowledges before it is done.
-        unwinding=not s.restored and s.restoring != s.token,
+        unwinding=s.stuck or (not s.restored and s.restoring != s.token),
     )
 
 

@@ -234,6 +234,20 @@ class Death:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Suspect:
+    """Somebody saw that the process lives and its main thread does not move (its monitor)."""
+
+    group: Name
+    rank: int
+    pid: int
+    host: str
+    by: str
+    cause: Text = ""
+    v: Literal[1] = 1
+    type: Literal["suspect"] = "suspect"
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Drain:
     """These groups shall leave after a commit. ``local``: asked in this process."""
 
@@ -375,7 +389,7 @@ class Timer:
     type: Literal["timer"] = "timer"
 
 
-BusMessage = Join | Ack | Ready | Begin | Here | Leave | Death | Drain | Decision
+BusMessage = Join | Ack | Ready | Begin | Here | Leave | Death | Suspect | Drain | Decision
 Event = (
     BusMessage
     | Start

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fft.core.actions import ACTIONS, Action, arm, dead_peers
+from fft.core.actions import ACTIONS, Action, arm
 from fft.core.guards import GUARDS, Guard
-from fft.core.local import GENESIS, Config, Local
+from fft.core.local import GENESIS, Config, Local, peers_meant
 from fft.core.messages import (
     Ack,
     Applied,
@@ -38,6 +38,7 @@ from fft.core.messages import (
     Prepared,
     Ready,
     Restored,
+    Suspect,
     Timer,
 )
 from fft.machine import EXIT, Table, Turn
@@ -213,9 +214,9 @@ def _stale(s: Local, event: Event) -> Outcome | None:
             return _stale_peer(s, peer)
         case Leave(peer=peer) | Here(peer=peer):
             return _stale_peer(s, peer)
-        case Death():
-            if not dead_peers(s, event):
-                return Outcome("fenced", "the death of a process that is nobody here")
+        case Death() | Suspect():
+            if not peers_meant(s, event):
+                return Outcome("fenced", f"the {event.type} of a process that is nobody here")
         case Prepared() | Ballot() | Applied() | ApplyFailed() | Fault():
             if event.token != s.token:
                 return Outcome("fenced", f"{event.type} of {event.token}, I stand at {s.token}")

@@ -54,6 +54,7 @@ from fft.core.messages import (
     Start,
     StartTxn,
     Stop,
+    Suspect,
     Tell,
     Timer,
     Token,
@@ -76,6 +77,7 @@ KINDS = (
     "restart",  # an ended group comes back as new incarnations
     "twin",  # group A is started a second time while the first one lives
     "drain",  # a group is asked to leave
+    "hang",  # a monitor says of a process, rightly or not, that its main thread does not move
     "early",  # a timer fires before its time: false suspicion
     "lose",  # a message never reaches one listener
     "twice",  # a message reaches one listener twice
@@ -1020,6 +1022,11 @@ class _Here:
             yield self._end("silent", ())
         if not self.node.pending:
             yield from self._events_at_fault()
+        if self.may("hang"):
+            seen = self.model.events.id(
+                Suspect(self.me.group, self.me.rank, 1, _host(self.me), "x")
+            )
+            yield self._act("is said to hang", _Turn(self.node, self.shared, [seen]), "hang")
         if self.may("drain") and self.me.rank == 0:
             asked = self.model.events.id(Drain((self.me.group,), "x"))
             yield self._act("is asked to leave", _Turn(self.node, self.shared, [asked]), "drain")

@@ -20,6 +20,7 @@ from fft.core.messages import (
     Finish,
     Peer,
     Record,
+    Suspect,
     Tell,
     Timer,
     Token,
@@ -81,6 +82,8 @@ def say(event: Event | Any) -> str:
             return say_record(record) + (f" by {name(record.by)}" if record else "")
         case Death(group=group, rank=rank, host=host):
             return f"death of {name(Peer(group, rank, int(host.rpartition('.')[2])))}"
+        case Suspect(group=group, rank=rank, host=host):
+            return f"suspicion of {name(Peer(group, rank, int(host.rpartition('.')[2])))}"
         case Drain(groups=groups):
             return f"drain of {' '.join(groups)}"
         case Timer(name=timer):
