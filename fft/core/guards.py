@@ -16,6 +16,7 @@ from fft.core.local import (
     is_member,
     leavers,
     member_peers,
+    members,
     next_epoch,
     peers_meant,
     waited_for,
@@ -321,6 +322,13 @@ def mate_left(s: Local, c: Config, event: Event) -> bool:
     known = s.hellos.get((event.peer.group, event.peer.rank))
     mine = known is not None and known.peer == event.peer and known.store == c.store
     return mine and event.peer.group == c.me.group and event.peer != c.me
+
+
+@guard
+def all_others_left(s: Local, c: Config, event: Event) -> bool:
+    """All groups but mine left with the last commit; mine alone is too few, and nobody comes."""
+    others = {g.group for g in members(s)} - {c.me.group}
+    return c.min_groups > 1 and not s.joining and others <= set(leavers(s))
 
 
 @guard

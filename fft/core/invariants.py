@@ -34,6 +34,7 @@ from fft.core.messages import (
     Ready,
     Record,
     Stop,
+    Timer,
     Token,
     next_lineage,
 )
@@ -436,7 +437,10 @@ def live_set(move: Move) -> Iterator[Claim]:
 
 @invariant
 def drain(move: Move) -> Iterator[Claim]:
-    """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it."""
+    """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it.
+
+    Or between two epochs: all others left with the last commit, or none could be formed in time.
+    """
     record = move.record
     if move.entered("EXIT"):
         source = next(step.source for step in move.out.steps if step.dest == "EXIT")
@@ -444,7 +448,7 @@ def drain(move: Move) -> Iterator[Claim]:
         on_purpose = bool(gone) and gone[0].error is None and not isinstance(move.event, Stop)
         if on_purpose:
             text = f"{move.peer} left on purpose in state {source}, not after a commit"
-            yield Holds(source in _OUTSIDE, text)
+            yield Holds(source in _OUTSIDE or _nobody_to_go_on_with(move), text)
     if record is None:
         return
     yield Know(("record", record.n), record)
@@ -463,6 +467,15 @@ def drain(move: Move) -> Iterator[Claim]:
             lambda members, was: not _stayed(members, was, record),
             needed=False,
         )
+
+
+def _nobody_to_go_on_with(move: Move) -> bool:
+    s, head = move.after, move.after.head
+    if head is None or head.kind == "epoch" or head.epoch != s.token.epoch:
+        return False
+    others = {g.group for g in s.epoch.members} - {move.peer.group} if s.epoch else set()
+    gave_up = isinstance(move.event, Timer) and move.event.name == "quorum"
+    return gave_up or others <= set(_leavers(head))
 
 
 def _leavers(record: Record) -> tuple[str, ...]:

@@ -640,6 +640,6 @@ def event_from_json(data: dict[str, Any]) -> Event:
 
 
 def unreadable(error: ValidationError) -> UnreadableMessage:
-    """The error to raise for what a codec refuses; names the place."""
+    """The error to raise for what a codec refuses; names the place, in at most 500 characters."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return UnreadableMessage(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    return UnreadableMessage(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:500])

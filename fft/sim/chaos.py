@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fft.core.messages import Suspect
 from fft.sim.groups import Group
 
 if TYPE_CHECKING:
@@ -123,12 +124,26 @@ class Chaos:
         return self._stop(1.1, self._world.rng.choice([3.0, 8.0]))
 
     def _stop(self, least: float, most: float) -> bool:
+        process = self._some()
+        if process is None or process.stopped:
+            return False
+        self._hold(process, self._world.rng.uniform(least, most))
+        return True
+
+    def _hold(self, process: Process, windows: float) -> None:
+        process.stopped = True
+        window = process.participant.config.timeouts.get("ack_window", 1.0)
+        self._world.clock.after(window * windows, None, self._continue, process)
+
+    def _hang(self) -> bool:
         world, process = self._world, self._some()
         if process is None or process.stopped:
             return False
-        process.stopped = True
-        window = process.participant.config.timeouts.get("ack_window", 1.0)
-        world.clock.after(window * world.rng.uniform(least, most), None, self._continue, process)
+        if world.rng.random() < 0.5:  # the interpreter lock held, or SIGSTOP: its engine is deaf
+            self._hold(process, world.rng.uniform(0.1, 5.0))
+        config, me = process.participant.config, process.peer
+        said = Suspect(me.group, me.rank, config.pid, config.host, by="monitor", cause="simulated")
+        world.clock.after(world.rng.uniform(0.0, 0.3), None, world.announce, said)
         return True
 
     def _continue(self, process: Process) -> None:

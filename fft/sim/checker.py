@@ -271,15 +271,15 @@ def _waits(views: list[tuple[int, Local]]) -> bool:
 
 
 def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    """Whether whole live groups hold, together, the state of the head."""
+    """Whether enough whole live groups are there, and hold, together, the state of the head."""
     head = shared.head
     by_group: dict[int, list[Local]] = {}
     for i, s in views:
         by_group.setdefault(i // scope.ranks, []).append(s)
     whole = [ranks for ranks in by_group.values() if len(ranks) == scope.ranks]
     if head is None:
-        return bool(whole)
-    return bool(whole) and all(
+        return len(whole) >= scope.least
+    return len(whole) >= scope.least and all(
         any(ranks[r].lineage == head.lineage for ranks in whole) for r in range(scope.ranks)
     )
 

@@ -25,6 +25,7 @@ RATES: Mapping[str, str] = {
     "outage": "nobody can reach the bus for a while",
     "lag": "one listener hears everything up to 2 s late, for a while",
     "burst": "for a while faults come five times as often, and half of all bodies fail",
+    "hang": "a monitor says that a main thread does not move; half of them are stopped, too",
 }
 """Kinds of fault that come by the clock."""
 
@@ -95,6 +96,7 @@ DEFAULT = Weather(
         "outage": 0.06,
         "lag": 0.12,
         "burst": 0.05,
+        "hang": 0.10,
     },
     chances={
         "exception": 0.03,

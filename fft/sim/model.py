@@ -118,13 +118,16 @@ class Scope:
     """Begin where the first epoch is running; else where the processes start."""
     alike: bool = True
     """All groups begin with the same weights; else the first epoch copies one group's."""
+    least: int = 1
+    """Groups without which nothing goes on."""
 
     def describe(self) -> str:
         """One line for people."""
         what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
         begin = "from the first txn" if self.formed else "from process start"
+        least = f", {self.least} at least" if self.least > 1 else ""
         return (
-            f"{self.groups} groups x {self.ranks} ranks, {begin}, {self.commits} commits, "
+            f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
             f"{self.faults} faults of: {what or 'none'}"
         )
 
@@ -302,6 +305,7 @@ class Model:
                 pid=1,
                 host=_host(me),
                 timeouts=self.spec.timeouts,
+                min_groups=self.scope.least,
                 expected_groups=self.scope.groups,
                 min_reductions=self.spec.policies.min_reductions,
             )

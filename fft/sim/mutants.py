@@ -649,6 +649,13 @@ MUTANTS: tuple[Mutant, ...] = (
             actions=_proposing("propose_commit", lambda s, r: replace(r, change=False))
         ),
     ),
+    Mutant(
+        "leaves_between_epochs",
+        "Who is asked to leave and has no epoch leaves at once, though others wait for it.",
+        "drain",
+        small(drain=1, fault=1),
+        participant=planted({"all_others_left": _always}),
+    ),
     # the bus
     Mutant(
         "proposal_repeated_at_once",

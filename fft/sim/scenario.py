@@ -11,6 +11,7 @@ and a shipped table, with every fault allowed. A file is a header and blocks::
     commits: 2              # no body begins at this committed step
     formed: yes             # begin in the first txn; no: where the processes start
     alike: yes              # all groups begin with the same weights
+    least: 1                # groups without which nothing goes on
     expect: ok              # or the property that the last command must break
 
     A/0 raises
@@ -94,6 +95,7 @@ _DEFAULTS = {
     "commits": "2",
     "formed": "yes",
     "alike": "yes",
+    "least": "1",
     "expect": "ok",
     "mutant": "",
     "world": "",
@@ -256,6 +258,7 @@ def _model(header: dict[str, str], folder: Path) -> Model:
         budget=tuple((kind, _AMPLE) for kind in KINDS),
         formed=_yes(header, "formed"),
         alike=_yes(header, "alike"),
+        least=_number(header, "least"),
     )
     return Model(spec, scope, participant, world, tuple(header["only"].split()))
 
@@ -717,6 +720,7 @@ def save_counterexample(
         "commits": str(scope.commits),
         "formed": "yes" if scope.formed else "no",
         "alike": "yes" if scope.alike else "no",
+        "least": str(scope.least),
         "expect": violation.name,
     }
     if model.only:

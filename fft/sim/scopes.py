@@ -69,6 +69,9 @@ DEFAULT = (
     Scope(
         "mates", groups=1, ranks=2, commits=1, faults=1, formed=False, budget=budget("quit", "lose")
     ),
+    Scope("hang", commits=1, faults=2, budget=budget("hang", "crash")),
+    Scope("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
+    Scope("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
     Scope("deaf", commits=1, faults=1, budget=budget("deaf")),
     Scope("twin", commits=1, faults=1, budget=budget("twin")),
 )
@@ -123,6 +126,8 @@ DEEP = (
         faults=1,
         budget=budget("fault", "no", "skip", "early", "outage"),
     ),
+    Scope("hang, 3 faults", commits=0, faults=3, budget=budget("fault", "lapse", "hang")),
+    Scope("too few, shards", ranks=2, commits=1, faults=1, least=2, budget=budget("drain")),
     Scope("shards, crash", ranks=2, commits=1, faults=1, budget=budget("crash")),
     Scope("shards, fault", ranks=2, commits=1, faults=1, budget=budget("fault")),
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 from fft.core.invariants import History, Move, judge
 from fft.core.liveset import judge_live_sets
 from fft.core.local import GENESIS, Config, committed
-from fft.core.messages import BusMessage, Drain, Effect, Event, Peer, Record, Token
+from fft.core.messages import BusMessage, Drain, Effect, Event, Peer, Record, Timer, Token
 from fft.core.participant import Participant
 from fft.machine import Table
 from fft.sim.bits import Bits
@@ -443,7 +443,7 @@ class World:
         self.hopeless = not can
         step = self._step()
         while self.clock.now < deadline:
-            if can and self._drained_away():
+            if can and self._state_left(begun):
                 can = False
                 self.hopeless = True
             if can:
@@ -460,15 +460,24 @@ class World:
         )
         return None
 
-    def _drained_away(self) -> bool:
-        """Whether the state is gone because all who held it had been asked to leave, and left."""
+    def _state_left(self, begun: float) -> bool:
+        """Whether the state is gone because who held it left by its own word.
+
+        Asked to leave; or it had waited for others since before the calm began, at ``begun``, and
+        ``quorum`` ended.
+        """
         head = self.bus.head
-        left = [p for p in self.processes.values() if p.code == 0]
-        return (
-            head is not None
-            and not self.holds_state()
-            and any(p.local.lineage == head.lineage for p in left)
-        )
+        if head is None or self.holds_state():
+            return False
+        held = [p for p in self.processes.values() if p.local.lineage == head.lineage]
+        return any(p.code == 0 or self._gave_up(p, begun) for p in held)
+
+    def _gave_up(self, process: Process, begun: float) -> bool:
+        moves = self.history.moves[process.peer]
+        last = next((move for move in moves if move.after.state == "EXIT"), None)
+        if last is None or not isinstance(last.event, Timer):
+            return False
+        return last.event.name == "quorum" and last.before.since < begun
 
     def _mend_groups(self) -> None:
         """Whatever is not whole by now is replaced by the operator."""

@@ -24,6 +24,7 @@ from fft.core.messages import (
     Ready,
     SetTimer,
     Stop,
+    Suspect,
     Timer,
     Token,
 )
@@ -1151,6 +1152,7 @@ def stale_events() -> dict[str, Event]:
         "ready for an old epoch": Ready(job.node("1").peer, 1),
         "ready of a replaced incarnation": Ready(old.peer, 3),
         "leave of a replaced incarnation": Leave(old.peer, "late"),
+        "suspicion of nobody": Suspect("1", 0, 4711, "elsewhere", "sim"),
         "death of nobody": Death("1", 0, 4711, "elsewhere", "sim"),
         "death of another rank with that pid": Death("1", 1, c.pid, c.host, "sim"),
         "prepared in an old txn": Prepared(Token(1, 1), True),

@@ -18,7 +18,18 @@ from jobs import HSDP, Job, calm
 
 from fft.checks import check_spec
 from fft.core.local import Config, Local
-from fft.core.messages import Ballot, BusDown, Decision, Event, Fault, Ready, Stop, Token
+from fft.core.messages import (
+    Ballot,
+    BusDown,
+    Decision,
+    Event,
+    Fault,
+    Peer,
+    Ready,
+    Stop,
+    Suspect,
+    Token,
+)
 from fft.core.participant import Outcome, Participant
 from fft.machine import EXIT, Table
 from fft.sim.cluster import Node
@@ -295,7 +306,38 @@ def too_few() -> Job:
     return job
 
 
-def too_few_after_a_kill() -> Job:
+def left_in_good_order(node: Node) -> bool:
+    return node.finished is not None and node.finished.error is None
+
+
+def asked_to_leave_with_too_few() -> Job:
+    """It waits for the others as long as any, and its end is no error."""
+    job = too_few_to_go_on()
+    job.drain("0")
+    job.settle()
+    assert job.states() == {"HEALING"}, "the other group may come back"
+    job.fire("quorum")
+    job.settle()
+    assert left_in_good_order(job.nodes[Peer("0", 0, 1)])
+    return job
+
+
+def asked_last_to_leave() -> Job:
+    """All are asked to leave, and the last of them hears it when it has voted."""
+    job = Job(2, min_groups=2).until_running()
+    a, b = job.live()
+    job.drain("0")
+    job.settle()
+    for node in (b, a):
+        job.compute([node])
+        only(job, node)
+    job.drain("1")
+    job.settle()
+    assert left_in_good_order(a) and left_in_good_order(b)
+    return job
+
+
+def too_few_to_go_on() -> Job:
     job = Job(2, min_groups=2).until_running()
     job.kill_group("1")
     job.settle()
@@ -303,8 +345,44 @@ def too_few_after_a_kill() -> Job:
     job.settle()
     job.fire("ack_window")
     job.settle()
+    return job
+
+
+def too_few_after_a_kill() -> Job:
+    job = too_few_to_go_on()
     job.fire("quorum")
     job.settle()
+    return job
+
+
+def hangs(node: Node) -> Suspect:
+    """What its monitor says of it."""
+    me, c = node.peer, node.participant.config
+    return Suspect(me.group, me.rank, c.pid, c.host, "monitor", "no movement")
+
+
+def a_hang_is_told(state: str) -> Job:
+    """Of one of three; the others go on without it, until its main thread is unwound."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    if state == "PREPARED":
+        job.compute([a, b])
+        only(job, a, b)
+    if state == "ROLLBACK_REQ":
+        job.bus_up = False
+        job.fail(a)
+        job.fail(b)
+        job.fail(c)
+        only(job, a, b, c)
+        job.bus_up = True
+    assert a.state == state
+    job.broadcast(hangs(c))
+    if state != "ROLLBACK_REQ":
+        job.post(c, hold_back(job, c, "restored"))
+    job.settle()
+    job.fire("bus_retry", job.live())
+    job.settle()
+    job.step()
     return job
 
 
@@ -687,6 +765,11 @@ LIVES: dict[str, Callable[[], Job]] = {
     "stopped by the user": stopped_by_the_user,
     "too few": too_few,
     "too few after a kill": too_few_after_a_kill,
+    "asked to leave with too few": asked_to_leave_with_too_few,
+    "asked last to leave": asked_last_to_leave,
+    "a hang is told": lambda: a_hang_is_told("NORMAL"),
+    "a hang is told to who voted": lambda: a_hang_is_told("PREPARED"),
+    "a hang is told in a rollback": lambda: a_hang_is_told("ROLLBACK_REQ"),
     "a barrier that waits": a_barrier_that_waits,
     "an epoch that waits": an_epoch_that_waits,
     "faults in healing": faults_in_healing,

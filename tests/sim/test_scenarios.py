@@ -102,6 +102,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "restart": "comes back",
         "twin": "is started twice",
         "drain": "is asked to leave",
+        "hang": "is said to hang",
         "early": " early",
         "lose": "never hears",
         "twice": "will once more",
