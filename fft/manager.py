@@ -90,7 +90,7 @@ from fft.rollback.transfer import StateTransfer
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
 from fft.trace import TraceWriter, header
-from fft.watched import Watched
+from fft.watched import Watched, supervisor_socket
 
 logger = logging.getLogger(__name__)
 
@@ -346,6 +346,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 rank=self._peer.rank,
                 # under a supervisor it is the supervisor that tells of deaths
                 bus_url=None if "FFT_GROUP" in os.environ else self._bus_url,
+                supervisor=supervisor_socket(os.environ.get("FFT_SUPERVISOR_FD")),
             )
         except OSError as error:
             logger.warning("nobody watches this process: its monitor cannot be started: %s", error)
@@ -553,6 +554,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             raise FftError("should_commit() without a txn: call start_quorum() first")
         with self._waiting():
             self._await_reductions()
+        self._inject("vote")
         yes = self._errored is None
         cause = "" if self._errored is None else _text(self._errored.original_exception)
         engine.post(Prepared(plan.token, yes, self._manifest.build(), cause))
@@ -582,7 +584,6 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._reduced = None
         if self._errored is None and self._injector and self._injector.fails_after_allreduce():
             self.report_error(RuntimeError("injected: the last all-reduce failed on this side"))
-        self._inject("vote")
 
     def _inject(self, phase: str) -> None:
         """Carry out a planned fault of ``phase`` as what it would be here: a reported error."""

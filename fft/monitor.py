@@ -8,6 +8,9 @@ be watched, nor another one that got its number. The monitor looks at the pulse 
 - writes one JSON line to its standard output when it begins, ``{"v":1,"type":"watching",…}``, and
   one when the verdict becomes worse:
   ``{"v":1,"type":"verdict","level":"yellow","reason":…,"group":…,"rank":…,"pid":…,"step":…,"at":…}``
+- says ``suspect`` to the others, by way of the supervisor if there is one, else on the bus, when a
+  suspected trainer cannot be expected to say it: no thread of it runs, or its own rollback has not
+  freed it after ``min_s``;
 - on red ends the trainer: SIGTERM, SIGCONT (a stopped process would never hear of it, and wakes to
   nothing else), and SIGKILL ``term_s`` later. The pulse says before that the SIGTERM is no request;
 - when the trainer has ended without having said so, writes the ``death`` message of the bus as a
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import select
@@ -114,6 +118,9 @@ class Monitor:
         self._progress = ProgressDetector(config.progress())
         self._silence = SilenceDetector("a process whose main thread waits", config.silence())
         self._seen = Reading()
+        self._min_s = config.min_s
+        self._beat_at = -math.inf
+        self._suspected_at: float | None = None
 
     def observe(self, event: Look) -> None:
         """Take in one look."""
@@ -121,7 +128,13 @@ class Monitor:
         for change in changes(self._seen, event.reading):
             self._progress.observe(change)
         self._silence.observe(Seen(event.at, event.reading.beat or None))
+        if event.reading.beat != self._seen.beat:
+            self._beat_at = event.at
         self._seen = event.reading
+        if self.verdict(event.at).level is Level.GREEN:
+            self._suspected_at = None
+        elif self._suspected_at is None:
+            self._suspected_at = event.at
 
     def verdict(self, now: float) -> Verdict:
         """The judgement at ``now``, in monotonic seconds."""
@@ -131,6 +144,17 @@ class Monitor:
             return self._silence.verdict(now)
         return self._progress.verdict(now)
 
+    def concerns_others(self, now: float) -> bool:
+        """Whether others must be told of the suspicion, because it cannot or did not help itself.
+
+        No thread of it has run lately, or its main thread still stands where its own rollback
+        should have unwound it.
+        """
+        if self._suspected_at is None:
+            return False
+        is_mute = now - self._beat_at > self._min_s / 2
+        return is_mute or now - self._suspected_at > self._min_s
+
 
 # --- in the monitor's process ----------------------------------------------------------------
 
@@ -139,11 +163,12 @@ class Monitor:
 class Charge:
     """Who is watched and how, as handed over on the command line.
 
-    ``pulse`` and ``pidfd`` are the numbers of inherited descriptors.
+    ``pulse``, ``pidfd`` and ``supervisor`` (a datagram socket) are inherited descriptors' numbers.
     """
 
     pulse: int
     pidfd: int
+    supervisor: int | None
     pid: int
     group: str
     rank: int
@@ -175,6 +200,7 @@ class Runner:
         self._monitor = Monitor(charge.config)
         self._herald = _Herald(charge.bus_url) if charge.bus_url else None
         self._level = Level.GREEN
+        self._concerns_others = False
         self._cause = "ended without leaving the job"
         os.set_blocking(out, False)
 
@@ -201,6 +227,9 @@ class Runner:
         now = time.monotonic()
         self._monitor.observe(Look(now, reading))
         verdict = self._monitor.verdict(now)
+        told, self._concerns_others = self._concerns_others, self._monitor.concerns_others(now)
+        if self._concerns_others and not told:
+            self._tell_suspicion(verdict.reason)
         worse, self._level = verdict.level > self._level, verdict.level
         if not worse:
             return
@@ -230,14 +259,24 @@ class Runner:
 
     # --- saying it ---
 
+    def _tell_suspicion(self, reason: str) -> None:
+        word = json.dumps(self._word("suspect", reason)).encode()
+        if self._charge.supervisor is not None:
+            with suppress(OSError), socket.socket(fileno=os.dup(self._charge.supervisor)) as there:
+                there.send(word, socket.MSG_DONTWAIT)  # it has ended, or has no time for it
+        elif self._herald is not None:
+            self._herald.say(word)
+
     def _tell_death(self) -> None:
-        cause = self._cause[:500]
-        words = {"by": "monitor", "cause": cause, "host": socket.gethostname()}
-        death = {"v": 1, "type": "death", **self._who(), **words}
+        death = self._word("death", self._cause)
         self._write(death)
         if self._herald is not None:
             self._herald.say(json.dumps(death).encode())
             self._herald.close(_FAREWELL_S)
+
+    def _word(self, kind: str, cause: str) -> dict[str, Any]:
+        told = {"by": "monitor", "cause": cause[:500], "host": socket.gethostname()}
+        return {"v": 1, "type": kind, **self._who(), **told}
 
     def _write(self, line: dict[str, Any]) -> None:
         with suppress(OSError):  # nobody reads, or nobody is left to
@@ -319,6 +358,7 @@ class MonitorProcess:
         group: str,
         rank: int,
         bus_url: str | None = None,
+        supervisor: int | None = None,
         on_line: Callable[[dict[str, Any]], None] | None = None,
         out: int | None = None,
     ) -> None:
@@ -329,13 +369,14 @@ class MonitorProcess:
         self._on_line = on_line
         pid = os.getpid()
         own = os.pidfd_open(pid)
-        charge = Charge(pulse.fd, own, pid, group, rank, bus_url, config or MonitorConfig())
+        config = config or MonitorConfig()
+        charge = Charge(pulse.fd, own, supervisor, pid, group, rank, bus_url, config)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, charge.to_json()],
                 stdin=subprocess.PIPE,
                 stdout=_stdout(on_line is not None, out),
-                pass_fds=(pulse.fd, own),
+                pass_fds=(pulse.fd, own, *(() if supervisor is None else (supervisor,))),
                 env=_env(),
                 start_new_session=True,  # who ends the trainer's group must not end its monitor
             )

@@ -7,6 +7,8 @@ verdict leads to is up to who made this.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,18 @@ from fft.monitor import MonitorConfig, MonitorProcess
 from fft.moves import Moves
 
 logger = logging.getLogger(__name__)
+
+
+def supervisor_socket(setting: str | None) -> int | None:
+    """The inherited descriptor that ``FFT_SUPERVISOR_FD`` names, if it has come down to here."""
+    if setting is None or not setting.isdecimal():
+        return None
+    try:
+        with socket.socket(fileno=os.dup(int(setting))) as end:
+            is_it = (end.family, end.type) == (socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError:  # whoever is between us and the supervisor has closed it
+        return None
+    return int(setting) if is_it else None
 
 
 class Watched:
@@ -30,10 +44,12 @@ class Watched:
         group: str,
         rank: int,
         bus_url: str | None,
+        supervisor: int | None = None,
     ) -> None:
         """``on_suspect`` gets the reason, on a thread of this object, while any thread can run.
 
         ``bus_url``: where the monitor says that this process has died; None: somebody else does.
+        ``supervisor``: a datagram socket of who passes on what the others shall hear of a hang.
         Raises OSError if the monitor cannot be started.
         """
         self._on_suspect = on_suspect
@@ -43,7 +59,13 @@ class Watched:
         self._moves = Moves(self.pulse, config.interval_s)
         try:
             self._process = MonitorProcess(
-                self.pulse, config, group=group, rank=rank, bus_url=bus_url, on_line=self._hear
+                self.pulse,
+                config,
+                group=group,
+                rank=rank,
+                bus_url=bus_url,
+                supervisor=supervisor,
+                on_line=self._hear,
             )
         except OSError:
             self._moves.close()

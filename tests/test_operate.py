@@ -104,8 +104,8 @@ def test_what_may_be_said_reaches_the_job_as_the_core_knows_it() -> None:
     ("text", "says"),
     [
         ("{", "here: not JSON"),
-        ('{"groups": ["1"]}', "here: type: needs one of death, drain"),
-        ('{"type": "begin", "epoch": 3}', "here: type: needs one of death, drain"),
+        ('{"groups": ["1"]}', "here: type: needs one of death, suspect, drain"),
+        ('{"type": "begin", "epoch": 3}', "here: type: needs one of death, suspect, drain"),
         ('{"type": "drain", "groups": ["1"]}', "here: drain.by: is missing; add it"),
         ('{"type": "drain", "groups": [1], "by": "x"}', "here: drain.groups.0: "),
         ('{"type": "drain", "groups": [], "by": "x", "to": 1}', "here: drain.to: is no part"),

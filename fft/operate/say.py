@@ -13,12 +13,12 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fft.commands import COMMANDS, Command
-from fft.core.messages import MAX_MESSAGE, Death, Drain, encode
+from fft.core.messages import MAX_MESSAGE, Death, Drain, Suspect, encode
 from fft.operate.desk import OperatorError
 from fft.wire import encode_command
 
-Sayable = Death | Drain | Command
-_KINDS = ("death", "drain", "evict", "inject")
+Sayable = Death | Suspect | Drain | Command
+_KINDS = ("death", "suspect", "drain", "evict", "inject")
 _HELP = "`fft say --schema` prints the form, and --raw sends it as it is"
 
 

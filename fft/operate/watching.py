@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fft.commands import COMMANDS, Command, command_to_json
-from fft.core.messages import BusMessage, Death, Drain, Join, Leave, Peer, Record
+from fft.core.messages import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
 
 _RATE_COMMITS = 20  # over so many commits the rate of steps is taken
 _STALE_S = 10.0  # after so long without a commit there is no rate
 _DECISIONS = 8
 
-IN_EPOCH, JOINING, LEFT, DEAD, LEFT_OUT = "in epoch", "joining", "left", "dead", "left out"
+IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
+LEFT_OUT, HANGS = "left out", "hangs"
 
 
 @dataclass
@@ -84,9 +85,10 @@ class JobWatch:
                 self._join(hello.peer, hello.pid, hello.host)
             case Leave(peer=peer, cause=cause):
                 self._gone(peer.group, peer.rank, LEFT, cause, inc=peer.inc)
-            case Death():
+            case Death() | Suspect():
                 cause = f"{word.cause} (seen by {word.by})"
-                self._gone(word.group, word.rank, DEAD, cause, pid=word.pid)
+                state = DEAD if isinstance(word, Death) else HANGS
+                self._gone(word.group, word.rank, state, cause, pid=word.pid)
             case Drain(groups=groups):
                 self._leaving |= set(groups)
             case _ if isinstance(word, COMMANDS):
@@ -168,9 +170,9 @@ def event_of(word: BusMessage | Record | Command) -> dict[str, Any] | None:
             return {"event": "join", "peer": str(hello.peer), "pid": hello.pid, "host": hello.host}
         case Leave(peer=peer, cause=cause):
             return {"event": "leave", "peer": str(peer), "cause": cause}
-        case Death():
+        case Death() | Suspect():
             where = {"group": word.group, "rank": word.rank, "pid": word.pid, "host": word.host}
-            return {"event": "death", **where, "by": word.by, "cause": word.cause}
+            return {"event": word.type, **where, "by": word.by, "cause": word.cause}
         case Drain():
             return {"event": "drain", "groups": list(word.groups), "by": word.by}
         case _ if isinstance(word, COMMANDS):

@@ -37,7 +37,9 @@ class Child:
         script: Sequence[str],
         env: Mapping[str, str],
         log: Path,
+        inherits: Sequence[int] = (),
     ) -> None:
+        """``inherits``: descriptors that it and whoever it starts may use."""
         self.group = group
         self.rank = rank
         self.start = start
@@ -51,6 +53,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
+                pass_fds=tuple(inherits),
                 start_new_session=True,  # a Ctrl-C on the terminal is for the supervisor alone
             )
         self.pid = self._process.pid

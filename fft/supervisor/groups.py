@@ -6,7 +6,7 @@ Starts processes and the group's rendezvous store (one fresh TCPStore per start)
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from fft.supervisor.children import Child
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
-_SUPERVISORS = frozenset({"FFT_FAULTS", "FFT_INJECT", "FFT_TOKEN", "FFT_TOKEN_FILE"})
+_SUPERVISORS = frozenset(
+    {"FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_TOKEN", "FFT_TOKEN_FILE"}
+)
 """Settings that are never inherited."""
 
 
@@ -84,7 +86,12 @@ class Group:
         return "given up" if self.given_up else ("finished" if self.finished else "down")
 
     def start(
-        self, script: list[str], env: Mapping[str, str], logs: Path, groups: int
+        self,
+        script: list[str],
+        env: Mapping[str, str],
+        logs: Path,
+        groups: int,
+        inherits: Sequence[int] = (),
     ) -> list[Child]:
         """Start all ranks with a store of their own. Raises OSError if a process cannot be."""
         from fft.bus.tcpstore import host_store  # here, so that a bad plan is refused without torch
@@ -105,7 +112,8 @@ class Group:
                 "NUM_REPLICA_GROUPS": str(groups),
             }
             log = logs / f"g{self.name}r{rank}-{self.starts}.log"
-            child = Child(self.name, rank, self.starts, script, {**env, **place}, log)
+            own = {**env, **place}
+            child = Child(self.name, rank, self.starts, script, own, log, inherits)
             self.children.append(child)
         return self.children
 

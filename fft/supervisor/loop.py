@@ -21,7 +21,15 @@ from pathlib import Path
 
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import Command, Evict, Inject, fresh_id
-from fft.core.messages import Death, Drain, encode
+from fft.core.messages import (
+    MAX_MESSAGE,
+    Death,
+    Drain,
+    Suspect,
+    UnreadableMessage,
+    decode,
+    encode,
+)
 from fft.errors import FftError
 from fft.faults import BusRestartFault, DrainFault, FaultPlan, ServiceFault
 from fft.jobtoken import JobToken
@@ -34,6 +42,7 @@ from fft.supervisor.watch import PlanWatch
 from fft.timeouts import bus_operation
 from fft.wire import encode_command
 
+_WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
 
@@ -123,6 +132,10 @@ class Supervisor:
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
+        # Children's monitors speak here: datagrams, which keep apart however many write.
+        self._words_out, self._words_in = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._words_out.setblocking(False)
+        self._selector.register(self._words_out, selectors.EVENT_READ)
         self._began = time.monotonic()
         self._drain_until: float | None = None
         self._problems: list[str] = []
@@ -168,6 +181,8 @@ class Supervisor:
         for key, _ in self._selector.select(timeout):
             if isinstance(key.data, Child):
                 self._on_death(key.data)
+            elif key.fileobj is self._words_out:
+                self._on_words()
             else:
                 self._on_interrupts(self._wake_out.recv(64).count(b"!"))
         self._obey()
@@ -225,6 +240,7 @@ class Supervisor:
             "TORCHFT_LIGHTHOUSE": self._services.lighthouse_url,
             "FFT_BUS": self._services.bus_url,
             "FFT_TRACE_DIR": str(config.trace_dir.resolve()),
+            "FFT_SUPERVISOR_FD": str(self._words_in.fileno()),
         }
         if config.faults is not None:
             services["FFT_FAULTS"] = str(config.faults.resolve())
@@ -234,7 +250,8 @@ class Supervisor:
             services["FFT_TOKEN"] = self._token.text()
         group.known_incs = self._tail.view.incs(group.name)
         logs = config.trace_dir / "logs"
-        for child in group.start(list(config.script), base_env(services), logs, config.groups):
+        env, own_end = base_env(services), [self._words_in.fileno()]
+        for child in group.start(list(config.script), env, logs, config.groups, own_end):
             self._selector.register(child.fd, selectors.EVENT_READ, child)
 
     # --- deaths ------------------------------------------------------------------------
@@ -265,6 +282,27 @@ class Supervisor:
         child.told_dead = True
         host = socket.gethostname()
         self._broadcast(Death(child.group, child.rank, child.pid, host, "supervisor", cause))
+
+    def _on_words(self) -> None:
+        """What monitors have to say to everyone."""
+        with suppress(BlockingIOError):
+            for _ in range(_WORDS_A_TURN):
+                self._pass_on(self._words_out.recv(MAX_MESSAGE))
+
+    def _pass_on(self, word: bytes) -> None:
+        """Tell all of a hang, if it is one of a child of ours: who speaks need not be a monitor."""
+        try:
+            message = decode(word)
+        except UnreadableMessage as error:
+            logger.warning("a child, or what it started, says what is no message: %s", error)
+            return
+        if isinstance(message, Suspect) and message.host == socket.gethostname():
+            place = message.group, message.rank, message.pid
+            living = [child for group in self._groups.values() for child in group.living]
+            if any((child.group, child.rank, child.pid) == place for child in living):
+                self._broadcast(message)
+                return
+        logger.warning("a child, or what it started, says what is not its to say: %r", word[:200])
 
     def _plan_return(self, group: Group) -> None:
         """If a planned drain took the group away, note when it is to come back."""
@@ -459,8 +497,8 @@ class Supervisor:
             group.close()
         self._tail.close()
         self._selector.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        for end in (self._wake_in, self._wake_out, self._words_in, self._words_out):
+            end.close()
         if self._ear is not None:
             self._ear.close()
         if self._bus is not None:
@@ -472,7 +510,7 @@ class Supervisor:
         with suppress(OSError):  # full of words already, or the job has ended
             self._wake_in.send(word)
 
-    def _broadcast(self, message: Death | Drain) -> None:
+    def _broadcast(self, message: Death | Drain | Suspect) -> None:
         """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""
         if self._bus is None:
             return

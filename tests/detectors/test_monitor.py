@@ -7,6 +7,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from fft.bus import open_bus, serve_tcp
-from fft.core.messages import Death, decode
+from fft.core.messages import BusMessage, Death, Suspect, decode
 from fft.detectors.base import Level
 from fft.detectors.pulse import Pulse, Reading
 from fft.monitor import Charge, Look, Monitor, MonitorConfig, MonitorError, MonitorProcess
@@ -98,6 +99,29 @@ def test_an_alarm_that_the_rollback_answers_doubles_the_threshold() -> None:
     assert limits == [pytest.approx(1.5, abs=0.1), pytest.approx(3.0, abs=0.1)]
 
 
+def test_others_are_told_at_once_of_who_cannot_tell_them() -> None:
+    """No thread of it has beaten since: neither can its engine."""
+    for reading in (AT_WORK, replace(AT_WORK, waiting=True)):
+        monitor, level = watched(reading, 11.9)
+        assert level is Level.GREEN and not monitor.concerns_others(11.9)
+        monitor, level = watched(reading, 12.1)
+        assert level is Level.YELLOW and monitor.concerns_others(12.1)
+
+
+def test_others_are_told_of_a_hang_that_its_own_rollback_does_not_end() -> None:
+    monitor = Monitor(LIMITS)
+    told = []
+    for tick in range(60):
+        now = 10.0 + tick / 20
+        monitor.observe(Look(now, replace(AT_WORK, beat=now)))
+        if monitor.concerns_others(now):
+            told.append(now)
+    assert told[0] == pytest.approx(10.0 + LIMITS.max_s + LIMITS.min_s, abs=0.1)
+    back = replace(AT_WORK, beat=now, ended=now, begun=now, marked=now)
+    monitor.observe(Look(now, back))
+    assert not monitor.concerns_others(now)
+
+
 def test_limits_that_cannot_be_kept_are_refused() -> None:
     for bad in ({"interval_s": 0.0}, {"term_s": -1.0}, {"max_s": 0.1}):
         with pytest.raises(ValueError, match="need"):
@@ -105,8 +129,9 @@ def test_limits_that_cannot_be_kept_are_refused() -> None:
 
 
 def test_a_charge_comes_over_the_command_line_whole() -> None:
-    charge = Charge(3, 4, 5, "1", 0, "tcp://h:1/j", LIMITS)
-    assert Charge.from_json(charge.to_json()) == charge
+    for supervisor in (None, 6):
+        charge = Charge(3, 4, supervisor, 5, "1", 0, "tcp://h:1/j", LIMITS)
+        assert Charge.from_json(charge.to_json()) == charge
     for text in ("", "[]", "{}", '{"config": {"max_s": -1}}', '{"config": 3}'):
         with pytest.raises(MonitorError, match="not by hand"):
             Charge.from_json(text)
@@ -178,13 +203,14 @@ class Trainer:
 
 
 @contextmanager
-def trainer(mode: str, bus_url: str = "") -> Iterator[Trainer]:
+def trainer(mode: str, bus_url: str = "", supervisor: int | None = None) -> Iterator[Trainer]:
     out, into = os.pipe()
+    own_end = [] if supervisor is None else [supervisor]
     process = subprocess.Popen(
-        [sys.executable, str(CHILD), mode, str(into), bus_url],
+        [sys.executable, str(CHILD), mode, str(into), bus_url, *map(str, own_end)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        pass_fds=(into,),
+        pass_fds=(into, *own_end),
     )
     os.close(into)
     try:
@@ -237,6 +263,35 @@ def test_a_hang_is_noticed_and_ended(mode: str, ended_by: signal.Signals) -> Non
         expect(child, "red", since, mode)
         expect_death(child, f"{ended_by.name} by the monitor: ")
         assert child.ended_with() == -ended_by
+
+
+@pytest.mark.parametrize("mode", ["stop", "keep_the_lock"])
+def test_the_supervisor_hears_of_who_cannot_say_that_it_hangs(mode: str) -> None:
+    heard, into = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with heard, into, trainer(mode, supervisor=into.fileno()) as child:
+        heard.settimeout(LIMIT_S)
+        since = child.go()
+        word = decode(heard.recv(65536))
+        print(f"{mode}: told {time.monotonic() - since:.2f} s after it began")
+        expect_word(child, word)
+        assert child.verdict(since)["level"] == "yellow"
+
+
+def test_without_a_supervisor_all_hear_it_on_the_bus() -> None:
+    with serve_tcp() as server, open_bus(server.url) as bus:
+        heard: queue.Queue[bytes] = queue.Queue()
+        bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
+        with trainer("stop", server.url) as child:
+            child.go()
+            expect_word(child, decode(heard.get(timeout=LIMIT_S)))
+            assert isinstance(decode(heard.get(timeout=LIMIT_S)), Death)
+
+
+def expect_word(child: Trainer, word: BusMessage) -> None:
+    assert isinstance(word, Suspect)
+    assert (word.group, word.rank, word.pid) == ("1", 2, child.process.pid)
+    assert (word.host, word.by) == (socket.gethostname(), "monitor")
+    assert word.cause.startswith("no progress for")
 
 
 def test_a_loop_without_end_is_noticed_though_it_runs_bytecodes() -> None:

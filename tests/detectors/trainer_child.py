@@ -1,7 +1,8 @@
 """A trainer for the monitor's tests: takes steps until it is told to go on, then obeys its mode.
 
-``trainer_child.py MODE OUT BUS_URL``: OUT is the descriptor for the monitor's lines. Before it
-hangs or ends, and when it begins a wait or a critical section, it prints the time.
+``trainer_child.py MODE OUT BUS_URL [SUPERVISOR]``: OUT and SUPERVISOR are descriptors, for the
+monitor's lines and for what it has to say to others. Before it hangs or ends, and when it begins a
+wait or a critical section, it prints the time.
 """
 
 from __future__ import annotations
@@ -89,10 +90,18 @@ def leave(pulse: Pulse) -> None:
     now()
 
 
-def main(mode: str, out: str, url: str) -> None:
+def main(mode: str, out: str, url: str, supervisor: str = "") -> None:
     pulse = Pulse(time.monotonic)
     moves = Moves(pulse, CONFIG.interval_s)
-    monitor = MonitorProcess(pulse, CONFIG, group="1", rank=2, bus_url=url or None, out=int(out))
+    monitor = MonitorProcess(
+        pulse,
+        CONFIG,
+        group="1",
+        rank=2,
+        bus_url=url or None,
+        supervisor=int(supervisor) if supervisor else None,
+        out=int(out),
+    )
     os.close(int(out))
     number = 0
     while not select.select([sys.stdin], [], [], 0)[0]:

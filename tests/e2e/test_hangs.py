@@ -57,5 +57,10 @@ def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path:
     assert list((tmp_path / "hung" / "run").glob("g1r0i4*.jsonl")), (
         "it was started three times anew"
     )
-    # with the interpreter lock held, or stopped, a process cannot say that it hangs: it is ended
-    assert any("1/0#1: hangs" in cause for cause in causes(tmp_path / "hung"))
+    # What it cannot say itself its monitor says, by way of the supervisor, before it is ended.
+    found = causes(tmp_path / "hung")
+    assert any(cause.startswith("1/0#1: hangs: no progress") for cause in found), found
+    for inc in (2, 3):
+        mine = [cause for cause in found if f"1/0#{inc} hangs: no progress" in cause]
+        assert any(cause.endswith("(seen by monitor)") for cause in mine), found
+    print(f"\n{found}")

@@ -64,6 +64,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "decision message lost": "decision_lost_commit",
         "coordinator killed": "coordinator_killed",
         "coordinator silent": "coordinator_silent",
+        "interpreter lock held, process stopped": "hang_that_its_process_cannot_tell",
+        "a hang that its rollback does not end": "hang_that_a_rollback_does_not_free",
         "second process with one identity": "second_process_of_one_identity",
         "bus gone": "bus_comes_back_empty",
         "repeated rollbacks without a commit": "repeated_rollbacks_pause",
@@ -79,7 +81,6 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "a register that nobody of the job wrote": "test_trust.py",
         "the head register goes back to an older record": "test_trust.py",
         "main thread hangs": "e2e/test_hangs.py",
-        "interpreter lock held, process stopped": "e2e/test_hangs.py",
         "a NATS server killed": "e2e/test_nats_training.py",
     }
     design = (FOLDER.parent.parent / "DESIGN.md").read_text(encoding="utf-8")

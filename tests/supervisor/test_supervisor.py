@@ -6,10 +6,12 @@ import json
 import os
 import queue
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import psutil
 import pytest
 from supervisor_stage import WAIT_S, Job, Stage
 
-from fft.core.messages import Drain, decode
+from fft.core.messages import Death, Drain, Suspect, decode, encode
 from fft.faults import FaultPlan
 from fft.operate import injecting, leaving
 from fft.operate.desk import Desk, OperatorError
@@ -175,6 +177,25 @@ def test_a_drain_is_told_forwarded_and_ends_well(run_job: StartJob, stage: Stage
         for actor in actors.values():
             assert actor.says() == {"heard": "sigterm"}
             actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_a_hang_that_a_child_is_said_to_have_is_passed_on_and_nothing_else(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        actor = actors["1", "0"]
+        hangs = Suspect("1", 0, actor.pid, socket.gethostname(), "monitor", "no progress")
+        for forged in (replace(hangs, pid=1), replace(hangs, group="0"), replace(hangs, host="x")):
+            actor.order(f"tell {encode(forged).decode()}")
+        for other in (Drain(("0",), "monitor"), Death("1", 0, actor.pid, hangs.host, "monitor")):
+            actor.order(f"tell {encode(other).decode()}")
+        actor.order("tell this is no message")
+        actor.order(f"tell {encode(hangs).decode()}")
+        assert decode(json.dumps(job.message()).encode()) == hangs
+        for one in actors.values():
+            one.order("exit 0")
         assert job.verdict().ok
 
 
