@@ -12,49 +12,27 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torchft import ProcessGroupGloo
+from ranks import Samples, sharded_rank
 
 import fft
 
-WIDTH = 16
 SETTLED = 6
 """Commits before a hang; the monitor's threshold needs three."""
 LONELY_S = 0.5
 """A step of one group alone takes so long, so that the other finds the job still at work."""
 LONG_S = 60.0
-LIMIT = timedelta(seconds=LONG_S)
-
-
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Random vectors, equal in every process."""
-
-    def __init__(self) -> None:
-        self.x = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(7))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.x[index]
 
 
 def hang(kind: str) -> None:
     """Stand still: in Python, in C where no signal helps, with the interpreter lock, stopped."""
     if kind == "sleep":
         time.sleep(1000)
-    elif kind == "lock":
-        libc, mutex = ctypes.CDLL(None), (ctypes.c_uint64 * 16)()
-        libc.pthread_mutex_lock(ctypes.byref(mutex))
-        libc.pthread_mutex_lock(ctypes.byref(mutex))
-    elif kind == "gil":
-        libc, mutex = ctypes.PyDLL(None), (ctypes.c_uint64 * 16)()
+    elif kind in ("lock", "gil"):
+        libc = ctypes.PyDLL(None) if kind == "gil" else ctypes.CDLL(None)
+        mutex = (ctypes.c_uint64 * 16)()
         libc.pthread_mutex_lock(ctypes.byref(mutex))
         libc.pthread_mutex_lock(ctypes.byref(mutex))
     elif kind == "stop":
@@ -64,28 +42,8 @@ def hang(kind: str) -> None:
 def main() -> None:
     """Train."""
     steps, out, kinds = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    shard_pg = fft.ShardProcessGroupGloo(timeout=LIMIT)
-    manager = fft.ManagerFFT(
-        pg=ProcessGroupGloo(timeout=LIMIT),
-        shard_pg=shard_pg,
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=1,
-        replica_id=group,
-        init_sync=False,
-        timeouts={"join_window": 30.0, "hang_limit": 20.0, "hang_grace": 2.0},
-        digest="commit",
-    )
-    torch.manual_seed(3)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(2)))
-    for layer in model:
-        fully_shard(layer, mesh=manager.shard_mesh())
-    fully_shard(model, mesh=manager.shard_mesh())
-    manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    manager.sync_gradients(model)
-    torch.manual_seed(100 + 10 * int(group) + rank)
+    rank = sharded_rank(1, {"hang_limit": 20.0, "hang_grace": 2.0})
+    manager, model = rank.manager, rank.model
     loader = fft.CursorLoader(Samples(), batch_size=4, seed=5)
     commits = 0
     for txn in manager.transactions(loader, max_steps=steps):
@@ -96,15 +54,14 @@ def main() -> None:
                 time.sleep(LONELY_S)
             loss = F.mse_loss(model(txn.batch), txn.batch)
             left = [out / kind for kind in kinds if not (out / kind).exists()]
-            if (group, rank) == ("1", 0) and commits >= SETTLED and left:
+            if (rank.group, rank.number) == ("1", 0) and commits >= SETTLED and left:
                 left[0].touch()
                 hang(left[0].name)
             loss.backward()
         commits += txn.committed
     result = {"digest": manager.digest(), "steps": manager.current_step()}
-    manager.shutdown()
-    shard_pg.unregister()
-    (out / f"result-{group}-{rank}.json").write_text(json.dumps(result))
+    rank.shutdown()
+    (out / f"result-{rank.group}-{rank.number}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

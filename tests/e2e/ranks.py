@@ -1,0 +1,77 @@
+"""What the small jobs of the end-to-end tests have in common: data, and an FSDP2 rank to train.
+
+Imported by the scripts beside it that `fft run` starts, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torchft import ProcessGroupGloo
+
+import fft
+
+LIMIT = timedelta(seconds=60)
+"""Of every process group."""
+WIDTH = 16
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Random vectors, equal in every process."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.x[index]
+
+
+class Rank(NamedTuple):
+    """One rank of a group of FSDP2 ranks, ready to train ``model``."""
+
+    group: str
+    number: int
+    manager: fft.ManagerFFT
+    shard_pg: fft.ShardProcessGroupGloo
+    model: nn.Module
+
+    def shutdown(self) -> None:
+        """Leave the job."""
+        self.manager.shutdown()
+        self.shard_pg.unregister()
+
+
+def sharded_rank(min_groups: int, timeouts: dict[str, float], **options: Any) -> Rank:
+    """The rank that the environment names. Layers with dropout, so that generators matter."""
+    group, number = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    shard_pg = fft.ShardProcessGroupGloo(timeout=LIMIT)
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        shard_pg=shard_pg,
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=min_groups,
+        replica_id=group,
+        init_sync=False,
+        timeouts={"join_window": 30.0, **timeouts},  # on a busy machine a group may start late
+        digest="commit",
+        **options,
+    )
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(2)))
+    for layer in model:
+        fully_shard(layer, mesh=manager.shard_mesh())
+    fully_shard(model, mesh=manager.shard_mesh())
+    manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    manager.sync_gradients(model)
+    torch.manual_seed(100 + 10 * int(group) + number)
+    return Rank(group, number, manager, shard_pg, model)
