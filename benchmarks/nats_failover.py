@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "bus"))
 
 from nats_trial import Trial
 
-from fft.audit import audit_dir, read_trace
+from fft.audit import audit_dir, read_lines
 from fft.bus.natsserver import NatsServers
 from fft.faults import FaultPlan
 from fft.progress import TraceTail
@@ -102,10 +102,9 @@ def judge(directory: Path) -> str:
     report = audit_dir(directory)
     if not report.ok:
         raise SystemExit(report.render())
-    lines = [line for path in directory.glob("*.jsonl") for _, line in read_trace(path).lines]
     taken = Counter(
         line["data"]["slice"]
-        for line in lines
+        for line in read_lines(directory)
         if line.get("note") == "consumed" and line["data"]["slice"] is not None
     )
     doubled = sum(count > 1 for count in taken.values())

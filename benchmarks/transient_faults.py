@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from fft.audit import audit_dir, read_trace
+from fft.audit import audit_dir, read_lines
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "hsdp_char_lm.py"
 SPACING = 6
@@ -51,12 +51,6 @@ def run(directory: Path, count: int) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    """All lines of all traces by time."""
-    lines = [r for p in directory.glob("*.jsonl") for _, r in read_trace(p).lines]
-    return sorted((r for r in lines if r["kind"] != "header"), key=lambda r: r["wall"])
 
 
 def median_step(lines: list[dict[str, Any]]) -> float:
@@ -102,7 +96,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         run(Path(name), count)
         report = audit_dir(Path(name) / "t")
-        lines = records(Path(name) / "t")
+        lines = read_lines(Path(name) / "t")
     step = median_step(lines)
     print(
         f"step: median {step:.1f} ms; {report.commits} commits; {report.bytes_healed} bytes healed"

@@ -8,7 +8,7 @@ handled again, state and rows must match), and do the guarantees hold (``core.in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,18 @@ def trace_files(directory: str | Path) -> list[Path]:
     if not paths:
         raise AuditError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")
     return paths
+
+
+def read_lines(
+    directory: str | Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True
+) -> list[dict[str, Any]]:
+    """All transitions and notes of a run, by wall clock; of a long one, those to ``keep``.
+
+    Raises ``AuditError`` if there is no trace.
+    """
+    found = (line for path in trace_files(directory) for _, line in read_trace(path).lines)
+    lines = [line for line in found if line["kind"] != "header" and keep(line)]
+    return sorted(lines, key=lambda line: line["wall"])
 
 
 def audit_dir(directory: str | Path) -> AuditReport:

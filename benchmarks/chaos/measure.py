@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.cases import Case
-from fft.audit import audit_dir, read_trace, trace_files
+from fft.audit import audit_dir
 
 Who = tuple[str, int, int]
 
@@ -54,19 +54,6 @@ class Row:
     def plain(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
-
-
-def read_lines(
-    directory: Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True
-) -> list[dict[str, Any]]:
-    """All transitions and notes of a job by time; of a long one, ``keep`` what is needed."""
-    lines = [
-        line
-        for path in trace_files(directory)
-        for _, line in read_trace(path).lines
-        if line["kind"] in ("transition", "note") and keep(line)
-    ]
-    return sorted(lines, key=lambda line: line["wall"])
 
 
 def judged(directory: Path, allowed: Iterable[str]) -> str:

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.chaos.cases import Layout
 from benchmarks.chaos.job import START_S, WORKER, ChaosError, Job
 from benchmarks.chaos.matrix import Say
-from benchmarks.chaos.measure import median_step_ms, read_lines
+from benchmarks.chaos.measure import median_step_ms
 from benchmarks.chaos.samples import Sampler, Series
-from fft.audit import audit_dir
+from fft.audit import audit_dir, read_lines
 from fft.errors import FftError
 from fft.faults import AnyFault, FaultPlan
 from fft.operate import injecting

@@ -23,7 +23,7 @@ from torchft import ProcessGroupGloo
 from torchft._torchft import LighthouseServer
 
 import fft
-from fft.audit import AuditReport, audit_dir, read_trace
+from fft.audit import AuditReport, audit_dir, read_lines
 from fft.bus.tcpstore import host_store
 
 PG_TIMEOUT = timedelta(seconds=60)
@@ -219,15 +219,9 @@ def wait_until(holds: Callable[[], bool], what: str, within: float = 30.0) -> No
 # --- what the traces say --------------------------------------------------------------------------
 
 
-def lines(directory: Path) -> list[dict[str, Any]]:
-    """All trace records of a job, by wall clock."""
-    found = [r for p in sorted(directory.glob("*.jsonl")) for _, r in read_trace(p).lines]
-    return sorted(found, key=lambda r: r.get("wall", 0.0))
-
-
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Trace records of events of one type, with the event under ``event``."""
-    return [r for r in lines(directory) if (r.get("event") or {}).get("type") == kind]
+    return [r for r in read_lines(directory) if (r.get("event") or {}).get("type") == kind]
 
 
 def aborts(directory: Path) -> list[dict[str, Any]]:
@@ -249,7 +243,7 @@ def _while_committing(directory: Path) -> list[dict[str, Any]]:
 def records(directory: Path) -> list[dict[str, Any]]:
     """Values of the head register that anybody saw, in order."""
     seen: dict[int, dict[str, Any]] = {}
-    for line in lines(directory):
+    for line in read_lines(directory):
         if record := (line.get("event") or {}).get("record"):
             seen.setdefault(record["n"], record)
     return [seen[n] for n in sorted(seen)]
@@ -277,7 +271,7 @@ def fetches(directory: Path) -> list[tuple[str, int, int, int, str]]:
 def slices(directory: Path) -> dict[int, list[int]]:
     """Slices consumed by committed txns, for each rank number."""
     found: dict[int, list[int]] = {}
-    for line in lines(directory):
+    for line in read_lines(directory):
         if line.get("note") == "consumed" and line["data"]["slice"] is not None:
             found.setdefault(line["rank"], []).append(line["data"]["slice"])
     return found
@@ -285,7 +279,7 @@ def slices(directory: Path) -> dict[int, list[int]]:
 
 def notes(directory: Path, name: str) -> list[dict[str, Any]]:
     """Trace notes of one name."""
-    return [line for line in lines(directory) if line.get("note") == name]
+    return [line for line in read_lines(directory) if line.get("note") == name]
 
 
 def dump(value: Any) -> str:

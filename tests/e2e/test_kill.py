@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import aborts, fetches, lines, records, slices
+from stage import aborts, fetches, records, slices
 
-from fft.audit import audit_dir
+from fft.audit import audit_dir, read_lines
 from fft.report import incidents
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
@@ -47,7 +47,7 @@ def test_all_groups_have_equal_bits_at_equal_lineage(traces: Path) -> None:
     assert report.ok, report.render()
     digests: dict[tuple[str, int], set[str]] = {}
     seen: dict[tuple[str, int], set[str]] = {}
-    for line in lines(traces):
+    for line in read_lines(traces):
         event: dict[str, Any] = line.get("event") or {}
         if event.get("type") in ("applied", "healed") and event.get("digest"):
             key = (line["lineage"], line["rank"])
