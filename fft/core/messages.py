@@ -220,8 +220,8 @@ class Leave:
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Death:
-    """Somebody saw the process end (supervisor, monitor)."""
+class _Seen:
+    """What somebody saw of a process: who, as it was started, who says so, and why."""
 
     group: Name
     rank: int
@@ -230,20 +230,19 @@ class Death:
     by: str
     cause: Text = ""
     v: Literal[1] = 1
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Death(_Seen):
+    """Somebody saw the process end (supervisor, monitor)."""
+
     type: Literal["death"] = "death"
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Suspect:
+class Suspect(_Seen):
     """Somebody saw that the process lives and its main thread does not move (its monitor)."""
 
-    group: Name
-    rank: int
-    pid: int
-    host: str
-    by: str
-    cause: Text = ""
-    v: Literal[1] = 1
     type: Literal["suspect"] = "suspect"
 
 
