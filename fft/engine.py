@@ -147,6 +147,8 @@ class Engine:
         self._slot: Command | None = None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self.ended = threading.Event()
+        """Out: this thread has told the others what there was to tell, and the main thread."""
         self._subscriptions: list[Subscription] = []
         self._wire = Wire()
         self._epoch: Record | None = None
@@ -259,6 +261,7 @@ class Engine:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+            self.ended.set()
             self._host.cancel_futures(f"engine failed: {error!r}")
             self._host.abort_groups(f"engine failed: {error!r}")
 
@@ -305,6 +308,8 @@ class Engine:
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()
+                if isinstance(effect, Finish):
+                    self.ended.set()
                 if isinstance(effect, Restore | Finish):
                     self._host.interrupt(getattr(effect, "cause", "") or "this participant stops")
             case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
