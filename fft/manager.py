@@ -385,7 +385,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if name and threading.current_thread() is threading.main_thread():
             self.drain_on(signal.Signals[name], within=_drain_within())
         if notice := os.environ.get("FFT_NOTICE"):
-            self.drain_on(source_of(notice, self._peer.group))
+            self.drain_on(source_of(notice, self._peer.group, self._peer.rank))
 
     def _end_drain(self) -> None:
         for poller in self._pollers:

@@ -336,14 +336,14 @@ def _json(status: int, body: bytes, what: str) -> dict[str, Any]:
 # --- settings -----------------------------------------------------------------------------------
 
 
-def source_of(setting: str, group: str) -> NoticeSource:
-    """What ``FFT_NOTICE`` names; ``{group}`` in a path stands for the replica group.
+def source_of(setting: str, group: str, rank: int) -> NoticeSource:
+    """What ``FFT_NOTICE`` names; ``{group}`` and ``{rank}`` in a path are those of this process.
 
     Raises ``NoticeError`` if it names nothing.
     """
     kind, _, what = setting.partition(":")
     if kind == "file" and what:
-        return FileNotice(what.replace("{group}", group))
+        return FileNotice(what.replace("{group}", group).replace("{rank}", str(rank)))
     if kind == "azure" and what:
         return HttpNotice.azure(what)
     if setting == "aws":

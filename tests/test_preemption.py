@@ -316,15 +316,16 @@ def test_an_interval_must_be_one() -> None:
 
 
 def test_what_a_setting_names(tmp_path: Path) -> None:
-    (tmp_path / "n-7").touch()
-    assert source_of(f"file:{tmp_path}/n-{{group}}", "7").poll() is not None
-    assert source_of(f"file:{tmp_path}/n-{{group}}", "8").poll() is None
-    assert "169.254.169.254/latest/meta-data/spot" in str(source_of("aws", "0"))
-    assert "metadata.google.internal" in str(source_of("google", "0"))
-    assert "scheduledevents" in str(source_of("azure:vm", "0"))
+    (tmp_path / "n-7.1").touch()
+    setting = f"file:{tmp_path}/n-{{group}}.{{rank}}"
+    assert source_of(setting, "7", 1).poll() is not None
+    assert source_of(setting, "7", 0).poll() is None
+    assert "169.254.169.254/latest/meta-data/spot" in str(source_of("aws", "0", 0))
+    assert "metadata.google.internal" in str(source_of("google", "0", 0))
+    assert "scheduledevents" in str(source_of("azure:vm", "0", 0))
 
 
 @pytest.mark.parametrize("setting", ["file:", "azure", "aws:x", "/tmp/x", "gcp", ""])
 def test_a_setting_that_names_nothing_is_refused(setting: str) -> None:
     with pytest.raises(NoticeError, match="write file:PATH, aws, google, or azure:"):
-        source_of(setting, "0")
+        source_of(setting, "0", 0)

@@ -1,7 +1,7 @@
 """One rank of a small job that is given notice; `fft run` starts it (see test_notice).
 
-``notice_worker.py STEPS OUT [CASE]``. When group 1 has made ``SETTLED`` commits, its notice is
-written, to the file ``FFT_NOTICE`` names, and it waits until its manager has read it. In the case
+``notice_worker.py STEPS OUT CASE``. When rank 0 of group 1 has made ``SETTLED`` commits, its
+notice is written, to the file ``FFT_NOTICE`` names, and it waits until it is read. In the case
 ``long`` the step then computes for longer than the deadline. The others go on to STEPS.
 Leaves what it ended with in the folder OUT.
 """
@@ -45,7 +45,8 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 def give_notice(case: str) -> None:
     """Write the file as a whole, as whoever evacuates a machine would."""
-    path = Path(os.environ["FFT_NOTICE"].removeprefix("file:").replace("{group}", "1"))
+    setting = os.environ["FFT_NOTICE"].removeprefix("file:")
+    path = Path(setting.replace("{group}", "1").replace("{rank}", "0"))
     half = path.with_suffix(".half")
     half.write_text(json.dumps({"within": WITHIN_S[case], "reason": "the machine goes"}))
     half.rename(path)
@@ -54,7 +55,7 @@ def give_notice(case: str) -> None:
 def main() -> None:
     """Train."""
     steps, out = int(sys.argv[1]), Path(sys.argv[2])
-    case = sys.argv[3] if len(sys.argv) > 3 else ""
+    case = sys.argv[3]
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     torch.set_num_threads(1)
     manager = fft.ManagerFFT(
@@ -75,10 +76,9 @@ def main() -> None:
     commits, unwound = 0, ""
     for txn in manager.transactions(loader, max_steps=steps):
         with txn:
-            given = group == "1" and commits == SETTLED and case
-            if given and rank == 0:
-                give_notice(case)
+            given = (group, rank) == ("1", 0) and commits == SETTLED
             if given:
+                give_notice(case)
                 deadline = time.monotonic() + LIMIT_S
                 while not manager.asked_to_leave:  # its source is polled on another thread
                     assert time.monotonic() < deadline, "nobody reads the notice"

@@ -27,7 +27,7 @@ def run_job(directory: Path, case: str, ranks: int = 1, notice: str = "{group}")
     directory.mkdir()
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", str(ranks)]
     command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 30)]
-    command += [str(WORKER), str(STEPS), str(directory), *([case] if case else [])]
+    command += [str(WORKER), str(STEPS), str(directory), case]
     env = {**os.environ, "FFT_NOTICE": f"file:{directory}/notice-{notice}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     logs = "".join(path.read_text()[-3000:] for path in (directory / "run" / "logs").iterdir())
@@ -79,3 +79,18 @@ def test_a_group_whose_step_is_too_long_leaves_without_and_says_why(tmp_path: Pa
     log = (run / "logs" / "g1r0-1.log").read_text()
     assert "leaves now, without waiting for a commit: the machine goes" in log
     print(f"\nleft {given['data']['within'] - took:.1f} s before the deadline: {why}")
+
+
+@pytest.mark.multiprocess
+def test_the_ranks_of_a_group_go_with_the_one_that_had_the_notice(tmp_path: Path) -> None:
+    ended = run_job(tmp_path / "job", "long", ranks=2, notice="{group}.{rank}")
+    run = tmp_path / "job" / "run"
+    assert {n["rank"] for n in notes(run, "notice")} == {0}
+    assert ended["1-0"]["steps"] == ended["1-1"]["steps"] == 4
+    assert ended["0-0"]["steps"] == ended["0-1"]["steps"] == STEPS
+    assert len(aborts(run)) == 1, aborts(run)
+    assert not list(run.glob("g1r*i2.jsonl")), "nobody of it was started again"
+    given = notes(run, "notice")[0]
+    (mate,) = (e for e in events(run, "leave") if (e["group"], e["rank"]) == ("0", 0)
+               and e["event"]["peer"][:2] == ["1", 1])  # fmt: skip
+    assert mate["mono"] < given["mono"] + given["data"]["within"]
