@@ -126,9 +126,9 @@ class DrainClock:
         logger.warning("this participant leaves now, without waiting for a commit: %s", cause)
         self._leaver.note("drain_late", {"reason": notice.reason, "left": left, "why": why})
         if not self._leaver.leave(cause, left):
-            why = self._leaver.why_still_here() or "nobody was told"
-            logger.error("this participant is not out by its deadline: %s", why)
-            self._leaver.note("drain_missed", {"reason": notice.reason, "why": why})
+            held_up = "its engine is held up, most likely by an operation on the bus"
+            logger.error("the others were not told by the deadline: %s", held_up)
+            self._leaver.note("drain_missed", {"reason": notice.reason, "why": held_up})
 
     def _close_account(self, at: float) -> None:
         deadline, notice = self._earliest.deadline, self._earliest.notice
