@@ -38,7 +38,10 @@ class Leaver(Protocol):
         """What this participant waits for; None: it is out."""
 
     def leave(self, cause: str, limit_s: float) -> bool:
-        """Leave now, by its own word. Whether that was done within ``limit_s`` seconds."""
+        """Leave now, by its own word, or at least stop, within ``limit_s`` seconds.
+
+        Whether the others were told.
+        """
 
     def note(self, name: str, data: dict[str, Any]) -> None:
         """Put it into the trace, if there is one yet."""
@@ -126,9 +129,8 @@ class DrainClock:
         logger.warning("this participant leaves now, without waiting for a commit: %s", cause)
         self._leaver.note("drain_late", {"reason": notice.reason, "left": left, "why": why})
         if not self._leaver.leave(cause, left):
-            held_up = "its engine is held up, most likely by an operation on the bus"
-            logger.error("the others were not told by the deadline: %s", held_up)
-            self._leaver.note("drain_missed", {"reason": notice.reason, "why": held_up})
+            logger.error("this participant stops before its deadline, and could not tell anybody")
+            self._leaver.note("drain_untold", {"reason": notice.reason})
 
     def _close_account(self, at: float) -> None:
         deadline, notice = self._earliest.deadline, self._earliest.notice

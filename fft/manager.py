@@ -1167,6 +1167,8 @@ class _Leaver:
             return None
         local = engine.local
         text = waiting_for(local, engine.participant.config, time.monotonic())
+        if (held_up := engine.held_up()) is not None:
+            text = f"{held_up}; before that, {text}"
         return f"{text}; its main thread is in {_place(manager._main)}"
 
     def leave(self, cause: str, limit_s: float) -> bool:
@@ -1175,7 +1177,10 @@ class _Leaver:
         if manager is None or engine is None:
             return True
         engine.post(Stop(cause[:_LONGEST_CAUSE]))
-        told = engine.ended.wait(limit_s)
+        told = engine.ended.wait(limit_s / 2)
+        if not told:  # the bus is silent; who ends with an error is said dead by its supervisor
+            doubt = f"stopped before a deadline without a word to the others: {cause}"
+            engine.abandon(Finish(doubt, error="InDoubt"))
         # Only now: that the others hear why comes before that their connections end.
         host = _EngineHost(manager)
         host.cancel_futures(cause)

@@ -123,13 +123,13 @@ def test_who_is_out_already_is_left_in_peace() -> None:
     assert place.names == ["notice", "drained"] and not place.causes
 
 
-def test_who_cannot_leave_by_the_deadline_is_told_of() -> None:
+def test_who_cannot_tell_the_others_says_so() -> None:
     place = Place(leaves=False)
     clock = DrainClock(place, 5.0)
     clock.hear(Notice("spot", 0.0))
-    place.wait_for("drain_missed")
+    place.wait_for("drain_untold")
     ended(clock)
-    assert place.names == ["notice", "drain_late", "drain_missed"]
+    assert place.names == ["notice", "drain_late", "drain_untold"]
 
 
 # --- words ----------------------------------------------------------------------------------------

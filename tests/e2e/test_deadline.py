@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -19,12 +22,19 @@ from stage import Job, Member, aborts, job, notes, wait_until
 
 import fft
 from fft.bus import serve_tcp
-from fft.errors import FftError
+from fft.errors import FftError, InDoubt
 from fft.preemption import FileNotice
 
 WITHIN_S = 6.0
 LIMIT_S = 60.0
 STEP = 3
+SILENT = """
+import sys
+from fft.bus import serve_tcp
+server = serve_tcp()
+print(server.url, flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -37,7 +47,7 @@ def why(made: Job, group: str = "1") -> str:
     """What a group said when it left without a commit; in time."""
     late = [n for n in notes(made.traces, "drain_late") if n["group"] == group]
     assert len(late) == 1 and late[0]["data"]["left"] > 0
-    assert not notes(made.traces, "drain_missed")
+    assert not notes(made.traces, "drain_untold")
     text: str = late[0]["data"]["why"]
     return text
 
@@ -97,6 +107,40 @@ def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
         took = time.monotonic() - min(began)
         assert "in doubt: it has voted YES" in why(made) and "out of reach" in why(made)
         made.audit()
+    print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
+
+
+def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SILENT]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        both = threading.Barrier(2, action=lambda: server.send_signal(signal.SIGSTOP))
+        began: list[float] = []
+
+        def body(member: Member, txn: fft.Transaction) -> None:
+            if txn.step == STEP:
+                both.wait(LIMIT_S)
+                began.append(time.monotonic())
+                member.manager.drain(WITHIN_S, "the machine goes")
+
+        try:
+            with job(tmp_path / "traces", 2, url) as made:
+                members = [made.member(group) for group in ("0", "1")]
+                for member in members:
+                    member.start(lambda m: m.train(9, body=body))
+                for member in members:
+                    member.end()
+                took = time.monotonic() - min(began)
+                for member in members:
+                    assert isinstance(member.error, InDoubt), repr(member.error)
+                    assert "without a word to the others: the machine goes" in str(member.error)
+                assert len(notes(made.traces, "drain_untold")) == 2
+                for line in notes(made.traces, "drain_late"):
+                    assert "on the bus has had no answer for" in line["data"]["why"]
+                made.audit()
+        finally:
+            server.kill()
     print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
 
 

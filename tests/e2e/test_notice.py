@@ -66,7 +66,7 @@ def test_a_group_whose_step_is_too_long_leaves_without_and_says_why(tmp_path: Pa
     assert late["group"] == "1" and late["data"]["left"] > 0
     why = late["data"]["why"]
     assert "its main thread has not voted; NORMAL for" in why and "notice_worker.py" in why
-    assert not notes(run, "drain_missed")
+    assert not notes(run, "drain_untold")
     assert len(aborts(run)) == 1, aborts(run)
     (attempt,) = aborts(run)
     assert "1/0#1 left: the machine goes; not out" in attempt["cause"]
