@@ -220,6 +220,11 @@ class Engine:
             self._changed.notify_all()
         self._host.interrupt(command.reason)
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether the main thread was told to stop without this one."""
+        return self._abandoned is not None
+
     def held_up(self) -> str | None:
         """Any thread: the operation on the bus that this thread waits for; None: there is none."""
         if (at := self._at_bus) is None or (took := time.monotonic() - at[1]) < _SILENCE_S:
@@ -229,19 +234,21 @@ class Engine:
     def close(self, limit: float = 5.0) -> None:
         """Leave (if still in), end the thread and the subscriptions. Idempotent.
 
-        A thread that was abandoned ends by itself, with the operation on the bus that it is at.
+        Of an engine that was abandoned nothing is waited for: the closing of the bus ends it.
         """
         if self._thread.is_alive():
             self.post(Stop("shut down"))
             self._events.put(None)
-            self._thread.join(limit if self._abandoned is None else 0.0)
+            if self.abandoned:
+                return
+            self._thread.join(limit)
         ending, self._subscriptions = self._subscriptions, []
         for subscription in ending:
             subscription.close()
         not_obeyed = {**self.bus.refusals(), **self._strange.counts()}
         if ending and not_obeyed:
             self.trace.note("not_obeyed", not_obeyed)
-        if ending and self._abandoned is None:
+        if ending:
             with contextlib.suppress(BusError):  # a bus that is gone keeps nothing
                 self.bus.delete(inbox_name(self.participant.config.me))
 

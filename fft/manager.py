@@ -1020,7 +1020,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._interrupter.close()
         if self._watched is not None:
             self._watched.close()
-        self._bus.close()
+        if self._engine is not None and self._engine.abandoned:
+            # That waits for the bus, and there is no time to.
+            threading.Thread(target=self._bus.close, name="fft-bus-close", daemon=True).start()
+        else:
+            self._bus.close()
         self._trace.close()
         super().shutdown(wait)
 
