@@ -27,6 +27,8 @@ from fft.preemption import Earliest, Notice
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_WAIT_S = 3600.0
+"""What a queue can be waited for has a limit; deadlines have none."""
 _SHOWN = 8
 """So many participants are named; of a large job's more would be no help."""
 
@@ -91,11 +93,11 @@ class DrainClock:
 
     def _run(self) -> None:
         while True:
-            wait = None if self._due is None else max(0.0, self._due - time.monotonic())
             try:
-                word = self._words.get(timeout=wait)
+                word = self._words.get(timeout=self._wait())
             except queue.Empty:
-                self._run_out()
+                if self._wait() == 0:
+                    self._run_out()
                 continue
             match word:
                 case None:
@@ -104,6 +106,11 @@ class DrainClock:
                     self._take(word.notice, word.at)
                 case _Left():
                     self._close_account(word.at)
+
+    def _wait(self) -> float | None:
+        if self._due is None:
+            return None
+        return min(max(0.0, self._due - time.monotonic()), _LONGEST_WAIT_S)
 
     def _take(self, notice: Notice, at: float) -> None:
         if self._over or not self._earliest.take(notice, at):
@@ -140,7 +147,8 @@ class DrainClock:
         self._over = True
         left = None if deadline is None else deadline - at
         if left is not None:
-            logger.warning("this participant has left, %.1f s before its deadline", left)
+            when = "before" if left >= 0 else "after"
+            logger.warning("this participant has left, %.1f s %s its deadline", abs(left), when)
         self._leaver.note("drained", {"reason": notice.reason, "left": left})
 
 

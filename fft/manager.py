@@ -505,10 +505,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 for, and leaves without one: the others lose this attempt. An earlier deadline of a
                 second call counts, a later one does not.
             reason: for people.
+
+        Raises:
+            NoticeError: ``within`` is no time.
         """
+        notice = Notice(reason, within)
         self._ask_to_leave()
         if self._clock is not None:
-            self._clock.hear(Notice(reason, within))
+            self._clock.hear(notice)
 
     def _ask_to_leave(self) -> None:
         self._drain_asked = True

@@ -44,10 +44,17 @@ class NoticeError(FftError):
 
 @dataclass(frozen=True)
 class Notice:
-    """This process must be gone ``within_s`` seconds from now; None: soon, by nobody's clock."""
+    """This process must be gone ``within_s`` seconds from now; None: soon, by nobody's clock.
+
+    Raises ``NoticeError`` for a time that is none.
+    """
 
     reason: str
     within_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.within_s is not None and not 0 <= self.within_s < math.inf:
+            raise NoticeError(f"within {self.within_s} s: give seconds, 0 or more, or None")
 
 
 class NoticeSource(Protocol):

@@ -81,6 +81,15 @@ def test_who_leaves_in_time_says_how_much_was_left() -> None:
     assert 900 < place.notes[1][1]["left"] <= 1000
 
 
+def test_a_deadline_may_be_as_far_away_as_one_likes() -> None:
+    place = Place()
+    clock = DrainClock(place, 5.0)
+    clock.hear(Notice("one day", 1e15))
+    clock.hear(Notice("now", 0.0))
+    place.wait_for("drain_late")
+    ended(clock)
+
+
 def test_who_is_still_here_shortly_before_the_deadline_says_why_and_leaves() -> None:
     place = Place()
     clock = DrainClock(place, 900.0)

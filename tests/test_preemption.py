@@ -50,6 +50,12 @@ def test_a_deadline_moves_forward_and_never_back() -> None:
     assert earliest.notice == Notice("sooner", 30.0)
 
 
+@pytest.mark.parametrize("within", [-1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(within: float) -> None:
+    with pytest.raises(NoticeError, match="give seconds, 0 or more"):
+        Notice("soon", within)
+
+
 @given(st.lists(st.tuples(st.none() | st.floats(0, 1e4), st.floats(0, 10)), min_size=1))
 def test_the_deadline_is_the_earliest_of_all(said: list[tuple[float | None, float]]) -> None:
     earliest, now, all_of_them = Earliest(), 0.0, []

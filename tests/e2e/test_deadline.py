@@ -59,18 +59,27 @@ def ended_in_time(member: Member, began: float) -> None:
     print(f"\nwas out {WITHIN_S - took:.1f} s before the deadline")
 
 
-def test_blocked_in_a_collective(two: Job) -> None:
+@pytest.mark.parametrize("peer", ["rolls back", "is held up"])
+def test_blocked_in_a_collective(two: Job, peer: str) -> None:
     began: list[float] = []
     let_go = threading.Event()
 
     def body(member: Member, txn: fft.Transaction) -> None:
         if txn.step == STEP and member.group == "0":
+            if peer == "is held up" and not let_go.is_set():
+                stays.manager._replicate.abort = late  # type: ignore[method-assign]
             assert let_go.wait(LIMIT_S)
         elif txn.step == STEP:
             began.append(time.monotonic())
             member.manager.drain(WITHIN_S, "the machine goes")
 
     stays, goes = two.member("0"), two.member("1")
+    abort: Any = stays.manager._replicate.abort
+
+    def late(cause: str) -> None:
+        assert let_go.wait(LIMIT_S)
+        abort(cause)
+
     for member in (stays, goes):
         member.start(lambda m: m.train(9, body=body))
     wait_until(lambda: bool(began), "the step is reached")
