@@ -25,7 +25,7 @@ from fft.bus import serve_tcp
 from fft.errors import FftError, InDoubt
 from fft.preemption import FileNotice
 
-WITHIN_S = 6.0
+WITHIN_S = 10.0
 LIMIT_S = 60.0
 STEP = 3
 SILENT = """
