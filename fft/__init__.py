@@ -10,18 +10,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fft.data import CursorLoader
     from fft.manager import ManagerFFT, Transaction
+    from fft.preemption import FileNotice, HttpNotice, Notice
     from fft.rollback.process_group import ShardProcessGroupGloo
 
 __version__ = "0.1.0"
 
 _HOME = {
     "CursorLoader": "fft.data",
+    "FileNotice": "fft.preemption",
+    "HttpNotice": "fft.preemption",
     "ManagerFFT": "fft.manager",
+    "Notice": "fft.preemption",
     "ShardProcessGroupGloo": "fft.rollback.process_group",
     "Transaction": "fft.manager",
 }
 
-__all__ = ["CursorLoader", "ManagerFFT", "ShardProcessGroupGloo", "Transaction"]
+__all__ = [
+    "CursorLoader",
+    "FileNotice",
+    "HttpNotice",
+    "ManagerFFT",
+    "Notice",
+    "ShardProcessGroupGloo",
+    "Transaction",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -147,6 +147,11 @@ class Engine:
         self._slot: Command | None = None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._abandoned: Finish | None = None
+        self._at_bus: tuple[str, float] | None = None
+        """The operation that this thread is at, and since when."""
+        self.ended = threading.Event()
+        """Out: this thread has told the others what there was to tell, and the main thread."""
         self._subscriptions: list[Subscription] = []
         self._wire = Wire()
         self._epoch: Record | None = None
@@ -189,14 +194,14 @@ class Engine:
         """
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
-            while self._slot is None:
+            while (command := self._abandoned or self._slot) is None:
                 if self._failure is not None:
                     raise FftError("the FFT engine thread has failed") from self._failure
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError
                 self._changed.wait(left)
-            return self._slot
+            return command
 
     def take(self, command: Command) -> None:
         """Main thread: ``command`` is being carried out; the slot is free unless a newer came."""
@@ -206,13 +211,36 @@ class Engine:
 
     def superseded(self) -> bool:
         """Main thread, at work on a command: whether a newer one is waiting."""
-        return self._slot is not None
+        return self._slot is not None or self._abandoned is not None
+
+    def abandon(self, command: Finish) -> None:
+        """Any thread: the main thread shall stop with ``command``, for this thread is held up."""
+        with self._changed:
+            self._abandoned = command
+            self._changed.notify_all()
+        self._host.interrupt(command.reason)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the main thread was told to stop without this one."""
+        return self._abandoned is not None
+
+    def held_up(self) -> str | None:
+        """Any thread: the operation on the bus that this thread waits for; None: there is none."""
+        if (at := self._at_bus) is None or (took := time.monotonic() - at[1]) < _SILENCE_S:
+            return None
+        return f"{at[0]} on the bus has had no answer for {took:.1f} s"
 
     def close(self, limit: float = 5.0) -> None:
-        """Leave (if still in), end the thread and the subscriptions. Idempotent."""
+        """Leave (if still in), end the thread and the subscriptions. Idempotent.
+
+        Of an engine that was abandoned nothing is waited for: the closing of the bus ends it.
+        """
         if self._thread.is_alive():
             self.post(Stop("shut down"))
             self._events.put(None)
+            if self.abandoned:
+                return
             self._thread.join(limit)
         ending, self._subscriptions = self._subscriptions, []
         for subscription in ending:
@@ -259,6 +287,7 @@ class Engine:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+            self.ended.set()
             self._host.cancel_futures(f"engine failed: {error!r}")
             self._host.abort_groups(f"engine failed: {error!r}")
 
@@ -305,6 +334,8 @@ class Engine:
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()
+                if isinstance(effect, Finish):
+                    self.ended.set()
                 if isinstance(effect, Restore | Finish):
                     self._host.interrupt(getattr(effect, "cause", "") or "this participant stops")
             case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
@@ -314,6 +345,7 @@ class Engine:
 
     def _use_bus(self, effect: BusEffect) -> None:
         begun = time.monotonic()
+        self._at_bus = type(effect).__name__, begun
         try:
             match effect:
                 case Broadcast(message=message):
@@ -338,6 +370,7 @@ class Engine:
                     assert_never(effect)
         except (BusError, UnreadableMessage) as error:
             self._next.append(self._down(type(effect).__name__, error))
+        self._at_bus = None
         self._excuse(time.monotonic() - begun)
 
     def _excuse(self, seconds: float) -> None:

@@ -10,11 +10,14 @@ import concurrent.futures
 import hashlib
 import inspect
 import logging
+import math
 import os
 import re
 import signal
 import socket
+import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,10 +74,12 @@ from fft.core.messages import (
     Restored,
     Start,
     StartTxn,
+    Stop,
     Token,
 )
 from fft.core.participant import Participant
 from fft.data import DataSource, as_source, loaded
+from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
 from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
 from fft.faults import Fault as InjectableFault
@@ -83,6 +88,7 @@ from fft.interrupt import Interrupted, Interrupter, guarded
 from fft.jobtoken import JobToken
 from fft.machine import Table
 from fft.monitor import MonitorConfig
+from fft.preemption import INTERVAL_S, Notice, NoticeSource, Poller, source_of
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
 from fft.rollback.state import StepState
@@ -95,6 +101,11 @@ from fft.watched import Watched, supervisor_socket
 logger = logging.getLogger(__name__)
 
 Digest = Literal["never", "commit"]
+
+_FRAMES = 4
+"""Calls of the main thread that are named when it is too late to leave with a commit."""
+_LONGEST_CAUSE = 1500
+"""Characters that the others are told; a message has its limits."""
 
 
 class ManagerFFT(Manager):  # type: ignore[misc]
@@ -152,6 +163,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._group_bus: ErrorBus | None = None
         self._interrupter: Interrupter | None = None
         self._watched: Watched | None = None
+        self._clock: DrainClock | None = None
+        self._pollers: list[Poller] = []
+        self._main: int | None = None
+        """Thread that trains; known once it has joined the job."""
         self._txn: StartTxn | None = None
         self._applying: Apply | None = None
         self._reduced: torch.Tensor | None = None
@@ -207,9 +222,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._logger = _QuietLogger(self, vars(self)["_logger"])
             self._identify()
             self._injector = self._make_injector()
-            self._install_drain_signal()
+            self._clock = DrainClock(_Leaver(self), table["drain_margin"].seconds)
+            self._drain_as_set()
         except BaseException:
             # torchft has begun to serve and to send heartbeats, which nobody else could end now.
+            self._end_drain()
             super().shutdown()
             for made in ("_bus", "_trace"):
                 if hasattr(self, made):
@@ -265,13 +282,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if threading.current_thread() is threading.main_thread():
             self._interrupter = Interrupter()  # else Python lets nobody interrupt the bodies
             self._watch()
+        self._main = threading.get_ident()
         self._engine = Engine(
             participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
         )
         self._engine.start()
         self._engine.post(Start())
         if self._drain_asked:
-            self.drain()
+            self._ask_to_leave()
         return self._engine
 
     def _open_group_bus(self) -> ErrorBus | None:
@@ -361,10 +379,20 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         """Around what waits for others: whatever is wrong then is not this rank's."""
         return nullcontext() if self._watched is None else self._watched.pulse.waiting
 
-    def _install_drain_signal(self) -> None:
+    def _drain_as_set(self) -> None:
+        """What the environment says of when to leave."""
         name = os.environ.get("FFT_DRAIN_SIGNAL")
         if name and threading.current_thread() is threading.main_thread():
-            self.drain_on(signal.Signals[name])
+            self.drain_on(signal.Signals[name], within=_drain_within())
+        if notice := os.environ.get("FFT_NOTICE"):
+            self.drain_on(source_of(notice, self._peer.group, self._peer.rank))
+
+    def _end_drain(self) -> None:
+        for poller in self._pollers:
+            poller.close()
+        self._pollers.clear()
+        if self._clock is not None:
+            self._clock.close()
 
     # --- what the user calls ---
 
@@ -468,26 +496,64 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._watched is not None:
             self._watched.pulse.ping()
 
-    def drain(self) -> None:
-        """Leave after the next commit; may be called from any thread or a signal handler."""
+    def drain(self, within: float | None = None, reason: str = "asked to") -> None:
+        """Leave with the next commit; may be called from any thread or a signal handler.
+
+        Args:
+            within: seconds in which this participant must be out. If there is no commit until
+                ``drain_margin`` before that (see ``fft config``), it logs and traces what it waits
+                for, and leaves without one: the others lose this attempt. An earlier deadline of a
+                second call counts, a later one does not.
+            reason: for people.
+
+        Raises:
+            NoticeError: ``within`` is no time.
+        """
+        notice = Notice(reason, within)
+        self._ask_to_leave()
+        if self._clock is not None:
+            self._clock.hear(notice)
+
+    def _ask_to_leave(self) -> None:
         self._drain_asked = True
         if self._engine is not None:
             by = f"{self._peer}"
             self._engine.post(Drain(groups=(self._peer.group,), by=by, local=True))
 
-    def drain_on(self, signum: signal.Signals) -> None:
-        """Drain when this process gets ``signum``; a handler that was there is called too."""
-        previous = signal.getsignal(signum)
+    def drain_on(
+        self,
+        source: signal.Signals | NoticeSource,
+        within: float | None = None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """Drain when this process gets a signal, or when a notice source says so.
+
+        Args:
+            source: a signal, on the main thread only; a handler that was there is called too. Or
+                whatever has ``poll``, such as ``fft.preemption.FileNotice`` and ``HttpNotice``.
+            within: seconds that a signal leaves; the notices of a source say it themselves.
+            interval_s: seconds between two polls of a source, on a thread of its own.
+        """
+        if not isinstance(source, int):
+            reader = weakref.WeakMethod(self.drain)
+            self._pollers.append(Poller(source, lambda n: _pass_on(reader, n), interval_s))
+            return
+        previous = signal.getsignal(source)
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._watched is not None and self._watched.pulse.doomed:
-                signal.signal(signum, signal.SIG_DFL)  # no request: this process hung
-                signal.raise_signal(signum)
-            self.drain()
+                signal.signal(number, signal.SIG_DFL)  # no request: this process hung
+                signal.raise_signal(number)
+            self.drain(within, signal.Signals(number).name)
             if callable(previous):
                 previous(number, frame)
 
-        signal.signal(signum, handle)
+        signal.signal(source, handle)
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """Whether somebody in this process has asked it to leave: a notice, a signal, the end."""
+        return self._drain_asked
 
     @property
     def drained(self) -> bool:
@@ -520,13 +586,22 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 case StartTxn():
                     self._enter(command)
                     return command
-                case Finish(error=None):
-                    return None
                 case Finish():
-                    raise _error(command)
+                    self._leave_txn()
+                    if command.error is not None:
+                        raise _error(command)
+                    return None
                 case Apply():  # a decision for a body that has already raised out of its step
                     self._applying = command
                     self._apply_failed(RuntimeError("interrupted before the optimizer step"))
+
+    def _leave_txn(self) -> None:
+        """Out: what the main thread does from now on is no step of the job's."""
+        self._txn = None
+        if self._watched is not None:
+            self._watched.pulse.end(committed=False)
+        if self._clock is not None:
+            self._clock.left()
 
     def _enter(self, plan: StartTxn) -> None:
         if self._served:
@@ -568,6 +643,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return command
         if isinstance(command, Finish) and command.error is not None:
             engine.take(command)
+            self._leave_txn()
             raise _error(command)
         return None
 
@@ -930,8 +1006,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job and end every thread, socket and file of this manager. Idempotent."""
         self._finish_apply()
+        for poller in self._pollers:
+            poller.close()
         if self._engine is not None:
             self._engine.close()
+        self._end_drain()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -945,7 +1024,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._interrupter.close()
         if self._watched is not None:
             self._watched.close()
-        self._bus.close()
+        if self._engine is not None and self._engine.abandoned:
+            # That waits for the bus, and there is no time to.
+            threading.Thread(target=self._bus.close, name="fft-bus-close", daemon=True).start()
+        else:
+            self._bus.close()
         self._trace.close()
         super().shutdown(wait)
 
@@ -1026,7 +1109,7 @@ class Transaction:
             manager._body_failed(self._plan, error)
             return True
         if self._last:
-            manager.drain()
+            manager._ask_to_leave()
         command = manager._prepare()
         if command is not None:
             self.committed = True
@@ -1075,6 +1158,47 @@ class _EngineHost:
         manager = self._manager()
         if manager is not None:
             manager._obey(command)
+
+
+class _Leaver:
+    """What the clock of a drain may do to the manager; does not keep it alive."""
+
+    def __init__(self, manager: ManagerFFT) -> None:
+        self._manager = weakref.ref(manager)
+
+    def why_still_here(self) -> str | None:
+        manager = self._manager()
+        engine = manager._engine if manager is not None else None
+        if manager is None or engine is None:
+            return None  # it has not joined: nobody waits for it
+        if engine.ended.is_set():
+            return None
+        local = engine.local
+        text = waiting_for(local, engine.participant.config, time.monotonic())
+        if (held_up := engine.held_up()) is not None:
+            text = f"{held_up}; before that, {text}"
+        return f"{text}; its main thread is in {_place(manager._main)}"
+
+    def leave(self, cause: str, limit_s: float) -> bool:
+        manager = self._manager()
+        engine = manager._engine if manager is not None else None
+        if manager is None or engine is None:
+            return True
+        engine.post(Stop(cause[:_LONGEST_CAUSE]))
+        told = engine.ended.wait(limit_s / 2)
+        if not told:  # the bus is silent; who ends with an error is said dead by its supervisor
+            doubt = f"stopped before a deadline without a word to the others: {cause}"
+            engine.abandon(Finish(doubt, error="InDoubt"))
+        # Only now: that the others hear why comes before that their connections end.
+        host = _EngineHost(manager)
+        host.cancel_futures(cause)
+        host.abort_groups(cause)
+        return told
+
+    def note(self, name: str, data: dict[str, Any]) -> None:
+        manager = self._manager()
+        if manager is not None and manager._engine is not None:
+            manager._trace.note(name, data, manager._engine.local)
 
 
 class _Hands:
@@ -1192,6 +1316,37 @@ class _ManifestBuilder:
     def build(self) -> Manifest:
         """The manifest so far."""
         return Manifest(self._count, self._bytes, self._shapes.hexdigest())
+
+
+def _pass_on(drain: weakref.WeakMethod[Callable[..., None]], notice: Notice) -> None:
+    """Thread of a source: what it says, to a manager that still lives."""
+    if (call := drain()) is not None:
+        call(notice.within_s, notice.reason)
+
+
+def _drain_within() -> float | None:
+    """Seconds that the drain signal leaves, as the environment says."""
+    text = os.environ.get("FFT_DRAIN_WITHIN")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise FftError(f"FFT_DRAIN_WITHIN={text!r}: give a number of seconds, such as 30")
+    return seconds
+
+
+def _place(thread: int | None) -> str:
+    """Where a thread is, innermost call first: file, line and function."""
+    frame = sys._current_frames().get(thread or -1)
+    found: list[str] = []
+    while frame is not None and len(found) < _FRAMES:
+        code = frame.f_code
+        found.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found) or "no Python code"
 
 
 def _poison(tensor: torch.Tensor) -> None:

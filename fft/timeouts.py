@@ -59,6 +59,14 @@ _HANGS = {
     "hang_grace": (30.0, "the rollback of a txn that hangs; then the monitor ends its process"),
 }
 """Of the monitor: seconds, and what they bound."""
+_DRAINS = {
+    "drain_margin": (
+        5.0,
+        "what a leaver's deadline keeps for its end; without a commit by then it leaves without "
+        "(half of the deadline, where that is shorter)",
+    ),
+}
+_OURS = {**_HANGS, **_DRAINS}
 
 
 class TimeoutsError(FftError):
@@ -183,7 +191,7 @@ def timers(spec: FsmSpec, table: Mapping[str, Timeout]) -> dict[str, float]:
 
 
 def _check(spec: FsmSpec, given: Mapping[str, Given]) -> None:
-    known = {*spec.timeouts, *ARGUMENTS, *_HANGS}
+    known = {*spec.timeouts, *ARGUMENTS, *_OURS}
     for name, value in given.items():
         if name not in known:
             raise TimeoutsError(
@@ -220,7 +228,7 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given], bus: str) -> dict[str, 
             put(name, bounds, seconds, f"spec {spec.name}")
         else:  # a barrier's window may grow with the transfer that it has to hold
             put(name, bounds, source.seconds, source.origin, source.fixed and name == "quorum")
-    for name, (seconds, bounds) in _HANGS.items():
+    for name, (seconds, bounds) in _OURS.items():
         put(name, bounds, seconds, "FFT's default")
     return table
 

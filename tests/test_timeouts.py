@@ -40,6 +40,13 @@ def test_the_defaults_fit_as_they_are() -> None:
     assert not [t for t in table.values() if "to fit" in t.origin]
 
 
+def test_the_margin_of_a_drain_is_a_row_that_can_be_given() -> None:
+    assert chosen()["drain_margin"].seconds == 5.0
+    assert chosen(drain_margin=2.0)["drain_margin"].origin == "test"
+    with pytest.raises(TimeoutsError, match="drain_margin is -1"):
+        chosen(drain_margin=-1.0)
+
+
 def test_every_rule_speaks_of_a_row_of_the_table() -> None:
     spoken = {name for rule in RULES for name in (rule.larger, rule.smaller)}
     assert spoken <= set(chosen(bus=BUSES[1]))

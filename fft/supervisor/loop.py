@@ -10,6 +10,7 @@ the faults of a plan that concern its services.
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import signal
 import socket
@@ -242,6 +243,8 @@ class Supervisor:
             "FFT_TRACE_DIR": str(config.trace_dir.resolve()),
             "FFT_SUPERVISOR_FD": str(self._words_in.fileno()),
         }
+        if 0 < config.drain_timeout < math.inf:  # SIGTERM comes from us, and then SIGKILL
+            services["FFT_DRAIN_WITHIN"] = str(config.drain_timeout)
         if config.faults is not None:
             services["FFT_FAULTS"] = str(config.faults.resolve())
         if config.injectable or config.faults is not None:

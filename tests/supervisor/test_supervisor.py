@@ -71,6 +71,7 @@ def test_children_get_their_places_and_a_good_end_is_good(
             assert env["TORCHFT_LIGHTHOUSE"].startswith("http://127.0.0.1:")
             assert env["FFT_TRACE_DIR"] == str(tmp_path / "run")
             assert env["FFT_DRAIN_SIGNAL"] == "SIGTERM" and env["OMP_NUM_THREADS"]
+            assert env["FFT_DRAIN_WITHIN"] == "60.0"  # the default of --drain-timeout
             assert "FFT_FAULTS" not in env and "FFT_INJECT" not in env
         ports = {actor.place: actor.env["MASTER_PORT"] for actor in actors.values()}
         assert ports["0", "0"] == ports["0", "1"] != ports["1", "0"] == ports["1", "1"]

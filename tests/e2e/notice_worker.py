@@ -1,0 +1,110 @@
+"""One rank of a small job that is given notice; `fft run` starts it (see test_notice).
+
+``notice_worker.py STEPS OUT CASE``. When rank 0 of group 1 has made ``SETTLED`` commits, its
+notice is written, to the file ``FFT_NOTICE`` names, and it waits until it is read. In the case
+``long`` the step then computes for longer than the deadline. The others go on to STEPS.
+Leaves what it ended with in the folder OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torchft import ProcessGroupGloo
+
+import fft
+
+WIDTH = 16
+SETTLED = 4
+LONG_S = 600.0
+LIMIT_S = 60.0
+LONELY_S = 0.02
+"""A step of one group alone takes so long."""
+WITHIN_S = {"soon": 120.0, "long": 16.0}
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Random vectors, equal in every process."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.x[index]
+
+
+def give_notice(case: str) -> None:
+    """Write the file as a whole, as whoever evacuates a machine would."""
+    setting = os.environ["FFT_NOTICE"].removeprefix("file:")
+    path = Path(setting.replace("{group}", "1").replace("{rank}", "0"))
+    half = path.with_suffix(".half")
+    half.write_text(json.dumps({"within": WITHIN_S[case], "reason": "the machine goes"}))
+    half.rename(path)
+
+
+def main() -> None:
+    """Train."""
+    steps, out = int(sys.argv[1]), Path(sys.argv[2])
+    case = sys.argv[3]
+    group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=LIMIT_S)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id=group,
+        init_sync=False,
+        timeouts={"join_window": 30.0, "drain_margin": 8.0},
+        digest="commit",
+    )
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    manager.sync_gradients(model)
+    loader = fft.CursorLoader(Samples(), batch_size=4, seed=5)
+    commits, unwound = 0, ""
+    for txn in manager.transactions(loader, max_steps=steps):
+        with txn:
+            given = (group, rank) == ("1", 0) and commits == SETTLED
+            if given:
+                give_notice(case)
+                deadline = time.monotonic() + LIMIT_S
+                while not manager.asked_to_leave:  # its source is polled on another thread
+                    assert time.monotonic() < deadline, "nobody reads the notice"
+                    time.sleep(0.01)
+            if given and case == "long":
+                try:
+                    began = time.monotonic()
+                    while time.monotonic() < began + LONG_S:
+                        manager.ping()  # it is slow, and does not hang
+                        sum(range(100_000))
+                except BaseException as error:
+                    unwound = f"{type(error).__name__}: {error}"
+                    raise
+            if manager.num_participants() < 2:
+                time.sleep(LONELY_S)
+            model(txn.batch).square().mean().backward()
+        commits += txn.committed
+    result = {
+        "digest": manager.digest(),
+        "steps": manager.current_step(),
+        "commits": commits,
+        "unwound": unwound,
+    }
+    manager.shutdown()
+    (out / f"result-{group}-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

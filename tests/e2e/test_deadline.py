@@ -1,0 +1,266 @@
+"""Who has a deadline is out before it, whatever it waits for; the others lose an attempt at most.
+
+Jobs of managers in one process: there nothing unwinds a body, and only what is blocked ends early.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from stage import Job, Member, aborts, job, notes, wait_until
+
+import fft
+from fft.bus import serve_tcp
+from fft.errors import FftError, InDoubt
+from fft.preemption import FileNotice
+
+WITHIN_S = 10.0
+LIMIT_S = 60.0
+STEP = 3
+SILENT = """
+import sys
+from fft.bus import serve_tcp
+server = serve_tcp()
+print(server.url, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Job]:
+    with job(tmp_path / "traces", 2) as made:
+        yield made
+
+
+def why(made: Job, group: str = "1") -> str:
+    """What a group said when it left without a commit; in time."""
+    late = [n for n in notes(made.traces, "drain_late") if n["group"] == group]
+    assert len(late) == 1 and late[0]["data"]["left"] > 0
+    assert not notes(made.traces, "drain_untold")
+    text: str = late[0]["data"]["why"]
+    return text
+
+
+def ended_in_time(member: Member, began: float) -> None:
+    member.end()
+    took = time.monotonic() - began
+    assert member.error is None and member.manager.drained
+    print(f"\nwas out {WITHIN_S - took:.1f} s before the deadline")
+
+
+@pytest.mark.parametrize("peer", ["rolls back", "is held up"])
+def test_blocked_in_a_collective(two: Job, peer: str) -> None:
+    began: list[float] = []
+    let_go = threading.Event()
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == STEP and member.group == "0":
+            if peer == "is held up" and not let_go.is_set():
+                stays.manager._replicate.abort = late  # type: ignore[method-assign]
+            assert let_go.wait(LIMIT_S)
+        elif txn.step == STEP:
+            began.append(time.monotonic())
+            member.manager.drain(WITHIN_S, "the machine goes")
+
+    stays, goes = two.member("0"), two.member("1")
+    abort: Any = stays.manager._replicate.abort
+
+    def late(cause: str) -> None:
+        assert let_go.wait(LIMIT_S)
+        abort(cause)
+
+    for member in (stays, goes):
+        member.start(lambda m: m.train(9, body=body))
+    wait_until(lambda: bool(began), "the step is reached")
+    ended_in_time(goes, began[0])
+    let_go.set()
+    stays.end()
+    assert stays.error is None and stays.manager.current_step() == 9
+    assert goes.manager.current_step() == STEP
+    assert "its main thread has not voted; NORMAL" in why(two)
+    assert "1/0#1 left: the machine goes; not out" in aborts(two.traces)[0]["cause"]
+    two.audit()
+
+
+def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
+    bus = serve_tcp()
+    both = threading.Barrier(2, action=bus.close)
+    began: list[float] = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == STEP:
+            both.wait(LIMIT_S)
+            began.append(time.monotonic())
+            member.manager.drain(WITHIN_S, "the machine goes")
+
+    with job(tmp_path / "traces", 2, bus.url) as made:
+        limits = {"bus_limit": 60.0}
+        members = [made.member(group, timeouts=limits) for group in ("0", "1")]
+        for member in members:
+            member.start(lambda m: m.train(9, body=body))
+        for member in members:
+            member.end()
+            assert member.error is None and member.manager.drained
+            assert member.manager.current_step() == STEP
+        took = time.monotonic() - min(began)
+        assert "in doubt: it has voted YES" in why(made) and "out of reach" in why(made)
+        made.audit()
+    print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
+
+
+def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SILENT]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        both = threading.Barrier(2, action=lambda: server.send_signal(signal.SIGSTOP))
+        began: list[float] = []
+
+        def body(member: Member, txn: fft.Transaction) -> None:
+            if txn.step == STEP:
+                both.wait(LIMIT_S)
+                began.append(time.monotonic())
+                member.manager.drain(WITHIN_S, "the machine goes")
+
+        try:
+            with job(tmp_path / "traces", 2, url) as made:
+                members = [made.member(group) for group in ("0", "1")]
+                for member in members:
+                    member.start(lambda m: m.train(9, body=body))
+                for member in members:
+                    member.end()
+                took = time.monotonic() - min(began)
+                for member in members:
+                    assert isinstance(member.error, InDoubt), repr(member.error)
+                    assert "without a word to the others: the machine goes" in str(member.error)
+                assert len(notes(made.traces, "drain_untold")) == 2
+                for line in notes(made.traces, "drain_late"):
+                    assert "on the bus has had no answer for" in line["data"]["why"]
+                made.audit()
+        finally:
+            server.kill()
+    print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
+
+
+def test_in_the_barrier_of_an_epoch(two: Job) -> None:
+    let_go = threading.Event()
+    stays, goes = two.member("0"), two.member("1")
+    configure: Any = stays.manager._configure
+
+    def slowly(command: Any) -> None:
+        configure(command)
+        assert let_go.wait(LIMIT_S)
+
+    stays.manager._configure = slowly  # type: ignore[method-assign]
+    for member in (stays, goes):
+        member.start(lambda m: m.train(5))
+    engine: Any = goes.manager
+    wait_until(lambda: engine._engine and engine._engine.local.healed, "it is in the barrier")
+    began = time.monotonic()
+    goes.manager.drain(WITHIN_S, "the machine goes")
+    ended_in_time(goes, began)
+    let_go.set()
+    stays.end()
+    assert stays.error is None and stays.manager.current_step() == 5
+    assert "in the barrier of its epoch" in why(two)
+    two.audit()
+
+
+def test_before_the_first_epoch_there_is_nothing_to_wait_for(two: Job) -> None:
+    member = two.member("0", timeouts={"join_window": 60.0, "quorum": 200.0}).start(
+        lambda m: m.train(5)
+    )
+    engine: Any = member.manager
+    wait_until(lambda: engine._engine and engine._engine.local.head_read, "it asks to join")
+    member.manager.drain(1000.0, "the machine goes")
+    member.end()
+    assert member.error is None and member.manager.current_step() == 0
+    (left,) = notes(two.traces, "drained")
+    assert left["data"]["left"] > 900 and not notes(two.traces, "drain_late")
+    two.audit()
+
+
+def test_in_the_optimizer_step_of_a_commit(two: Job) -> None:
+    began, let_go = threading.Event(), threading.Event()
+
+    class Slow(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            if self is goes.optimizer and goes.manager.current_step() == STEP:
+                began.set()
+                assert let_go.wait(LIMIT_S)
+            return super().step(closure)
+
+    stays, goes = two.member("0"), two.member("1", optimizer=Slow)
+    for member in (stays, goes):
+        member.start(lambda m: m.train(9))
+    assert began.wait(LIMIT_S)
+    goes.manager.drain(WITHIN_S, "the machine goes")
+    stays.end()  # although that main thread is still at it
+    let_go.set()
+    goes.end()
+    assert (stays.error, goes.error) == (None, None)
+    assert (stays.manager.current_step(), goes.manager.current_step()) == (9, STEP)
+    assert "still runs the optimizer step" in why(two)
+    two.audit()
+
+
+def test_a_source_is_asked_until_the_end_and_its_thread_ends_with_the_manager(
+    two: Job, tmp_path: Path
+) -> None:
+    path = tmp_path / "gone"
+    members = [two.member("0"), two.member("1")]
+    members[1].manager.drain_on(FileNotice(path), interval_s=0.01)
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if member.group == "1" and txn.step == STEP:
+            path.touch()
+            wait_until(lambda: member.manager.asked_to_leave, "the file is read")
+
+    for member in members:
+        member.start(lambda m: m.train(9, body=body))
+    for member in members:
+        member.end()
+        assert member.error is None
+    assert [m.manager.current_step() for m in members] == [9, STEP + 1]
+    assert not aborts(two.traces) and not notes(two.traces, "drain_late")
+    assert not [t for t in threading.enumerate() if t.name.startswith(("fft-notice", "fft-drain"))]
+    two.audit()
+
+
+def test_a_signal_with_a_deadline(two: Job) -> None:
+    member = two.member("0")
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        member.manager.drain_on(signal.SIGUSR1, within=1000.0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: member.manager.asked_to_leave, "the handler runs")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    member.start(lambda m: m.train(5))
+    member.end()
+    assert member.error is None
+    (left,) = notes(two.traces, "drained")
+    assert left["data"]["reason"] == "SIGUSR1" and left["data"]["left"] > 900
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_setting_that_is_no_time_is_refused(
+    two: Job, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    monkeypatch.setenv("FFT_DRAIN_SIGNAL", "SIGUSR1")
+    monkeypatch.setenv("FFT_DRAIN_WITHIN", text)
+    with pytest.raises(FftError, match="give a number of seconds"):
+        two.member("0")
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("fft-")]
