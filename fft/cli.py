@@ -461,7 +461,7 @@ def say(
         text, source = saying.read(message)
         payload = text if raw else saying.checked(text, source)
     with _desk(bus) as desk:
-        desk.bus.broadcast(payload)
+        desk.bus.broadcast(payload, saying.topic_of(payload))
 
 
 @app.command()

@@ -17,14 +17,21 @@ from rich.console import Console
 
 from fft.bus import BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import HEAD
-from fft.commands import Answer, Evict, answer_inbox, decode_answer, encode_answer
+from fft.commands import (
+    Answer,
+    Evict,
+    answer_inbox,
+    decode_answer,
+    decode_command,
+    encode_answer,
+    encode_command,
+)
 from fft.core.messages import Death, Drain, UnreadableMessage, decode
 from fft.operate import leaving, say
 from fft.operate.desk import Desk, OperatorError, bus_url
 from fft.operate.watch import JsonView, ScreenView, Watch
 from fft.operate.watching import IN_EPOCH, JOINING, LEFT
-from fft.wire import EPOCH, decode_packed, encode_command
-from fft.wire import decode as decode_word
+from fft.wire import EPOCH, decode_packed
 
 
 @pytest.fixture
@@ -97,7 +104,14 @@ def test_what_may_be_said_reaches_the_job_as_the_core_knows_it() -> None:
     text = b'{"type":"death","group":"1","rank":0,"pid":7,"host":"h","by":"xid","cause":"XID 79"}'
     assert decode(say.checked(text, "x")) == Death("1", 0, 7, "h", "xid", "XID 79")
     evict = Evict("0" * 8, "1", "me")
-    assert decode_word(say.checked(encode_command(evict), "x")) == evict
+    asked = say.checked(encode_command(evict), "x")
+    assert decode_command(asked) == evict
+    assert [say.topic_of(text) for text in (drain, asked, b"[]", b"raw")] == [
+        "protocol",
+        "commands",
+        "protocol",
+        "protocol",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +182,7 @@ def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evi
     heard: queue.Queue[Evict] = queue.Queue()
 
     def hear(payload: bytes) -> None:
-        word = decode_word(payload)
+        word = decode_command(payload)
         if isinstance(word, Evict):
             heard.put(word)
             for verdict, text in verdicts:
@@ -176,7 +190,7 @@ def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evi
                 bus.send(answer_inbox(word.id), encode_answer(answer))
 
     with open_bus(url) as bus:
-        bus.subscribe(hear, lambda error: None)
+        bus.subscribe(hear, lambda error: None, "commands")
         yield heard
 
 
@@ -332,7 +346,7 @@ def test_a_terminal_shows_groups_decisions_commands_and_a_lost_bus(
     try:
         until(lambda: "in epoch" in file.getvalue(), "it shows the groups")
         with open_bus(memory) as bus:
-            bus.broadcast(encode_command(Evict("0" * 8, "7", "somebody")))
+            bus.broadcast(encode_command(Evict("0" * 8, "7", "somebody")), "commands")
             for member in job.members:
                 member.train(4)
             until(lambda: "last decisions" in file.getvalue(), "it shows the decisions")

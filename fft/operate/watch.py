@@ -82,7 +82,7 @@ class Watch:
         self._view.state(self.model, time.monotonic())
 
     def _follow(self, desk: Desk) -> None:
-        with desk.hearing() as ear:
+        with desk.hearing("protocol", "commands") as ear:
             job = desk.job()
             if desk.bus.generation != self._generation:  # one that came back empty has another job
                 self.model, self._generation = JobWatch(), desk.bus.generation

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fft.bus import BusError, ErrorBus, open_job_bus
-from fft.commands import Command, Evict, Inject, fresh_id
+from fft.commands import Command, Evict, Inject, encode_command, fresh_id
 from fft.core.messages import (
     MAX_MESSAGE,
     Death,
@@ -40,7 +40,6 @@ from fft.supervisor.commands import CommandEar
 from fft.supervisor.groups import Group, base_env
 from fft.supervisor.watch import PlanWatch
 from fft.timeouts import bus_operation
-from fft.wire import encode_command
 
 _WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
@@ -445,7 +444,7 @@ class Supervisor:
             word = Inject(fresh_id(), fault, "supervisor")
             self._told.add(word.id)
             with suppress(BusError):
-                self._bus.broadcast(encode_command(word))
+                self._bus.broadcast(encode_command(word), "commands")
         try:
             if isinstance(fault, BusRestartFault):
                 self._restart_bus()
