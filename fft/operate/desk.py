@@ -30,6 +30,7 @@ from fft.commands import (
 from fft.core.messages import BusMessage, GroupEntry, Record, UnreadableMessage
 from fft.errors import FftError
 from fft.jobtoken import JobToken
+from fft.pace import Progress, decode_progress
 from fft.timeouts import bus_operation
 from fft.wire import (
     EPOCH,
@@ -46,8 +47,12 @@ FIRST_ANSWER_S = 5.0
 _READS = 16
 """How often the job may move on while it is looked at."""
 
-Word = BusMessage | Command | Packed
-_READERS: dict[Topic, Callable[[bytes], Word]] = {"protocol": decode, "commands": decode_command}
+Word = BusMessage | Command | Progress | Packed
+_READERS: dict[Topic, Callable[[bytes], Word]] = {
+    "protocol": decode,
+    "commands": decode_command,
+    "progress": decode_progress,
+}
 
 
 class OperatorError(FftError):

@@ -38,6 +38,7 @@ from fft.serve import ServiceError, Services
 from fft.supervisor.children import Child, cause_of
 from fft.supervisor.commands import CommandEar
 from fft.supervisor.groups import Group, base_env
+from fft.supervisor.pace import PaceEar
 from fft.supervisor.watch import PlanWatch
 from fft.timeouts import bus_operation
 
@@ -127,6 +128,7 @@ class Supervisor:
         )
         self._bus: ErrorBus | None = None
         self._ear: CommandEar | None = None
+        self._pace: PaceEar | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -165,6 +167,7 @@ class Supervisor:
         url = self._services.bus_url
         self._bus = open_job_bus(url, self._token, bus_operation(url))
         self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
+        self._pace = PaceEar(self._bus)
 
     # --- one turn of the loop ----------------------------------------------------------
 
@@ -185,6 +188,7 @@ class Supervisor:
             else:
                 self._on_interrupts(self._wake_out.recv(64).count(b"!"))
         self._obey()
+        self._name_stragglers()
         self._look()
         self._start_due()
         self._check_deadlines()
@@ -431,6 +435,13 @@ class Supervisor:
         if self._ear is not None:
             self._ear.answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
 
+    # --- stragglers --------------------------------------------------------------------
+
+    def _name_stragglers(self) -> None:
+        for change in self._pace.news() if self._pace is not None else ():
+            what = "straggler" if change.slow else "no straggler any more"
+            logger.warning("%s: %s", what, change.evidence)
+
     # --- faults of the services --------------------------------------------------------
 
     def _restart_service(self, fault: ServiceFault) -> None:
@@ -459,7 +470,7 @@ class Supervisor:
             "the bus was restarted, and has forgotten the job: its processes stop, and none is "
             "started again; begin a new job from a checkpoint"
         )
-        for old in (self._ear, self._bus):
+        for old in (self._ear, self._pace, self._bus):
             if old is not None:
                 old.close()
         self._services.restart_bus()
@@ -500,6 +511,8 @@ class Supervisor:
             end.close()
         if self._ear is not None:
             self._ear.close()
+        if self._pace is not None:
+            self._pace.close()
         if self._bus is not None:
             self._bus.close()
         if self._display is not None:
