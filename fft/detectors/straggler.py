@@ -24,6 +24,8 @@ from statistics import median_low
 from fft.detectors.base import GREEN, Level, Verdict
 
 _TO_SIGMA = 1.4826
+_SURE = 3
+"""Rounds in a row in which a rank must be found slow, or not slow, before it is told."""
 _PATIENCE = 4
 """Words of one rank for which a round waits for those who said nothing."""
 _NAMED = 3
@@ -49,7 +51,7 @@ class StragglerConfig:
     """
 
     least: float = 0.25
-    least_s: float = 0.005
+    least_s: float = 0.01
     deviations: float = 4.0
     window: int = 10
     samples: int = 5
@@ -138,12 +140,14 @@ class Stragglers:
 
     def __init__(self, config: StragglerConfig | None = None) -> None:
         self.slow: dict[str, float] = {}
-        """The slow ranks, slowest first, each with how many times the median time it takes."""
+        """The slow ranks, each with how many times the median time it takes."""
         self._detector = StragglerDetector(config)
         self._incs: dict[str, int] = {}
         self._round: dict[str, list[float]] = {}
         self._known: set[str] = set()
         """Who was in the last round."""
+        self._otherwise: dict[str, int] = {}
+        """In how many rounds in a row a rank was found to be what it is not called yet."""
 
     def hear(self, rank: str, inc: int, seconds: float) -> list[Change]:
         """Take in a word of incarnation ``inc`` of ``rank``, and tell what it changes."""
@@ -152,6 +156,7 @@ class Stragglers:
         if inc > self._incs.get(rank, inc):
             self._detector.forget(rank)
             self._round.pop(rank, None)
+            self._otherwise[rank] = _SURE if rank in self.slow else 0
         self._incs[rank] = inc
         self._round.setdefault(rank, []).append(seconds)
         if self._known - self._round.keys() and len(self._round[rank]) < _PATIENCE:
@@ -163,7 +168,13 @@ class Stragglers:
         return self._changes()
 
     def _changes(self) -> list[Change]:
-        before, self.slow = self.slow, self._detector.slow()
+        before, found = self.slow, self._detector.slow()
+        differ = found.keys() ^ before.keys()
+        self._otherwise = {rank: self._otherwise.get(rank, 0) + 1 for rank in differ}
+        sure = {rank for rank, rounds in self._otherwise.items() if rounds >= _SURE}
+        sure |= before.keys() - self._known  # who is gone is not slow
+        self.slow = {rank: by for rank, by in found.items() if rank in before or rank in sure}
+        self.slow |= {rank: before[rank] for rank in before.keys() - found.keys() - sure}
         changes = [
             Change(rank, True, factor, self._detector.evidence(rank, factor))
             for rank, factor in self.slow.items()

@@ -122,10 +122,10 @@ def test_fewer_than_half_are_slow_never_red_and_units_do_not_matter(
 def test_what_differs_by_a_moment_only_is_noise() -> None:
     detector = StragglerDetector()
     for _ in range(10):
-        detector.observe(BodyTimes({"a": 0.002, "b": 0.006}))
+        detector.observe(BodyTimes({"a": 0.002, "b": 0.011}))
     assert detector.slow() == {}
     for _ in range(10):
-        detector.observe(BodyTimes({"a": 0.002, "b": 0.008}))
+        detector.observe(BodyTimes({"a": 0.002, "b": 0.013}))
     assert list(detector.slow()) == ["b"]
 
 
@@ -154,11 +154,11 @@ def test_who_becomes_slow_and_is_no_more_is_told_once() -> None:
 def test_one_of_two_ranks_is_named_with_the_evidence() -> None:
     stragglers = Stragglers()
     changes = []
-    for _ in range(6):
+    for _ in range(8):
         changes += stragglers.hear("0/0", 1, 0.1) + stragglers.hear("1/0", 1, 0.4)
     (change,) = changes
     assert change.evidence == (
-        "rank 1/0 takes 4.00 × the median body time over its last 5 words (0.4 s, not 0.1 s)"
+        "rank 1/0 takes 4.00 × the median body time over its last 7 words (0.4 s, not 0.1 s)"
     )
 
 
@@ -169,6 +169,17 @@ def test_a_rank_that_speaks_seldom_is_waited_for_and_one_that_is_gone_is_not() -
             stragglers.hear(rank, 1, seconds)
     assert list(stragglers.slow) == ["c"]
     assert said(stragglers, {"a": 0.1, "b": 0.1}, 4) == ["c no more"]
+
+
+def test_a_moment_of_slowness_is_not_told() -> None:
+    stragglers = Stragglers(StragglerConfig(window=3, samples=3))
+    fast, slow = {"a": 0.1, "b": 0.1, "c": 0.1}, {"a": 0.1, "b": 0.1, "c": 0.5}
+    for _ in range(5):
+        assert said(stragglers, fast, 10) == []
+        assert said(stragglers, slow, 2) == [], "found slow in two rounds"
+    assert said(stragglers, slow, 6) == ["c slow"]
+    assert said(stragglers, fast, 2) == []
+    assert said(stragglers, slow, 6) == [], "and never told to be so no more"
 
 
 def test_a_new_process_of_a_rank_is_not_judged_by_the_old_one() -> None:
