@@ -21,6 +21,7 @@ from pathlib import Path
 
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import Command, Evict, Inject, encode_command, fresh_id
+from fft.commands import Verdict as Answers
 from fft.core.messages import (
     MAX_MESSAGE,
     Death,
@@ -69,6 +70,8 @@ class RunConfig:
     min_steps: int = 0
     timeout: float | None = None
     drain_timeout: float = 60.0
+    evict_stragglers: float | None = None
+    """Start the group of a rank that is so many times as slow as the median rank again, once."""
 
     def check(self) -> None:
         """Raise SupervisorError unless the job can be started."""
@@ -81,6 +84,8 @@ class RunConfig:
             raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
         if self.min_steps and self.stop_after_plan is None:
             raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
+        if self.evict_stragglers is not None and not self.evict_stragglers > 1:
+            raise SupervisorError("--evict-stragglers is how many times as slow: more than 1")
         if any(self.trace_dir.glob("*.jsonl")):
             raise SupervisorError(
                 f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
@@ -118,7 +123,7 @@ class Supervisor:
         self._drains_seen: set[str] = set()
         self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
         self._told: set[str] = set()
-        """Commands that are our own word to the participants."""
+        """Commands that are our own."""
         self._forgot = False
         """The bus has lost the job's state, and no process can go on with it."""
         self._watch = (
@@ -129,6 +134,8 @@ class Supervisor:
         self._bus: ErrorBus | None = None
         self._ear: CommandEar | None = None
         self._pace: PaceEar | None = None
+        self._too_slow: set[str] = set()
+        """Ranks whose groups were started again for it; not twice, for it has not helped."""
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -416,8 +423,7 @@ class Supervisor:
         living = [c for c in group.living if command.rank in (None, c.rank)]
         pids = ", ".join(str(child.pid) for child in living)
         text = f"ending pid {pids} of group {group.name}" if living else "no process to end"
-        if self._ear is not None:
-            self._ear.answer(command, "accepted", text)
+        self._answer(command, "accepted", text)
         if not group.living:
             self._finish_eviction(group, command)
             return
@@ -432,8 +438,12 @@ class Supervisor:
         after = "it is not started again"
         if command.restart and self._drain_until is None and not self._forgot:
             group.restart_at, after = time.monotonic(), "it is started again"
-        if self._ear is not None:
-            self._ear.answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
+        self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
+
+    def _answer(self, command: Command, verdict: Answers, text: str) -> None:
+        """Tell who asked, unless we did."""
+        if self._ear is not None and command.id not in self._told:
+            self._ear.answer(command, verdict, text)
 
     # --- stragglers --------------------------------------------------------------------
 
@@ -441,6 +451,25 @@ class Supervisor:
         for change in self._pace.news() if self._pace is not None else ():
             what = "straggler" if change.slow else "no straggler any more"
             logger.warning("%s: %s", what, change.evidence)
+        limit = self._config.evict_stragglers
+        if self._pace is None or limit is None:
+            return
+        for rank, factor in self._pace.stragglers.slow.items():
+            if factor >= limit and rank not in self._too_slow:
+                self._restart_straggler(rank)
+
+    def _restart_straggler(self, rank: str) -> None:
+        """Start the group of ``rank`` again, if the job can go on without it meanwhile."""
+        command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
+        others = [g for g in self._groups.values() if g.living and g.name != command.group]
+        if self._refusal(command) is not None or len(others) < self._config.min_groups:
+            return
+        self._too_slow.add(rank)
+        logger.warning("group %s is started again: rank %s is too slow", command.group, rank)
+        for child in self._groups[command.group].living:
+            self._tell_dead(child, f"evicted by the supervisor: rank {rank} is too slow")
+        self._told.add(command.id)
+        self._evict(command)
 
     # --- faults of the services --------------------------------------------------------
 

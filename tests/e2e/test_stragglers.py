@@ -14,6 +14,7 @@ from threading import Timer
 from typing import IO
 
 import pytest
+from stage import wait_until
 
 from fft.audit import audit_dir
 
@@ -51,6 +52,43 @@ def until(lines: IO[str] | None, holds: Callable[[str], bool]) -> list[str]:
         if holds(line):
             return seen
     raise AssertionError("it ended before:\n" + "".join(seen))
+
+
+FOR_EVER = """
+faults:
+  - {name: slow, kind: slow, step: 20, group: 1, rank: 0, seconds: 0.2, steps: 100000}
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_slow_rank_is_started_again_if_asked_to(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(FOR_EVER)
+    traces = tmp_path / "run"
+    arguments = ["run", "--groups", "3", "--no-progress", "--trace-dir", str(traces)]
+    arguments += ["--faults", str(plan), "--evict-stragglers", "2", str(SCRIPT)]
+    quick = {"FFT_PROGRESS_INTERVAL": "0.3", "FFT_MONITOR": "0"}
+    with fft(*arguments, **quick) as job:
+        said = until(job.stderr, lambda line: line.startswith("group 1 is started again"))
+        assert sum(line.startswith("straggler: rank 1/0 takes") for line in said) == 1
+        wait_until(lambda: committed(traces, "g1r0i2") > 3, "it trains again", LIMIT_S)
+        job.send_signal(signal.SIGTERM)
+        _, rest = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 0, rest
+    assert {path.stem for path in traces.glob("g*.jsonl")} == {
+        "g0r0i1",
+        "g1r0i1",
+        "g1r0i2",
+        "g2r0i1",
+    }
+    report = audit_dir(traces)
+    assert report.ok, report.render()
+
+
+def committed(traces: Path, process: str) -> int:
+    """Txns that a process has committed so far."""
+    found = list(traces.glob(f"{process}.jsonl"))
+    return sum(path.read_text().count('"consumed"') for path in found)
 
 
 @pytest.mark.multiprocess
