@@ -292,6 +292,31 @@ def test_what_is_said_in_the_wrong_topic_is_not_obeyed(stack: ExitStack) -> None
     assert member.ended is None
 
 
+class DeafToCommands(MemoryBus):
+    """Loses whoever listens to commands."""
+
+    def subscribe(
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
+    ) -> Subscription:
+        if topic == "commands":
+            threading.Thread(target=on_lost, args=(BusError("deaf"),)).start()
+        return super().subscribe(on_message, on_lost, topic)
+
+
+def test_who_is_deaf_to_commands_trains_on(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"engine-{uuid.uuid4().hex}"
+    job = Job(stack, f"memory://{name}", 2, 1, lambda _: DeafToCommands(name)).start()
+    job.train(5)
+    until(lambda: caplog.text.count("hears no commands any more: deaf") == 2, "both have said so")
+    job.train(10)
+    assert [member.ended for member in job.members] == [None, None]
+
+
 class Slow(MemoryBus):
     """Takes its time over broadcasts."""
 

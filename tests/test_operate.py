@@ -26,11 +26,21 @@ from fft.commands import (
     encode_answer,
     encode_command,
 )
-from fft.core.messages import Death, Drain, UnreadableMessage, decode
+from fft.core.messages import (
+    Death,
+    Drain,
+    GroupEntry,
+    Peer,
+    RankEntry,
+    Record,
+    UnreadableMessage,
+    decode,
+)
 from fft.operate import leaving, say
 from fft.operate.desk import Desk, OperatorError, bus_url
-from fft.operate.watch import JsonView, ScreenView, Watch
-from fft.operate.watching import IN_EPOCH, JOINING, LEFT
+from fft.operate.watch import JsonView, ScreenView, Watch, render
+from fft.operate.watching import IN_EPOCH, JOINING, LEFT, JobWatch, event_of
+from fft.pace import Progress
 from fft.wire import EPOCH, decode_packed
 
 
@@ -372,3 +382,27 @@ def test_a_bus_that_goes_away_is_said_and_tried_again() -> None:
             assert watch.model.lost == ""
     with pytest.raises(BusUnreachable):
         Watch(server.url, Lines()).once()
+
+
+def test_stragglers_show_in_the_picture_and_as_events() -> None:
+    watch, lines = JobWatch(), []
+    watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
+    for _ in range(10):
+        for group, seconds in (("0", 0.1), ("1", 0.3)):
+            lines += watch.see(Progress(group, 0, 1, 5, seconds), 1.0)
+    assert [(line["event"], line["rank"], line["slow"]) for line in lines] == [
+        ("straggler", "1/0", True)
+    ]
+    assert watch.pace("1") == "rank 0: 3.0 ×"
+    assert watch.pace("0") == ""
+    file = io.StringIO()
+    Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
+    assert "rank 0: 3.0 ×" in file.getvalue()
+    assert event_of(Progress("0", 0, 1, 5, 0.1)) is None, "too many to be shown"
+
+
+def _two_groups() -> tuple[GroupEntry, ...]:
+    return tuple(
+        GroupEntry(name, "127.0.0.1:1", (RankEntry(0, 1, True, "http://h:1/", 7, "h"),))
+        for name in "01"
+    )
