@@ -51,6 +51,7 @@ from fft.core.messages import (
 from fft.jobtoken import JobToken, TokenError
 from fft.serve import handed_over
 from fft.tally import Tally
+from fft.pace import Progress, decode_progress, encode_progress
 from fft.wire import (
     Wire,
     decode_packed,
@@ -279,6 +280,7 @@ DECODERS: list[tuple[Callable[[bytes], Any], list[bytes]]] = [
     (decode_wire, MESSAGES),
     (decode, MESSAGES),
     (decode_command, COMMANDS),
+    (decode_progress, [encode_progress(Progress("1", 0, 3, 17, 0.25))]),
     (decode_packed, [Wire().encode_record(EPOCH), Wire().encode_record(COMMIT)]),
     (decode_record, [encode_record(EPOCH)]),
     (decode_vote, [encode_vote(Vote(PEER, Manifest(1, 4, "s")))]),

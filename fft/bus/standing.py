@@ -28,13 +28,17 @@ class Standing(Subscription):
         self._bus, self._topic, self._on_message, self._who = bus, topic, on_message, who
         self._lock = threading.Lock()
         self._closed = False
+        self._turn = 0
         self._present: Subscription | None = None
         self._take_up()
 
     def _take_up(self) -> None:
+        with self._lock:
+            self._turn += 1
+            turn = self._turn
         present = self._bus.subscribe(self._on_message, self._lose, self._topic)
         with self._lock:
-            if not self._closed:
+            if not self._closed and turn == self._turn:  # else it was lost before we came here
                 self._present = present
                 return
         present.close()
