@@ -49,9 +49,9 @@ from fft.core.messages import (
     encode_vote,
 )
 from fft.jobtoken import JobToken, TokenError
+from fft.pace import Progress, decode_progress, encode_progress
 from fft.serve import handed_over
 from fft.tally import Tally
-from fft.pace import Progress, decode_progress, encode_progress
 from fft.wire import (
     Wire,
     decode_packed,
