@@ -122,6 +122,12 @@ def run(
     min_steps: Annotated[int, typer.Option(help="And not before this step.")] = 0,
     timeout: Annotated[float | None, typer.Option(help="Kill the job after so many s.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Kill a drain after so many s.")] = 60.0,
+    evict_stragglers: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FACTOR", help="Start a group again if a rank is so many times slower."
+        ),
+    ] = None,
     progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
@@ -144,6 +150,7 @@ def run(
             min_steps=min_steps,
             timeout=timeout,
             drain_timeout=drain_timeout,
+            evict_stragglers=evict_stragglers,
         )
         config.check()
         plan = load_plan(faults, groups, ranks) if faults else FaultPlan(faults=[])
@@ -461,7 +468,7 @@ def say(
         text, source = saying.read(message)
         payload = text if raw else saying.checked(text, source)
     with _desk(bus) as desk:
-        desk.bus.broadcast(payload)
+        desk.bus.broadcast(payload, saying.topic_of(payload))
 
 
 @app.command()

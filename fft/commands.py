@@ -1,8 +1,9 @@
 """Commands: what an operator asks of a job's processes over its bus, and what they answer.
 
 They are no words of the protocol: the engine hands them to its host, and the core never sees one.
-Pure data, with a strict form: whatever else comes is refused as a whole. A command is broadcast;
-an answer goes to the inbox of who asked, named after the command, so nobody else pays for it.
+Pure data, with a strict form: whatever else comes is refused as a whole. A command is broadcast, in
+the topic ``commands``; an answer goes to the inbox of who asked, named after the command, so nobody
+else pays for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fft.core.messages import Count, Name, Text, unreadable
+from fft.core.messages import MAX_MESSAGE, Count, Name, Text, UnreadableMessage, unreadable
 from fft.faults import AnyFault
 
 LONGEST_GRACE_S = 600.0
@@ -77,7 +78,7 @@ class Answer:
 
 @cache
 def _commands() -> TypeAdapter[Command]:
-    return TypeAdapter(Command)
+    return TypeAdapter(Annotated[Command, Field(discriminator="type")])
 
 
 @cache
@@ -88,6 +89,21 @@ def _answers() -> TypeAdapter[Answer]:
 def answer_inbox(command_id: str) -> str:
     """Where the answers to a command go."""
     return f"answer/{command_id}"
+
+
+def encode_command(command: Command) -> bytes:
+    """Command → bytes for the topic ``commands``."""
+    return _commands().dump_json(command)
+
+
+def decode_command(payload: bytes) -> Command:
+    """Bytes of the topic ``commands`` → command. Raises ``UnreadableMessage``."""
+    if len(payload) > MAX_MESSAGE:
+        raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")
+    try:
+        return _commands().validate_json(payload)
+    except ValidationError as error:
+        raise unreadable(error) from None
 
 
 def encode_answer(answer: Answer) -> bytes:

@@ -1,9 +1,10 @@
 """The engine: one thread that owns a participant, carries out its effects, and keeps its timers.
 
-Events come from the bus (broadcasts and the participant's own inbox), the main thread and timers
+Events come from the bus (the protocol and the participant's own inbox), the main thread and timers
 through one queue; each is handled by the core, traced, and then its effects are carried out, in
-order, here. What only the main thread may do (restore, heal, apply, begin) is handed to it through
-a slot that holds the newest command. Touches bus, trace and threads; knows nothing of torch.
+order, here. Commands of operators come the same way, and go to the host. What only the main thread
+may do (restore, heal, apply, begin) is handed to it through a slot that holds the newest command.
+Touches bus, trace and threads; knows nothing of torch.
 
 Nothing here costs the job's bus more than it must: records cross it without their members
 (``fft.wire``), and the ranks of a group vote on a bus of their own first, from where one of them
@@ -31,7 +32,8 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
-from fft.commands import COMMANDS
+from fft.bus.standing import Standing
+from fft.commands import COMMANDS, decode_command
 from fft.commands import Command as OperatorCommand
 from fft.core.local import Local
 from fft.core.messages import (
@@ -176,8 +178,12 @@ class Engine:
         """Listen to the bus and run."""
         self.bus.on_refusal = self._on_refusal
         me = self.participant.config.me
-        for hear in (partial(self.bus.listen, inbox_name(me)), self.bus.subscribe):
-            self._subscriptions.append(hear(self._on_message, self._on_lost))
+        hear = partial(self._on_message, decode)
+        for listen in (partial(self.bus.listen, inbox_name(me)), self.bus.subscribe):
+            self._subscriptions.append(listen(hear, self._on_lost))
+        # who is deaf to operators goes on all the same
+        obey = partial(self._on_message, decode_command)
+        self._subscriptions.append(Standing(self.bus, "commands", obey, f"participant {me}"))
         if me.inc > 1:
             self.bus.delete(inbox_name(me._replace(inc=me.inc - 1)))
         self._thread.start()
@@ -254,9 +260,11 @@ class Engine:
 
     # --- bus listener thread ---
 
-    def _on_message(self, payload: bytes) -> None:
+    def _on_message(
+        self, read: Callable[[bytes], Event | OperatorCommand | Packed], payload: bytes
+    ) -> None:
         try:
-            event = decode(payload)
+            event = read(payload)
         except UnreadableMessage as error:
             if (count := self._strange.add("unreadable")) is not None:
                 reason = str(error)[:_SHOWN]  # it may quote names of fields of any length

@@ -88,6 +88,7 @@ from fft.interrupt import Interrupted, Interrupter, guarded
 from fft.jobtoken import JobToken
 from fft.machine import Table
 from fft.monitor import MonitorConfig
+from fft.pacer import Pacer, interval_from
 from fft.preemption import INTERVAL_S, Notice, NoticeSource, Poller, source_of
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
@@ -128,6 +129,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         monitor: whether a process beside this one watches it: rolls back when the main thread
             hangs, ends the process when that does not help, and tells of its death. None: unless
             ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains.
+        progress_interval: seconds between two words of progress, by which slow ranks are named; 0:
+            none (``FFT_PROGRESS_INTERVAL``, else 1).
 
     Raises:
         SpecError: the spec cannot be used.
@@ -152,6 +155,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         digest: Digest = "never",
         max_body_failures: int = 5,
         monitor: bool | None = None,
+        progress_interval: float | None = None,
         **kwargs: Any,
     ) -> None:
         self._spec = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
@@ -159,6 +163,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if not url:
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
         self._token = JobToken.from_env()
+        self._progress_interval = interval_from(progress_interval)
+        self._pacer: Pacer | None = None
         self._engine: Engine | None = None
         self._group_bus: ErrorBus | None = None
         self._interrupter: Interrupter | None = None
@@ -287,6 +293,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
         )
         self._engine.start()
+        self._pacer = Pacer(self._bus, self._peer, self._progress_interval)
+        if self._shard is not None:
+            self._shard.waiting = self._pacer.waiting
         self._engine.post(Start())
         if self._drain_asked:
             self._ask_to_leave()
@@ -617,6 +626,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._state is not None and self._source is None:
             self._state.capture()  # else after the items are drawn, which may use random numbers
         self._txn = plan
+        if self._pacer is not None:
+            self._pacer.begin()
         if self._watched is not None:
             self._watched.pulse.begin(plan.step)
         if self._injector is not None:
@@ -627,6 +638,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         plan, engine = self._txn, self._engine
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
+        if self._pacer is not None:
+            self._pacer.end()
         with self._waiting():
             self._await_reductions()
         self._inject("vote")
@@ -675,6 +688,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._batches_committed += plan.participants
         self._commit_failures = 0
         self._body_failures = (-1, 0)
+        if self._pacer is not None:
+            self._pacer.committed(self._step, len(plan.members) * self._group_world_size)
         if self._state is not None:
             self._state.forget()
 
@@ -1008,6 +1023,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._finish_apply()
         for poller in self._pollers:
             poller.close()
+        if self._pacer is not None:
+            self._pacer.close()
         if self._engine is not None:
             self._engine.close()
         self._end_drain()
@@ -1259,7 +1276,9 @@ class _TxnWork(_ManagedWork):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As torchft's: False, and the error reported, if the work failed."""
-        done = bool(super().wait(timeout))
+        pacer = self._manager._pacer
+        with nullcontext() if pacer is None else pacer.waiting:
+            done = bool(super().wait(timeout))
         tail = self._managed_fut_tail
         if tail._fut is None:
             tail._fut = torch.futures.Future()

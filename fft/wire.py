@@ -19,13 +19,12 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 import fft.core.messages as core
-from fft.commands import Command
 from fft.core.messages import (
     MAX_MESSAGE,
     BusMessage,
@@ -79,11 +78,6 @@ class MissingList(FftError):
 @cache
 def _packed() -> TypeAdapter[Packed]:
     return TypeAdapter(Packed)
-
-
-@cache
-def _words() -> TypeAdapter[BusMessage | Command]:
-    return TypeAdapter(Annotated[BusMessage | Command, Field(discriminator="type")])
 
 
 @cache
@@ -154,8 +148,8 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
 # --- records and messages -------------------------------------------------------------------
 
 
-def decode(payload: bytes) -> BusMessage | Command | Packed:
-    """Bytes from the bus → message or command; a record may still lack its members.
+def decode(payload: bytes) -> BusMessage | Packed:
+    """Bytes of the topic ``protocol`` → message; a record may still lack its members.
 
     Raises:
         UnreadableMessage: too long, or not exactly in the form of a message.
@@ -164,15 +158,7 @@ def decode(payload: bytes) -> BusMessage | Command | Packed:
         raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")
     if payload.startswith(b'{"members":'):  # how every packed record begins, and nothing else
         return decode_packed(payload)
-    try:
-        return _words().validate_json(payload)
-    except ValidationError as error:
-        raise unreadable(error) from None
-
-
-def encode_command(command: Command) -> bytes:
-    """Command → bytes for the bus."""
-    return _words().dump_json(command)
+    return core.decode(payload)
 
 
 def decode_packed(data: bytes) -> Packed:

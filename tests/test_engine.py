@@ -11,10 +11,22 @@ import pytest
 from engine_job import LIMIT_S, SPEC, Job, Nothing, Rank, until
 
 from fft.bus import BusError, Subscription, open_bus, serve_tcp
+from fft.bus.base import Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
+from fft.commands import Evict, encode_command
 from fft.core.local import Config
-from fft.core.messages import Begin, Broadcast, GroupEntry, Peer, RankEntry, Record, SetTimer
+from fft.core.messages import (
+    Begin,
+    Broadcast,
+    Drain,
+    GroupEntry,
+    Peer,
+    RankEntry,
+    Record,
+    SetTimer,
+    encode,
+)
 from fft.core.participant import Participant
 from fft.engine import HEAD, Engine
 from fft.machine import Table
@@ -267,12 +279,50 @@ def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
     assert len({m.committed[-1].lineage for m in job.members}) == 1
 
 
+def test_what_is_said_in_the_wrong_topic_is_not_obeyed(stack: ExitStack) -> None:
+    name = f"engine-{uuid.uuid4().hex}"
+    job = Job(stack, f"memory://{name}", 1, 1).start()
+    job.train(1)
+    (member,) = job.members
+    outside = stack.enter_context(MemoryBus(name))
+    outside.broadcast(encode(Drain(("0",), "me")), "commands")
+    outside.broadcast(encode_command(Evict("0" * 8, "0", "me")))
+    until(lambda: member.engine.unreadable == 2, "both were counted")
+    job.train(3)
+    assert member.ended is None
+
+
+class DeafToCommands(MemoryBus):
+    """Loses whoever listens to commands."""
+
+    def subscribe(
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
+    ) -> Subscription:
+        if topic == "commands":
+            threading.Thread(target=on_lost, args=(BusError("deaf"),)).start()
+        return super().subscribe(on_message, on_lost, topic)
+
+
+def test_who_is_deaf_to_commands_trains_on(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"engine-{uuid.uuid4().hex}"
+    job = Job(stack, f"memory://{name}", 2, 1, lambda _: DeafToCommands(name)).start()
+    job.train(5)
+    until(lambda: caplog.text.count("hears no commands any more: deaf") == 2, "both have said so")
+    job.train(10)
+    assert [member.ended for member in job.members] == [None, None]
+
+
 class Slow(MemoryBus):
     """Takes its time over broadcasts."""
 
-    def broadcast(self, payload: bytes) -> None:
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
         threading.Event().wait(0.5)
-        super().broadcast(payload)
+        super().broadcast(payload, topic)
 
 
 def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> None:

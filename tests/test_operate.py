@@ -17,14 +17,31 @@ from rich.console import Console
 
 from fft.bus import BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import HEAD
-from fft.commands import Answer, Evict, answer_inbox, decode_answer, encode_answer
-from fft.core.messages import Death, Drain, UnreadableMessage, decode
+from fft.commands import (
+    Answer,
+    Evict,
+    answer_inbox,
+    decode_answer,
+    decode_command,
+    encode_answer,
+    encode_command,
+)
+from fft.core.messages import (
+    Death,
+    Drain,
+    GroupEntry,
+    Peer,
+    RankEntry,
+    Record,
+    UnreadableMessage,
+    decode,
+)
 from fft.operate import leaving, say
 from fft.operate.desk import Desk, OperatorError, bus_url
-from fft.operate.watch import JsonView, ScreenView, Watch
-from fft.operate.watching import IN_EPOCH, JOINING, LEFT
-from fft.wire import EPOCH, decode_packed, encode_command
-from fft.wire import decode as decode_word
+from fft.operate.watch import JsonView, ScreenView, Watch, render
+from fft.operate.watching import IN_EPOCH, JOINING, LEFT, JobWatch, event_of
+from fft.pace import Progress
+from fft.wire import EPOCH, decode_packed
 
 
 @pytest.fixture
@@ -97,7 +114,14 @@ def test_what_may_be_said_reaches_the_job_as_the_core_knows_it() -> None:
     text = b'{"type":"death","group":"1","rank":0,"pid":7,"host":"h","by":"xid","cause":"XID 79"}'
     assert decode(say.checked(text, "x")) == Death("1", 0, 7, "h", "xid", "XID 79")
     evict = Evict("0" * 8, "1", "me")
-    assert decode_word(say.checked(encode_command(evict), "x")) == evict
+    asked = say.checked(encode_command(evict), "x")
+    assert decode_command(asked) == evict
+    assert [say.topic_of(text) for text in (drain, asked, b"[]", b"raw")] == [
+        "protocol",
+        "commands",
+        "protocol",
+        "protocol",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +192,7 @@ def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evi
     heard: queue.Queue[Evict] = queue.Queue()
 
     def hear(payload: bytes) -> None:
-        word = decode_word(payload)
+        word = decode_command(payload)
         if isinstance(word, Evict):
             heard.put(word)
             for verdict, text in verdicts:
@@ -176,7 +200,7 @@ def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evi
                 bus.send(answer_inbox(word.id), encode_answer(answer))
 
     with open_bus(url) as bus:
-        bus.subscribe(hear, lambda error: None)
+        bus.subscribe(hear, lambda error: None, "commands")
         yield heard
 
 
@@ -332,7 +356,7 @@ def test_a_terminal_shows_groups_decisions_commands_and_a_lost_bus(
     try:
         until(lambda: "in epoch" in file.getvalue(), "it shows the groups")
         with open_bus(memory) as bus:
-            bus.broadcast(encode_command(Evict("0" * 8, "7", "somebody")))
+            bus.broadcast(encode_command(Evict("0" * 8, "7", "somebody")), "commands")
             for member in job.members:
                 member.train(4)
             until(lambda: "last decisions" in file.getvalue(), "it shows the decisions")
@@ -358,3 +382,27 @@ def test_a_bus_that_goes_away_is_said_and_tried_again() -> None:
             assert watch.model.lost == ""
     with pytest.raises(BusUnreachable):
         Watch(server.url, Lines()).once()
+
+
+def test_stragglers_show_in_the_picture_and_as_events() -> None:
+    watch, lines = JobWatch(), []
+    watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
+    for _ in range(10):
+        for group, seconds in (("0", 0.1), ("1", 0.3)):
+            lines += watch.see(Progress(group, 0, 1, 5, seconds), 1.0)
+    assert [(line["event"], line["rank"], line["slow"]) for line in lines] == [
+        ("straggler", "1/0", True)
+    ]
+    assert watch.pace("1") == "rank 0: 3.0 ×"
+    assert watch.pace("0") == ""
+    file = io.StringIO()
+    Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
+    assert "rank 0: 3.0 ×" in file.getvalue()
+    assert event_of(Progress("0", 0, 1, 5, 0.1)) is None, "too many to be shown"
+
+
+def _two_groups() -> tuple[GroupEntry, ...]:
+    return tuple(
+        GroupEntry(name, "127.0.0.1:1", (RankEntry(0, 1, True, "http://h:1/", 7, "h"),))
+        for name in "01"
+    )

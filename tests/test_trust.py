@@ -23,6 +23,7 @@ from fft.bus import MAX_MESSAGE_BYTES
 from fft.bus.base import HEAD, RING_MESSAGES
 from fft.bus.memory import MemoryBus
 from fft.bus.sealed import SealedBus
+from fft.commands import Evict, decode_command, encode_command
 from fft.core.messages import (
     Ack,
     Death,
@@ -48,6 +49,7 @@ from fft.core.messages import (
     encode_vote,
 )
 from fft.jobtoken import JobToken, TokenError
+from fft.pace import Progress, decode_progress, encode_progress
 from fft.serve import handed_over
 from fft.tally import Tally
 from fft.wire import (
@@ -80,6 +82,7 @@ MESSAGES = [
         Decision(COMMIT),
     )
 ] + [Wire().encode(Decision(EPOCH))]
+COMMANDS = [encode_command(Evict("0" * 8, "1", "mallory", 0, restart=True))]
 
 
 class Attacked:
@@ -276,6 +279,8 @@ _ODD: list[Any] = [
 DECODERS: list[tuple[Callable[[bytes], Any], list[bytes]]] = [
     (decode_wire, MESSAGES),
     (decode, MESSAGES),
+    (decode_command, COMMANDS),
+    (decode_progress, [encode_progress(Progress("1", 0, 3, 17, 0.25))]),
     (decode_packed, [Wire().encode_record(EPOCH), Wire().encode_record(COMMIT)]),
     (decode_record, [encode_record(EPOCH)]),
     (decode_vote, [encode_vote(Vote(PEER, Manifest(1, 4, "s")))]),
@@ -342,6 +347,8 @@ def test_the_longest_message_and_one_byte_more() -> None:
     for padding, said in ((MAX_MESSAGE_BYTES, "JSON"), (MAX_MESSAGE_BYTES + 1, "limit")):
         with pytest.raises(UnreadableMessage, match=said):
             decode_wire(b"x" * padding)
+        with pytest.raises(UnreadableMessage, match=said):
+            decode_command(b"x" * padding)
 
 
 # --- other programs, and a whole job --------------------------------------------------------------

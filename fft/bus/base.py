@@ -1,9 +1,9 @@
 """The contract of the error bus: what every backend promises, its errors, its limits.
 
-The bus carries FFT's control traffic and nothing else: fault notices (`broadcast`), words to one
-participant (`send`), write-once decisions (`compare_set`), votes (`ballot`) and fresh numbers
-(`next_number`). This module may touch neither torch nor any transport; backends implement it
-and `tests/bus/test_contract.py` holds all of them to it.
+The bus carries FFT's control traffic and nothing else: what concerns all (`broadcast`, in topics),
+words to one participant (`send`), write-once decisions (`compare_set`), votes (`ballot`) and fresh
+numbers (`next_number`). This module may touch neither torch nor any transport; backends implement
+it and `tests/bus/test_contract.py` holds all of them to it.
 
 With n participants a `broadcast` costs the bus n deliveries; everything else costs it as much as
 is handed over, whoever else is there. So what concerns one participant is sent to its inbox.
@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, get_args
 
 from fft.errors import FftError
 
@@ -36,7 +36,12 @@ MAX_WEIGHT = 2**31
 """Voters that one vote may count for."""
 
 RING_MESSAGES = 1024
-"""How many messages a listener may fall behind before it is told `BusOverrun`."""
+"""How many messages of a topic a listener may fall behind before it is told `BusOverrun`."""
+
+Topic = Literal["protocol", "commands", "progress"]
+"""What is broadcast, by who needs to hear it: ``protocol`` what the core hears, which must stay in
+one order; ``commands`` what operators ask; ``progress`` how fast the ranks are."""
+TOPICS: tuple[Topic, ...] = get_args(Topic)
 
 HEAD = "head"
 """The register that names the newest record of a job."""
@@ -123,20 +128,24 @@ class ErrorBus(ABC):
     each reason. From a listener's thread, or the caller's of ``ballot``."""
 
     @abstractmethod
-    def broadcast(self, payload: bytes) -> None:
-        """Send `payload` to every listener, the sender's own included.
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
+        """Send `payload` to every listener of `topic`, the sender's own included.
 
-        Each listener hears it exactly once, and all hear all messages in the same order. Two
-        broadcasts of which the second starts after the first returned are heard in that order.
+        Each listener hears it exactly once, and all hear all messages of a topic in the same
+        order. Two broadcasts in one topic of which the second starts after the first returned are
+        heard in that order. Between topics there is no order. Nobody else pays for a topic.
         Raises `BusOverrun` when this writer was stalled for so long, at the one moment where
         it matters, that it cannot know whether the message was heard.
         """
 
     @abstractmethod
     def subscribe(
-        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
     ) -> Subscription:
-        """Hear every message whose broadcast starts after this call returned.
+        """Hear every message of `topic` whose broadcast starts after this call returned.
 
         Callbacks run one at a time on a thread of this subscription. What `on_message` raises is
         logged and the listener lives on. `on_lost` is called at most once, and never after
@@ -263,6 +272,12 @@ def check_key(key: str, what: str = "key") -> None:
     """Raise `BusError` unless `key` is a usable name; `what` names it."""
     if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARS:
         raise BusError(f"{what} must be a string of 1 to {MAX_KEY_CHARS} characters, not {key!r}")
+
+
+def check_topic(topic: str) -> None:
+    """Raise `BusError` unless `topic` is one."""
+    if topic not in TOPICS:
+        raise BusError(f"there is no topic {topic!r} on a bus; there are {', '.join(TOPICS)}")
 
 
 def check_voters(voters: int, weight: int) -> None:

@@ -15,15 +15,18 @@ from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
     RING_MESSAGES,
+    TOPICS,
     BusClosed,
     BusError,
     BusForgot,
     BusOverrun,
     ErrorBus,
     Subscription,
+    Topic,
     check_bytes,
     check_job,
     check_key,
+    check_topic,
     check_voters,
     deliver,
     overrun_text,
@@ -95,7 +98,7 @@ class _Broker:
         self.lock = threading.Lock()
         self.generation = uuid.uuid4().hex
         self.clients = 0
-        self.listeners: list[_MemorySubscription] = []
+        self.listeners: dict[Topic, list[_MemorySubscription]] = {topic: [] for topic in TOPICS}
         self.inboxes: dict[str, _MemorySubscription] = {}
         self.mail: dict[str, list[bytes]] = {}  # sent to inboxes that nobody listens to
         self.registers: dict[str, bytes] = {}
@@ -104,8 +107,9 @@ class _Broker:
 
     def remove(self, subscription: _MemorySubscription) -> None:
         with self.lock:
-            if subscription in self.listeners:
-                self.listeners.remove(subscription)
+            for listeners in self.listeners.values():
+                if subscription in listeners:
+                    listeners.remove(subscription)
             if subscription.inbox and self.inboxes.get(subscription.inbox) is subscription:
                 del self.inboxes[subscription.inbox]
 
@@ -133,20 +137,25 @@ class MemoryBus(ErrorBus):
             raise BusClosed(f"the bus {self.url} was closed; open it again with open_bus")
         return self._shared
 
-    def broadcast(self, payload: bytes) -> None:
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
+        check_topic(topic)
         check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
         broker = self._open()
         with broker.lock:
-            for listener in broker.listeners:
+            for listener in broker.listeners[topic]:
                 listener.put(payload)
 
     def subscribe(
-        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
     ) -> Subscription:
+        check_topic(topic)
         broker = self._open()
         subscription = _MemorySubscription(broker, on_message, on_lost)
         with broker.lock:
-            broker.listeners.append(subscription)
+            broker.listeners[topic].append(subscription)
             self._subscriptions.append(subscription)
         subscription.start()
         return subscription

@@ -5,13 +5,15 @@
 Needs nats-server 2.12 or later with JetStream and `max_payload: 8MB`, and the extra `nats` of this
 package. On a cluster streams have three replicas.
 
-Touches three streams per job, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
+Touches these streams per job, and subjects under `fft.<job>.<generation>.` (`~` for `.` in names):
 
 - `fft-<job>`                state, at most `_HISTORY` messages per subject, all below `s.`:
   `r.<key>` registers, `c.<key>` counters, `b.<slot>.<tag>.<id>` a vote too long for a header,
   `i.<inbox>.<id>` one message to an inbox, `mark` the barrier of reads
 - `fft-<job>-<gen>-tally`    `t.<slot>.<tag>`: votes, counted by the server
-- `fft-<job>-<gen>-ring`     `m`: the last `RING_MESSAGES` broadcasts, numbered without gaps
+- `fft-<job>-<gen>-ring`     `m`: the last `RING_MESSAGES` broadcasts, numbered without gaps.
+  A topic other than the protocol has a stream like it, `…-ring-<topic>`, with `p.<topic>`, made
+  when it is first used: in one stream a gap in one topic's numbers would not show
 
 **Generation.** A random word in the metadata of the first stream, made with it. As it is a part of
 all subjects, a client of a bus that came back empty cannot even write to its successor: nobody
@@ -78,13 +80,16 @@ from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
     RING_MESSAGES,
+    TOPICS,
     BusError,
     BusForgot,
     BusUnreachable,
     ErrorBus,
     Subscription,
+    Topic,
     check_bytes,
     check_key,
+    check_topic,
     check_voters,
 )
 from fft.bus.natslink import (
@@ -118,6 +123,11 @@ def _token(name: str) -> str:
     return "%sha256-" + hashlib.sha256(name.encode()).hexdigest()
 
 
+def _place(topic: Topic) -> str:
+    """Subject of a topic's messages."""
+    return "m" if topic == "protocol" else f"p.{topic}"
+
+
 class NatsBus(ErrorBus):
     """One client of a NATS service, on one job's streams."""
 
@@ -131,6 +141,7 @@ class NatsBus(ErrorBus):
         self._lock = threading.Lock()
         self._listeners: set[Listener] = set()
         self._known: OrderedDict[str, Stored] = OrderedDict()
+        self._made: set[Topic] = {"protocol"}
         self._link = NatsLink(address, timeout)
         try:
             self.generation = self._link.run(self._settle)
@@ -143,19 +154,31 @@ class NatsBus(ErrorBus):
 
     # ---- messages
 
-    def broadcast(self, payload: bytes) -> None:
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
+        check_topic(topic)
         check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
-        self._link.run(lambda: self._store("m", payload))
+
+        async def say() -> None:
+            await self._make(topic)
+            await self._store(_place(topic), payload)
+
+        self._link.run(say)
 
     def subscribe(
-        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
     ) -> Subscription:
-        name = self._subject("m")
-        listener = Listener(self._link, self._ring, name, on_message, on_lost, True, self._forget)
+        check_topic(topic)
+        place, ring = _place(topic), self._ring(topic)
+        name = self._subject(place)
+        listener = Listener(self._link, ring, name, on_message, on_lost, True, self._forget)
 
         async def begin() -> int:
-            await listener.open(self._subject("note.m"))
-            return int((await self._store("m", b"", {NUDGE: "1"}))["seq"]) + 1
+            await self._make(topic)
+            await listener.open(self._subject("note." + place))
+            return int((await self._store(place, b"", {NUDGE: "1"}))["seq"]) + 1
 
         return self._start(listener, begin)
 
@@ -312,10 +335,10 @@ class NatsBus(ErrorBus):
 
     def key_count(self) -> int:
         async def count() -> int:
-            streams = (self._state, self._tally, self._ring)
-            found = await asyncio.gather(*(self._info(stream) for stream in streams))
-            state, tally, ring = (one["state"] for one in found)
-            return int(state.get("num_subjects", 0) + tally["messages"] + ring["messages"])
+            streams = (self._state, self._tally, *map(self._ring, TOPICS))
+            found = await asyncio.gather(*(self._held(stream) for stream in streams))
+            state, *others = found
+            return int(state.get("num_subjects", 0) + sum(one["messages"] for one in others))
 
         return self._link.run(count)
 
@@ -335,9 +358,9 @@ class NatsBus(ErrorBus):
     def _tally(self) -> str:
         return f"{self._state}-{self.generation}-tally"
 
-    @property
-    def _ring(self) -> str:
-        return f"{self._state}-{self.generation}-ring"
+    def _ring(self, topic: Topic) -> str:
+        ring = f"{self._state}-{self.generation}-ring"
+        return ring if topic == "protocol" else f"{ring}-{topic}"
 
     async def _store(
         self, name: str, payload: bytes, headers: dict[str, str] | None = None
@@ -444,6 +467,22 @@ class NatsBus(ErrorBus):
             lambda limit: self._link.api(f"STREAM.INFO.{stream}", {}, limit)
         )
 
+    async def _held(self, stream: str) -> dict[str, Any]:
+        """What is in a stream; nothing in one that was not made yet."""
+        try:
+            state: dict[str, Any] = (await self._info(stream))["state"]
+        except ApiError as error:
+            if error.code != NOT_FOUND:
+                raise
+            return {"messages": 0}
+        return state
+
+    async def _make(self, topic: Topic) -> None:
+        """See that the stream of a topic is there."""
+        if topic not in self._made:
+            await self._create(self._ring(topic), self._ring_config(topic))
+            self._made.add(topic)
+
     async def _settle(self) -> str:
         """The generation of the bus; a fresh one, with its streams, if there is none."""
         await self._link.connect()
@@ -458,7 +497,7 @@ class NatsBus(ErrorBus):
         self.generation = found or await self._find() or self.generation
         await asyncio.gather(
             self._create(self._tally, self._tally_config()),
-            self._create(self._ring, self._ring_config()),
+            self._create(self._ring("protocol"), self._ring_config("protocol")),
         )
         return self.generation
 
@@ -513,10 +552,11 @@ class NatsBus(ErrorBus):
             "allow_msg_counter": True,
         }
 
-    def _ring_config(self) -> dict[str, Any]:
-        notes = {"src": self._subject("m"), "dest": self._subject("note.m")}
+    def _ring_config(self, topic: Topic) -> dict[str, Any]:
+        place = _place(topic)
+        notes = {"src": self._subject(place), "dest": self._subject("note." + place)}
         return {
-            "subjects": [self._subject("m")],
+            "subjects": [self._subject(place)],
             "max_msgs": RING_MESSAGES,
             "discard": "old",
             "republish": {**notes, "headers_only": True},

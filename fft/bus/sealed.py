@@ -4,14 +4,14 @@ Engine and core know nothing of it. What is not ours is refused before anybody r
 and told to `on_refusal`. The format, for programs in other languages, is in docs/bus.md.
 
 **Messages** are sealed with session, sequence number, epoch and a keyed hash over all of it, under
-a key for this job, this life of its bus and this channel (the broadcast, or one inbox). So none
+a key for this job, this life of its bus and this channel (one topic, or one inbox). So none
 can be changed, moved elsewhere, or said twice. A *session* is one sender's bus object; it numbers
 what it says in a channel, and a listener takes only rising numbers. That refuses nobody honest:
 backends keep the order of one sender, and numbering and sending are one step under one lock.
 
 **Old recordings.** A listener that has just begun knows no sessions, so it could be told what was
 recorded before. From a session that it has not heard yet it takes only messages of the epoch at
-which it began, or later. For that, senders must know the epoch: who listens to the broadcast has
+which it began, or later. For that, senders must know the epoch: who listens to the protocol has
 it from there, and from the head register where that passes through here; who does not listen (a
 supervisor, a tool) reads the head before each word. Whom I tell something in its own inbox has
 spoken before, or stands in an epoch record, so I know an epoch as new as its beginning. A process
@@ -44,18 +44,22 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 from fft.bus.base import (
     HEAD,
     MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
+    TOPICS,
     BusError,
     BusForged,
     ErrorBus,
     Refusal,
     Subscription,
+    Topic,
     check_bytes,
     check_key,
+    check_topic,
 )
 from fft.jobtoken import JobToken, mac
 from fft.tally import Tally
@@ -70,7 +74,6 @@ _NUMBER = rb"(0|[1-9][0-9]{0,18})"
 _HEADER = re.compile(
     rb"fft1 ([!-~]{1,64}) ([0-9a-f]{16}) %b %b ([0-9a-f]{64})" % (_NUMBER, _NUMBER)
 )
-_BROADCAST = "broadcast"
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +130,7 @@ class _Channel:
 
 
 class _Listening(Subscription):
-    """A subscription to the broadcast, for as long as the sealed bus is told of epochs by it."""
+    """A subscription to the protocol, for as long as the sealed bus is told of epochs by it."""
 
     def __init__(self, bus: SealedBus, inner: Subscription | None = None) -> None:
         self._bus = bus
@@ -164,7 +167,9 @@ class SealedBus(ErrorBus):
         self._session = secrets.token_hex(8)
         self._max_sessions = max_sessions
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
+        self._sending = {topic: threading.Lock() for topic in TOPICS}
+        """By topic, so that a word that is slow on its way holds up no other topic; inboxes are
+        with the protocol."""
         self._numbers: dict[str, int] = {}
         """Of the last message, by channel."""
         self._epoch = 0
@@ -181,18 +186,26 @@ class SealedBus(ErrorBus):
 
     # --- messages ---
 
-    def broadcast(self, payload: bytes) -> None:
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
+        check_topic(topic)
         check_bytes(payload, "a message")
-        self._say(_BROADCAST, payload, self._inner.broadcast)
+        put = partial(self._inner.broadcast, topic=topic)
+        self._say(_channel(topic), payload, put, topic)
 
     def send(self, inbox: str, payload: bytes) -> None:
         check_key(inbox, "inbox")
         check_bytes(payload, "a message")
         self._say(_inbox(inbox), payload, lambda frame: self._inner.send(inbox, frame))
 
-    def _say(self, channel: str, payload: bytes, put: Callable[[bytes], None]) -> None:
+    def _say(
+        self,
+        channel: str,
+        payload: bytes,
+        put: Callable[[bytes], None],
+        topic: Topic = "protocol",
+    ) -> None:
         key = self._key("message", channel)
-        with self._sending:  # numbers must be heard in the order in which they are given
+        with self._sending[topic]:  # numbers must be heard in the order in which they are given
             if not self._following:
                 self.read(HEAD)
             number = self._numbers.get(channel, 0) + 1
@@ -207,15 +220,21 @@ class SealedBus(ErrorBus):
             put(said + b" " + tag + b"\n" + payload)
 
     def subscribe(
-        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
     ) -> Subscription:
+        check_topic(topic)
+        hear = self._hearing(_channel(topic), on_message)
+        if topic != "protocol":  # where no epoch is announced
+            return self._inner.subscribe(hear, on_lost, topic)
         listening = _Listening(self)
 
         def lost(error: BusError) -> None:
             self.ended(listening)
             on_lost(error)
 
-        hear = self._hearing(_BROADCAST, on_message)
         with self._lock:
             self._following.add(listening)
         try:
@@ -343,6 +362,10 @@ class SealedBus(ErrorBus):
     def _know(self, epoch: int) -> None:
         with self._lock:
             self._epoch = max(self._epoch, epoch)
+
+
+def _channel(topic: Topic) -> str:
+    return "broadcast" if topic == "protocol" else "topic:" + topic
 
 
 def _inbox(inbox: str) -> str:

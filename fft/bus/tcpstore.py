@@ -3,8 +3,9 @@
 Touches one TCPStore server and, in it, only keys under `fft/<job>/`. Per job there are
 
 - `gen`        names this life of the server (see `ErrorBus.generation`)
-- `head`       the number of the last message taken, a counter
-- `q/<number>` one message: write-once, removed once it is `RING_MESSAGES` old
+- `head`       the number of the last message of the protocol taken, a counter
+- `q/<number>` one such message: write-once, removed once it is `RING_MESSAGES` old
+- `p/<topic>/head`, `p/<topic>/q/<number>`  the same for another topic
 - `r/` `c/`    registers and counters by name
 - `b/<slot>`   one ballot: all its votes in the order of casting
 - `n/<slot>/<tag>`  how many votes were cast in it under one tag, a counter
@@ -64,6 +65,7 @@ from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
     RING_MESSAGES,
+    TOPICS,
     BusClosed,
     BusError,
     BusForgot,
@@ -71,9 +73,11 @@ from fft.bus.base import (
     BusUnreachable,
     ErrorBus,
     Subscription,
+    Topic,
     check_bytes,
     check_job,
     check_key,
+    check_topic,
     check_voters,
     deliver,
     overrun_text,
@@ -84,6 +88,7 @@ from fft.bus.tcpconnection import Connection, TCPStore
 _GRACE_S: Final = 0.5  # how long a taken slot may stay empty before it is given up
 _WATCH_S: Final = 0.1  # how often a subscription looks at a slot that may hold it up
 _PAUSE_S: Final = (0.5, 1.0)  # how often it looks whether there is one; at random, as many do it
+_SELDOM_S: Final = (4.0, 8.0)  # the same in topics that can wait for a writer that died
 _STALL_S: Final = 0.05  # a writer that took longer to get its number looks before it writes
 _IDLE = timedelta(days=1)  # a listener's wait; torch warns on stderr each time one runs out
 _NUDGE_WAIT_S: Final = 0.4
@@ -220,17 +225,20 @@ class _TcpInbox(_Listener):
 
 
 class _TcpSubscription(_Listener):
-    """Waits for the next slot of the ring; a second thread watches over it."""
+    """Waits for the next slot of a topic's ring; a second thread watches over it."""
 
     def __init__(
         self,
         bus: TcpBus,
+        topic: Topic,
         on_message: Callable[[bytes], None],
         on_lost: Callable[[BusError], None],
     ) -> None:
         super().__init__(bus, on_message, on_lost)
+        self._ring = bus._rings[topic]
+        self._pauses = _PAUSE_S if topic == "protocol" else _SELDOM_S
         try:
-            self._next = (bus._head() + 1) % _NUMBERS
+            self._next = (self._ring.head() + 1) % _NUMBERS
         except BusError:
             self._connection.drop()
             raise
@@ -253,19 +261,18 @@ class _TcpSubscription(_Listener):
 
         One `multi_get` reads the slot and then `head`: the order the ring's rule asks for.
         """
-        keys = [self._bus._slot(number), self._bus._key("head")]
+        keys = [self._ring.slot(number), self._bus._key(self._ring.head_name)]
         found = self._ask(lambda store: store.multi_get(keys))
         if found is None:
             return None
         frame, head = found
         if not frame or _lag(int(head), number) >= RING_MESSAGES:
-            self._bus._delete(self._bus._slot_name(number))  # our watcher may have made it again
+            self._bus._delete(self._ring.slot_name(number))  # our watcher may have made it again
             raise BusOverrun(overrun_text("listener"))
         return bytes(frame)
 
-    @staticmethod
-    def _pause() -> float:
-        return random.uniform(*_PAUSE_S)
+    def _pause(self) -> float:
+        return random.uniform(*self._pauses)
 
     def _watch(self) -> None:
         """Give up slots that hold the listener up; cut it loose from a server gone silent."""
@@ -276,10 +283,10 @@ class _TcpSubscription(_Listener):
                 if held_up and time.monotonic() - since < _GRACE_S:
                     continue
                 if held_up:
-                    self._bus._bury(position, head)
-                position, head, since = self._next, self._bus._head(), time.monotonic()
+                    self._ring.bury(position, head)
+                position, head, since = self._next, self._ring.head(), time.monotonic()
             if self._listener.is_alive():
-                self._bus._send(_NUDGE)  # so that our listener wakes and sees the stop
+                self._ring.send(_NUDGE)  # so that our listener wakes and sees the stop
         except BusError:  # the listener, cut loose, says why
             self._connection.cut()
 
@@ -288,6 +295,76 @@ class _TcpSubscription(_Listener):
         if self._listener.is_alive():  # it is in a callback, or the server is silent
             super()._end()
         self._join(self._watcher, 0.1)
+
+
+class Ring:
+    """The messages of one topic: how a slot is taken, written, given up and removed."""
+
+    def __init__(self, bus: TcpBus, topic: Topic) -> None:
+        self._bus = bus
+        below = "" if topic == "protocol" else f"p/{topic}/"
+        self.head_name = below + "head"
+        self._slots = below + "q/"
+
+    def send(self, frame: bytes) -> None:
+        """Put `frame` into the next slot. Raises `BusOverrun` if this writer was stalled."""
+        for _ in range(_RETRIES):
+            asked = time.monotonic()
+            number = self.take_number()
+            if time.monotonic() - asked > _STALL_S and self._passed(number):
+                continue  # given up for sure before anything was written
+            if self.write_slot(number, frame):
+                return
+        raise BusOverrun(overrun_text("writer"))
+
+    def take_number(self) -> int:
+        return self._bus._add(self.head_name, 1)
+
+    def write_slot(self, number: int, frame: bytes) -> bool:
+        """Write a message into its slot; False if the slot was given up before."""
+        if self._bus._swap(self.slot_name(number), b"", frame) != frame:
+            return False
+        self._bus._delete(self.slot_name(number - RING_MESSAGES))
+        if self._passed(number):  # so the slot may have been given up, removed and made again
+            self._bus._delete(self.slot_name(number))
+            raise BusOverrun(overrun_text("writer"))
+        if number % _SWEEP == 0:
+            self._bus._sweep()
+        return True
+
+    def _passed(self, number: int) -> bool:
+        return _lag(self.head(), number) >= RING_MESSAGES
+
+    def bury(self, first: int, last: int) -> None:
+        """Fill the slots from `first` to `last` that are still empty with tombstones.
+
+        If the ring has removed `first` for good, only that one, so that whoever waits for it
+        wakes and sees where `last` is.
+        """
+        lag = _lag(last, first)
+        for offset in range(lag + 1 if lag < RING_MESSAGES else 1):
+            name = self.slot_name(first + offset)
+            if not self._bus._filled(name):
+                self._bus._swap(name, b"", _TOMBSTONE)
+
+    def sweep(self, names: Iterable[str]) -> None:
+        """Remove what is in `names` of slots that the ring has passed."""
+        slots = [name for name in names if name.startswith(self._slots)]
+        head = self.head() if slots else 0
+        for name in slots:
+            if _lag(head, int(name.removeprefix(self._slots), 16)) >= RING_MESSAGES:
+                self._bus._delete(name)
+
+    def head(self) -> int:
+        """The number that was taken last."""
+        return self._bus._add(self.head_name, 0)
+
+    def slot_name(self, number: int) -> str:
+        return f"{self._slots}{number % _NUMBERS:016x}"
+
+    def slot(self, number: int) -> str:
+        """The key of slot `number`."""
+        return self._bus._key(self.slot_name(number))
 
 
 class TcpBus(ErrorBus):
@@ -305,6 +382,7 @@ class TcpBus(ErrorBus):
         self._closing = False
         self._listeners: set[_Listener] = set()
         self._removed = 0  # ballots
+        self._rings = {topic: Ring(self, topic) for topic in TOPICS}
         self._connection: Connection | None = self._dial()
         self._connection.limit(timeout)
         try:
@@ -313,15 +391,20 @@ class TcpBus(ErrorBus):
             self.close()
             raise
 
-    def broadcast(self, payload: bytes) -> None:
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
+        check_topic(topic)
         check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
-        self._send(_MESSAGE + payload)
+        self._rings[topic].send(_MESSAGE + payload)
 
     def subscribe(
-        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
     ) -> Subscription:
+        check_topic(topic)
         self._live()
-        return self._start(_TcpSubscription(self, on_message, on_lost))
+        return self._start(_TcpSubscription(self, topic, on_message, on_lost))
 
     def send(self, inbox: str, payload: bytes) -> None:
         check_key(inbox, "inbox")
@@ -431,56 +514,13 @@ class TcpBus(ErrorBus):
             connection.cut()
             connection.drop()
 
-    # ---- the message ring
-
-    def _send(self, frame: bytes) -> None:
-        for _ in range(_RETRIES):
-            asked = time.monotonic()
-            number = self._take_number()
-            if time.monotonic() - asked > _STALL_S and self._passed(number):
-                continue  # given up for sure before anything was written
-            if self._write_slot(number, frame):
-                return
-        raise BusOverrun(overrun_text("writer"))
-
-    def _take_number(self) -> int:
-        return self._add("head", 1)
-
-    def _write_slot(self, number: int, frame: bytes) -> bool:
-        """Write a message into its slot; False if the slot was given up before."""
-        if self._swap(self._slot_name(number), b"", frame) != frame:
-            return False
-        self._delete(self._slot_name(number - RING_MESSAGES))
-        if self._passed(number):  # so the slot may have been given up, removed and made again
-            self._delete(self._slot_name(number))
-            raise BusOverrun(overrun_text("writer"))
-        if number % _SWEEP == 0:
-            self._sweep()
-        return True
-
-    def _passed(self, number: int) -> bool:
-        return _lag(self._head(), number) >= RING_MESSAGES
-
-    def _bury(self, first: int, last: int) -> None:
-        """Fill the slots from `first` to `last` that are still empty with tombstones.
-
-        If the ring has removed `first` for good, only that one, so that whoever waits for it
-        wakes and sees where `last` is.
-        """
-        lag = _lag(last, first)
-        for offset in range(lag + 1 if lag < RING_MESSAGES else 1):
-            name = self._slot_name(first + offset)
-            if not self._filled(name):
-                self._swap(name, b"", _TOMBSTONE)
+    # ---- the message rings
 
     def _sweep(self) -> None:
         """Remove slots that a writer should have removed before it died, and stray counters."""
         names = [key.removeprefix(self._prefix) for key in self._keys("")]
-        slots = [name for name in names if name.startswith("q/")]
-        head = self._head() if slots else 0
-        for name in slots:
-            if _lag(head, int(name.removeprefix("q/"), 16)) >= RING_MESSAGES:
-                self._delete(name)
+        for ring in self._rings.values():
+            ring.sweep(names)
         self._sweep_tallies(names)
 
     def _sweep_tallies(self, names: Iterable[str]) -> None:
@@ -499,15 +539,6 @@ class TcpBus(ErrorBus):
             for tag, name in tallies:
                 if tag.encode() not in cast:
                     self._delete(name)
-
-    def _head(self) -> int:
-        return self._add("head", 0)
-
-    def _slot_name(self, number: int) -> str:
-        return f"q/{number % _NUMBERS:016x}"
-
-    def _slot(self, number: int) -> str:
-        return self._key(self._slot_name(number))
 
     # ---- the store
 

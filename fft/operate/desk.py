@@ -11,17 +11,26 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
-from fft.bus import BusError, ErrorBus, Subscription, open_job_bus
-from fft.bus.base import HEAD
-from fft.commands import Answer, Command, answer_inbox, decode_answer
+from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus.base import HEAD, Topic
+from fft.commands import (
+    Answer,
+    Command,
+    answer_inbox,
+    decode_answer,
+    decode_command,
+    encode_command,
+)
 from fft.core.messages import BusMessage, GroupEntry, Record, UnreadableMessage
 from fft.errors import FftError
 from fft.jobtoken import JobToken
+from fft.pace import Progress, decode_progress
 from fft.timeouts import bus_operation
 from fft.wire import (
     EPOCH,
@@ -30,7 +39,6 @@ from fft.wire import (
     Wire,
     decode,
     decode_packed,
-    encode_command,
     list_name,
 )
 
@@ -39,7 +47,12 @@ FIRST_ANSWER_S = 5.0
 _READS = 16
 """How often the job may move on while it is looked at."""
 
-Word = BusMessage | Command | Packed
+Word = BusMessage | Command | Progress | Packed
+_READERS: dict[Topic, Callable[[bytes], Word]] = {
+    "protocol": decode,
+    "commands": decode_command,
+    "progress": decode_progress,
+}
 
 
 class OperatorError(FftError):
@@ -80,12 +93,18 @@ class Ear:
     """What is heard on a bus, in order, for a thread that takes it when it has time."""
 
     def __init__(self) -> None:
-        self._heard: queue.SimpleQueue[bytes | BusError] = queue.SimpleQueue()
-        self.hear: Callable[[bytes], None] = self._heard.put
+        self._heard: queue.SimpleQueue[tuple[Topic, bytes] | BusError] = queue.SimpleQueue()
         self.lose: Callable[[BusError], None] = self._heard.put
 
-    def until(self, deadline: float) -> Iterator[bytes]:
-        """Every message until ``deadline`` (monotonic, s). Raises the ``BusError`` that ends it."""
+    def hear(self, payload: bytes, topic: Topic = "protocol") -> None:
+        """Take in a message."""
+        self._heard.put((topic, payload))
+
+    def until(self, deadline: float) -> Iterator[tuple[Topic, bytes]]:
+        """Every message until ``deadline`` (monotonic, s), and where it was said.
+
+        Raises the ``BusError`` that ends it.
+        """
         while (left := deadline - time.monotonic()) > 0:
             try:
                 heard = self._heard.get(timeout=left)
@@ -96,10 +115,10 @@ class Ear:
             yield heard
 
     def words(self, deadline: float) -> Iterator[Word]:
-        """The same, read; what is in no form of FFT is passed over."""
-        for payload in self.until(deadline):
+        """The same, read; what is not in the form of its topic is passed over."""
+        for topic, payload in self.until(deadline):
             with suppress(UnreadableMessage):
-                yield decode(payload)
+                yield _READERS[topic](payload)
 
 
 def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
@@ -170,10 +189,13 @@ class Desk:
             return None
 
     @contextmanager
-    def hearing(self) -> Iterator[Ear]:
-        """Everything that is broadcast from now on, until the block is left."""
+    def hearing(self, *topics: Topic) -> Iterator[Ear]:
+        """What is broadcast in ``topics`` (none: the protocol) until the block is left."""
         ear = Ear()
-        with _closing(self.bus.subscribe(ear.hear, ear.lose)):
+        with ExitStack() as open_ones:
+            for topic in topics or ("protocol",):
+                hear = partial(ear.hear, topic=topic)
+                open_ones.enter_context(closing(self.bus.subscribe(hear, ear.lose, topic)))
             yield ear
 
     @contextmanager
@@ -183,13 +205,13 @@ class Desk:
         listeners = [self.bus.listen(inbox, ear.hear, ear.lose) for inbox in inboxes]
 
         def answers(deadline: float) -> Iterator[Answer]:
-            for payload in ear.until(deadline):
+            for _, payload in ear.until(deadline):
                 with suppress(UnreadableMessage):
                     yield decode_answer(payload)
 
         try:
             for command in commands:
-                self.bus.broadcast(encode_command(command))
+                self.bus.broadcast(encode_command(command), "commands")
             yield answers
         finally:
             for listener in listeners:
@@ -197,14 +219,6 @@ class Desk:
             with suppress(BusError):  # a bus that is gone keeps nothing
                 for inbox in inboxes:
                     self.bus.delete(inbox)
-
-
-@contextmanager
-def _closing(subscription: Subscription) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        subscription.close()
 
 
 def _user() -> str:

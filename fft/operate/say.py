@@ -5,6 +5,7 @@ Reads a file or standard input where it is told to; sends nothing.
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from fft.commands import COMMANDS, Command
+from fft.bus.base import Topic
+from fft.commands import COMMANDS, Command, encode_command
 from fft.core.messages import MAX_MESSAGE, Death, Drain, Suspect, encode
 from fft.operate.desk import OperatorError
-from fft.wire import encode_command
 
 Sayable = Death | Suspect | Drain | Command
 _KINDS = ("death", "suspect", "drain", "evict", "inject")
+_COMMANDS = ("evict", "inject")
 _HELP = "`fft say --schema` prints the form, and --raw sends it as it is"
 
 
@@ -71,6 +73,15 @@ def checked(text: bytes, source: str) -> bytes:
     if isinstance(message, Drain) and message.local:
         raise OperatorError(f"{source}: drain.local: a group says this of itself; take it out")
     return encode_command(message) if isinstance(message, COMMANDS) else encode(message)
+
+
+def topic_of(text: bytes) -> Topic:
+    """Where to say ``text``: commands have a topic of their own, by their ``type``."""
+    try:
+        kind = json.loads(text).get("type")
+    except (ValueError, AttributeError):  # --raw
+        kind = None
+    return "commands" if kind in _COMMANDS else "protocol"
 
 
 def _problem(error: ValidationError) -> str:

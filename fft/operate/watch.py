@@ -19,10 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.bus import BusError
+from fft.bus.base import TOPICS
 from fft.commands import Command, Evict
 from fft.core.messages import BusMessage, Decision, Record, UnreadableMessage
 from fft.operate.desk import Desk, Ear, Word
 from fft.operate.watching import JobWatch, event_of
+from fft.pace import Progress
 from fft.wire import Packed
 
 _REDRAW_S = 0.5
@@ -82,7 +84,7 @@ class Watch:
         self._view.state(self.model, time.monotonic())
 
     def _follow(self, desk: Desk) -> None:
-        with desk.hearing() as ear:
+        with desk.hearing(*TOPICS) as ear:
             job = desk.job()
             if desk.bus.generation != self._generation:  # one that came back empty has another job
                 self.model, self._generation = JobWatch(), desk.bus.generation
@@ -97,14 +99,16 @@ class Watch:
             word = _plain(desk, heard)
             if word is None:
                 continue
-            self.model.see(word, time.monotonic())
+            lines = self.model.see(word, time.monotonic())
             if (line := event_of(word)) is not None:
+                lines.insert(0, line)
+            for line in lines:
                 self._view.word(line)
             if self._stopped:
                 return
 
 
-def _plain(desk: Desk, word: Word) -> BusMessage | Command | Record | None:
+def _plain(desk: Desk, word: Word) -> BusMessage | Command | Progress | Record | None:
     """Records whole, however they were announced."""
     if isinstance(word, Packed):
         return desk.whole(word) or word.record
@@ -204,12 +208,13 @@ def _in_words(command: Command) -> str:
 
 def _groups(watch: JobWatch) -> Table:
     table = Table()
-    for name in ("group", "state", "processes"):
+    for name in ("group", "state", "pace", "processes"):
         table.add_column(name, no_wrap=True)
     table.add_column("last word", overflow="ellipsis", no_wrap=True, ratio=1)
     for row in watch.rows():
         pids = ", ".join(f"{r.pid}@{r.host}" for _, r in sorted(row.ranks.items()))
-        table.add_row(Text(row.group), row.state(), Text(pids), Text(row.why()))
+        pace = Text(watch.pace(row.group), style="yellow")
+        table.add_row(Text(row.group), row.state(), pace, Text(pids), Text(row.why()))
     return table
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fft.commands import COMMANDS, Command, command_to_json
 from fft.core.messages import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
+from fft.detectors.straggler import Stragglers
+from fft.pace import Progress
 
 _RATE_COMMITS = 20  # over so many commits the rate of steps is taken
 _STALE_S = 10.0  # after so long without a commit there is no rate
@@ -63,6 +65,7 @@ class JobWatch:
     """Why the bus cannot be heard; empty: it is heard."""
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
     commands: deque[Command] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
+    stragglers: Stragglers = field(default_factory=Stragglers)
     _groups: dict[str, dict[int, RankSeen]] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
     _commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_COMMITS))
@@ -76,9 +79,18 @@ class JobWatch:
         if head is not None and (self.head is None or head.n >= self.head.n):
             self.head = head
 
-    def see(self, word: BusMessage | Record | Command, now: float) -> None:
-        """Take in one thing that was broadcast. A record is whole."""
+    def see(
+        self, word: BusMessage | Record | Command | Progress, now: float
+    ) -> list[dict[str, Any]]:
+        """Take in one thing that was broadcast; lines for ``--json`` on what it changes.
+
+        A record is whole. What a word says by itself is in `event_of`.
+        """
         match word:
+            case Progress():
+                rank = f"{word.group}/{word.rank}"
+                changes = self.stragglers.hear(rank, word.inc, word.compute)
+                return [{"event": "straggler", **asdict(change)} for change in changes]
             case Record():
                 self._decided(word, now)
             case Join(hello=hello):
@@ -93,6 +105,12 @@ class JobWatch:
                 self._leaving |= set(groups)
             case _ if isinstance(word, COMMANDS):
                 self.commands.append(word)
+        return []
+
+    def pace(self, group: str) -> str:
+        """The slow ranks of ``group``, each with how many times the median time it takes."""
+        places = ((rank.rpartition("/"), factor) for rank, factor in self.stragglers.slow.items())
+        return ", ".join(f"rank {rank}: {by:.1f} ×" for (of, _, rank), by in places if of == group)
 
     def rate(self, now: float) -> float | None:
         """Committed steps a second; None: too few commits, or none lately."""
@@ -149,7 +167,7 @@ class JobWatch:
             known.state, known.why = state, why
 
 
-def event_of(word: BusMessage | Record | Command) -> dict[str, Any] | None:
+def event_of(word: BusMessage | Record | Command | Progress) -> dict[str, Any] | None:
     """One line for ``--json``; None: nothing that a person would want to know."""
     match word:
         case Record():

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -126,10 +126,13 @@ class _GlooWork(Work):
     ``wait`` has ended, however it did.
     """
 
-    def __init__(self, work: Work, era: _Era, by_wait: bool) -> None:
+    def __init__(
+        self, work: Work, era: _Era, by_wait: bool, waiting: AbstractContextManager[None]
+    ) -> None:
         super().__init__()
         self._work = work
         self._era = era
+        self._around = waiting
         self._by_wait = by_wait
         self._lock = threading.Lock()
         self._waiting = 0
@@ -140,10 +143,10 @@ class _GlooWork(Work):
             if self._by_wait and self._era.cause is not None and not self._over:
                 raise GroupAborted(self._era.cause)
             self._waiting += 1
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         try:
-            return self._wait(
-                None if timeout is None else time.monotonic() + timeout.total_seconds()
-            )
+            with self._around:
+                return self._wait(deadline)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -262,6 +265,8 @@ class AbortableGroup:
 
     def __init__(self, pg: ProcessGroup) -> None:
         self.pg = pg
+        self.waiting: AbstractContextManager[None] = nullcontext()
+        """Entered around every wait for an op of gloo, by whoever waits; not within itself."""
         self._target: Any = _innermost(pg)
         self._wrapper = isinstance(self._target, ProcessGroupWrapper)
         if self._wrapper and self._target._pg is not None:
@@ -602,7 +607,8 @@ class AbortableGroup:
             with self._lock:
                 era = self._era
                 if self._gloo:
-                    work = _GlooWork(work, era, work._get_op_type() in _COMPLETE_BY_WAIT)
+                    by_wait = work._get_op_type() in _COMPLETE_BY_WAIT
+                    work = _GlooWork(work, era, by_wait, self.waiting)
                 _forget_completed(era.works)
                 era.works.append(work)
             return native(work, opts)

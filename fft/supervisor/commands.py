@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from fft.bus import BusError, ErrorBus
-from fft.commands import COMMANDS, Answer, Command, Verdict, answer_inbox, encode_answer
+from fft.bus.standing import Standing
+from fft.commands import (
+    Answer,
+    Command,
+    Verdict,
+    answer_inbox,
+    decode_command,
+    encode_answer,
+)
 from fft.core.messages import UnreadableMessage
-from fft.wire import decode
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +32,7 @@ class CommandEar:
         self._bus = bus
         self._wake = wake
         self._heard: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._subscription = bus.subscribe(self._hear, self._lose)
+        self._subscription = Standing(bus, "commands", self._hear, "the supervisor")
 
     def take(self) -> Iterator[Command]:
         """What was heard since the last call."""
@@ -47,10 +54,5 @@ class CommandEar:
 
     def _hear(self, payload: bytes) -> None:
         with suppress(UnreadableMessage):  # the participants trace it
-            word = decode(payload)
-            if isinstance(word, COMMANDS):
-                self._heard.put(word)
-                self._wake()
-
-    def _lose(self, error: BusError) -> None:
-        logger.error("the supervisor hears no commands any more: %s", error)
+            self._heard.put(decode_command(payload))
+            self._wake()

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fft.bus import BusError, ErrorBus, open_job_bus
-from fft.commands import Command, Evict, Inject, fresh_id
+from fft.commands import Command, Evict, Inject, encode_command, fresh_id
+from fft.commands import Verdict as Answers
 from fft.core.messages import (
     MAX_MESSAGE,
     Death,
@@ -39,9 +40,9 @@ from fft.serve import ServiceError, Services
 from fft.supervisor.children import Child, cause_of
 from fft.supervisor.commands import CommandEar
 from fft.supervisor.groups import Group, base_env
+from fft.supervisor.pace import PaceEar
 from fft.supervisor.watch import PlanWatch
 from fft.timeouts import bus_operation
-from fft.wire import encode_command
 
 _WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
@@ -70,6 +71,8 @@ class RunConfig:
     min_steps: int = 0
     timeout: float | None = None
     drain_timeout: float = 60.0
+    evict_stragglers: float | None = None
+    """Start the group of a rank that is so many times as slow as the median rank again, once."""
 
     def check(self) -> None:
         """Raise SupervisorError unless the job can be started."""
@@ -82,6 +85,8 @@ class RunConfig:
             raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
         if self.min_steps and self.stop_after_plan is None:
             raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
+        if self.evict_stragglers is not None and not self.evict_stragglers > 1:
+            raise SupervisorError("--evict-stragglers is how many times as slow: more than 1")
         if any(self.trace_dir.glob("*.jsonl")):
             raise SupervisorError(
                 f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
@@ -119,7 +124,7 @@ class Supervisor:
         self._drains_seen: set[str] = set()
         self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
         self._told: set[str] = set()
-        """Commands that are our own word to the participants."""
+        """Commands that are our own."""
         self._forgot = False
         """The bus has lost the job's state, and no process can go on with it."""
         self._watch = (
@@ -129,6 +134,9 @@ class Supervisor:
         )
         self._bus: ErrorBus | None = None
         self._ear: CommandEar | None = None
+        self._pace: PaceEar | None = None
+        self._too_slow: set[str] = set()
+        """Ranks whose groups were started again for it; not twice, for it has not helped."""
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -167,6 +175,7 @@ class Supervisor:
         url = self._services.bus_url
         self._bus = open_job_bus(url, self._token, bus_operation(url))
         self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
+        self._pace = PaceEar(self._bus)
 
     # --- one turn of the loop ----------------------------------------------------------
 
@@ -187,6 +196,7 @@ class Supervisor:
             else:
                 self._on_interrupts(self._wake_out.recv(64).count(b"!"))
         self._obey()
+        self._name_stragglers()
         self._look()
         self._start_due()
         self._check_deadlines()
@@ -416,8 +426,7 @@ class Supervisor:
         living = [c for c in group.living if command.rank in (None, c.rank)]
         pids = ", ".join(str(child.pid) for child in living)
         text = f"ending pid {pids} of group {group.name}" if living else "no process to end"
-        if self._ear is not None:
-            self._ear.answer(command, "accepted", text)
+        self._answer(command, "accepted", text)
         if not group.living:
             self._finish_eviction(group, command)
             return
@@ -432,8 +441,38 @@ class Supervisor:
         after = "it is not started again"
         if command.restart and self._drain_until is None and not self._forgot:
             group.restart_at, after = time.monotonic(), "it is started again"
-        if self._ear is not None:
-            self._ear.answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
+        self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
+
+    def _answer(self, command: Command, verdict: Answers, text: str) -> None:
+        """Tell who asked, unless we did."""
+        if self._ear is not None and command.id not in self._told:
+            self._ear.answer(command, verdict, text)
+
+    # --- stragglers --------------------------------------------------------------------
+
+    def _name_stragglers(self) -> None:
+        for change in self._pace.news() if self._pace is not None else ():
+            what = "straggler" if change.slow else "no straggler any more"
+            logger.warning("%s: %s", what, change.evidence)
+        limit = self._config.evict_stragglers
+        if self._pace is None or limit is None:
+            return
+        for rank, factor in self._pace.stragglers.slow.items():
+            if factor >= limit and rank not in self._too_slow:
+                self._restart_straggler(rank)
+
+    def _restart_straggler(self, rank: str) -> None:
+        """Start the group of ``rank`` again, if the job can go on without it meanwhile."""
+        command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
+        others = [g for g in self._groups.values() if g.living and g.name != command.group]
+        if self._refusal(command) is not None or len(others) < self._config.min_groups:
+            return
+        self._too_slow.add(rank)
+        logger.warning("group %s is started again: rank %s is too slow", command.group, rank)
+        for child in self._groups[command.group].living:
+            self._tell_dead(child, f"evicted by the supervisor: rank {rank} is too slow")
+        self._told.add(command.id)
+        self._evict(command)
 
     # --- faults of the services --------------------------------------------------------
 
@@ -448,7 +487,7 @@ class Supervisor:
             word = Inject(fresh_id(), fault, "supervisor")
             self._told.add(word.id)
             with suppress(BusError):
-                self._bus.broadcast(encode_command(word))
+                self._bus.broadcast(encode_command(word), "commands")
         try:
             if isinstance(fault, BusRestartFault):
                 self._restart_bus()
@@ -463,7 +502,7 @@ class Supervisor:
             "the bus was restarted, and has forgotten the job: its processes stop, and none is "
             "started again; begin a new job from a checkpoint"
         )
-        for old in (self._ear, self._bus):
+        for old in (self._ear, self._pace, self._bus):
             if old is not None:
                 old.close()
         self._services.restart_bus()
@@ -504,6 +543,8 @@ class Supervisor:
             end.close()
         if self._ear is not None:
             self._ear.close()
+        if self._pace is not None:
+            self._pace.close()
         if self._bus is not None:
             self._bus.close()
         if self._display is not None:

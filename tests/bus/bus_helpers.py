@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fft.bus import BusError, ErrorBus
+from fft.bus.base import Topic
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -21,7 +22,7 @@ LONG_S = 60.0
 
 
 class Heard:
-    """Collects what a subscription hears, of one inbox or of the broadcasts.
+    """Collects what a subscription hears, of one inbox or of one topic's broadcasts.
 
     Waits are bounded; a late message fails the test.
     """
@@ -31,13 +32,14 @@ class Heard:
         bus: ErrorBus,
         on_message: Callable[[bytes], None] | None = None,
         inbox: str | None = None,
+        topic: Topic = "protocol",
     ) -> None:
         self.messages: list[bytes] = []
         self.lost: list[BusError] = []
         self._changed = threading.Condition()
         self._also = on_message
         if inbox is None:
-            self.subscription = bus.subscribe(self._message, self._lost)
+            self.subscription = bus.subscribe(self._message, self._lost, topic)
         else:
             self.subscription = bus.listen(inbox, self._message, self._lost)
 

@@ -19,7 +19,7 @@ from fft.bus import (
     ErrorBus,
     open_bus,
 )
-from fft.bus.base import MAX_VALUE_BYTES, RING_MESSAGES
+from fft.bus.base import MAX_VALUE_BYTES, RING_MESSAGES, TOPICS, Topic
 
 Connect = Callable[[], ErrorBus]
 ANY_BYTES = bytes(range(256))
@@ -62,6 +62,88 @@ def test_subscription_starts_now(connect: Connect) -> None:
     listener = Heard(connect())
     bus.broadcast(b"after")
     assert listener.wait(1) == [b"after"]
+
+
+def test_a_listener_hears_its_topics_and_no_others(connect: Connect) -> None:
+    buses = [connect(), connect()]
+    heard: dict[Topic, list[Heard]] = {t: [Heard(b, topic=t) for b in buses] for t in TOPICS}
+    for number in range(20):
+        for topic in TOPICS:
+            buses[number % 2].broadcast(f"{topic}:{number}".encode(), topic)
+    for topic, listeners in heard.items():
+        expected = [f"{topic}:{number}".encode() for number in range(20)]
+        assert [listener.wait(20) for listener in listeners] == [expected, expected]
+    buses[0].broadcast(b"for the core")
+    heard["protocol"][1].wait(21)
+    for topic, listeners in heard.items():
+        assert listeners[1].messages[20:] == ([b"for the core"] if topic == "protocol" else [])
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_every_topic_has_one_order(connect: Connect, topic: Topic) -> None:
+    listeners = [Heard(connect(), topic=topic) for _ in range(2)]
+    writers = {name: connect() for name in "abc"}
+
+    def write(name: str) -> None:
+        for number in range(50):
+            writers[name].broadcast(f"{name}:{number}".encode(), topic)
+            writers[name].broadcast(b"elsewhere", TOPICS[TOPICS.index(topic) - 1])
+
+    with ThreadPoolExecutor(len(writers)) as pool:
+        list(pool.map(write, writers))
+    heard = [listener.wait(150) for listener in listeners]
+    assert heard[0] == heard[1]
+    for name in writers:
+        assert by_writer(heard[0], name) == list(range(50))
+
+
+def test_a_topic_is_closed_alone(connect: Connect) -> None:
+    bus = connect()
+    commands, protocol = Heard(bus, topic="commands"), Heard(bus)
+    bus.broadcast(b"1", "commands")
+    commands.wait(1)
+    commands.subscription.close()
+    again = Heard(bus, topic="commands")
+    bus.broadcast(b"2", "commands")
+    bus.broadcast(b"3")
+    assert again.wait(1) == [b"2"]
+    assert protocol.wait(1) == [b"3"]
+    assert commands.messages == [b"1"]
+    assert not commands.lost
+
+
+def test_who_falls_behind_in_one_topic_hears_the_others(connect: Connect) -> None:
+    bus = connect()
+    release = threading.Event()
+    slow = Heard(bus, lambda payload: release.wait(60) and None, topic="progress")
+    protocol = Heard(bus)
+    try:
+        for number in range(RING_MESSAGES + 10):
+            bus.broadcast(b"%d" % number, "progress")
+        bus.broadcast(b"decided")
+        assert protocol.wait(1) == [b"decided"]
+    finally:
+        release.set()
+    assert isinstance(slow.wait_lost(), BusOverrun)
+    assert not protocol.lost
+
+
+def test_keys_of_a_topic_nobody_hears_stay_bounded(connect: Connect) -> None:
+    bus = connect()
+    before = bus.key_count()
+    for number in range(RING_MESSAGES + 100):
+        bus.broadcast(b"%d" % number, "progress")
+    assert bus.key_count() <= before + RING_MESSAGES + 4
+
+
+def test_a_topic_that_is_none_is_refused(connect: Connect) -> None:
+    bus = connect()
+    for attempt in (
+        lambda: bus.broadcast(b"", "weather"),  # type: ignore[arg-type]
+        lambda: bus.subscribe(lambda p: None, lambda e: None, "weather"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(BusError, match=r"no topic 'weather'.*protocol, commands, progress"):
+            attempt()
 
 
 def test_messages_are_any_bytes_up_to_the_limit(connect: Connect) -> None:

@@ -15,7 +15,7 @@ import pytest
 from bus_helpers import Heard
 
 from fft.bus import MAX_MESSAGE_BYTES, BusForged, Refusal, open_job_bus, serve_tcp
-from fft.bus.base import HEAD
+from fft.bus.base import HEAD, TOPICS, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.sealed import SealedBus
 from fft.jobtoken import JobToken, TokenError
@@ -104,6 +104,44 @@ def test_every_changed_byte_is_noticed(place: Place) -> None:
     assert after(bus, place, *changed, *cut) == []
     assert sum(bus.refusals().values()) == len(changed) + len(cut)
     assert after(bus, place, frame) == [b"payload"]
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_message_cannot_be_moved_to_another_topic(place: Place, topic: Topic) -> None:
+    frames = Heard(place.raw, topic=topic)
+    sender = place.open()
+    sender.broadcast(b"evict", topic)
+    (frame,) = frames.wait(1)
+    for other in TOPICS:
+        bus = place.open()
+        heard = Heard(bus, topic=other)
+        place.raw.broadcast(frame, other)
+        place.open().broadcast(b"honest", other)
+        assert heard.wait(1 + (other == topic))[-1] == b"honest"
+        assert bus.refusals() == ({} if other == topic else {"forged": 1})
+
+
+def test_topics_are_numbered_apart_and_take_no_replay(place: Place) -> None:
+    bus, frames = place.open(), Heard(place.raw, topic="commands")
+    heard, protocol = Heard(bus, topic="commands"), Heard(bus)
+    sender = place.open()
+    sender.broadcast(b"a", "commands")
+    sender.broadcast(b"b")
+    (frame,) = frames.wait(1)
+    place.raw.broadcast(frame, "commands")
+    sender.broadcast(b"c", "commands")
+    assert heard.wait(2) == [b"a", b"c"]
+    assert protocol.wait(1) == [b"b"]
+    assert bus.refusals() == {"repeated": 1}
+
+
+def test_who_hears_no_protocol_reads_the_epoch_before_it_speaks(place: Place) -> None:
+    supervisor = place.open()
+    Heard(supervisor, topic="commands")
+    place.reach(7)
+    began_later = Heard(place.open())
+    supervisor.broadcast(b"death")
+    assert began_later.wait(1) == [b"death"]
 
 
 def test_a_message_stays_in_its_channel_and_its_job(place: Place) -> None:

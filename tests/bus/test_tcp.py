@@ -15,8 +15,8 @@ import pytest
 from bus_helpers import LONG_S, NOISE_S, Child, Heard
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
-from fft.bus.base import RING_MESSAGES
-from fft.bus.tcpstore import TcpBus
+from fft.bus.base import RING_MESSAGES, Topic
+from fft.bus.tcpstore import Ring, TcpBus
 
 Start = Callable[..., Child]
 
@@ -37,13 +37,23 @@ class StalledBus(TcpBus):
         self.stalled = threading.Event()
         self.release = threading.Event()
         self.numbers: list[int] = []
+        self._rings["protocol"] = StalledRing(self, "protocol")
 
-    def _write_slot(self, number: int, frame: bytes) -> bool:
-        self.numbers.append(number)
-        if len(self.numbers) == 1:
-            self.stalled.set()
-            assert self.release.wait(60)
-        return super()._write_slot(number, frame)
+
+class StalledRing(Ring):
+    """Where that writer stops."""
+
+    def __init__(self, bus: StalledBus, topic: Topic) -> None:
+        super().__init__(bus, topic)
+        self._stalled = bus
+
+    def write_slot(self, number: int, frame: bytes) -> bool:
+        bus = self._stalled
+        bus.numbers.append(number)
+        if len(bus.numbers) == 1:
+            bus.stalled.set()
+            assert bus.release.wait(60)
+        return super().write_slot(number, frame)
 
 
 def test_importing_the_bus_imports_no_torch() -> None:
@@ -120,7 +130,7 @@ def test_a_writer_stalled_for_a_whole_ring_is_told_and_revives_nothing(tcp_url: 
         bus.broadcast(b"last")
         assert listener.wait(len(heard) + 1)[-1] == b"last"
         assert b"slow" not in listener.messages
-        assert not slow._filled(slow._slot_name(slow.numbers[0]))
+        assert not slow._filled(slow._rings["protocol"].slot_name(slow.numbers[0]))
 
 
 def test_a_listener_whose_slot_is_gone_is_told(tcp_url: str) -> None:
@@ -135,18 +145,20 @@ def test_a_listener_whose_slot_is_gone_is_told(tcp_url: str) -> None:
         slow = Heard(other, block)
         bus.broadcast(b"first")
         assert inside.wait(10)
-        dead = bus._take_number()
+        dead = bus._rings["protocol"].take_number()
         for number in range(RING_MESSAGES + 10):
             bus.broadcast(b"%d" % number)
         release.set()
         assert isinstance(slow.wait_lost(), BusOverrun)
         assert slow.messages == [b"first"]
-        until(lambda: not bus._filled(bus._slot_name(dead)), "the slot is removed again")
+        name = bus._rings["protocol"].slot_name(dead)
+        until(lambda: not bus._filled(name), "the slot is removed again")
 
 
 def test_slots_of_dead_removers_are_swept(tcp_url: str) -> None:
     with TcpBus(tcp_url) as bus:
-        bus._do(lambda store: store.set(bus._slot(bus._head() - RING_MESSAGES - 5), b"Mold"))
+        ring = bus._rings["protocol"]
+        bus._do(lambda store: store.set(ring.slot(ring.head() - RING_MESSAGES - 5), b"Mold"))
         for _ in range(3):
             bus.broadcast(b"")
         leftover = bus.key_count()
@@ -167,7 +179,7 @@ def test_message_numbers_run_past_their_range(tcp_url: str, top: int) -> None:
             (bus, other)[number % 2].broadcast(b"%d" % number)
         for listener in listeners:
             assert listener.wait(count) == [b"%d" % n for n in range(count)]
-        assert bus._head() == (top + count) % 2**64
+        assert bus._rings["protocol"].head() == (top + count) % 2**64
         assert bus.key_count() <= RING_MESSAGES + 3
         bus._sweep()
         assert bus.key_count() >= RING_MESSAGES, "the sweep keeps what is in the ring"
@@ -177,10 +189,10 @@ def test_a_dead_writer_at_the_end_of_the_range(tcp_url: str) -> None:
     with TcpBus(tcp_url) as bus:
         bus._do(lambda store: store.set(bus._key("head"), str(2**63 - 2)))
         listener = Heard(bus)
-        assert bus._take_number() == 2**63 - 1
+        assert bus._rings["protocol"].take_number() == 2**63 - 1
         bus.broadcast(b"after")
         assert listener.wait(1) == [b"after"]
-        assert bus._head() == 2**63
+        assert bus._rings["protocol"].head() == 2**63
 
 
 @pytest.mark.parametrize("top", [2**63 - 3, 2**64 - 3])

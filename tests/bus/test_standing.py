@@ -1,0 +1,67 @@
+"""A standing listener is taken up again when it fell behind, and ends with its bus or its owner."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from contextlib import closing
+
+import pytest
+from bus_helpers import NOISE_S, Heard
+
+from fft.bus.base import RING_MESSAGES, BusForgot
+from fft.bus.memory import MemoryBus
+from fft.bus.standing import Standing
+
+
+def name() -> str:
+    return f"standing-{uuid.uuid4().hex}"
+
+
+def test_who_fell_behind_hears_what_comes_later(caplog: pytest.LogCaptureFixture) -> None:
+    with MemoryBus(name()) as bus:
+        release, heard, again = threading.Event(), [], threading.Event()
+
+        def hear(payload: bytes) -> None:
+            assert release.wait(60)
+            heard.append(payload)
+            if payload == b"later":
+                again.set()
+
+        standing = Standing(bus, "commands", hear, "a test")
+        for number in range(RING_MESSAGES + 10):
+            bus.broadcast(b"%d" % number, "commands")
+        release.set()
+        deadline = time.monotonic() + NOISE_S
+        while not again.wait(0.05):  # it may not have been taken up yet
+            assert time.monotonic() < deadline, "it hears nothing more"
+            bus.broadcast(b"later", "commands")
+        assert "a test missed some of the topic commands" in caplog.text
+        before = heard[: heard.index(b"later")]
+        assert before == [b"%d" % number for number in range(len(before))]
+        standing.close()
+        seen, other = len(heard), Heard(bus, topic="commands")
+        bus.broadcast(b"to others", "commands")
+        other.wait(1)
+        assert heard[seen:].count(b"to others") == 0
+
+
+class Forgetful(MemoryBus):
+    """Says to every listener of commands that the bus has come back empty."""
+
+    def subscribe(self, on_message, on_lost, topic="protocol"):  # type: ignore[no-untyped-def]
+        subscription = super().subscribe(on_message, on_lost, topic)
+        if topic == "commands":
+            threading.Thread(target=on_lost, args=(BusForgot("it forgot"),)).start()
+        return subscription
+
+
+def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    with Forgetful(name()) as bus:
+        with closing(Standing(bus, "commands", lambda payload: None, "a test")):
+            deadline = time.monotonic() + NOISE_S
+            while "a test hears no commands any more: it forgot" not in caplog.text:
+                assert time.monotonic() < deadline, "never said"
+                time.sleep(0.01)
+        assert caplog.text.count("hears no commands") == 1

@@ -1,0 +1,158 @@
+"""Words of progress: what they say, how a body is timed, and that a bus in trouble hurts nobody."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from fft.bus import BusUnreachable
+from fft.bus.base import Topic
+from fft.bus.memory import MemoryBus
+from fft.core.messages import Peer, UnreadableMessage
+from fft.errors import FftError
+from fft.pace import MAX_WORD, Progress, decode_progress, encode_progress
+from fft.pacer import Pacer, interval_from
+
+LIMIT_S = 30.0
+ME = Peer("1", 0, 3)
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def bus(kind: Callable[[str], MemoryBus] = MemoryBus) -> MemoryBus:
+    return kind(f"pacer-{uuid.uuid4().hex}")
+
+
+def body(pacer: Pacer, clock: Hand, own: float, waited: float, step: int) -> None:
+    pacer.begin()
+    clock.now += own / 2
+    with pacer.waiting:
+        clock.now += waited
+    clock.now += own / 2
+    pacer.end()
+    clock.now += 5.0  # the vote
+    pacer.committed(step, 2)
+
+
+def test_a_word_has_one_form_and_no_other() -> None:
+    word = Progress("1", 0, 3, 17, 0.25)
+    assert decode_progress(encode_progress(word)) == word
+    plain = json.loads(encode_progress(word))
+    assert plain == {
+        "group": "1",
+        "rank": 0,
+        "inc": 3,
+        "step": 17,
+        "compute": 0.25,
+        "v": 1,
+        "type": "progress",
+    }
+    for changed in (
+        {"compute": -1},
+        {"compute": "1"},
+        {"step": 1.5},
+        {"more": 1},
+        {"v": 2},
+        {"type": "death"},
+        {"group": "x" * MAX_WORD},
+    ):
+        with pytest.raises(UnreadableMessage):
+            decode_progress(json.dumps({**plain, **changed}).encode())
+    for other in (b"", b"[]", b"NaN", b'{"type":"progress"}'):
+        with pytest.raises(UnreadableMessage):
+            decode_progress(other)
+
+
+def test_a_body_is_timed_without_what_it_waited() -> None:
+    clock = Hand()
+    with bus() as mine:
+        pacer = Pacer(mine, ME, 0.0, clock)
+        for step, own in enumerate((0.5, 0.25, 8.0), 1):
+            body(pacer, clock, own, 3.0, step)
+        pacer.begin()  # an attempt that is rolled back says nothing
+        clock.now += 60
+        pacer.end()
+        assert pacer.word() == Progress("1", 0, 3, 3, 0.5)
+        assert pacer.word() is None
+        pacer.close()
+
+
+def test_words_are_said_by_a_thread_until_it_is_closed() -> None:
+    heard: queue.Queue[bytes] = queue.Queue()
+    clock = Hand()
+    with bus() as mine:
+        mine.subscribe(heard.put, lambda error: None, "progress")
+        pacer = Pacer(mine, ME, 0.01, clock)
+        body(pacer, clock, 0.5, 1.0, 1)
+        assert decode_progress(heard.get(timeout=LIMIT_S)) == Progress("1", 0, 3, 1, 0.5)
+        pacer.close()
+        pacer.close()
+        body(pacer, clock, 0.5, 1.0, 2)
+        assert pacer.word() is not None, "nobody has said it"
+    assert "fft-progress" not in [thread.name for thread in threading.enumerate()]
+
+
+class Lost(MemoryBus):
+    """Nobody answers there."""
+
+    asked: threading.Event
+
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
+        self.asked.set()
+        raise BusUnreachable(self.url, "gone")
+
+
+class Stuck(Lost):
+    """Answers never, until it is released."""
+
+    release: threading.Event
+
+    def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
+        self.asked.set()
+        assert self.release.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("kind", [Lost, Stuck])
+def test_a_bus_in_trouble_neither_fails_nor_holds_up_a_step(kind: type[Lost]) -> None:
+    clock = Hand()
+    with bus(kind) as mine:
+        mine.asked, release = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+        mine.release = release  # type: ignore[attr-defined]
+        pacer = Pacer(mine, ME, 0.01, clock)
+        body(pacer, clock, 0.5, 0.0, 1)
+        assert mine.asked.wait(LIMIT_S)  # type: ignore[attr-defined]
+        for step in range(2, 3000):
+            body(pacer, clock, 0.5, 0.0, step)
+        begun = time.monotonic()
+        pacer.close()
+        assert time.monotonic() - begun < LIMIT_S / 2
+        release.set()
+
+
+def test_the_interval_is_a_number_of_seconds_or_none() -> None:
+    assert interval_from(None, {}) == 1.0
+    assert interval_from(None, {"FFT_PROGRESS_INTERVAL": "0"}) == 0.0
+    assert interval_from(2.5, {"FFT_PROGRESS_INTERVAL": "0"}) == 2.5
+    for given, env in ((None, "soon"), (None, "nan"), (None, "inf"), (-1.0, "")):
+        with pytest.raises(FftError, match=r"FFT_PROGRESS_INTERVAL is|progress_interval= is"):
+            interval_from(given, {"FFT_PROGRESS_INTERVAL": env})
+
+
+def test_no_interval_no_thread() -> None:
+    with bus() as mine:
+        Pacer(mine, ME, 0.0).close()
+    assert "fft-progress" not in [thread.name for thread in threading.enumerate()]
