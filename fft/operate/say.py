@@ -18,7 +18,7 @@ from fft.operate.desk import OperatorError
 from fft.wire import encode_command
 
 Sayable = Death | Suspect | Drain | Command
-_KINDS = ("death", "suspect", "drain", "evict", "inject")
+_KINDS = ("death", "suspect", "drain", "evict", "inject", "check")
 _HELP = "`fft say --schema` prints the form, and --raw sends it as it is"
 
 
