@@ -387,6 +387,9 @@ def diagnose(
     evict: Annotated[
         bool, typer.Option("--evict", help="Leave the groups of the culprits out, for good.")
     ] = False,
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="The job's, if at hand: for the last rollbacks.")
+    ] = None,
     limit: Annotated[
         float, typer.Option(min=1, max=120, help="Seconds for one check of one rank.")
     ] = 20.0,
@@ -395,8 +398,9 @@ def diagnose(
     from fft.diagnosis import show
     from fft.diagnosis.rounds import diagnose as ask
 
+    rollbacks = show.traced_rollbacks(trace_dir) if trace_dir is not None else ()
     with _desk(bus) as desk:
-        found = ask(desk, limit=limit)
+        found = ask(desk, rollbacks, limit)
         if evict:
             show.evict_culprits(desk, found)
     if as_json:

@@ -66,8 +66,8 @@ class Findings:
     meetings: list[Meeting] = field(default_factory=list)
     silent: dict[Place, str] = field(default_factory=dict)
     """Who did not answer, in words."""
-    left: dict[Place, str] = field(default_factory=dict)
-    """Likewise, but it had left the job by then."""
+    left: set[Place] = field(default_factory=set)
+    """Who was not in the job any more when the checks were through."""
 
     def broken(self, rank: Place) -> list[str]:
         """What the rank's own checks found wrong with it."""
@@ -179,10 +179,11 @@ def judge(
     for rank in ranks:
         against[rank] = [
             *(("failed", text) for text in findings.broken(rank)),
-            *_by_network(rank, findings),
+            *(_by_network(rank, findings) if rank not in findings.left else ()),
             *_by_time(rank, findings),
         ]
-        if rank in findings.silent and findings.alone:  # else nobody answers: it is not the ranks
+        answers = findings.alone and rank not in findings.left  # else it is not the rank
+        if rank in findings.silent and answers:
             against[rank].append(("silent", findings.silent[rank]))
     one = named_by_all(rollbacks, FEWEST_ROLLBACKS)
     if one is not None and one in against:
@@ -190,7 +191,7 @@ def judge(
     if not findings.alone:
         notes.append("no rank answers: does this job run, and is it of this version of FFT?")
     notes += [f"the check of {kind} failed on every rank" for kind in findings.failed_by_all()]
-    notes += [f"{place_text(rank)} left the job meanwhile" for rank in findings.left]
+    notes += [f"{place_text(rank)} left the job meanwhile" for rank in sorted(findings.left)]
     notes += _open_questions(ranks, findings)
     notes += _partly_named(rollbacks) if one is None else []
     if not any(against.values()) and not notes:

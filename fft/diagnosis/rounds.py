@@ -138,8 +138,7 @@ def _ask_alone(desk: Desk, ranks: Sequence[Place], findings: Findings, limit: fl
             )
         results = done.get(rank)
         if results is None:
-            failed = Outcome(False, limit, "begun, and never told what came of it")
-            findings.alone[rank] = {"compute": failed}
+            findings.silent[rank] = "began its checks, and never told what came of them"
         else:
             findings.alone[rank] = {k: _outcome(results.get(k)) for k in ("compute", "memory")}
     return set(said)
@@ -261,10 +260,7 @@ def _heard(ear: Ear, head: Record, before: Sequence[Rollback]) -> list[Rollback]
 
 
 def _excuse_who_left(desk: Desk, epoch: Record, findings: Findings) -> None:
-    """Who has left the job meanwhile need not answer."""
+    """Who has left the job meanwhile need not answer, nor stand by a connection."""
     now = desk.job().epoch
-    still = set() if now is None else set(now.peers)
-    for peer in epoch.peers:
-        rank = (peer.group, peer.rank)
-        if rank in findings.silent and peer not in still:
-            findings.left[rank] = findings.silent.pop(rank)
+    for peer in set(epoch.peers) - set(() if now is None else now.peers):
+        findings.left.add((peer.group, peer.rank))

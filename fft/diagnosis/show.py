@@ -1,20 +1,22 @@
 """A diagnosis for people: its table; and what follows from it, if they want that.
 
-Speaks on the bus only to evict.
+Reads traces where it is told to; speaks on the bus only to evict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from fft.diagnosis.history import Place, place_text
+from fft.diagnosis.history import Place, Rollback, place_text
 from fft.diagnosis.plan import Outcome
 from fft.diagnosis.rounds import Report
 from fft.operate.desk import Desk, OperatorError
 from fft.operate.leaving import evict
+from fft.progress import TraceTail
 
 _GRACE_S = 10.0
 
@@ -60,8 +62,17 @@ def _network(report: Report, rank: Place) -> str:
 
 def _innocent(report: Report, rank: Place) -> str:
     if rank in report.findings.left:
-        return "left"
+        return "has left"
     return "no answer" if rank in report.findings.silent else "nothing found"
+
+
+def traced_rollbacks(directory: Path) -> list[Rollback]:
+    """Those since the last commit, as the traces of a job have them."""
+    tail = TraceTail(directory)
+    try:
+        return tail.poll().history.run
+    finally:
+        tail.close()
 
 
 def evict_culprits(desk: Desk, report: Report) -> None:

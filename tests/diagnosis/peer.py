@@ -22,7 +22,7 @@ from fft.diagnosis import checks
 from fft.diagnosis.station import Station
 from fft.wire import decode
 
-LATE_S = 0.15
+LATE_S = 0.75
 MUTE_S = 60.0
 
 

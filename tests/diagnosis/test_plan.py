@@ -139,8 +139,18 @@ def test_who_does_not_answer_is_the_suspect_unless_nobody_does_or_it_left() -> N
     assert (culprit.rank, culprit.how, culprit.confidence) == (ranks[2], "silent", "medium")
     nobody = judge(ranks, Findings(silent=dict.fromkeys(ranks, "does not answer")))
     assert not nobody.culprits and "no rank answers" in nobody.notes[0]
-    left = judge(ranks, played(ranks, fails(), Findings(left={ranks[2]: "does not answer"})))
+    silent.left.add(ranks[2])
+    left = judge(ranks, silent)
     assert not left.culprits and "left the job" in left.notes[0]
+
+
+def test_who_left_meanwhile_is_not_held_to_its_connections_but_to_its_checks() -> None:
+    ranks = places(5)
+    findings = played(ranks, fails(ranks[3]))
+    findings.left.add(ranks[3])
+    assert not judge(ranks, findings).culprits
+    findings.alone[ranks[3]] = {"memory": Outcome(False, 0.1, "1 words came back changed")}
+    assert named(judge(ranks, findings)) == {ranks[3]}
 
 
 def test_slow_by_itself_is_held_against_the_median() -> None:

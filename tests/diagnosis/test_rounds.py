@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -60,7 +59,6 @@ class Job:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # as under `fft run`
         )
         stack.callback(peers.wait, END_S)
         assert peers.stdin is not None and peers.stdout is not None
