@@ -19,7 +19,8 @@ from fft.faults import AnyFault
 
 LONGEST_GRACE_S = 600.0
 LONGEST_CHECK_S = 120.0
-MOST_CHECKED = 20_000
+MOST_CHECKED = 8_000
+"""So many tasks fit into one message."""
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]

@@ -145,7 +145,9 @@ def _failed_with(rank: Place, findings: Findings) -> dict[Place, Meeting]:
     return {
         m.other(rank): m
         for m in findings.meetings
-        if rank in m.pair and m.other(rank) in sound and not (m.ok and m.seconds <= limit)
+        if rank in m.pair
+        and m.other(rank) in sound - findings.left
+        and not (m.ok and m.seconds <= limit)
     }
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fft.commands import Answer, Check, CheckTask, fresh_id
+from fft.commands import MOST_CHECKED, Answer, Check, CheckTask, fresh_id
 from fft.core.messages import Record
 from fft.diagnosis.history import History, Place, Rollback, place_text
 from fft.diagnosis.plan import Findings, Meeting, Outcome, Pair, Verdict, judge, next_pairs
@@ -98,6 +98,10 @@ def diagnose(desk: Desk, rollbacks: Sequence[Rollback] = (), limit: float = LIMI
                 "FFT_BUS, its name included? Look with `fft watch --once`"
             )
         ranks = sorted((p.group, p.rank) for p in job.epoch.peers)
+        if len(ranks) > MOST_CHECKED:
+            raise OperatorError(
+                f"the job has {len(ranks)} ranks; at most {MOST_CHECKED} are checked"
+            )
         findings = Findings()
         _check_alone(desk, ranks, findings, limit)
         for number in range(1, MOST_ROUNDS + 1):
@@ -131,11 +135,8 @@ def _ask_alone(desk: Desk, ranks: Sequence[Place], findings: Findings, limit: fl
     command = Check(fresh_id(), tasks, desk.me, limit=limit)
     with desk.asking(command) as answers:
         said, done = _gather(answers, ranks, limit)
-    for rank, answer in said.items():
-        if answer.verdict == "refused":
-            raise OperatorError(
-                f"group {rank[0]} rank {rank[1]} is at another check: wait for the end of that"
-            )
+    _none_refused(said)
+    for rank in said:
         results = done.get(rank)
         if results is None:
             findings.silent[rank] = "began its checks, and never told what came of them"
@@ -168,6 +169,15 @@ def _gather(
                 done[rank] = _data(answer)
 
 
+def _none_refused(said: Mapping[Place, Answer]) -> None:
+    """Raise ``OperatorError`` if somebody else is at a diagnosis of this job."""
+    for rank, answer in said.items():
+        if answer.verdict == "refused":
+            raise OperatorError(
+                f"group {rank[0]} rank {rank[1]} is at another check: wait for the end of that"
+            )
+
+
 # --- in pairs ----------------------------------------------------------------------------------
 
 
@@ -187,9 +197,12 @@ def _check_pairs(
         connect = tuple(
             CheckTask(*pair[1], "connect", addresses[pair], keys[pair]) for pair in open_pairs
         )
-        with desk.asking(Check(fresh_id(), connect, desk.me, number, limit)) as other_heard:
+        second = [Check(fresh_id(), connect, desk.me, number, limit)] if connect else []
+        with desk.asking(*second) as other_heard:
             said, there = _gather(other_heard, [pair[1] for pair in open_pairs], limit)
-        _, here = _gather(heard, [pair[0] for pair in open_pairs if pair[1] in said], limit)
+        # Also who waits for a partner that is silent: until it has given up it refuses others.
+        _, here = _gather(heard, [pair[0] for pair in open_pairs], limit)
+    _none_refused({**words, **said})
     for pair in pairs:
         if pair not in addresses:
             findings.silent[pair[0]] = f"answered before, and no more in round {number}"

@@ -1,7 +1,7 @@
 """Where a participant carries out the checks it is asked for, beside whatever its main thread does.
 
-Owns at most two threads and the sockets of one meeting, and ends them. Answers on the bus, into the
-inbox of who asked.
+Owns at most two threads and the sockets of one meeting, and ends them; a computation that hangs on
+its device is left to the end of the process. Answers on the bus, into the inbox of who asked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fft.diagnosis.plan import Outcome
 
 logger = logging.getLogger(__name__)
 
-_TEXT = 300
+_TEXT = 250
 _END_S = 2.0
 
 
@@ -71,6 +71,14 @@ class Station:
     # --- the station's thread ---
 
     def _work(self, check: Check, task: CheckTask, line: checks.Line) -> None:
+        try:
+            told = self._results(check, task, line)
+            self._note("check", {"id": check.id, "round": check.round, "found": told})
+        finally:
+            self._busy = False  # before the answer: whoever hears it may ask for the next check
+        self._answer(check, "done", told)
+
+    def _results(self, check: Check, task: CheckTask, line: checks.Line) -> dict[str, Any]:
         deadline = time.monotonic() + check.limit
         if task.part == "alone":
             self._answer(check, "accepted", {})
@@ -80,13 +88,14 @@ class Station:
             }
         else:
             found = {"network": self._meet(check, task, line, deadline)}
-        told = {
-            kind: {"ok": one.ok, "seconds": round(one.seconds, 4), "text": one.text[:_TEXT]}
+        return {
+            kind: {
+                "ok": one.ok,
+                "seconds": round(one.seconds, 4),
+                "text": " ".join(one.text.split())[:_TEXT],
+            }
             for kind, one in found.items()
         }
-        self._note("check", {"id": check.id, "round": check.round, "found": told})
-        self._busy = False  # before the answer: whoever hears it may ask for the next check
-        self._answer(check, "done", told)
 
     def _meet(self, check: Check, task: CheckTask, line: checks.Line, deadline: float) -> Outcome:
         if task.part == "connect":
@@ -123,7 +132,7 @@ class Station:
         return found[0] if found else Outcome(False, seconds, f"not through in {seconds:.0f} s")
 
     def _answer(self, check: Check, verdict: Verdict, data: dict[str, Any]) -> None:
-        word = Answer(check.id, self._who, verdict, json.dumps(data))
+        word = Answer(check.id, self._who, verdict, json.dumps(data, ensure_ascii=False))
         try:
             self._bus.send(answer_inbox(check.id), encode_answer(word))
         except BusError as error:  # who asked will miss it, and say so

@@ -68,7 +68,10 @@ class Diagnoser:
         try:
             with Desk(self._url, token=self._token, me="the supervisor") as self._desk:
                 report = diagnose(self._desk, run)
-                act(self._desk, report, spare)
+                try:
+                    act(self._desk, report, spare)
+                except FftError as error:
+                    report.actions.append(f"the eviction failed: {error}")
         except FftError as error:
             logger.error("the diagnosis for step %d was given up: %s", step, error)
             return

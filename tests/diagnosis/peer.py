@@ -2,7 +2,8 @@
 
 ``peer.py URL MODE...``: one process for each, forked so that torch is loaded once; they end with
 the standard input. Modes: sound, flip (changes a byte that it sends), slow (sends late), mute
-(sends nothing), wrong (computes wrong), silent (never answers).
+(sends nothing), wrong (computes wrong), silent (never answers), shy (answers only what it can do
+alone).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def answer(url: str, group: str, mode_file: Path, end: int) -> None:
 
     def hear(payload: bytes) -> None:
         word = decode(payload)
-        if isinstance(word, Check) and mode() != "silent":
+        if not isinstance(word, Check) or mode() == "silent":
+            return
+        if mode() != "shy" or word.tasks[0].part == "alone":
             wrong = replace(right, products=right.products - 1)
             checks.ON_PROCESSOR = wrong if mode() == "wrong" else right
             station.take(word)

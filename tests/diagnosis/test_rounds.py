@@ -143,6 +143,15 @@ def test_who_never_answers_is_named_and_the_command_says_so(job: Job) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("bad", [0, 1])
+def test_who_waits_for_a_silent_partner_is_not_to_blame(job: Job, bad: int) -> None:
+    """Neither while it listens for it, nor in the rounds after that."""
+    report = job.diagnose({bad: "shy"}, limit=SHORT_S)
+    assert {group: how for group, (how, _) in grave(report).items()} == {str(bad): "silent"}
+    assert "answered before" in found(report)[str(bad)][1]
+
+
+@pytest.mark.multiprocess
 def test_one_check_at_a_time(job: Job) -> None:
     """A second operator is told so, and the first gets his answer."""
     job.set({0: "mute"})
