@@ -146,11 +146,17 @@ def _ask_alone(desk: Desk, ranks: Sequence[Place], findings: Findings, limit: fl
 
 
 def _gather(
-    answers: Answers, ranks: Sequence[Place], limit: float
+    answers: Answers,
+    ranks: Sequence[Place],
+    limit: float,
+    heard: Mapping[Place, Answer] | None = None,
 ) -> tuple[dict[Place, Answer], dict[Place, dict[str, Any]]]:
-    """Everyone's first word, and the results."""
+    """Everyone's first word, and the results. ``heard``: first words that were taken before.
+
+    Who says nothing in `FIRST_ANSWER_S` is waited for no longer.
+    """
     by_name = {f"group {group} rank {rank}": (group, rank) for group, rank in ranks}
-    said: dict[Place, Answer] = {}
+    said = {rank: word for rank, word in (heard or {}).items() if rank in by_name.values()}
     done: dict[Place, dict[str, Any]] = {}
     began = time.monotonic()
     first, last = began + FIRST_ANSWER_S, began + limit + _LATER_S
@@ -201,7 +207,7 @@ def _check_pairs(
         with desk.asking(*second) as other_heard:
             said, there = _gather(other_heard, [pair[1] for pair in open_pairs], limit)
         # Also who waits for a partner that is silent: until it has given up it refuses others.
-        _, here = _gather(heard, [pair[0] for pair in open_pairs], limit)
+        _, here = _gather(heard, [pair[0] for pair in open_pairs], limit, words)
     _none_refused({**words, **said})
     for pair in pairs:
         if pair not in addresses:
