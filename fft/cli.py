@@ -129,6 +129,9 @@ def run(
         ),
     ] = None,
     progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
+    diagnose_after: Annotated[
+        int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
+    ] = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
 ) -> None:
@@ -151,6 +154,7 @@ def run(
             timeout=timeout,
             drain_timeout=drain_timeout,
             evict_stragglers=evict_stragglers,
+            diagnose_after=diagnose_after,
         )
         config.check()
         plan = load_plan(faults, groups, ranks) if faults else FaultPlan(faults=[])
@@ -381,6 +385,37 @@ def evict(
     with _desk(bus) as desk:
         done = ask(desk, place, restart=restart, grace=grace, on_accepted=on_accepted)
     sys.stdout.write(done.done + "\n")
+
+
+@app.command()
+def diagnose(
+    bus: _Bus = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    evict: Annotated[
+        bool, typer.Option("--evict", help="Leave the groups of the culprits out, for good.")
+    ] = False,
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="The job's, if at hand: for the last rollbacks.")
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(min=1, max=120, help="Seconds for one check of one rank.")
+    ] = 20.0,
+) -> None:
+    """Check all ranks of a running job, alone and in pairs; exit 1 if one is found at fault."""
+    from fft.diagnosis import show
+    from fft.diagnosis.rounds import diagnose as ask
+
+    rollbacks = show.traced_rollbacks(trace_dir) if trace_dir is not None else ()
+    with _desk(bus) as desk:
+        found = ask(desk, rollbacks, limit)
+        if evict:
+            show.evict_culprits(desk, found)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n")
+    else:
+        _console().print(show.table(found))
+        sys.stdout.write("\n".join(found.lines()) + "\n")
+    raise typer.Exit(1 if found.verdict.culprits else 0)
 
 
 @app.command()

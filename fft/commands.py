@@ -19,6 +19,9 @@ from fft.core.messages import MAX_MESSAGE, Count, Name, Text, UnreadableMessage,
 from fft.faults import AnyFault
 
 LONGEST_GRACE_S = 600.0
+LONGEST_CHECK_S = 120.0
+MOST_CHECKED = 8_000
+"""So many tasks fit into one message."""
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
@@ -62,8 +65,39 @@ class Inject:
     type: Literal["inject"] = "inject"
 
 
-Command = Evict | Inject
-COMMANDS = (Evict, Inject)
+@dataclass(frozen=True, config=_CONFIG)
+class CheckTask:
+    """What one process does in a `Check`: checks of its own, or one side of a meeting."""
+
+    group: Name
+    rank: Count
+    part: Literal["alone", "listen", "connect"]
+    address: Annotated[str, Field(max_length=300)] = ""
+    """``host:port`` to connect to."""
+    key: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+    """By which the two sides of a meeting know each other."""
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Check:
+    """To the ranks that its tasks name: check yourselves, in bounded time and memory.
+
+    One check at a time; who is at one refuses another. The side that listens says its address in
+    its first answer; all say their results in the last (`fft.diagnosis.station`).
+    """
+
+    id: Id
+    tasks: Annotated[tuple[CheckTask, ...], Field(max_length=MOST_CHECKED)]
+    by: Text
+    round: Count = 0
+    limit: Annotated[float, Field(gt=0, le=LONGEST_CHECK_S)] = 20.0
+    """Seconds after which whatever is not through has failed."""
+    v: Literal[1] = 1
+    type: Literal["check"] = "check"
+
+
+Command = Evict | Inject | Check
+COMMANDS = (Evict, Inject, Check)
 
 
 @dataclass(frozen=True, config=_CONFIG)

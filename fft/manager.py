@@ -22,6 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -49,6 +50,7 @@ import fft.errors
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import (
     Answer,
+    Check,
     Command,
     Inject,
     answer_inbox,
@@ -79,6 +81,7 @@ from fft.core.messages import (
 )
 from fft.core.participant import Participant
 from fft.data import DataSource, as_source, loaded
+from fft.diagnosis.station import Station
 from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
 from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
@@ -228,6 +231,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._logger = _QuietLogger(self, vars(self)["_logger"])
             self._identify()
             self._injector = self._make_injector()
+            place = (self._peer.group, self._peer.rank)
+            self._station = Station(place, self._bus, self._trace.note)
             self._clock = DrainClock(_Leaver(self), table["drain_margin"].seconds)
             self._drain_as_set()
         except BaseException:
@@ -333,6 +338,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     def _obey(self, command: Command) -> None:
         """Engine thread: an operator's word to the job. Traced if it concerns this participant."""
+        if isinstance(command, Check):
+            if (task := self._station.take(command)) is not None:
+                told = command_to_json(replace(command, tasks=(task,)))
+                self._trace.note("command", told)
+            return
         fault = command.fault if isinstance(command, Inject) else None
         if isinstance(fault, InjectableFault):
             if fault.group != self._peer.group:
@@ -1028,6 +1038,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._engine is not None:
             self._engine.close()
         self._end_drain()
+        self._station.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

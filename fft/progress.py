@@ -18,6 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fft.diagnosis.history import History
+
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 _FAULT_CHARS = 60  # of a fault's text in a plain line
 _COMMITS = frozenset({"COMMIT", "DRAIN_COMMIT"})
@@ -54,6 +56,7 @@ class JobView:
 
     ranks: dict[tuple[str, int], RankView] = field(default_factory=dict)
     injected: dict[str, Injected] = field(default_factory=dict)
+    history: History = field(default_factory=History)
 
     def of(self, group: str) -> list[RankView]:
         """The ranks of ``group`` seen so far, in order."""
@@ -125,6 +128,7 @@ class TraceTail:
             return
         if not isinstance(record, dict):
             return
+        self.view.history.take(_mapping(_mapping(record.get("event")).get("record")))
         if record.get("note") == "inject":
             self._take_injection(key, record)
         known = self.view.ranks.get(key)

@@ -134,11 +134,20 @@ def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
 class Desk:
     """One operator at one bus. Not for several threads."""
 
-    def __init__(self, url: str, timeout: float | None = None) -> None:
-        """Raises ``BusUnreachable`` within ``timeout`` seconds (None: what fits the bus)."""
+    def __init__(
+        self,
+        url: str,
+        timeout: float | None = None,
+        token: JobToken | None = None,
+        me: str | None = None,
+    ) -> None:
+        """Raises ``BusUnreachable`` within ``timeout`` seconds (None: what fits the bus).
+
+        ``token``: of the job; None: what the environment names. ``me``: who asks, for people.
+        """
         timeout = timeout or bus_operation(url)
-        self.bus: ErrorBus = open_job_bus(url, JobToken.from_env(), timeout)
-        self.me = f"{_user()}@{socket.gethostname()}"
+        self.bus: ErrorBus = open_job_bus(url, token or JobToken.from_env(), timeout)
+        self.me = me or f"{_user()}@{socket.gethostname()}"
         self._wire = Wire()
 
     def __enter__(self) -> Self:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from fft.bus import BusError
 from fft.bus.base import TOPICS
-from fft.commands import Command, Evict
+from fft.commands import Check, Command, Evict
 from fft.core.messages import BusMessage, Decision, Record, UnreadableMessage
 from fft.operate.desk import Desk, Ear, Word
 from fft.operate.watching import JobWatch, event_of
@@ -202,6 +202,8 @@ def _in_words(command: Command) -> str:
     if isinstance(command, Evict):
         rank = "" if command.rank is None else f" rank {command.rank}"
         return f"evict by {command.by}: group {command.group}{rank}"
+    if isinstance(command, Check):
+        return f"check by {command.by}: round {command.round}, {len(command.tasks)} ranks"
     fault = command.fault.model_dump(exclude_none=True)
     return f"inject by {command.by}: " + ", ".join(f"{k} {v}" for k, v in fault.items())
 

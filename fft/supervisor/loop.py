@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fft.bus import BusError, ErrorBus, open_job_bus
-from fft.commands import Command, Evict, Inject, encode_command, fresh_id
+from fft.commands import Check, Command, Evict, Inject, encode_command, fresh_id
 from fft.commands import Verdict as Answers
 from fft.core.messages import (
     MAX_MESSAGE,
@@ -39,6 +39,7 @@ from fft.progress import Display, Injected, Row, Snapshot, TraceTail, row_of
 from fft.serve import ServiceError, Services
 from fft.supervisor.children import Child, cause_of
 from fft.supervisor.commands import CommandEar
+from fft.supervisor.culprit import AFTER, Diagnoser
 from fft.supervisor.groups import Group, base_env
 from fft.supervisor.pace import PaceEar
 from fft.supervisor.watch import PlanWatch
@@ -73,6 +74,7 @@ class RunConfig:
     drain_timeout: float = 60.0
     evict_stragglers: float | None = None
     """Start the group of a rank that is so many times as slow as the median rank again, once."""
+    diagnose_after: int = AFTER
 
     def check(self) -> None:
         """Raise SupervisorError unless the job can be started."""
@@ -83,6 +85,8 @@ class RunConfig:
             raise SupervisorError("--groups and --ranks must be at least 1")
         if not 1 <= self.min_groups <= self.groups:
             raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
+        if self.diagnose_after < 0:
+            raise SupervisorError("--diagnose-after must be at least 0, which means never")
         if self.min_steps and self.stop_after_plan is None:
             raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
         if self.evict_stragglers is not None and not self.evict_stragglers > 1:
@@ -137,6 +141,9 @@ class Supervisor:
         self._pace: PaceEar | None = None
         self._too_slow: set[str] = set()
         """Ranks whose groups were started again for it; not twice, for it has not helped."""
+        self._diagnoser = Diagnoser(
+            services.bus_url, token, config.trace_dir, config.diagnose_after
+        )
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -210,6 +217,9 @@ class Supervisor:
         for group in self._groups.values():
             if group.return_at_step is not None and view.step >= group.return_at_step:
                 group.return_at_step, group.restart_at = None, time.monotonic()
+        if self._drain_until is None:
+            going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
+            self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
         if self._watch is not None and self._drain_until is None and self._watch.due(view):
             self._drain("the fault plan is through", forward=False)
         if self._display is not None:
@@ -388,7 +398,7 @@ class Supervisor:
     def _obey(self) -> None:
         ear = self._ear
         for command in ear.take() if ear is not None else ():
-            if command.id in self._told:
+            if command.id in self._told or isinstance(command, Check):  # that is for the ranks
                 continue
             refusal = self._refusal(command)
             if ear is not None and refusal is not None:
@@ -400,7 +410,7 @@ class Supervisor:
                     ear.answer(command, "accepted", f"armed for step {command.fault.step}")
                 self._pending.append(command.fault)
 
-    def _refusal(self, command: Command) -> str | None:
+    def _refusal(self, command: Evict | Inject) -> str | None:
         """Why the command is not obeyed; None: it is, or it is not for us."""
         if isinstance(command, Inject):
             allowed = self._config.injectable or self._config.faults is not None
@@ -527,6 +537,7 @@ class Supervisor:
     def _end(self) -> None:
         """Leave nothing behind: no child, no store, no descriptor."""
         deadline = time.monotonic() + _REAP_S
+        self._diagnoser.close()
         left = [child for group in self._groups.values() for child in group.living]
         for child in left:
             child.signal(signal.SIGKILL)

@@ -204,3 +204,21 @@ def test_a_group_that_left_for_good_is_not_waited_for() -> None:
     view = view_at(6, (3, 2), Injected("l", "drain", "1", step=4, epoch=2))
     assert watch(LEAVE).due(view)
     assert not watch({**LEAVE, "return_after_steps": 3}).due(view)
+
+
+def test_the_rollbacks_since_the_last_commit_are_known(tmp_path: Path) -> None:
+    def decided(n: int, kind: str, cause: str = "") -> bytes:
+        record = {"n": n, "kind": kind, "step": 4, "by": ["1", 0, 1], "cause": cause}
+        return line(kind="transition", event={"type": "decision", "record": record})
+
+    for name in ("g0r0i1", "g1r0i1"):  # both hear of everything
+        (tmp_path / f"{name}.jsonl").write_bytes(
+            decided(1, "abort", "1/0#1: ValueError: old")
+            + decided(2, "commit")
+            + decided(3, "abort", "1/0#1: ValueError: bad")
+            + line(kind="transition", event=None)
+        )
+    tail = TraceTail(tmp_path)
+    (one,) = tail.poll().history.run
+    assert (one.n, one.step, one.named) == (3, 4, {("1", 0)})
+    tail.close()

@@ -1,0 +1,221 @@
+"""Whom the rounds of checks name: every set of bad ranks, and nobody else. No processes here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fft.diagnosis.history import History, Place, named_by_all, rollback
+from fft.diagnosis.plan import Findings, Meeting, Outcome, Pair, Verdict, judge, next_pairs
+
+Meet = Callable[[Pair], tuple[bool, float]]
+
+
+def places(count: int) -> list[Place]:
+    return [(str(number // 2), number % 2) for number in range(count)]
+
+
+def played(ranks: list[Place], meet: Meet, findings: Findings | None = None) -> Findings:
+    """All rounds; ``meet`` says what comes of a meeting: (good, seconds)."""
+    findings = findings or Findings()
+    for rank in ranks:
+        findings.alone.setdefault(rank, {"compute": Outcome(True, 0.1)})
+    met: set[frozenset[Place]] = set()
+    for number in range(1, len(ranks) ** 2 + 2):
+        pairs = next_pairs(ranks, findings)
+        if not pairs:
+            return findings
+        taken = [rank for pair in pairs for rank in pair]
+        assert len(set(taken)) == len(taken), "each at most once in a round"
+        for pair in pairs:
+            assert frozenset(pair) not in met, "nothing is learned from the same meeting again"
+            met.add(frozenset(pair))
+            ok, seconds = meet(pair)
+            findings.meetings.append(Meeting(number, pair, ok, seconds, "" if ok else "failed"))
+    raise AssertionError("the rounds do not end")
+
+
+def fails(*bad: Place) -> Meet:
+    return lambda pair: (not set(bad) & set(pair), 0.1)
+
+
+def named(verdict: Verdict) -> set[Place]:
+    return {culprit.rank for culprit in verdict.culprits}
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_the_bad_are_named_and_nobody_else(count: int) -> None:
+    """For every set of bad ranks that leaves three sound ones to tell; with fewer, nobody sound."""
+    ranks = places(count)
+    for size in range(count + 1):
+        for bad in map(set, combinations(ranks, size)):
+            verdict = judge(ranks, played(ranks, fails(*bad)))
+            assert named(verdict) <= bad, (bad, verdict)
+            if count - size >= 2:
+                assert named(verdict) == bad, (bad, verdict)
+                assert all(culprit.how == "failed" for culprit in verdict.culprits)
+            elif bad:
+                assert verdict.notes, "what cannot be told is said"
+
+
+@given(st.integers(3, 40), st.data())
+@settings(deadline=None, max_examples=60)
+def test_few_bad_among_many_take_few_rounds(count: int, data: st.DataObject) -> None:
+    ranks = places(count)
+    bad = data.draw(st.sets(st.sampled_from(ranks), max_size=max(1, count // 8)))
+    findings = played(ranks, fails(*bad))
+    assert named(judge(ranks, findings)) == bad
+    assert max((meeting.round for meeting in findings.meetings), default=0) <= 5
+
+
+@given(st.integers(3, 24), st.data())
+@settings(deadline=None, max_examples=60)
+def test_the_slow_are_told_from_the_failed(count: int, data: st.DataObject) -> None:
+    ranks = places(count)
+    slow = data.draw(st.sampled_from(ranks))
+    jitter = data.draw(st.lists(st.floats(0.05, 0.14), min_size=count, max_size=count))
+
+    def meet(pair: Pair) -> tuple[bool, float]:
+        return True, 2.0 if slow in pair else jitter[ranks.index(pair[0])]
+
+    verdict = judge(ranks, played(ranks, meet))
+    assert [(c.rank, c.how, c.confidence) for c in verdict.culprits] == [(slow, "slow", "medium")]
+
+
+@given(st.integers(3, 12), st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_broken_link_is_no_broken_rank(count: int, data: st.DataObject) -> None:
+    ranks = places(count)
+    cut = data.draw(st.sampled_from(list(combinations(ranks, 2))))
+    findings = played(ranks, lambda pair: (set(pair) != set(cut), 0.1))
+    verdict = judge(ranks, findings)
+    assert not verdict.culprits
+    if any(not meeting.ok for meeting in findings.meetings):
+        assert "what lies between these two" in " ".join(verdict.notes)
+
+
+def test_two_ranks_cannot_tell_which_side_it_is_but_rollbacks_can() -> None:
+    ranks = [("0", 0), ("1", 0)]
+    findings = played(ranks, fails(("1", 0)))
+    verdict = judge(ranks, findings)
+    assert not verdict.culprits and "not enough sound ranks to tell" in verdict.notes[0]
+    run = [rollback(n, 5, "1/0#1", "1/0#1: ValueError: bad") for n in range(4)]
+    (culprit,) = judge(ranks, findings, run).culprits
+    assert (culprit.rank, culprit.how, culprit.confidence) == (("1", 0), "rollbacks", "medium")
+    assert "all 4 at step 5 name 1/0" in culprit.evidence[0]
+
+
+def test_own_checks_are_conclusive_and_keep_a_rank_out_of_the_pairs() -> None:
+    ranks = places(4)
+    findings = Findings(alone={ranks[1]: {"compute": Outcome(False, 0.1, "3 of 3 came out wrong")}})
+    verdict = judge(ranks, played(ranks, fails(ranks[1]), findings))
+    (culprit,) = verdict.culprits
+    assert (culprit.rank, culprit.confidence) == (ranks[1], "high")
+    assert culprit.evidence == ("compute: 3 of 3 came out wrong",)
+    assert all(ranks[1] not in meeting.pair for meeting in findings.meetings)
+
+
+def test_what_fails_on_every_rank_is_no_rank_s_fault() -> None:
+    ranks = places(4)
+    bad = {"compute": Outcome(False, 0.1, "not through in 20 s")}
+    verdict = judge(ranks, played(ranks, fails(), Findings(alone=dict.fromkeys(ranks, bad))))
+    assert not verdict.culprits and "compute failed on every rank" in verdict.notes[0]
+
+
+def test_a_check_that_could_not_be_made_accuses_nobody() -> None:
+    ranks = places(4)
+    findings = Findings(alone={ranks[1]: {"memory": Outcome(None, 0.0, "no room")}})
+    assert not judge(ranks, played(ranks, fails(), findings)).culprits
+
+
+def test_who_does_not_answer_is_the_suspect_unless_nobody_does_or_it_left() -> None:
+    ranks = places(3)
+    silent = Findings(silent={ranks[2]: "does not answer"})
+    (culprit,) = judge(ranks, played(ranks, fails(), silent)).culprits
+    assert (culprit.rank, culprit.how, culprit.confidence) == (ranks[2], "silent", "medium")
+    nobody = judge(ranks, Findings(silent=dict.fromkeys(ranks, "does not answer")))
+    assert not nobody.culprits and "no rank answers" in nobody.notes[0]
+    silent.left.add(ranks[2])
+    left = judge(ranks, silent)
+    assert not left.culprits and "left the job" in left.notes[0]
+
+
+def test_who_left_meanwhile_is_not_held_to_its_connections_but_to_its_checks() -> None:
+    ranks = places(5)
+    findings = played(ranks, fails(ranks[3]))
+    findings.left.add(ranks[3])
+    assert not judge(ranks, findings).culprits
+    findings.alone[ranks[3]] = {"memory": Outcome(False, 0.1, "1 words came back changed")}
+    assert named(judge(ranks, findings)) == {ranks[3]}
+
+
+def test_slow_by_itself_is_held_against_the_median() -> None:
+    ranks = places(5)
+    times = dict(zip(ranks, (0.1, 0.2, 1.5, 0.15, 0.1), strict=True))
+    alone = {rank: {"compute": Outcome(True, seconds)} for rank, seconds in times.items()}
+    (culprit,) = judge(ranks, played(ranks, fails(), Findings(alone))).culprits
+    assert (culprit.rank, culprit.how) == (ranks[2], "slow")
+    assert "1.50 s; the median is 0.15 s" in culprit.evidence[0]
+    two = ranks[1:3]
+    assert not judge(two, played(two, fails(), Findings({r: alone[r] for r in two}))).culprits
+
+
+# --- history -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cause", "who"),
+    [
+        ("ValueError: no such token", {("a/b", 1)}),
+        ("hangs: no progress for 2.1 s; the connection is open", {("a/b", 1)}),
+        ("3 gradient reductions in this txn, but a YES needs 4", {("a/b", 1)}),
+        ("1/0#3 died: SIGKILL (seen by supervisor)", {("1", 0)}),
+        ("1/0#3, 1/1#2 died: SIGKILL (seen by supervisor)", {("1", 0), ("1", 1)}),
+        ("1/0#3 hangs: no progress (seen by monitor)", {("1", 0)}),
+        ("1/0#3 left: shut down", {("1", 0)}),
+        ("not in the barrier in time: 0/0#1, 2/0#1", {("0", 0), ("2", 0)}),
+        ("no word from 2/0#9 that all are in the barrier", {("2", 0)}),
+        ("no decision in time", set()),
+        ("RuntimeError: Connection closed by peer [127.0.0.1]:4711", set()),
+        ("RuntimeError: injected: the last all-reduce failed on this side", set()),
+        ("RuntimeError: Timed out waiting 60000ms for recv operation to complete", set()),
+        ("the votes' manifests do not fit together (0/0#1: 1x/4B, 1/0#1: 2x/8B)", set()),
+    ],
+)
+def test_whom_a_cause_names(cause: str, who: set[Place]) -> None:
+    assert rollback(7, 3, "a/b/1#2", f"a/b/1#2: {cause}").named == who
+
+
+def record(n: int, kind: str, step: int, cause: str = "") -> dict[str, object]:
+    return {"n": n, "kind": kind, "step": step, "by": ["1", 0, 2], "cause": cause}
+
+
+@given(st.permutations(range(8)), st.lists(st.integers(0, 7), max_size=8))
+def test_records_count_once_in_any_order(order: list[int], again: list[int]) -> None:
+    """A commit ends a run, also one that is heard after what follows it."""
+    kinds = ["epoch", "abort", "commit", "abort", "epoch", "abort", "epoch", "abort"]
+    history = History()
+    for n in [*order, *again]:
+        history.take(record(n, kinds[n], 4, "1/0#2: ValueError: bad"))
+    assert [one.n for one in history.run] == [3, 5, 7]
+    assert named_by_all(history.run, 3) == ("1", 0)
+    assert named_by_all(history.run, 4) is None
+
+
+def test_one_rollback_that_names_another_ends_the_suspicion() -> None:
+    run = [rollback(n, 1, "1/0#1", "1/0#1: ValueError: bad") for n in range(3)]
+    other = rollback(3, 1, "0/0#1", "0/0#1: KeyError: bad")
+    assert named_by_all([*run, other], 3) is None
+    assert named_by_all([*run, rollback(3, 1, "0/0#1", "0/0#1: no decision in time")], 3) is None
+
+
+def test_what_is_no_record_is_passed_over() -> None:
+    history = History()
+    for strange in ({}, {"n": "1", "step": 2, "kind": "abort"}, {"n": 1, "kind": "abort"}):
+        history.take(strange)
+    history.take({"n": 1, "kind": "abort", "step": 0, "by": "x", "cause": 5})
+    assert [one.by for one in history.run] == ["?/0#0"]

@@ -1,0 +1,79 @@
+"""A rank that fails at every attempt: named and evicted, and the others finish."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stage import notes, records, wait_until
+from typer.testing import CliRunner
+
+from fft.audit import audit_dir
+from fft.cli import app
+from fft.diagnosis.show import traced_rollbacks
+
+WORKER = Path(__file__).with_name("culprit_worker.py")
+LIMIT_S = 240
+STEPS, BAD_FROM = 12, 5
+
+
+def command(traces: Path, *options: str) -> list[str]:
+    run = [sys.executable, "-m", "fft.cli", "run", "--groups", "3", "--no-progress", *options]
+    run += ["--trace-dir", str(traces), "--timeout", str(LIMIT_S - 30)]
+    return [*run, str(WORKER), str(STEPS), str(BAD_FROM)]
+
+
+def the_others_finished(traces: Path) -> None:
+    """All steps, without group 1, which was not started again; and the audit finds nothing."""
+    assert not (traces / "g1r0i2.jsonl").exists(), "it must not be started again"
+    found = records(traces)
+    assert max(r["step"] for r in found if r["kind"] == "commit") == STEPS
+    last = next(r for r in reversed(found) if r["kind"] == "epoch")
+    assert sorted(group["group"] for group in last["members"]) == ["0", "2"]
+    audit = audit_dir(traces)
+    assert audit.ok, audit.render()
+
+
+@pytest.mark.multiprocess
+def test_who_fails_every_attempt_is_named_and_left_out(tmp_path: Path) -> None:
+    traces = tmp_path / "run"
+    done = subprocess.run(command(traces), capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((traces / f"diagnosis-{BAD_FROM}.json").read_text())
+    (culprit,) = [c for c in report["culprits"] if c["how"] != "slow"]
+    assert (culprit["group"], culprit["rank"], culprit["how"]) == ("1", 0, "rollbacks")
+    assert "ValueError: this rank cannot do it" in culprit["evidence"][0]
+    assert all(rank["checks"]["compute"]["ok"] for rank in report["ranks"])
+    assert {note["group"] for note in notes(traces, "check")} == {"0", "1", "2"}
+    assert report["actions"][0].startswith("evicted: group 1 has ended")
+    assert f"diagnosis for step {BAD_FROM}" in done.stderr
+    the_others_finished(traces)
+
+
+@pytest.mark.multiprocess
+def test_an_operator_finds_and_evicts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the job is stuck in rollbacks; the supervisor was told to leave them alone."""
+    traces, errors = tmp_path / "run", tmp_path / "stderr"
+    with errors.open("w") as stream:
+        run = subprocess.Popen(command(traces, "--diagnose-after", "0"), stderr=stream)
+    try:
+        wait_until(lambda: len(traced_rollbacks(traces)) >= 4, "four rollbacks", LIMIT_S)
+        told = re.search(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n", errors.read_text())
+        assert told is not None
+        monkeypatch.setenv("FFT_TOKEN_FILE", told[2])
+        asked = ["diagnose", "--bus", told[1], "--trace-dir", str(traces), "--evict"]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 1, done.output
+        assert "group 1 rank 0 is at fault (rollbacks" in done.output, done.output
+        assert "evicted: group 1 has ended" in done.output
+        assert run.wait(LIMIT_S) == 0, errors.read_text()
+    finally:
+        if run.poll() is None:
+            run.kill()
+            run.wait()
+    assert not list(traces.glob("diagnosis-*.json"))
+    the_others_finished(traces)

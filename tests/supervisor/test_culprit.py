@@ -1,0 +1,56 @@
+"""When the supervisor looks for a culprit, and what it does about one. No processes here."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+
+import pytest
+
+from fft.diagnosis.history import rollback
+from fft.diagnosis.plan import Culprit, Findings, How, Verdict
+from fft.diagnosis.rounds import Report
+from fft.operate.desk import Desk
+from fft.supervisor.culprit import Diagnoser, act
+
+RUN = [rollback(n, 3, "1/0#1", "1/0#1: ValueError: bad") for n in range(6)]
+
+
+def diagnoser(directory: Path, after: int) -> Diagnoser:
+    """Its diagnoses end at once: there is no job on this bus."""
+    return Diagnoser(f"memory://culprit-{uuid.uuid4().hex}", None, directory, after)
+
+
+@pytest.mark.parametrize(("after", "runs", "begun"), [(4, 3, 0), (4, 4, 1), (6, 6, 1), (0, 6, 0)])
+def test_it_begins_after_so_many_rollbacks_and_once_for_a_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, after: int, runs: int, begun: int
+) -> None:
+    made = diagnoser(tmp_path, after)
+    for _ in range(3):
+        made.look(RUN[:runs], 1)
+        made.close()
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([text for text in told if "looking for the culprit" in text]) == begun
+    gave_up = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(gave_up) == begun and all("was given up" in r.getMessage() for r in gave_up)
+
+
+def report(*culprits: tuple[str, How]) -> Report:
+    found = tuple(Culprit((group, 0), how, "high", ("why",)) for group, how in culprits)
+    return Report(3, 1, [("0", 0), ("1", 0)], Findings(), RUN, Verdict(found))
+
+
+@pytest.mark.parametrize("how", ["slow", "silent"])
+def test_who_is_slow_or_silent_is_named_and_left_alone(how: How) -> None:
+    with Desk(f"memory://culprit-{uuid.uuid4().hex}") as desk:
+        found = report(("1", how))
+        act(desk, found, spare=1)
+    assert found.actions == []
+
+
+def test_a_group_that_the_job_needs_is_not_evicted() -> None:
+    with Desk(f"memory://culprit-{uuid.uuid4().hex}") as desk:
+        found = report(("1", "failed"))
+        act(desk, found, spare=0)
+    assert found.actions == ["group 1 was not evicted: the job cannot do without it"]
