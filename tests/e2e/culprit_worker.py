@@ -10,25 +10,11 @@ import sys
 from datetime import timedelta
 
 import torch
+from ranks import WIDTH, Samples
 from torch import nn
 from torchft import ProcessGroupGloo
 
 import fft
-
-WIDTH = 8
-
-
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Random vectors, equal in every process."""
-
-    def __init__(self) -> None:
-        self.x = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(7))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.x[index]
 
 
 def main() -> None:

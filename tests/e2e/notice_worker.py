@@ -16,31 +16,18 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from ranks import WIDTH, Samples
 from torch import nn
 from torchft import ProcessGroupGloo
 
 import fft
 
-WIDTH = 16
 SETTLED = 4
 LONG_S = 600.0
 LIMIT_S = 60.0
 LONELY_S = 0.02
 """A step of one group alone takes so long."""
 WITHIN_S = {"soon": 120.0, "long": 16.0}
-
-
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Random vectors, equal in every process."""
-
-    def __init__(self) -> None:
-        self.x = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(7))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.x[index]
 
 
 def give_notice(case: str) -> None:
