@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fft.bus import open_bus
-from fft.commands import Check
+from fft.commands import Check, decode_command
 from fft.diagnosis import checks
 from fft.diagnosis.station import Station
-from fft.wire import decode
 
 LATE_S = 0.75
 MUTE_S = 60.0
@@ -48,7 +47,7 @@ def answer(url: str, group: str, mode_file: Path, end: int) -> None:
     station = Station((group, 0), bus, lambda *_: None)
 
     def hear(payload: bytes) -> None:
-        word = decode(payload)
+        word = decode_command(payload)
         if not isinstance(word, Check) or mode() == "silent":
             return
         if mode() != "shy" or word.tasks[0].part == "alone":
@@ -56,7 +55,7 @@ def answer(url: str, group: str, mode_file: Path, end: int) -> None:
             checks.ON_PROCESSOR = wrong if mode() == "wrong" else right
             station.take(word)
 
-    bus.subscribe(hear, lambda error: None)
+    bus.subscribe(hear, lambda error: None, "commands")
     print("ready", flush=True)
     os.read(end, 1)
     station.close()
