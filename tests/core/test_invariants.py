@@ -611,6 +611,36 @@ def test_a_member_without_a_trace_is_named() -> None:
     assert texts == {"validity": missing, "live_set": missing}
 
 
+def test_the_last_of_all_who_leave_may_leave_between_epochs() -> None:
+    job = Job(2, min_groups=2).until_running()
+    job.drain("0")
+    job.settle()
+    for node in (job.node("1"), job.node("0")):
+        job.compute([node])
+        while node.inbox:
+            job.deliver(node)
+    job.drain("1")
+    job.settle()
+    assert not job.live() and found(job.record, "drain") == []
+
+
+def test_who_cannot_go_on_may_leave_when_it_has_waited_and_not_before() -> None:
+    job = Job(2, min_groups=2).until_running()
+    job.kill_group("1")
+    job.settle()
+    job.fire("ack_window")
+    job.drain("0")
+    job.settle()
+    job.fire("quorum")
+    job.settle()
+    assert not job.live() and found(job.record, "drain") == []
+    history = History({peer: list(moves) for peer, moves in job.record.moves.items()})
+    early = Fault(FIRST, "in a hurry")
+    change(history, A, enters("EXIT"), lambda m: replace(m, event=early))
+    (finding,) = found(history, "drain")
+    assert finding.violation == f"{A} left on purpose in state HEALING, not after a commit"
+
+
 def test_only_the_named_invariants_are_evaluated() -> None:
     history = life()
     change(history, B, brings("commit", FIRST), record(cursor=9))
