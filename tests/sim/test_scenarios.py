@@ -82,6 +82,10 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "the head register goes back to an older record": "test_trust.py",
         "main thread hangs": "e2e/test_hangs.py",
         "a NATS server killed": "e2e/test_nats_training.py",
+        "notice of preemption with a deadline": "e2e/test_notice.py",
+        "the same, on one rank of a group": "e2e/test_notice.py",
+        "the same, while the bus is silent": "e2e/test_deadline.py",
+        "four rollbacks in a row at one step": "e2e/test_culprit.py",
     }
     design = (FOLDER.parent.parent / "DESIGN.md").read_text(encoding="utf-8")
     table = design.partition("## 6. Faults")[2].partition("\n## ")[0]
