@@ -26,6 +26,7 @@ AFTER = 4
 """Rollbacks in a row. With these the pauses between attempts begin; and a rank whose own body fails
 gives up, by default, at its fifth."""
 _END_S = 10.0
+_LAST_ANSWER_S = 2.0
 
 
 class Diagnoser:
@@ -54,9 +55,14 @@ class Diagnoser:
         self._thread.start()
 
     def close(self) -> None:
-        """End a diagnosis that is under way: it has nobody left to ask."""
-        if self._desk is not None:
-            self._desk.bus.close()
+        """End a diagnosis that is under way: it has nobody left to ask.
+
+        An eviction may just have been the end of the job; its answer is still taken in.
+        """
+        if self._thread is not None:
+            self._thread.join(_LAST_ANSWER_S)
+        if (desk := self._desk) is not None:
+            desk.bus.close()
         if self._thread is not None:
             self._thread.join(_END_S)
 
@@ -68,6 +74,7 @@ class Diagnoser:
         try:
             with Desk(self._url, token=self._token, me="the supervisor") as self._desk:
                 report = diagnose(self._desk, run)
+                self._write(step, report)  # whatever becomes of what follows from it
                 try:
                     act(self._desk, report, spare)
                 except FftError as error:
@@ -77,10 +84,14 @@ class Diagnoser:
             return
         finally:
             self._desk = None
+        path = self._write(step, report)
+        logger.warning("diagnosis for step %d (%s): %s", step, path, " | ".join(report.lines()))
+
+    def _write(self, step: int, report: Report) -> Path:
         path = self._directory / f"diagnosis-{step}.json"
         with suppress(OSError):
             path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-        logger.warning("diagnosis for step %d (%s): %s", step, path, " | ".join(report.lines()))
+        return path
 
 
 def act(desk: Desk, report: Report, spare: int) -> None:
