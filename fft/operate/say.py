@@ -19,8 +19,8 @@ from fft.core.messages import MAX_MESSAGE, Death, Drain, Suspect, encode
 from fft.operate.desk import OperatorError
 
 Sayable = Death | Suspect | Drain | Command
-_KINDS = ("death", "suspect", "drain", "evict", "inject", "check")
 _COMMANDS = ("evict", "inject", "check")
+_KINDS = ("death", "suspect", "drain", *_COMMANDS)
 _HELP = "`fft say --schema` prints the form, and --raw sends it as it is"
 
 

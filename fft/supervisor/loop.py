@@ -536,11 +536,11 @@ class Supervisor:
 
     def _end(self) -> None:
         """Leave nothing behind: no child, no store, no descriptor."""
-        deadline = time.monotonic() + _REAP_S
-        self._diagnoser.close()
         left = [child for group in self._groups.values() for child in group.living]
         for child in left:
             child.signal(signal.SIGKILL)
+        self._diagnoser.close()
+        deadline = time.monotonic() + _REAP_S
         for child in left:
             if child.dies_within(deadline - time.monotonic()):
                 child.reap()
