@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,14 @@ NOISE_S = 15.0
 """What a busy machine may add to a wait. A test that bounds one excludes a wait of LONG_S."""
 LONG_S = 60.0
 """A timeout that a test shows not to be waited for."""
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
+    """Poll, because another process's progress has no event here to wait on."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.005)
 
 
 class Heard:

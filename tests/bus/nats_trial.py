@@ -8,22 +8,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from bus_helpers import until
 
 from fft.bus import BusUnreachable, open_bus
 from fft.bus.natsserver import NatsServers
 
 WAIT_S = 60.0
 TIMEOUT_S = 20.0  # of the buses: more than an election takes
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    """A bounded poll: what it waits for is told by nobody."""
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, f"not in {WAIT_S} s: {what}"
-        time.sleep(0.02)
 
 
 @dataclass
@@ -132,17 +125,17 @@ class Trial:
         Seconds until the last of its streams had another leader, and until a writer had done a
         whole round.
         """
-        until(lambda: self.progress(time.monotonic() - WAIT_S), "writers are at work")
+        until(lambda: self.progress(time.monotonic() - WAIT_S), "writers are at work", WAIT_S)
         streams = sorted(self._servers.leaders())
         leader = self._servers.leaders()[streams[number % len(streams)]]
         self._servers.kill(leader)
         killed, wall = time.monotonic(), time.time()
-        until(lambda: self.progress(killed), "service after a leader was killed")
+        until(lambda: self.progress(killed), "service after a leader was killed", WAIT_S)
         back = min(done for w in self.writers for begun, done in w.told.times if begun > killed)
         elected = max(self._servers.elections(since=wall), default=wall)
         self._servers.start(leader)
         self._servers.wait()
-        until(self._servers.whole, "all replicas are current")
+        until(self._servers.whole, "all replicas are current", WAIT_S)
         return elected - wall, back - killed
 
     def close(self) -> None:
@@ -192,7 +185,9 @@ class Trial:
         last = b"the last one"
         self._bus.broadcast(last)
         for listener in self.listeners:
-            until(lambda one=listener: last in one.heard[-1:] or one.lost, "the last message")  # type: ignore[misc]
+            until(
+                lambda one=listener: last in one.heard[-1:] or one.lost, "the last message", WAIT_S
+            )  # type: ignore[misc]
             assert not listener.lost, listener.lost
         heard = self.listeners[0].heard
         assert all(listener.heard == heard for listener in self.listeners), "heard in two orders"

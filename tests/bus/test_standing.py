@@ -8,7 +8,7 @@ import uuid
 from contextlib import closing
 
 import pytest
-from bus_helpers import NOISE_S, Heard
+from bus_helpers import NOISE_S, Heard, until
 
 from fft.bus.base import RING_MESSAGES, BusForgot
 from fft.bus.memory import MemoryBus
@@ -60,8 +60,6 @@ class Forgetful(MemoryBus):
 def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     with Forgetful(name()) as bus:
         with closing(Standing(bus, "commands", lambda payload: None, "a test")):
-            deadline = time.monotonic() + NOISE_S
-            while "a test hears no commands any more: it forgot" not in caplog.text:
-                assert time.monotonic() < deadline, "never said"
-                time.sleep(0.01)
+            said = "a test hears no commands any more: it forgot"
+            until(lambda: said in caplog.text, "it is said", NOISE_S)
         assert caplog.text.count("hears no commands") == 1

@@ -12,21 +12,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from bus_helpers import LONG_S, NOISE_S, Child, Heard
+from bus_helpers import LONG_S, NOISE_S, Child, Heard, until
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
 from fft.bus.tcpstore import Ring, TcpBus
 
 Start = Callable[..., Child]
-
-
-def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
-    """Poll, because another process's progress has no event here to wait on."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.005)
 
 
 class StalledBus(TcpBus):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -93,16 +93,26 @@ def test_blocked_in_a_collective(two: Job, peer: str) -> None:
     two.audit()
 
 
-def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
-    bus = serve_tcp()
-    both = threading.Barrier(2, action=bus.close)
-    began: list[float] = []
+def given_notice_together(
+    both: threading.Barrier, began: list[float]
+) -> Callable[[Member, fft.Transaction], None]:
+    """A body in which each member is given notice when all are there; notes when that was."""
 
     def body(member: Member, txn: fft.Transaction) -> None:
         if txn.step == STEP:
             both.wait(LIMIT_S)
             began.append(time.monotonic())
             member.manager.drain(WITHIN_S, "the machine goes")
+
+    return body
+
+
+def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
+    bus = serve_tcp()
+    both = threading.Barrier(2, action=bus.close)
+    began: list[float] = []
+
+    body = given_notice_together(both, began)
 
     with job(tmp_path / "traces", 2, bus.url) as made:
         limits = {"bus_limit": 60.0}
@@ -127,11 +137,7 @@ def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
         both = threading.Barrier(2, action=lambda: server.send_signal(signal.SIGSTOP))
         began: list[float] = []
 
-        def body(member: Member, txn: fft.Transaction) -> None:
-            if txn.step == STEP:
-                both.wait(LIMIT_S)
-                began.append(time.monotonic())
-                member.manager.drain(WITHIN_S, "the machine goes")
+        body = given_notice_together(both, began)
 
         try:
             with job(tmp_path / "traces", 2, url) as made:
