@@ -186,8 +186,10 @@ class Trial:
         self._bus.broadcast(last)
         for listener in self.listeners:
             until(
-                lambda one=listener: last in one.heard[-1:] or one.lost, "the last message", WAIT_S
-            )  # type: ignore[misc]
+                lambda one=listener: last in one.heard[-1:] or one.lost,  # type: ignore[misc]
+                "the last message",
+                WAIT_S,
+            )
             assert not listener.lost, listener.lost
         heard = self.listeners[0].heard
         assert all(listener.heard == heard for listener in self.listeners), "heard in two orders"
