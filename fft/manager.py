@@ -1177,6 +1177,8 @@ class _EngineHost:
         if manager is not None:
             for group in manager._groups():
                 group.abort(cause)
+            if manager._transfer is not None:
+                manager._transfer.interrupt()
 
     def interrupt(self, cause: str) -> None:
         manager = self._manager()
