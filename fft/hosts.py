@@ -8,9 +8,9 @@ begins to judge later, when a broadcast would be gone.
 
 The first `JUDGES` on the roll look at everybody, everybody looks at these. So nobody's end leaves
 the job without a judge, and the cost grows with the number of hosts, not with its square. Whoever
-finds that a host has vanished (`fft.detectors.hosts`) says ``suspect`` of each of its processes,
-and strikes it off the roll; two who do so do no harm. Who was struck off and beats again finds
-itself missing there, and comes in again. To be suspected is final for nobody.
+finds that a host has vanished (`fft.detectors.hosts`) says ``suspect`` of each of its processes
+that is in the epoch, and strikes it off the roll; two who do so do no harm. Who was struck off and
+beats again finds itself missing there, and comes in again. To be suspected is final for nobody.
 
 Touches these registers, and one thread.
 """
@@ -22,7 +22,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -34,7 +34,7 @@ from fft.bus.base import HEAD, BusClosed, BusError, BusForged, BusForgot, ErrorB
 from fft.core.messages import Count, Name, Suspect, UnreadableMessage, encode, unreadable
 from fft.detectors.hosts import BEATS, Beating, HostJudge, Looked
 from fft.tally import Tally
-from fft.wire import decode_packed
+from fft.wire import EPOCH, MissingList, Wire, decode_packed, list_name
 
 ROLL = "hosts"
 """The register that names who beats."""
@@ -130,7 +130,10 @@ class HostWatch:
         self._pause = limit_s / BEATS
         self._judge = HostJudge(_LOOKS * self._pause)
         self._beats = 0
-        self._told: set[str] = set()
+        self._wire = Wire()
+        self._entered = False
+        self._told: dict[str, set[Process]] = {}
+        """Of whom we have said that they vanished with their host, by its sender."""
         self._troubles = Tally()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fft-hosts", daemon=True)
@@ -169,12 +172,8 @@ class HostWatch:
         now = time.monotonic()
         self._judge.observe(Looked(now, hosts, steps))
         vanished = self._judge.vanished(now)
-        self._told &= vanished.keys()
-        for sender, reason in vanished.items():
-            if sender not in self._told:
-                self._tell(found[sender], reason)
-                self._told.add(sender)
-        if gone := vanished.keys() | self._judge.forgotten(now):
+        through = self._accuse({who: found[who] for who in vanished}, vanished)
+        if gone := through | self._judge.forgotten(now):
             self._strike(gone)
 
     def _keep_pace(self, senders: int) -> None:
@@ -202,11 +201,40 @@ class HostWatch:
         head = self._bus.read(HEAD)
         return None if head is None else decode_packed(head).record.step
 
-    def _tell(self, beat: Beat, reason: str) -> None:
-        logger.warning("host %s has vanished: %s", beat.host, reason)
-        for process in beat.processes:
-            word = Suspect(*process, beat.host, self._by, reason)
-            self._bus.broadcast(encode(word))
+    def _accuse(self, beats: Mapping[str, Beat], reasons: Mapping[str, str]) -> set[str]:
+        """Say who of those that vanished is in the epoch; of whom there is no more to be said.
+
+        Participants pass over what is said of a process that is not in their epoch. Who vanishes
+        while it waits to be let in is therefore named as soon as it is.
+        """
+        self._told = {who: told for who, told in self._told.items() if who in beats}
+        members = self._members() if beats else {}
+        through = set()
+        for sender, beat in beats.items():
+            if sender not in self._told:
+                logger.warning("host %s has vanished: %s", beat.host, reasons[sender])
+            told = self._told.setdefault(sender, set())
+            for process in set(beat.processes) - told:
+                if members.get((process.group, process.rank)) == (process.pid, beat.host):
+                    word = Suspect(*process, beat.host, self._by, reasons[sender])
+                    self._bus.broadcast(encode(word))
+                    told.add(process)
+            if told >= set(beat.processes):
+                through.add(sender)
+        return through
+
+    def _members(self) -> dict[tuple[str, int], tuple[int, str]]:
+        """Process id and host of each place of the newest epoch."""
+        if (held := self._bus.read(EPOCH)) is None:
+            return {}
+        packed = decode_packed(held)
+        record = self._wire.whole(packed)
+        if record is None:
+            try:
+                record = self._wire.complete(packed, self._bus.read(list_name(packed.record)))
+            except MissingList:  # the job has moved on meanwhile
+                return {}
+        return {place: (entry.pid, entry.host) for place, entry in record.entries.items()}
 
     def _complain(self, what: str, error: Exception) -> None:
         if (count := self._troubles.add(what)) is not None:
@@ -220,9 +248,11 @@ class HostWatch:
         self.alone = not set(roll.senders) - {self.sender}
         if self.sender in roll.senders:
             return roll.senders
-        if self._beats > 1:
+        if self._entered:
             logger.warning("this host was taken for vanished; it is there again")
-        return self._change(lambda senders: (*senders, self.sender))
+        senders = self._change(lambda senders: (*senders, self.sender))
+        self._entered = True
+        return senders
 
     def _strike(self, gone: Iterable[str]) -> None:
         gone = set(gone)
