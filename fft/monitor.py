@@ -217,7 +217,7 @@ class Runner:
         left = self._watch()
         if not left:
             self._tell_death()
-        if self._herald is not None:
+        if self._herald is not None and (not left or self._herald.beats):
             self._herald.close(_LEAVE_S if left else _FAREWELL_S)
 
     def _watch(self) -> bool:
@@ -309,6 +309,11 @@ class _Herald:
         self._bus: ErrorBus | None = None
         self._thread = threading.Thread(target=self._run, name="fft-herald", daemon=True)
         self._thread.start()
+
+    @property
+    def beats(self) -> bool:
+        """Whether it is on the roll of hosts, where somebody could miss it."""
+        return self._hosts is not None
 
     def say(self, payload: bytes) -> None:
         """Have it said; returns at once."""
