@@ -221,7 +221,7 @@ class Runner:
             self._herald.close(_LEAVE_S if left else _FAREWELL_S)
 
     def _watch(self) -> bool:
-        """The same; whether it has left the job before."""
+        """Until one of the two; whether it was that it has left the job."""
         waiter = select.poll()
         waiter.register(self._charge.pidfd, select.POLLIN)
         waiter.register(self._control, select.POLLIN)

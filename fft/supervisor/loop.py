@@ -94,7 +94,9 @@ class RunConfig:
             raise SupervisorError("--groups and --ranks must be at least 1")
         if not 1 <= self.min_groups <= self.groups:
             raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
-        if self.first_group < 0 or self.groups_in_all < self.first_group + self.groups:
+        if self.first_group < 0:
+            raise SupervisorError("--first-group must be at least 0")
+        if self.groups_in_all < self.first_group + self.groups:
             raise SupervisorError(
                 f"--all-groups must be at least {self.first_group + self.groups}: this host has "
                 f"group {self.first_group} to {self.first_group + self.groups - 1}"
@@ -175,7 +177,7 @@ class Supervisor:
         self._words_out, self._words_in = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._words_out.setblocking(False)
         self._selector.register(self._words_out, selectors.EVENT_READ)
-        self._address = own_address(services.bus_url)
+        self._address = "127.0.0.1"
         """Where processes on other hosts find the stores of our groups."""
         self._began = time.monotonic()
         self._drain_until: float | None = None
@@ -209,6 +211,7 @@ class Supervisor:
         self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
         self._pace = PaceEar(self._bus)
         self._hosts = HostWatch(self._bus, "the supervisor", self._config.host_limit)
+        self._address = own_address(url)
 
     # --- one turn of the loop ----------------------------------------------------------
 

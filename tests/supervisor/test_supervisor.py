@@ -304,6 +304,7 @@ def test_a_plan_that_was_not_finished_is_no_good_end(run_job: StartJob, stage: S
         ({"groups": 0}, "--groups and --ranks must be at least 1"),
         ({"min_groups": 3}, "--min-groups must be from 1 to 2"),
         ({"min_steps": 5}, "give both or none"),
+        ({"first_group": -1}, "--first-group must be at least 0"),
         ({"first_group": 2, "all_groups": 3}, "--all-groups must be at least 4"),
         ({"host_limit": 0.0}, "--host-limit must be a positive number"),
     ],
