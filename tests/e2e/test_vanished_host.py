@@ -125,6 +125,12 @@ def audited(directory: Path) -> Path:
     return together
 
 
+def assert_the_same_processes(traces: Path, ranks: int) -> None:
+    """Nobody was started again."""
+    expected = {f"g{group}r{rank}i1" for group in (0, 1) for rank in range(ranks)}
+    assert {path.stem for path in traces.glob("g*.jsonl")} == expected
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("vanishing", [0, 1])
 def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
@@ -143,9 +149,7 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
         gone.end()
         stays.end()
     traces = audited(tmp_path)
-    assert {path.stem for path in traces.glob("g*.jsonl")} == {
-        f"g{group}r{rank}i1" for group in (0, 1) for rank in (0, 1)
-    }, "the same processes, all along"
+    assert_the_same_processes(traces, ranks=2)
     told = [line for line in events(stays.traces, "suspect") if line["rank"] == 0]
     suspects = [line["event"] for line in told]
     assert {(s["group"], s["rank"]) for s in suspects} == {(str(vanishing), 0), (str(vanishing), 1)}
@@ -172,4 +176,19 @@ def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> Non
         first.end()
     traces = audited(tmp_path)
     assert events(traces, "suspect") == []
-    assert {path.stem for path in traces.glob("g*.jsonl")} == {"g0r0i1", "g1r0i1"}
+    assert_the_same_processes(traces, ranks=1)
+
+
+@pytest.mark.multiprocess
+def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
+    """With the supervisor stops the store at which its ranks vote, so no commit speaks for them."""
+    with two_hosts(tmp_path, ranks=2) as (first, second):
+        second.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: events(first.traces, "suspect") != [], "it is suspected", LONG_S)
+        first.trains(MORE, within=GOES_ON_S)
+        second.process.send_signal(signal.SIGCONT)
+        second.trains(MORE)
+        first.trains(MORE)
+        second.end()
+        first.end()
+    assert_the_same_processes(audited(tmp_path), ranks=2)
