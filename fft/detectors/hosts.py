@@ -9,8 +9,9 @@ watched it away with it. What is left is silence, which others must weigh. A sig
   commit more, never for two. So a beat that is late because its sender has no time for it raises no
   alarm while the job trains. (If the job trains without that host, there is nothing to say.)
 
-What the observer itself missed is nobody's silence: if it was away, or its bus did not answer,
-everybody begins anew when it is back. Each host is judged by the limit that its own beats name.
+What the observer itself missed is nobody's silence: of the time between two of its looks only a
+part counts (`Attention`); and if it was away for long, or its bus did not answer, everybody begins
+anew when it is back, for others may need a while until their beats come again. Each host is judged by the limit that its own beats name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _LATE, _SHORTEST = 0.2, 0.4
 """Of the limit: so long a silence is late; none is suspect before, however regular the beats."""
 _FORGOTTEN = 12.0
 """Limits after which whose beats do not come is struck off, alive or not."""
+_AWAY = 2.0
+"""Times ``look_s``: by so much too late a look is one after a long absence."""
 _PROOF = 2
 """Commits that are a sign of life of everybody in the epoch."""
 
@@ -95,7 +98,7 @@ class HostJudge:
 
     def observe(self, event: Looked) -> None:
         """Take in a look. Who is not in it any more is forgotten."""
-        again = self._attention.look(event.at) > 0
+        again = self._attention.look(event.at) > _AWAY * self._attention.look_s
         known, self._hosts = self._hosts, {}
         for sender, found in event.hosts.items():
             host = known.get(sender)

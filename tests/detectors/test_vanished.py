@@ -48,10 +48,10 @@ class Watching:
             found = self.look()
         return found
 
-    def until_vanished(self) -> float:
+    def until_vanished(self, look: float = PAUSE) -> float:
         """How long it takes until anybody has vanished."""
         since = self.now
-        while not self.look():
+        while not self.look(look):
             assert self.now < since + 100
         return self.now - since
 
@@ -134,6 +134,14 @@ def test_what_the_observer_missed_is_nobodys_silence() -> None:
     assert watching.look(after=8.0) == []
     assert watching.looks(SHORTEST - PAUSE) == []
     assert watching.until_vanished() <= LIMIT
+
+
+def test_an_observer_that_is_always_late_finds_it_all_the_same() -> None:
+    watching = settled()
+    for _ in range(20):
+        assert watching.look(after=3 * PAUSE) == []
+    watching.held = {"b"}
+    assert watching.until_vanished(look=3 * PAUSE) <= 1.5 * LIMIT
 
 
 def test_a_host_is_judged_by_the_limit_that_it_names() -> None:

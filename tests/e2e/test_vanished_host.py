@@ -95,8 +95,8 @@ class Host:
 
 
 @contextmanager
-def two_hosts(directory: Path, ranks: int) -> Iterator[tuple[Host, Host]]:
-    """A job of two hosts, each with one group, at work."""
+def two_hosts(directory: Path, ranks: int, *more: str) -> Iterator[tuple[Host, Host]]:
+    """A job of two hosts, each with one group, at work. ``more`` options of `fft run`."""
     with fft(directory / "serve.log", "serve") as services:
         assert services.stdout is not None
         reach = dict(word.split("=", 1) for word in services.stdout.readline().split())
@@ -106,6 +106,7 @@ def two_hosts(directory: Path, ranks: int) -> Iterator[tuple[Host, Host]]:
             traces = directory / f"host{group}"
             arguments = ["run", "--join", "--first-group", str(group), "--all-groups", "2"]
             arguments += ["--ranks", str(ranks), "--no-progress", "--trace-dir", str(traces)]
+            arguments += more
             made.append(fft(directory / f"run{group}.log", *arguments, str(SCRIPT), **reach))
         with made[0] as first, made[1] as second:
             hosts = [first, second]
@@ -182,8 +183,10 @@ def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.multiprocess
 def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
-    """With the supervisor stops the store at which its ranks vote, so no commit speaks for them."""
-    with two_hosts(tmp_path, ranks=2) as (first, second):
+    """With the supervisor stops the store at which its ranks vote, so that no commit speaks for them
+    until they give it up, after `connect_timeout`, 3 s in this script.
+    """
+    with two_hosts(tmp_path, 2, "--host-limit", "2") as (first, second):
         second.process.send_signal(signal.SIGSTOP)
         wait_until(lambda: events(first.traces, "suspect") != [], "it is suspected", LONG_S)
         first.trains(MORE, within=GOES_ON_S)
