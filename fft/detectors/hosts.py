@@ -11,7 +11,9 @@ watched it away with it. What is left is silence, which others must weigh. A sig
 
 What the observer itself missed is nobody's silence: of the time between two of its looks only a
 part counts (`Attention`); and if it was away for long, or its bus did not answer, everybody begins
-anew when it is back, for others may need a while until their beats come again. Each host is judged by the limit that its own beats name.
+anew when it is back, for others may need a while until their beats come again.
+
+Each host is judged by the limit that its own beats name.
 """
 
 from __future__ import annotations

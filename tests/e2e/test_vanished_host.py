@@ -183,8 +183,8 @@ def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.multiprocess
 def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
-    """With the supervisor stops the store at which its ranks vote, so that no commit speaks for them
-    until they give it up, after `connect_timeout`, 3 s in this script.
+    """With the supervisor stops the store at which its ranks vote, so that no commit speaks for
+    them until they give it up, after `connect_timeout`, 3 s in this script.
     """
     with two_hosts(tmp_path, 2, "--host-limit", "2") as (first, second):
         second.process.send_signal(signal.SIGSTOP)
