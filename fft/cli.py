@@ -134,6 +134,16 @@ def run(
     ] = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
+    join: Annotated[
+        bool, typer.Option("--join", help="Serve nothing: take part in what FFT_BUS names.")
+    ] = False,
+    first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
+    all_groups: Annotated[
+        int | None, typer.Option(help="Groups on all hosts; those up to ours if absent.")
+    ] = None,
+    host_limit: Annotated[
+        float, typer.Option(help="Seconds of silence before other hosts go on without this one.")
+    ] = 5.0,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
     from fft.faults import FaultPlan, load_plan
@@ -155,10 +165,14 @@ def run(
             drain_timeout=drain_timeout,
             evict_stragglers=evict_stragglers,
             diagnose_after=diagnose_after,
+            host_limit=host_limit,
+            first_group=first_group,
+            all_groups=all_groups,
         )
         config.check()
-        plan = load_plan(faults, groups, ranks) if faults else FaultPlan(faults=[])
-        verdict = _supervise(config, plan, progress, bus, cluster)
+        total = config.groups_in_all
+        plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
+        verdict = _supervise(config, plan, progress, None if join else (bus, cluster))
     for line in verdict.lines:
         sys.stderr.write(f"fft: {line}\n")
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
@@ -166,17 +180,23 @@ def run(
 
 
 def _supervise(
-    config: RunConfig, plan: FaultPlan, progress: bool, bus: BusKind, cluster: int
+    config: RunConfig, plan: FaultPlan, progress: bool, serve: tuple[BusKind, int] | None
 ) -> Verdict:
-    """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills."""
+    """Serve (None: join) and supervise in this process; SIGINT, SIGTERM drain, a second kills."""
     _calm_lighthouse()
     from fft.jobtoken import JobToken
     from fft.progress import open_display
-    from fft.serve import start_services
-    from fft.supervisor import Supervisor
+    from fft.serve import Services, start_services
+    from fft.supervisor import Joined, Supervisor
 
-    token = JobToken.from_env() or JobToken.fresh()
-    services = start_services(min_groups=config.min_groups, bus_kind=bus.value, cluster=cluster)
+    token = JobToken.from_env()
+    services: Services | Joined
+    if serve is None:
+        services = Joined.from_env()
+    else:
+        bus, cluster = serve
+        token = token or JobToken.fresh()
+        services = start_services(min_groups=config.min_groups, bus_kind=bus.value, cluster=cluster)
     try:
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)
@@ -187,8 +207,11 @@ def _supervise(
         config.trace_dir.mkdir(parents=True, exist_ok=True)
         path = config.trace_dir / "job.token"  # for who wants to say something to the job
         try:
-            token.save(path)
-            reach = f"FFT_BUS={services.bus_url} FFT_TOKEN_FILE={path}"
+            reach = f"FFT_BUS={services.bus_url}"
+            if token is not None:
+                token.save(path)
+                reach += f" FFT_TOKEN_FILE={path}"
+            reach = f"TORCHFT_LIGHTHOUSE={services.lighthouse_url} {reach}"
             sys.stderr.write(f"fft: to watch and to steer this job: {reach}\n")
             return supervisor.run()
         finally:

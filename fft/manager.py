@@ -201,7 +201,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             table = resolve(self._spec, self._given(timeouts or {}), url)
             self._timeouts = timers(self._spec, table)
             limit, grace = table["hang_limit"].seconds, table["hang_grace"].seconds
-            self._hang = MonitorConfig(limit, grace, min_s=min(1.0, limit))
+            host_s = table["host_limit"].seconds
+            self._hang = MonitorConfig(limit, grace, min_s=min(1.0, limit), host_s=host_s)
             self._monitor = os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor
             self._bus_url = url
             self._bus_operation = table["bus_operation"].seconds
@@ -1176,6 +1177,8 @@ class _EngineHost:
         if manager is not None:
             for group in manager._groups():
                 group.abort(cause)
+            if manager._transfer is not None:
+                manager._transfer.interrupt()
 
     def interrupt(self, cause: str) -> None:
         manager = self._manager()

@@ -14,7 +14,9 @@ be watched, nor another one that got its number. The monitor looks at the pulse 
 - on red ends the trainer: SIGTERM, SIGCONT (a stopped process would never hear of it, and wakes to
   nothing else), and SIGKILL ``term_s`` later. The pulse says before that the SIGTERM is no request;
 - when the trainer has ended without having said so, writes the ``death`` message of the bus as a
-  line, says it on the bus if it was given one, and ends.
+  line, says it on the bus if it was given one, and ends;
+- where it was given a bus, thus without a supervisor, beats there for its trainer, and looks
+  whether others beat (`fft.hosts`).
 
 It shares neither the interpreter lock nor the session of the trainer, so neither a thread that
 keeps the lock nor SIGSTOP nor Ctrl-C reaches it. Standard output is never waited for: what does not
@@ -39,7 +41,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fft import pidfd
 from fft.bus import BusError, ErrorBus, open_job_bus
@@ -49,10 +51,14 @@ from fft.detectors.pulse import Pulse, PulseReader, Reading, changes
 from fft.detectors.silence import Seen, SilenceConfig, SilenceDetector
 from fft.errors import FftError
 from fft.jobtoken import JobToken
-from fft.timeouts import bus_operation
+from fft.timeouts import HOST_LIMIT_S, bus_operation
+
+if TYPE_CHECKING:
+    from fft.hosts import HostWatch
 
 _LOOKS = 2.0  # of the time between two looks, so many intervals count; the rest was our own pause
 _VANISH_S = 10.0  # how long a SIGKILLed process may take to vanish before we say so
+_LEAVE_S = 2.0  # for leaving the roll of hosts, where nobody would miss us for more than a while
 _FAREWELL_S = 30.0  # for opening the bus, if it is not open yet, and saying one thing on it
 
 logger = logging.getLogger(__name__)
@@ -72,6 +78,7 @@ class MonitorConfig:
         min_s: no threshold is shorter.
         interval_s: from one look to the next.
         term_s: from SIGTERM to SIGKILL.
+        host_s: the silence of the whole host after which others go on without the trainer.
     """
 
     max_s: float = 600.0
@@ -79,10 +86,11 @@ class MonitorConfig:
     min_s: float = 1.0
     interval_s: float = 0.02
     term_s: float = 5.0
+    host_s: float = HOST_LIMIT_S
 
     def __post_init__(self) -> None:
-        if not (self.interval_s > 0 and self.term_s >= 0):
-            raise ValueError("need interval_s > 0 and term_s >= 0")
+        if not (self.interval_s > 0 and self.term_s >= 0 and self.host_s > 0):
+            raise ValueError("need interval_s > 0, term_s >= 0 and host_s > 0")
         self.progress()
 
     def progress(self) -> ProgressConfig:
@@ -198,7 +206,7 @@ class Runner:
         self._control = control
         self._reader = PulseReader(charge.pulse)
         self._monitor = Monitor(charge.config)
-        self._herald = _Herald(charge.bus_url) if charge.bus_url else None
+        self._herald = _Herald(charge, charge.bus_url) if charge.bus_url else None
         self._level = Level.GREEN
         self._concerns_others = False
         self._cause = "ended without leaving the job"
@@ -206,6 +214,14 @@ class Runner:
 
     def run(self) -> None:
         """Watch until the trainer has ended, or says that it is to be watched no more."""
+        left = self._watch()
+        if not left:
+            self._tell_death()
+        if self._herald is not None and (not left or self._herald.beats):
+            self._herald.close(_LEAVE_S if left else _FAREWELL_S)
+
+    def _watch(self) -> bool:
+        """Until one of the two; whether it was that it has left the job."""
         waiter = select.poll()
         waiter.register(self._charge.pidfd, select.POLLIN)
         waiter.register(self._control, select.POLLIN)
@@ -214,14 +230,12 @@ class Runner:
             ready = {fd for fd, _ in waiter.poll(self._charge.config.interval_s * 1000)}
             reading = self._reader.read()
             if self._charge.pidfd in ready:
-                break
+                return reading.left
             if self._control in ready:
                 if reading.left:
-                    return
+                    return True
                 waiter.unregister(self._control)  # it closes its files: it is about to end
             self._look(reading)
-        if not reading.left:
-            self._tell_death()
 
     def _look(self, reading: Reading) -> None:
         now = time.monotonic()
@@ -272,7 +286,6 @@ class Runner:
         self._write(death)
         if self._herald is not None:
             self._herald.say(json.dumps(death).encode())
-            self._herald.close(_FAREWELL_S)
 
     def _word(self, kind: str, cause: str) -> dict[str, Any]:
         told = {"by": "monitor", "cause": cause[:500], "host": socket.gethostname()}
@@ -284,14 +297,23 @@ class Runner:
 
 
 class _Herald:
-    """Says things on the bus, from a thread of its own: opening a bus may take seconds."""
+    """Says things on the bus, and beats there for the trainer, which has no supervisor.
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    On threads of its own: opening a bus may take seconds.
+    """
+
+    def __init__(self, charge: Charge, url: str) -> None:
+        self._charge, self._url = charge, url
+        self._hosts: HostWatch | None = None
         self._words: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._bus: ErrorBus | None = None
         self._thread = threading.Thread(target=self._run, name="fft-herald", daemon=True)
         self._thread.start()
+
+    @property
+    def beats(self) -> bool:
+        """Whether it is on the roll of hosts, where somebody could miss it."""
+        return self._hosts is not None
 
     def say(self, payload: bytes) -> None:
         """Have it said; returns at once."""
@@ -303,15 +325,26 @@ class _Herald:
         self._thread.join(limit_s)
 
     def _open(self) -> ErrorBus:
-        return open_job_bus(self._url, JobToken.from_env(), bus_operation(self._url))
+        from fft.hosts import HostWatch, Process  # pydantic takes time, and most need no bus
+
+        bus = open_job_bus(self._url, JobToken.from_env(), bus_operation(self._url))
+        charge = self._charge
+        trainer = Process(charge.group, charge.rank, charge.pid)
+        self._hosts = HostWatch(bus, "a monitor", charge.config.host_s, [trainer])
+        return bus
+
+    def _shut(self) -> None:
+        for opened in (self._hosts, self._bus):
+            if opened is not None:
+                opened.close()
+        self._hosts = self._bus = None
 
     def _run(self) -> None:
         with suppress(BusError):  # then it is tried again when there is something to say
             self._bus = self._open()
         while (payload := self._words.get()) is not None:
             self._broadcast(payload)
-        if self._bus is not None:
-            self._bus.close()
+        self._shut()
 
     def _broadcast(self, payload: bytes) -> None:
         """Peers find out by themselves too, so a lost bus is no stop. Tried on a fresh one once."""
@@ -324,9 +357,8 @@ class _Herald:
             except BusError as error:
                 if last:
                     logger.error("could not say %r on the bus: %s", payload, error)
-                elif self._bus is not None:
-                    self._bus.close()
-                    self._bus = None
+                else:
+                    self._shut()
 
 
 def main() -> None:

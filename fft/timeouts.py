@@ -66,7 +66,15 @@ _DRAINS = {
         "(half of the deadline, where that is shorter)",
     ),
 }
-_OURS = {**_HANGS, **_DRAINS}
+HOST_LIMIT_S = 5.0
+_HOSTS = {
+    "host_limit": (
+        HOST_LIMIT_S,
+        "the silence of a host before others go on without it; 3 x the longest gap between its "
+        "heartbeats (0.4 x this at least) where that is shorter",
+    ),
+}
+_OURS = {**_HANGS, **_DRAINS, **_HOSTS}
 
 
 class TimeoutsError(FftError):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fft.spec import load_spec
 from fft.timeouts import (
     ARGUMENTS,
+    HOST_LIMIT_S,
     RULES,
     Given,
     Timeout,
@@ -45,6 +46,11 @@ def test_the_margin_of_a_drain_is_a_row_that_can_be_given() -> None:
     assert chosen(drain_margin=2.0)["drain_margin"].origin == "test"
     with pytest.raises(TimeoutsError, match="drain_margin is -1"):
         chosen(drain_margin=-1.0)
+
+
+def test_the_silence_of_a_host_is_a_row_that_can_be_given() -> None:
+    assert chosen()["host_limit"].seconds == HOST_LIMIT_S
+    assert chosen(host_limit=2.0)["host_limit"].origin == "test"
 
 
 def test_every_rule_speaks_of_a_row_of_the_table() -> None:

@@ -614,6 +614,8 @@ class TcpBus(ErrorBus):
 
     def _keys(self, below: str) -> list[str]:
         start = self._key(below)
+        # torch's list_keys() keeps the interpreter's lock until it has its answer; this does not
+        self._do(lambda store: store.num_keys())
         keys = self._do(lambda store: store.list_keys())
         return [key for key in keys if key.startswith(start)]
 

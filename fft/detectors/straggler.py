@@ -24,8 +24,6 @@ from statistics import median_low
 from fft.detectors.base import GREEN, Level, Verdict
 
 _TO_SIGMA = 1.4826
-_SURE = 3
-"""Rounds in a row in which a rank must be found slow, or not slow, before it is told."""
 _PATIENCE = 4
 """Words of one rank for which a round waits for those who said nothing."""
 _NAMED = 3
@@ -45,22 +43,29 @@ class StragglerConfig:
 
     Attributes:
         least: by what part of the median body time at least; 0.25 is a quarter slower.
-        least_s: and by how many seconds; below that it is the noise of the machine.
+        least_s: and by how many seconds. Below that it is the noise of the machine: where ranks
+            share cores, one may come late by a few time slices in every body, for many rounds (a
+            sound demo on two cores: 13 and 23 ms, which was 1.33 and 1.47 times its 40 to 50 ms).
+            From steps of 0.2 s on ``least`` is the stricter.
         deviations: and by how many deviations of all scores.
         window: over how many of the last rounds; ``samples`` of them are needed.
+        sure: in how many rounds in a row a rank must be found slow, or not slow, to be told so.
     """
 
     least: float = 0.25
-    least_s: float = 0.01
+    least_s: float = 0.05
     deviations: float = 4.0
     window: int = 10
     samples: int = 5
+    sure: int = 5
 
     def __post_init__(self) -> None:
         if not (self.least > 0 and self.least_s >= 0 and self.deviations >= 0):
             raise ValueError("need least > 0, least_s >= 0 and deviations >= 0")
         if not 1 <= self.samples <= self.window:
             raise ValueError(f"need 1 <= samples <= window, not {self.samples} and {self.window}")
+        if self.sure < 1:
+            raise ValueError(f"need sure >= 1, not {self.sure}")
 
 
 class StragglerDetector:
@@ -142,6 +147,7 @@ class Stragglers:
         self.slow: dict[str, float] = {}
         """The slow ranks, each with how many times the median time it takes."""
         self._detector = StragglerDetector(config)
+        self._sure = self._detector.config.sure
         self._incs: dict[str, int] = {}
         self._round: dict[str, list[float]] = {}
         self._known: set[str] = set()
@@ -156,7 +162,7 @@ class Stragglers:
         if inc > self._incs.get(rank, inc):
             self._detector.forget(rank)
             self._round.pop(rank, None)
-            self._otherwise[rank] = _SURE if rank in self.slow else 0
+            self._otherwise[rank] = self._sure if rank in self.slow else 0
         self._incs[rank] = inc
         self._round.setdefault(rank, []).append(seconds)
         if self._known - self._round.keys() and len(self._round[rank]) < _PATIENCE:
@@ -171,7 +177,7 @@ class Stragglers:
         before, found = self.slow, self._detector.slow()
         differ = found.keys() ^ before.keys()
         self._otherwise = {rank: self._otherwise.get(rank, 0) + 1 for rank in differ}
-        sure = {rank for rank, rounds in self._otherwise.items() if rounds >= _SURE}
+        sure = {rank for rank, rounds in self._otherwise.items() if rounds >= self._sure}
         sure |= before.keys() - self._known  # who is gone is not slow
         self.slow = {rank: by for rank, by in found.items() if rank in before or rank in sure}
         self.slow |= {rank: before[rank] for rank in before.keys() - found.keys() - sure}

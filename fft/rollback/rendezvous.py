@@ -65,6 +65,10 @@ class RendezvousStore(Store):
         members that died in it go. Works after `cancel`. Returns False if the store is gone.
         """
         try:
+            if everyone:
+                # torch's list_keys() keeps the interpreter's lock until the store has answered: of
+                # one whose host has vanished, for good. This waits too, but stops nobody else.
+                self._inner.num_keys()
             keys = self._inner.list_keys() if everyone else sorted(self._written)
             for key in keys:
                 self._inner.delete_key(key)

@@ -26,8 +26,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -51,6 +52,7 @@ MAX_BYTES = 256 * 2**30
 """Longest state that is taken."""
 _HEAD_BYTES = 4096
 _HEAD_S = 5.0  # for a request's head to come in: an outsider must not hold a worker for longer
+_CONNECT_S = 3.0  # at a time: so late it may be noticed that nobody needs it any more
 _CUT_S = 5.0  # for a worker whose connection was cut to end
 _LENGTH, _TOTAL = struct.Struct("!I"), struct.Struct("!Q")
 _LONG, _ALIGN = 4096, 64  # bytes; from this length on, parts begin at multiples of that
@@ -100,6 +102,9 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         """Connections that a worker answers or will answer."""
         self._sending: set[socket.socket] = set()
         """Those of them that read from the offered state."""
+        self._fetching: set[socket.socket] = set()
+        self._ended = 0
+        """How often an epoch has ended, and what was under way in it with it."""
         self._closed = False
         self._refused = Tally()
         dual = socket.has_dualstack_ipv6()
@@ -139,6 +144,16 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             if not self._changed.wait_for(lambda: not self._sending, max(0.0, left)):
                 self._cut(self._sending)
                 self._changed.wait_for(lambda: not self._sending, _CUT_S)
+
+    def interrupt(self) -> None:
+        """The epoch has ended: cut what is being sent and fetched, which is for nobody any more.
+
+        From any thread. Without it a peer whose host has vanished is waited for until the timeout.
+        """
+        with self._changed:
+            self._ended += 1
+            self._cut(self._sending)
+            self._cut(self._fetching)
 
     def shutdown(self, wait: bool = True) -> None:
         """End all threads and connections. Idempotent."""
@@ -270,8 +285,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         if url.scheme != "http" or not url.hostname or not url.port:
             raise TransferError("this is no address of FFT's transfer; have all ranks the same?")
         path = "/".join(("", server, what, nonce, self._request_tag(server, what, nonce)))
-        left = deadline - time.monotonic()
-        with socket.create_connection((url.hostname, url.port), timeout=left) as connection:
+        with self._connected((url.hostname, url.port), deadline) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
             head, rest = _split_head(connection, deadline)
             status = head.split(b"\r\n", 1)[0].decode("ascii", "replace").partition(" ")[2]
@@ -279,6 +293,27 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
                 raise TransferError(f"the peer says: {status[:200]}")
             hashed = self._answer_mac(server, what, nonce)
             return _FrameReader(connection, rest, hashed, deadline).all(self._max_bytes)
+
+    @contextmanager
+    def _connected(self, address: tuple[str, int], deadline: float) -> Iterator[socket.socket]:
+        """A connection that `interrupt` cuts. Made in slices: before it is there nobody can."""
+        began, connection = self._ended, None
+        while connection is None:
+            left = _left(deadline)
+            with suppress(TimeoutError):
+                connection = socket.create_connection(address, timeout=min(left, _CONNECT_S))
+            if self._ended != began and connection is None:
+                raise TransferError("the epoch has ended meanwhile")
+        with connection:
+            with self._changed:
+                self._fetching.add(connection)
+                if self._ended != began:
+                    self._cut({connection})
+            try:
+                yield connection
+            finally:
+                with self._changed:
+                    self._fetching.discard(connection)
 
     # --- keys ---
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from fft.supervisor.joined import Joined
 from fft.supervisor.loop import RunConfig, Supervisor, SupervisorError, Verdict
 
-__all__ = ["RunConfig", "Supervisor", "SupervisorError", "Verdict"]
+__all__ = ["Joined", "RunConfig", "Supervisor", "SupervisorError", "Verdict"]

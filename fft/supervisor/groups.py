@@ -92,20 +92,24 @@ class Group:
         logs: Path,
         groups: int,
         inherits: Sequence[int] = (),
+        address: str = "127.0.0.1",
     ) -> list[Child]:
-        """Start all ranks with a store of their own. Raises OSError if a process cannot be."""
+        """Start all ranks with a store of their own, which listens at ``address``.
+
+        Raises OSError if a process cannot be started.
+        """
         from fft.bus.tcpstore import host_store  # here, so that a bad plan is refused without torch
 
         self.restart_at = self.return_at_step = None
         self.evicted = False
         self.starts += 1
-        self._store, port = host_store()
+        self._store, port = host_store(address)
         self.children = []
         for rank in range(self.ranks):
             place = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.ranks),
-                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 "REPLICA_GROUP_ID": self.name,
                 "FFT_GROUP": self.name,  # by which supervisor and participants speak of it

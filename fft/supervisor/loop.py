@@ -32,8 +32,10 @@ from fft.core.messages import (
     decode,
     encode,
 )
+from fft.diagnosis.station import own_address
 from fft.errors import FftError
 from fft.faults import BusRestartFault, DrainFault, FaultPlan, ServiceFault
+from fft.hosts import HostWatch, Process
 from fft.jobtoken import JobToken
 from fft.progress import Display, Injected, Row, Snapshot, TraceTail, row_of
 from fft.serve import ServiceError, Services
@@ -41,9 +43,10 @@ from fft.supervisor.children import Child, cause_of
 from fft.supervisor.commands import CommandEar
 from fft.supervisor.culprit import AFTER, Diagnoser
 from fft.supervisor.groups import Group, base_env
+from fft.supervisor.joined import Joined
 from fft.supervisor.pace import PaceEar
 from fft.supervisor.watch import PlanWatch
-from fft.timeouts import bus_operation
+from fft.timeouts import HOST_LIMIT_S, bus_operation
 
 _WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
@@ -75,6 +78,12 @@ class RunConfig:
     evict_stragglers: float | None = None
     """Start the group of a rank that is so many times as slow as the median rank again, once."""
     diagnose_after: int = AFTER
+    host_limit: float = HOST_LIMIT_S
+    """The silence of this host after which others go on without it, at most."""
+    first_group: int = 0
+    """Its groups are numbered from here; others have other hosts."""
+    all_groups: int | None = None
+    """Of the whole job, on all hosts; None: these."""
 
     def check(self) -> None:
         """Raise SupervisorError unless the job can be started."""
@@ -85,6 +94,15 @@ class RunConfig:
             raise SupervisorError("--groups and --ranks must be at least 1")
         if not 1 <= self.min_groups <= self.groups:
             raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
+        if self.first_group < 0:
+            raise SupervisorError("--first-group must be at least 0")
+        if self.groups_in_all < self.first_group + self.groups:
+            raise SupervisorError(
+                f"--all-groups must be at least {self.first_group + self.groups}: this host has "
+                f"group {self.first_group} to {self.first_group + self.groups - 1}"
+            )
+        if not 0 < self.host_limit < math.inf:
+            raise SupervisorError("--host-limit must be a positive number of seconds")
         if self.diagnose_after < 0:
             raise SupervisorError("--diagnose-after must be at least 0, which means never")
         if self.min_steps and self.stop_after_plan is None:
@@ -95,6 +113,11 @@ class RunConfig:
             raise SupervisorError(
                 f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
             )
+
+    @property
+    def groups_in_all(self) -> int:
+        """How many groups the job has on all hosts."""
+        return self.first_group + self.groups if self.all_groups is None else self.all_groups
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,7 @@ class Supervisor:
         self,
         config: RunConfig,
         plan: FaultPlan,
-        services: Services,
+        services: Services | Joined,
         display: Display | None = None,
         token: JobToken | None = None,
     ) -> None:
@@ -123,7 +146,8 @@ class Supervisor:
         self._services = services
         self._display = display
         self._token = token
-        names = [str(number) for number in range(config.groups)]
+        first = config.first_group
+        names = [str(number) for number in range(first, first + config.groups)]
         self._groups = {name: Group(name, config.ranks) for name in names}
         self._drains_seen: set[str] = set()
         self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
@@ -139,6 +163,7 @@ class Supervisor:
         self._bus: ErrorBus | None = None
         self._ear: CommandEar | None = None
         self._pace: PaceEar | None = None
+        self._hosts: HostWatch | None = None
         self._too_slow: set[str] = set()
         """Ranks whose groups were started again for it; not twice, for it has not helped."""
         self._diagnoser = Diagnoser(
@@ -152,6 +177,8 @@ class Supervisor:
         self._words_out, self._words_in = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._words_out.setblocking(False)
         self._selector.register(self._words_out, selectors.EVENT_READ)
+        self._address = "127.0.0.1"
+        """Where processes on other hosts find the stores of our groups."""
         self._began = time.monotonic()
         self._drain_until: float | None = None
         self._problems: list[str] = []
@@ -183,6 +210,8 @@ class Supervisor:
         self._bus = open_job_bus(url, self._token, bus_operation(url))
         self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
         self._pace = PaceEar(self._bus)
+        self._hosts = HostWatch(self._bus, "the supervisor", self._config.host_limit)
+        self._address = own_address(url)
 
     # --- one turn of the loop ----------------------------------------------------------
 
@@ -207,6 +236,7 @@ class Supervisor:
         self._look()
         self._start_due()
         self._check_deadlines()
+        self._beat_for_children()
 
     def _look(self) -> None:
         """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
@@ -247,6 +277,11 @@ class Supervisor:
                 group.kill_at = None
                 self._kill(group.living, "it was evicted")
 
+    def _beat_for_children(self) -> None:
+        if self._hosts is not None:
+            living = [child for group in self._groups.values() for child in group.living]
+            self._hosts.processes = tuple(Process(c.group, c.rank, c.pid) for c in living)
+
     # --- starting ----------------------------------------------------------------------
 
     def _start_due(self) -> None:
@@ -274,7 +309,8 @@ class Supervisor:
         group.known_incs = self._tail.view.incs(group.name)
         logs = config.trace_dir / "logs"
         env, own_end = base_env(services), [self._words_in.fileno()]
-        for child in group.start(list(config.script), env, logs, config.groups, own_end):
+        total = config.groups_in_all
+        for child in group.start(list(config.script), env, logs, total, own_end, self._address):
             self._selector.register(child.fd, selectors.EVENT_READ, child)
 
     # --- deaths ------------------------------------------------------------------------
@@ -400,6 +436,8 @@ class Supervisor:
         for command in ear.take() if ear is not None else ():
             if command.id in self._told or isinstance(command, Check):  # that is for the ranks
                 continue
+            if self._is_anothers(command):
+                continue
             refusal = self._refusal(command)
             if ear is not None and refusal is not None:
                 ear.answer(command, "refused", refusal)
@@ -409,6 +447,13 @@ class Supervisor:
                 if ear is not None:
                     ear.answer(command, "accepted", f"armed for step {command.fault.step}")
                 self._pending.append(command.fault)
+
+    def _is_anothers(self, command: Evict | Inject) -> bool:
+        """Whether it may be meant for the supervisor of another host, who answers then."""
+        if isinstance(command, Inject):
+            return isinstance(self._services, Joined) and isinstance(command.fault, ServiceFault)
+        alone = self._hosts is None or self._hosts.alone
+        return command.group not in self._groups and not alone
 
     def _refusal(self, command: Evict | Inject) -> str | None:
         """Why the command is not obeyed; None: it is, or it is not for us."""
@@ -512,7 +557,7 @@ class Supervisor:
             "the bus was restarted, and has forgotten the job: its processes stop, and none is "
             "started again; begin a new job from a checkpoint"
         )
-        for old in (self._ear, self._pace, self._bus):
+        for old in (self._ear, self._pace, self._hosts, self._bus):
             if old is not None:
                 old.close()
         self._services.restart_bus()
@@ -556,6 +601,8 @@ class Supervisor:
             self._ear.close()
         if self._pace is not None:
             self._pace.close()
+        if self._hosts is not None:
+            self._hosts.close()
         if self._bus is not None:
             self._bus.close()
         if self._display is not None:

@@ -24,6 +24,7 @@ from fft.bus import open_bus, serve_tcp
 from fft.core.messages import BusMessage, Death, Suspect, decode
 from fft.detectors.base import Level
 from fft.detectors.pulse import Pulse, Reading
+from fft.hosts import ROLL, beat_name
 from fft.monitor import Charge, Look, Monitor, MonitorConfig, MonitorError, MonitorProcess
 
 LIMIT_S = 60.0
@@ -330,6 +331,21 @@ def test_who_leaves_is_not_reported() -> None:
         child.go()
         assert child.lines.next() is None
         assert child.ended_with() == 0
+
+
+def test_without_a_supervisor_it_beats_for_its_trainer_until_that_leaves() -> None:
+    with serve_tcp() as server, open_bus(server.url) as bus:
+        with trainer("leave", server.url) as child:
+            deadline = time.monotonic() + LIMIT_S
+            while not (senders := json.loads(bus.read(ROLL) or b'{"senders":[]}')["senders"]):
+                assert time.monotonic() < deadline, "it has not come to the roll"
+                time.sleep(0.01)
+            beat = json.loads(bus.read(beat_name(senders[0])) or b"{}")
+            assert beat["processes"] == [["1", 2, child.process.pid]]
+            child.go()
+            assert child.lines.next() is None
+        assert json.loads(bus.read(ROLL) or b"{}")["senders"] == []
+        assert bus.read(beat_name(senders[0])) is None
 
 
 def test_lines_come_to_a_callback_until_it_is_closed() -> None:

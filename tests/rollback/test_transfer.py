@@ -218,9 +218,33 @@ def test_a_silent_peer_is_given_up_at_the_deadline(make: Make) -> None:
             receiver.recv_checkpoint(0, url, 1, SOON)
 
 
-def test_a_receiver_that_stops_reading_does_not_hold_up_the_sender(make: Make) -> None:
+def test_who_fetches_from_a_silent_peer_is_let_go_when_the_epoch_ends(make: Make) -> None:
+    receiver = make()
+    failures: list[TransferError] = []
+
+    def fetch(url: str) -> None:
+        try:
+            receiver.recv_checkpoint(0, url, 1, LIMIT)
+        except TransferError as error:
+            failures.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
+        asks = threading.Thread(target=fetch, args=(url,))
+        asks.start()
+        peer, _ = silent.accept()
+        with peer:
+            assert peer.recv(100)
+            receiver.interrupt()
+            asks.join(30)
+    assert len(failures) == 1 and not receiver._fetching
+
+
+@pytest.mark.parametrize("ends", ["its time", "its epoch"])
+def test_a_receiver_that_stops_reading_does_not_hold_up_the_sender(make: Make, ends: str) -> None:
     sender, receiver = make(), make()
-    sender.send_checkpoint([1], 1, {"a": torch.zeros(2**24)}, SOON)
+    offered = SOON if ends == "its time" else timedelta(seconds=1000)
+    sender.send_checkpoint([1], 1, {"a": torch.zeros(2**24)}, offered)
     path = receiver._request_tag  # a request as the receiver would make it, and then no reading
     to, what = urlsplit(sender.metadata()), transfer_module._what(1, "")
     server = to.path.strip("/")
@@ -230,6 +254,8 @@ def test_a_receiver_that_stops_reading_does_not_hold_up_the_sender(make: Make) -
         lazy.sendall(request.encode())
         assert lazy.recv(10) == b"HTTP/1.0 2"
         began = time.monotonic()
+        if ends == "its epoch":
+            sender.interrupt()
         sender.disallow_checkpoint()
         assert not sender._sending
         assert time.monotonic() - began < 30

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from fft.core.messages import Death, Drain, Suspect, decode, encode
 from fft.faults import FaultPlan
 from fft.operate import injecting, leaving
 from fft.operate.desk import Desk, OperatorError
-from fft.supervisor import RunConfig, SupervisorError
+from fft.serve import ServiceError
+from fft.supervisor import Joined, RunConfig, Supervisor, SupervisorError
 from fft.supervisor.groups import Pauses
 
 StartJob = Callable[..., AbstractContextManager[Job]]
@@ -303,6 +304,9 @@ def test_a_plan_that_was_not_finished_is_no_good_end(run_job: StartJob, stage: S
         ({"groups": 0}, "--groups and --ranks must be at least 1"),
         ({"min_groups": 3}, "--min-groups must be from 1 to 2"),
         ({"min_steps": 5}, "give both or none"),
+        ({"first_group": -1}, "--first-group must be at least 0"),
+        ({"first_group": 2, "all_groups": 3}, "--all-groups must be at least 4"),
+        ({"host_limit": 0.0}, "--host-limit must be a positive number"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(
@@ -370,6 +374,52 @@ def test_one_rank_is_evicted_and_its_group_starts_again(run_job: StartJob, stage
         for actor in stage.enter(2).values():
             actor.order("exit 0")
         assert job.verdict().ok
+
+
+def test_two_supervisors_at_one_job_keep_to_their_own(
+    run_job: StartJob, stage: Stage, tmp_path: Path
+) -> None:
+    with run_job(groups=1, ranks=1) as here:
+        (first,) = stage.enter(1).values()
+        services = Joined(here.bus_url, "http://127.0.0.1:1")
+        config = RunConfig(
+            [str(stage.script)], 1, 1, tmp_path / "there", first_group=1, all_groups=2
+        )
+        there = Job(Supervisor(config, FaultPlan(faults=[]), services), here.bus_url, config)
+        with closing(there):
+            (second,) = stage.enter(1).values()
+            assert second.place == ("1", "0")
+            assert second.env["NUM_REPLICA_GROUPS"] == "2"
+            assert second.env["TORCHFT_LIGHTHOUSE"] == services.lighthouse_url
+            know_each_other(here, there)
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(evict, here, "1")
+                assert second.says() == {"heard": "sigterm"}
+                second.order("exit 0")
+                accepted, done = answer.result(WAIT_S)
+            assert accepted == [f"the supervisor: ending pid {second.pid} of group 1"]
+            assert done.endswith("it is not started again")
+            assert there.verdict().ok
+        first.order("exit 0")
+        assert here.verdict().ok
+
+
+def know_each_other(*jobs: Job) -> None:
+    """Wait until each supervisor has found another one's heartbeat."""
+    deadline = time.monotonic() + WAIT_S
+    for job in jobs:
+        while job.supervisor._hosts is None or job.supervisor._hosts.alone:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_what_is_served_elsewhere_must_be_named() -> None:
+    with pytest.raises(ServiceError, match="--join needs FFT_BUS and TORCHFT_LIGHTHOUSE"):
+        Joined.from_env({})
+    joined = Joined.from_env({"FFT_BUS": "tcp://a:1/j", "TORCHFT_LIGHTHOUSE": "http://a:2"})
+    assert (joined.bus_url, joined.lighthouse_url) == ("tcp://a:1/j", "http://a:2")
+    with pytest.raises(ServiceError, match="served elsewhere"):
+        joined.restart_bus()
 
 
 def test_an_eviction_that_cannot_be_is_refused(run_job: StartJob, stage: Stage) -> None:

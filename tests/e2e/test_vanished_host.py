@@ -1,0 +1,198 @@
+"""A host of several that vanishes without a word: the others go on, and it comes back.
+
+A "host" here is an `fft run --join` with everything that it has started, each in a session of its
+own. All of it is stopped at once (SIGSTOP): no connection ends and nobody says anything, which is
+what a host without power or network looks like to the others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Timer
+
+import psutil
+import pytest
+from stage import events, notes, wait_until
+
+from fft.audit import audit_dir
+
+pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).with_name("fault_script.py")
+LIMIT_S = 500.0
+LONG_S = 120.0
+GOES_ON_S = 40.0
+"""Far above `host_limit`, for busy machines, and below what ends the wait for a silent peer
+otherwise: the vote window and the process groups' own timeout, a minute each."""
+MORE = 5
+
+
+@contextmanager
+def fft(log: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A command of `fft`; it and all that it has started are ended when the block is left."""
+    command = [sys.executable, "-u", "-m", "fft.cli", *arguments]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        limit = Timer(LIMIT_S, process.kill)
+        limit.start()
+        try:
+            yield process
+        finally:
+            limit.cancel()
+            for one in everything(process):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+
+def everything(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The process and all that it has started, if it lives."""
+    try:
+        top = psutil.Process(process.pid)
+        return [top, *top.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+class Host:
+    """One `fft run --join` with one group."""
+
+    def __init__(self, process: subprocess.Popen[str], traces: Path, group: int) -> None:
+        self.process, self.traces, self.group = process, traces, group
+
+    def committed(self) -> int:
+        """Steps that rank 0 of the group's first start has committed."""
+        found = self.traces.glob(f"g{self.group}r0i1.jsonl")
+        return sum(path.read_text().count('"consumed"') for path in found)
+
+    def trains(self, steps: int, within: float = LONG_S) -> None:
+        """Wait until it has committed so many more."""
+        goal = self.committed() + steps
+        wait_until(lambda: self.committed() >= goal, f"group {self.group} trains", within)
+
+    def stop(self) -> list[psutil.Process]:
+        """Everything at once, as if there were no power."""
+        stopped = everything(self.process)
+        for one in stopped:
+            with suppress(psutil.NoSuchProcess):
+                one.suspend()
+        return stopped
+
+    def end(self) -> None:
+        """Drain it."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(LONG_S) == 0
+
+
+@contextmanager
+def two_hosts(directory: Path, ranks: int, *more: str) -> Iterator[tuple[Host, Host]]:
+    """A job of two hosts, each with one group, at work. ``more`` options of `fft run`."""
+    with fft(directory / "serve.log", "serve") as services:
+        assert services.stdout is not None
+        reach = dict(word.split("=", 1) for word in services.stdout.readline().split())
+        made = []
+        hosts: list[subprocess.Popen[str]] = []
+        for group in (0, 1):
+            traces = directory / f"host{group}"
+            arguments = ["run", "--join", "--first-group", str(group), "--all-groups", "2"]
+            arguments += ["--ranks", str(ranks), "--no-progress", "--trace-dir", str(traces)]
+            arguments += more
+            made.append(fft(directory / f"run{group}.log", *arguments, str(SCRIPT), **reach))
+        with made[0] as first, made[1] as second:
+            hosts = [first, second]
+            found = [Host(p, directory / f"host{n}", n) for n, p in enumerate(hosts)]
+            for host in found:
+                host.trains(MORE, within=LIMIT_S)
+            yield found[0], found[1]
+
+
+def audited(directory: Path) -> Path:
+    """The traces of both hosts in one folder, without a violation."""
+    together = directory / "traces"
+    together.mkdir()
+    for path in directory.glob("host*/g*.jsonl"):
+        shutil.copy(path, together)
+    report = audit_dir(together)
+    assert report.ok, report.render()
+    return together
+
+
+def assert_the_same_processes(traces: Path, ranks: int) -> None:
+    """Nobody was started again."""
+    expected = {f"g{group}r{rank}i1" for group in (0, 1) for rank in range(ranks)}
+    assert {path.stem for path in traces.glob("g*.jsonl")} == expected
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("vanishing", [0, 1])
+def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
+    tmp_path: Path, vanishing: int
+) -> None:
+    """With group 0 goes the store at which the process groups of the epoch have met."""
+    with two_hosts(tmp_path, ranks=2) as hosts:
+        gone, stays = hosts[vanishing], hosts[1 - vanishing]
+        since = time.monotonic()
+        stopped = gone.stop()
+        stays.trains(MORE, within=GOES_ON_S)
+        for one in stopped:
+            one.resume()
+        gone.trains(MORE)
+        stays.trains(MORE)
+        gone.end()
+        stays.end()
+    traces = audited(tmp_path)
+    assert_the_same_processes(traces, ranks=2)
+    told = [line for line in events(stays.traces, "suspect") if line["rank"] == 0]
+    suspects = [line["event"] for line in told]
+    assert {(s["group"], s["rank"]) for s in suspects} == {(str(vanishing), 0), (str(vanishing), 1)}
+    assert all("nothing was heard of host" in s["cause"] for s in suspects)
+    heard = told[0]["mono"]
+    commits = [line["mono"] for line in notes(stays.traces, "consumed") if line["mono"] > heard]
+    print(
+        f"\ngroup {vanishing}: heard {heard - since:.2f} s after it had vanished, "
+        f"the next commit {min(commits) - heard:.3f} s later; {suspects[0]['cause']}"
+    )
+
+
+@pytest.mark.multiprocess
+def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> None:
+    """Its beats stop, but its trainer votes."""
+    with two_hosts(tmp_path, ranks=1) as (first, second):
+        second.process.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 12.0  # twice the limit, and more: this is the silence itself
+        while time.monotonic() < until:
+            first.trains(1)
+        second.process.send_signal(signal.SIGCONT)
+        second.trains(MORE)
+        second.end()
+        first.end()
+    traces = audited(tmp_path)
+    assert events(traces, "suspect") == []
+    assert_the_same_processes(traces, ranks=1)
+
+
+@pytest.mark.multiprocess
+def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
+    """With the supervisor stops the store at which its ranks vote, so that no commit speaks for
+    them until they give it up, after `connect_timeout`, 3 s in this script.
+    """
+    with two_hosts(tmp_path, 2, "--host-limit", "2") as (first, second):
+        second.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: events(first.traces, "suspect") != [], "it is suspected", LONG_S)
+        first.trains(MORE, within=GOES_ON_S)
+        second.process.send_signal(signal.SIGCONT)
+        second.trains(MORE)
+        first.trains(MORE)
+        second.end()
+        first.end()
+    assert_the_same_processes(audited(tmp_path), ranks=2)

@@ -1,0 +1,66 @@
+"""A rendezvous whose store is on a host that vanished: who takes its keys back stops nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from fft.rollback.rendezvous import RendezvousStore
+
+SERVER = """
+import sys
+from fft.bus.tcpstore import host_store
+store, port = host_store()
+print(port, flush=True)
+sys.stdin.read()
+"""
+LIMIT = timedelta(seconds=60)
+SAFETY_S = 15.0
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as it:
+        yield it
+        it.kill()
+
+
+def woken_after(seconds: float, pid: int) -> subprocess.Popen[bytes]:
+    """A process that lets ``pid`` go on, should nobody here be able to."""
+    return subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
+
+
+def test_a_silent_store_holds_up_who_cleans_it_and_nobody_else(
+    server: subprocess.Popen[str],
+) -> None:
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
+    client = dist.TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False)
+    store = RendezvousStore(PrefixStore("epoch", client), LIMIT)
+    store.set("a", "1")
+    os.kill(server.pid, signal.SIGSTOP)
+    safety = woken_after(SAFETY_S, server.pid)
+    try:
+        thread = threading.Thread(target=store.reclaim, args=(True,))
+        thread.start()
+        time.sleep(0.2)  # the chance to keep the lock
+        assert thread.is_alive(), "this thread did not run until the store answered"
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            safety.kill()
+        safety.wait()
+    thread.join(60)
+    assert not thread.is_alive() and not client.check(["epoch/a"])

@@ -1,0 +1,157 @@
+"""The roll of hosts on a bus: who beats is on it, who falls silent is suspected and struck off."""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from fft.bus import ErrorBus, open_bus
+from fft.core.messages import GroupEntry, Peer, RankEntry, Record, Suspect, decode
+from fft.hosts import ROLL, HostWatch, Process, beat_name
+from fft.wire import EPOCH, Wire, encode_members, list_name
+
+LIMIT = 1.0
+WITHIN = 60.0
+
+
+@pytest.fixture
+def bus() -> Iterator[ErrorBus]:
+    with open_bus(f"memory://hosts-{uuid.uuid4().hex[:12]}") as made:
+        yield made
+
+
+@pytest.fixture
+def said(bus: ErrorBus) -> queue.Queue[bytes]:
+    """What is broadcast to the participants."""
+    heard: queue.Queue[bytes] = queue.Queue()
+    bus.subscribe(heard.put, lambda error: None)
+    return heard
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Poll for what a thread brings about."""
+    deadline = time.monotonic() + WITHIN
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def on_roll(bus: ErrorBus, *senders: str) -> bool:
+    held = (bus.read(ROLL) or b"").decode()
+    return all(sender in held for sender in senders)
+
+
+def enter(bus: ErrorBus, sender: str, beat: bytes) -> None:
+    """Somebody beats once, comes to the roll, and is never heard again."""
+    bus.write(beat_name(sender), beat)
+    held = bus.read(ROLL)
+    if held is None:
+        new = b'{"senders":["%b"],"v":1}' % sender.encode()
+    else:
+        new = held.replace(b'"]', b'","%b"]' % sender.encode())
+    assert bus.compare_set(ROLL, held, new) == new
+
+
+def form_epoch(bus: ErrorBus, *hosts: str) -> None:
+    """An epoch with one group of two ranks on each of these, as beats of ``beat`` name them."""
+    members = tuple(
+        GroupEntry(
+            group=host,
+            store="",
+            ranks=tuple(RankEntry(rank, 1, True, "", 11 + rank, host) for rank in range(2)),
+        )
+        for host in hosts
+    )
+    numbers = {"n": 1, "epoch": 1, "txn": 1, "step": 0, "cursor": 0, "batches": 0}
+    record = Record(kind="epoch", lineage="", by=Peer("0", 0, 1), members=members, **numbers)
+    bus.write(list_name(record), encode_members(record))
+    bus.write(EPOCH, Wire().encode_record(record))
+
+
+def beat(host: str, *pids: int) -> bytes:
+    places = ",".join(f'["{host}",{rank},{pid}]' for rank, pid in enumerate(pids))
+    return f'{{"number":5,"host":"{host}","limit":{LIMIT},"processes":[{places}]}}'.encode()
+
+
+def test_hosts_come_and_go_and_nobody_is_suspected(bus: ErrorBus, said: queue.Queue[bytes]) -> None:
+    here = HostWatch(bus, "a test", LIMIT)
+    with closing(here):
+        there = HostWatch(bus, "a test", LIMIT)
+        with closing(there):
+            until(lambda: not here.alone and not there.alone, "they find each other")
+        assert not on_roll(bus, there.sender) and bus.read(beat_name(there.sender)) is None
+        until(lambda: here.alone, "it has left the roll")
+    assert not on_roll(bus, here.sender) and bus.read(beat_name(here.sender)) is None
+    assert said.empty()
+
+
+def test_who_falls_silent_is_suspected_with_all_its_processes_and_struck_off(
+    bus: ErrorBus, said: queue.Queue[bytes]
+) -> None:
+    """Also by a judge that comes only when it has vanished."""
+    form_epoch(bus, "node7")
+    enter(bus, "gone", beat("node7", 11, 12))
+    with closing(HostWatch(bus, "a test", LIMIT)) as watch:
+        words = [decode(said.get(timeout=WITHIN)) for _ in range(2)]
+        until(lambda: not on_roll(bus, "gone"), "it is struck off")
+        until(lambda: bus.read(beat_name("gone")) is None, "its beats are removed")
+        assert on_roll(bus, watch.sender)
+    assert all(isinstance(word, Suspect) for word in words)
+    told = sorted((w.group, w.rank, w.pid, w.host) for w in words if isinstance(w, Suspect))
+    assert told == [("node7", 0, 11, "node7"), ("node7", 1, 12, "node7")]
+    assert isinstance(words[0], Suspect) and "nothing was heard of host node7" in words[0].cause
+    assert said.empty(), "it is said once"
+
+
+def test_who_is_not_in_the_epoch_is_named_as_soon_as_it_is(
+    bus: ErrorBus, said: queue.Queue[bytes]
+) -> None:
+    """It vanished while it waited to be let in, when nobody would have taken notice."""
+    enter(bus, "gone", beat("node7", 11, 12))
+    with closing(HostWatch(bus, "a test", LIMIT)) as watch:
+        until(lambda: "gone" in watch._told, "it has vanished")
+        assert said.empty() and on_roll(bus, "gone")
+        form_epoch(bus, "node7")
+        words = [decode(said.get(timeout=WITHIN)) for _ in range(2)]
+        until(lambda: not on_roll(bus, "gone"), "it is struck off")
+    assert {word.rank for word in words if isinstance(word, Suspect)} == {0, 1}
+
+
+def test_who_was_struck_off_and_beats_comes_in_again(bus: ErrorBus) -> None:
+    with closing(HostWatch(bus, "a test", LIMIT, [Process("0", 0, 1)])) as watch:
+        until(lambda: on_roll(bus, watch.sender), "it comes in")
+        held = bus.read(ROLL)
+        empty = b'{"senders":[],"v":1}'
+        assert bus.compare_set(ROLL, held, empty) == empty
+        until(lambda: on_roll(bus, watch.sender), "it comes in again")
+
+
+def test_a_beat_that_cannot_be_read_hides_nobody_else(
+    bus: ErrorBus, said: queue.Queue[bytes]
+) -> None:
+    form_epoch(bus, "node7")
+    enter(bus, "strange", b'{"number": true}')
+    enter(bus, "gone", beat("node7", 11))
+    with closing(HostWatch(bus, "a test", LIMIT)):
+        word = decode(said.get(timeout=WITHIN))
+    assert isinstance(word, Suspect) and word.host == "node7"
+
+
+def test_those_who_come_late_look_at_the_first_three_and_these_at_everybody(
+    bus: ErrorBus, said: queue.Queue[bytes]
+) -> None:
+    """The judges vanish together: who has only looked at them takes their place, and finds more."""
+    form_epoch(bus, *(f"node{number}" for number in range(5)))
+    for number in range(5):
+        enter(bus, f"gone{number}", beat(f"node{number}", 11))
+    with closing(HostWatch(bus, "a test", LIMIT)) as watch:
+        words = [decode(said.get(timeout=WITHIN)) for _ in range(5)]
+        until(lambda: bus.read(ROLL) == b'{"senders":["%b"],"v":1}' % watch.sender.encode(), "all")
+    hosts = [word.host for word in words if isinstance(word, Suspect)]
+    assert sorted(hosts) == [f"node{number}" for number in range(5)]
+    assert set(hosts[:3]) == {"node0", "node1", "node2"}
