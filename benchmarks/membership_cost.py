@@ -70,6 +70,7 @@ def child(path: str, group: str) -> None:
 
 def main() -> None:
     """Start the services and the groups, and print a table."""
+    os.environ["RUST_LOG"] = "error"  # before torchft is there: it logs every call
     from torchft.coordination import LighthouseServer
 
     from fft.bus import serve_tcp
@@ -91,7 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "config.json")
         path.write_text(json.dumps(config))
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "FFT_MONITOR": "0", "RUST_LOG": "error"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "FFT_MONITOR": "0"}
         command = [sys.executable, __file__, "--group", str(path)]
         children = [
             subprocess.Popen([*command, str(group)], env=env, stdout=subprocess.PIPE, text=True)

@@ -70,7 +70,7 @@ def main() -> None:
         digest="commit",
         quorum_timeout=timedelta(seconds=config.get("quorum_timeout", 30)),
         timeout=timedelta(seconds=30),
-        timeouts={"join_window": 15.0, "quorum": 60.0},
+        timeouts={"join_window": 60.0, "quorum": 120.0},  # a busy machine starts them late
         max_body_failures=config.get("max_body_failures", 5),
     )
     manager.drain_on(signal.SIGTERM)
