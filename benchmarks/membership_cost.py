@@ -1,7 +1,8 @@
 """What a step costs with no lighthouse, with heartbeats to one, and with its say.
 
 The three alternate in the same processes, one for each group, near-zero model, loopback; asserts
-nothing. ``python benchmarks/membership_cost.py [groups] [steps] [repetitions]``.
+nothing. On a busy machine look at the processor time, which is that of a group's process.
+``python benchmarks/membership_cost.py [groups] [steps] [repetitions]``.
 """
 
 from __future__ import annotations
@@ -56,15 +57,17 @@ def child(path: str, group: str) -> None:
         manager.register(model, optimizer)
         manager.sync_gradients(model)
         loader = fft.CursorLoader(torch.utils.data.TensorDataset(torch.randn(4096, 8)), 4, seed=1)
-        times = []
+        times: list[tuple[float, float]] = []
         for txn in manager.transactions(loader, max_steps=config["steps"] + WARM_UP):
             with txn:
                 model(txn.batch[0]).square().mean().backward()
             if txn.committed:
-                times.append(time.perf_counter())
+                times.append((time.perf_counter(), time.process_time()))
         manager.shutdown()
-        steps = [(b - a) * 1e3 for a, b in pairwise(times[WARM_UP:])]
-        found.append({"arm": turn["arm"], "steps": steps})
+        counted = times[WARM_UP:]
+        steps = [(b[0] - a[0]) * 1e3 for a, b in pairwise(counted)]
+        cpu = (counted[-1][1] - counted[0][1]) / len(steps) * 1e3
+        found.append({"arm": turn["arm"], "steps": steps, "cpu": cpu})
     sys.stdout.write(json.dumps(found))
 
 
@@ -112,14 +115,15 @@ def main() -> None:
 def show(found: list[list[dict[str, Any]]], groups: int, steps: int) -> None:
     """Medians of the turns' medians, with their range, over all groups."""
     print(f"{groups} groups x 1 rank, {steps} steps a turn, ms per step")
-    print(f"{'':<24}{'p50':>8}{'of turns':>18}{'p99':>8}")
+    print(f"{'':<24}{'p50':>8}{'of turns':>18}{'p99':>8}{'cpu':>8}")
     for arm in ARMS:
-        turns = [turn["steps"] for group in found for turn in group if turn["arm"] == arm]
+        mine = [turn for group in found for turn in group if turn["arm"] == arm]
+        turns, cpu = [turn["steps"] for turn in mine], statistics.median(t["cpu"] for t in mine)
         p50 = [statistics.median(turn) for turn in turns]
         p99 = [sorted(turn)[int(len(turn) * 0.99)] for turn in turns]
         spread = f"{min(p50):.2f} … {max(p50):.2f}"
         middle, high = statistics.median(p50), statistics.median(p99)
-        print(f"{arm:<24}{middle:>8.2f}{spread:>18}{high:>8.2f}")
+        print(f"{arm:<24}{middle:>8.2f}{spread:>18}{high:>8.2f}{cpu:>8.2f}")
 
 
 if __name__ == "__main__":

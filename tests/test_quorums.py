@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from torchft import Manager
 from torchft.coordination import LighthouseServer
+from torchft.manager import ManagerClient, ManagerServer
 
 from fft.core.messages import Peer, Token
 from fft.errors import FftError
@@ -20,6 +23,16 @@ from fft.lighthouse import Ask, Beacon, Named, Quorums, membership_of
 
 TOKEN, OLD = Token(3, 7), Token(3, 6)
 WINDOW = 1.0
+SETTINGS: dict[str, Any] = {
+    "replica_id": "0:x",
+    "hostname": "127.0.0.1",
+    "bind": "127.0.0.1:0",
+    "store_addr": "127.0.0.1:1",
+    "world_size": 1,
+    "heartbeat_interval": timedelta(milliseconds=100),
+    "connect_timeout": timedelta(seconds=1),
+    "quorum_retries": 0,
+}
 
 
 def ask(**members: int) -> Ask:
@@ -92,6 +105,35 @@ def test_torchfts_constructor_still_makes_what_is_put_in_their_place() -> None:
     assert "lighthouse_addr" in inspect.signature(Manager).parameters
 
 
+def test_torchfts_own_server_pairs_the_calls_of_a_groups_ranks_by_their_order(place: Place) -> None:
+    """Why only the first rank asks: one that was rolled back before puts all out of step."""
+    server = ManagerServer(
+        lighthouse_addr=f"http://127.0.0.1:{place.port}", **{**SETTINGS, "world_size": 2}
+    )
+    client = [ManagerClient(server.address(), timedelta(seconds=5)) for _ in range(2)]
+    got: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def quorum(rank: int, txn: int) -> None:
+        with suppress(TimeoutError):
+            client[rank]._quorum(
+                group_rank=rank,
+                step=txn,
+                checkpoint_metadata="",
+                shrink_only=False,
+                timeout=timedelta(seconds=1),
+                commit_failures=0,
+                init_sync=True,
+            )
+            got.put(txn)
+
+    first = threading.Thread(target=lambda: [quorum(0, txn) for txn in (1, 2)])
+    first.start()
+    quorum(1, 2)  # of txn 1 it knows nothing
+    first.join()
+    server.shutdown()
+    assert sorted(got.get(timeout=0) for _ in range(got.qsize())) == [1, 2], "txn 2 of rank 0: none"
+
+
 # --- a real lighthouse ----------------------------------------------------------------------------
 
 
@@ -138,17 +180,7 @@ class Group:
     """A beacon, what asks, and what it said."""
 
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
-        self.beacon = Beacon(
-            address,
-            replica_id=f"{name}:x",
-            hostname="127.0.0.1",
-            bind="127.0.0.1:0",
-            store_addr="127.0.0.1:1",
-            world_size=1,
-            heartbeat_interval=timedelta(milliseconds=100),
-            connect_timeout=timedelta(seconds=1),
-            quorum_retries=0,
-        )
+        self.beacon = Beacon(address, **{**SETTINGS, "replica_id": f"{name}:x"})
         self.name = name
         self.said = threading.Condition()
         self.late: list[set[str]] = []
