@@ -384,7 +384,8 @@ class Quorums:
         """Give the txn's quorum up, if it is time to."""
         if ask is None or ask.had or ask.failed is not None or now - ask.begun < self._timeout_s:
             return False
-        said = "does not name all groups" if self._answered >= ask.begun else self._reason
+        heard = self._answered >= ask.begun
+        said = "some group is not named, or has not come to this txn" if heard else self._reason
         ask.failed = f"no quorum of the lighthouse in {self._timeout_s:g} s: {said}"
         return True
 

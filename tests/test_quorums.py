@@ -126,7 +126,11 @@ def test_torchfts_own_server_pairs_the_calls_of_a_groups_ranks_by_their_order(pl
             )
             got.put(txn)
 
-    first = threading.Thread(target=lambda: [quorum(0, txn) for txn in (1, 2)])
+    def one_after_the_other() -> None:
+        for txn in (1, 2):
+            quorum(0, txn)
+
+    first = threading.Thread(target=one_after_the_other)
     first.start()
     quorum(1, 2)  # of txn 1 it knows nothing
     first.join()
