@@ -299,7 +299,7 @@ def members(record: dict[str, Any]) -> list[str]:
 def ruled(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Three groups: the lighthouse comes late, is restarted; then groups are killed."""
     root = tmp_path_factory.mktemp("ruled")
-    with job(root, 3, membership="lighthouse") as made:
+    with job(root, 3, membership="lighthouse", quorum_timeout=150) as made:
         made.start()
         for process in made.groups.values():
             process.until(lambda said: "begun" in said)
