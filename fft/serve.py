@@ -137,7 +137,7 @@ def start_services(
     A job name that was not given is a fresh one, so that two jobs never share keys. Raises
     ServiceError when an address cannot be had.
     """
-    from fft.bus import BusError  # here: it loads torch, which takes seconds
+    from fft.bus import BusError
 
     job = job or "job-" + secrets.token_hex(4)
 
@@ -151,7 +151,7 @@ def start_services(
             raise ServiceError(_not_started("bus", host, at, error)) from error
 
     def make_lighthouse(at: int | None) -> _Lighthouse:
-        from torchft.coordination import LighthouseServer
+        from torchft.coordination import LighthouseServer  # here: it takes seconds
 
         at = lighthouse_port if at is None else at
         bind_host = f"[{host}]" if ":" in host else host
