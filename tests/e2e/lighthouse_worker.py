@@ -70,7 +70,11 @@ def main() -> None:
         digest="commit",
         quorum_timeout=timedelta(seconds=config.get("quorum_timeout", 30)),
         timeout=timedelta(seconds=30),
-        timeouts={"join_window": 60.0, "quorum": 120.0},  # a busy machine starts them late
+        timeouts={
+            "join_window": 60.0,  # a busy machine starts them late
+            "quorum": 120.0,
+            "lighthouse_window": config.get("lighthouse_window", 1.0),
+        },
         max_body_failures=config.get("max_body_failures", 5),
     )
     manager.drain_on(signal.SIGTERM)

@@ -31,8 +31,8 @@ from fft.bus import serve_tcp
 
 HERE = Path(__file__).parent
 LIMIT_S = 200.0
-QUICK = {"min_replicas": 1, "heartbeat_timeout_ms": 2000}
-"""torchft's default is 5 s for heartbeats; its 60 s for those who do not join stay."""
+QUICK_MS, DEFAULT_MS = 2000, 5000
+"""Heartbeat timeouts, the second torchft's own; its 60 s for those who do not join stay."""
 
 pytestmark = pytest.mark.multiprocess
 
@@ -106,7 +106,7 @@ class Lighthouse:
     def __init__(self, log: Path, **options: Any) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._options, self._log = {**QUICK, **options}, log
+        self._options, self._log = {"min_replicas": 1, **options}, log
         self.process: Process | None = None
 
     def start(self) -> Lighthouse:
@@ -177,12 +177,14 @@ class Proxy:
 class Job:
     """Groups, a bus, and perhaps a lighthouse."""
 
-    def __init__(self, root: Path, groups: int, **config: Any) -> None:
+    def __init__(
+        self, root: Path, groups: int, heartbeat_ms: int = QUICK_MS, **config: Any
+    ) -> None:
         self.traces = root / "traces"
         self.traces.mkdir(parents=True)
         self._root, self._bus = root, serve_tcp()
         self.config = {**config, "groups": groups, "bus": self._bus.url, "traces": str(self.traces)}
-        self.lighthouse = Lighthouse(root / "lighthouse.log")
+        self.lighthouse = Lighthouse(root / "lighthouse.log", heartbeat_timeout_ms=heartbeat_ms)
         self.groups: dict[str, Process] = {}
 
     def start(self, lighthouse: bool = True) -> None:
@@ -299,7 +301,8 @@ def members(record: dict[str, Any]) -> list[str]:
 def ruled(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Three groups: the lighthouse comes late, is restarted; then groups are killed."""
     root = tmp_path_factory.mktemp("ruled")
-    with job(root, 3, membership="lighthouse", quorum_timeout=150) as made:
+    patient = {"heartbeat_ms": DEFAULT_MS, "quorum_timeout": 150, "lighthouse_window": 10.0}
+    with job(root, 3, membership="lighthouse", **patient) as made:
         made.start()
         for process in made.groups.values():
             process.until(lambda said: "begun" in said)
