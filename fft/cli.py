@@ -54,6 +54,10 @@ class BusKind(StrEnum):
 
 _BUS_KIND = Annotated[BusKind, typer.Option(help="In this process, or NATS servers.")]
 _CLUSTER = Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")]
+_LIGHTHOUSE = Annotated[
+    bool,
+    typer.Option(help="Serve torchft's lighthouse, for its dashboard and the like of it."),
+]
 
 
 @contextmanager
@@ -89,6 +93,7 @@ def serve(
     ] = None,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
+    lighthouse: _LIGHTHOUSE = True,
 ) -> None:
     """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
     from fft.serve import handed_over, serve_forever, start_services
@@ -96,7 +101,13 @@ def serve(
     _calm_lighthouse()
     with _plain_errors(), handed_over(token_file) as path:
         services = start_services(
-            host, port, lighthouse_port, job, bus_kind=bus.value, cluster=cluster
+            host,
+            port,
+            lighthouse_port,
+            job,
+            bus_kind=bus.value,
+            cluster=cluster,
+            with_lighthouse=lighthouse,
         )
         serve_forever(services, path)
 
@@ -144,6 +155,7 @@ def run(
     host_limit: Annotated[
         float, typer.Option(help="Seconds of silence before other hosts go on without this one.")
     ] = 5.0,
+    lighthouse: _LIGHTHOUSE = True,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
     from fft.faults import FaultPlan, load_plan
@@ -172,7 +184,7 @@ def run(
         config.check()
         total = config.groups_in_all
         plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
-        verdict = _supervise(config, plan, progress, None if join else (bus, cluster))
+        verdict = _supervise(config, plan, progress, None if join else (bus, cluster, lighthouse))
     for line in verdict.lines:
         sys.stderr.write(f"fft: {line}\n")
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
@@ -180,9 +192,15 @@ def run(
 
 
 def _supervise(
-    config: RunConfig, plan: FaultPlan, progress: bool, serve: tuple[BusKind, int] | None
+    config: RunConfig,
+    plan: FaultPlan,
+    progress: bool,
+    serve: tuple[BusKind, int, bool] | None,
 ) -> Verdict:
-    """Serve (None: join) and supervise in this process; SIGINT, SIGTERM drain, a second kills."""
+    """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills.
+
+    ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
+    """
     _calm_lighthouse()
     from fft.jobtoken import JobToken
     from fft.progress import open_display
@@ -194,9 +212,14 @@ def _supervise(
     if serve is None:
         services = Joined.from_env()
     else:
-        bus, cluster = serve
+        bus, cluster, lighthouse = serve
         token = token or JobToken.fresh()
-        services = start_services(min_groups=config.min_groups, bus_kind=bus.value, cluster=cluster)
+        services = start_services(
+            min_groups=config.min_groups,
+            bus_kind=bus.value,
+            cluster=cluster,
+            with_lighthouse=lighthouse,
+        )
     try:
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)

@@ -35,6 +35,10 @@ class NotEnoughGroups(NoEpoch):
     """Fewer than ``min_replica_size`` replica groups came within the quorum timeout."""
 
 
+class NoQuorum(FftError):
+    """With ``membership="lighthouse"``: torchft's lighthouse had no quorum for the txn in time."""
+
+
 class BodyKeepsFailing(FftError):
     """The body of the same step failed on this rank too many times in a row."""
 

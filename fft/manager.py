@@ -77,18 +77,21 @@ from fft.core.messages import (
     Start,
     StartTxn,
     Stop,
+    Suspect,
     Token,
+    encode,
 )
 from fft.core.participant import Participant
 from fft.data import DataSource, as_source, loaded
 from fft.diagnosis.station import Station
 from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
-from fft.errors import BodyKeepsFailing, Drained, FftError, TxnAborted
+from fft.errors import BodyKeepsFailing, Drained, FftError, NoQuorum, TxnAborted
 from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
 from fft.interrupt import Interrupted, Interrupter, guarded
 from fft.jobtoken import JobToken
+from fft.lighthouse import Beacon, Membership, Quorums, construct, membership_of
 from fft.machine import Table
 from fft.monitor import MonitorConfig
 from fft.pacer import Pacer, interval_from
@@ -134,6 +137,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains.
         progress_interval: seconds between two words of progress, by which slow ranks are named; 0:
             none (``FFT_PROGRESS_INTERVAL``, else 1).
+        membership: ``register``: the job's register decides alone who is in, and a lighthouse, if
+            one is given (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``), only gets heartbeats.
+            ``lighthouse``: no txn commits without a quorum of it that names every group; give all
+            groups the same (``FFT_MEMBERSHIP``, else ``register``).
 
     Raises:
         SpecError: the spec cannot be used.
@@ -159,6 +166,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         max_body_failures: int = 5,
         monitor: bool | None = None,
         progress_interval: float | None = None,
+        membership: Membership | None = None,
         **kwargs: Any,
     ) -> None:
         self._spec = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
@@ -166,6 +174,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if not url:
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
         self._token = JobToken.from_env()
+        self._membership = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
+        self._quorums: Quorums | None = None
         self._progress_interval = interval_from(progress_interval)
         self._pacer: Pacer | None = None
         self._engine: Engine | None = None
@@ -190,7 +200,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             transfer = called.arguments["checkpoint_transport"] = StateTransfer(self._token, limit)
         self._transfer = transfer
         try:
-            super().__init__(*called.args, **called.kwargs)
+            construct(self, called)
         except BaseException:
             if transfer is not None:
                 transfer.shutdown()
@@ -236,6 +246,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._station = Station(place, self._bus, self._trace.note)
             self._clock = DrainClock(_Leaver(self), table["drain_margin"].seconds)
             self._drain_as_set()
+            if self._membership == "lighthouse" and self._group_rank == 0:
+                self._quorums = Quorums(
+                    cast("Beacon", self._manager),
+                    self._peer,
+                    table["quorum_timeout"].seconds,
+                    table["lighthouse_window"].seconds,
+                    _Doubter(self),
+                )
         except BaseException:
             # torchft has begun to serve and to send heartbeats, which nobody else could end now.
             self._end_drain()
@@ -299,6 +317,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
         )
         self._engine.start()
+        if self._quorums is not None:
+            self._quorums.start()
         self._pacer = Pacer(self._bus, self._peer, self._progress_interval)
         if self._shard is not None:
             self._shard.waiting = self._pacer.waiting
@@ -641,8 +661,31 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._pacer.begin()
         if self._watched is not None:
             self._watched.pulse.begin(plan.step)
+        self._ask_lighthouse(plan)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
+
+    def _ask_lighthouse(self, plan: StartTxn) -> None:
+        """Have the quorum of this txn asked for; it is waited for before the vote."""
+        engine, quorums = self._engine, self._quorums
+        if quorums is None or engine is None or (epoch := engine.local.epoch) is None:
+            return
+        if quorums.failures >= self._max_body_failures:
+            self._leave_txn()
+            raise NoQuorum(
+                f"torchft's lighthouse did not answer in {quorums.failures} attempts in a row "
+                f"({quorums.reason}); start it, or train with membership='register'"
+            )
+        members = {entry.group: entry.ranks[0].inc for entry in epoch.members}
+        quorums.begin(plan.token, plan.step, members)
+        if engine.superseded():  # rolled back before there was anything to end
+            quorums.end()
+
+    def _await_quorum(self, plan: StartTxn) -> None:
+        if self._quorums is None or self._errored is not None:
+            return
+        if (why := self._quorums.wait(plan.token)) is not None:
+            self._errored = _Reported(NoQuorum(why))
 
     def _prepare(self) -> Apply | None:
         """Vote and wait for the decision. The record to apply, or None: rolled back."""
@@ -653,6 +696,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._pacer.end()
         with self._waiting():
             self._await_reductions()
+            self._await_quorum(plan)
         self._inject("vote")
         yes = self._errored is None
         cause = "" if self._errored is None else _text(self._errored.original_exception)
@@ -661,6 +705,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         with self._waiting():
             command = engine.wait_command()
         self._txn = None
+        if self._quorums is not None:
+            self._quorums.end()
         if isinstance(command, Apply):
             engine.take(command)
             self._note_commit(command.record, plan)
@@ -757,6 +803,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             else:  # aborted before this rank began the txn: its state is that of the last commit
                 self._state.unwind()
         assert self._engine is not None
+        if self._quorums is not None and self._engine.local.stuck:
+            with self._waiting():
+                self._quorums.pause()
         self._engine.post(Restored(command.token))
 
     def _groups(self) -> list[AbortableGroup]:
@@ -1038,6 +1087,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._pacer.close()
         if self._engine is not None:
             self._engine.close()
+        if self._quorums is not None:
+            self._quorums.close()
         self._end_drain()
         self._station.close()
         for hook in self._hooks:
@@ -1182,6 +1233,8 @@ class _EngineHost:
 
     def interrupt(self, cause: str) -> None:
         manager = self._manager()
+        if manager is not None and manager._quorums is not None:
+            manager._quorums.end()
         if manager is not None and manager._interrupter is not None:
             manager._interrupter.request(cause)
 
@@ -1189,6 +1242,36 @@ class _EngineHost:
         manager = self._manager()
         if manager is not None:
             manager._obey(command)
+
+
+class _Doubter:
+    """What a lighthouse's quorum, or none, may do to the manager; does not keep it alive."""
+
+    def __init__(self, manager: ManagerFFT) -> None:
+        self._manager = weakref.ref(manager)
+
+    def unnamed(self, token: Token, groups: set[str]) -> None:
+        manager = self._manager()
+        engine = manager._engine if manager is not None else None
+        if manager is None or engine is None:
+            return
+        local = engine.local
+        if local.token != token or local.epoch is None:
+            return
+        manager._trace.note("lighthouse", {"unnamed": sorted(groups)}, local)
+        cause = "the lighthouse's quorum does not name it"
+        ranks = [(e.group, r) for e in local.epoch.members if e.group in groups for r in e.ranks]
+        try:
+            for group, r in ranks:
+                word = Suspect(group, r.rank, r.pid, r.host, "lighthouse", cause)
+                manager._bus.broadcast(encode(word))
+        except BusError as error:  # the engine will notice, if it lasts
+            logger.warning("could not say whom the lighthouse does not name: %s", error)
+
+    def failed(self, token: Token, why: str) -> None:
+        manager = self._manager()
+        if manager is not None and manager._engine is not None:
+            manager._engine.post(Fault(token, f"NoQuorum: {why}", "NoQuorum"))
 
 
 class _Leaver:

@@ -1,4 +1,4 @@
-"""The two services of a job in one process: FFT's bus and torchft's lighthouse.
+"""The services of a job in one process: FFT's bus and, if it is wanted, torchft's lighthouse.
 
 Opens listening sockets and the service's native threads, and closes them again. The only
 process-wide thing is the signal handling of `serve_forever`, which is a program's main loop.
@@ -46,19 +46,19 @@ class ServiceError(FftError):
 
 
 class Services:
-    """A running bus and lighthouse. `close` ends both; it may be called twice."""
+    """A running bus, and a lighthouse if one is wanted. `close` may be called twice."""
 
     def __init__(
         self,
         host: str,
         bus: Callable[[int | None], _BusServer],
-        lighthouse: Callable[[int | None], _Lighthouse],
+        lighthouse: Callable[[int | None], _Lighthouse] | None,
     ) -> None:
         """``bus`` and ``lighthouse`` start one, at a port, or (None) at the one first asked for."""
         self._make_bus, self._make_lighthouse = bus, lighthouse
         self.bus = bus(None)
         try:
-            made = lighthouse(None)
+            made = lighthouse(None) if lighthouse is not None else None
         except ServiceError:
             self.bus.close()
             raise
@@ -67,15 +67,25 @@ class Services:
         # A wildcard address cannot be connected to, so there the host name has to do.
         name = socket.gethostname() if host in _WILDCARDS else host
         name = f"[{name}]" if ":" in name else name
-        self.lighthouse_url = f"http://{name}:{urlsplit(made.address()).port}"
+        self.lighthouse_url: str | None = None
+        if made is not None:
+            self.lighthouse_url = f"http://{name}:{urlsplit(made.address()).port}"
         self.bus_url = _seen_as(self.bus.url, name) if host in _WILDCARDS else self.bus.url
 
     def announcement(self) -> str:
-        """The line by which a job finds both services, as environment settings."""
-        return f"TORCHFT_LIGHTHOUSE={self.lighthouse_url} FFT_BUS={self.bus_url}"
+        """The line by which a job finds the services, as environment settings."""
+        return " ".join(f"{name}={value}" for name, value in self.settings().items())
+
+    def settings(self) -> dict[str, str]:
+        """What a process of the job finds them by in its environment."""
+        found = {} if self.lighthouse_url is None else {"TORCHFT_LIGHTHOUSE": self.lighthouse_url}
+        return {**found, "FFT_BUS": self.bus_url}
 
     def restart_lighthouse(self) -> None:
         """End the lighthouse and start one at the same address. Raises ServiceError."""
+        make = self._make_lighthouse
+        if make is None:
+            raise ServiceError("there is no lighthouse to restart: this job was given none")
         old, self._lighthouse = self._lighthouse, None
         if old is None:
             return
@@ -85,7 +95,7 @@ class Services:
         deadline = time.monotonic() + _FREE_S
         while True:  # torchft lets go of the port some time after shutdown(), and says not when
             try:
-                self._lighthouse = self._make_lighthouse(port)
+                self._lighthouse = make(port)
             except ServiceError:
                 if time.monotonic() > deadline:
                     raise
@@ -101,7 +111,7 @@ class Services:
         self.bus = self._make_bus(urlsplit(self.bus_url).port)
 
     def close(self) -> None:
-        """End both services and free their ports."""
+        """End the services and free their ports."""
         lighthouse, self._lighthouse = self._lighthouse, None
         try:
             if lighthouse is not None:
@@ -118,6 +128,7 @@ def start_services(
     min_groups: int = 1,
     bus_kind: str = "tcp",
     cluster: int = 1,
+    with_lighthouse: bool = True,
 ) -> Services:
     """Start bus and lighthouse on ``host``; port 0 takes a free one.
 
@@ -126,9 +137,6 @@ def start_services(
     A job name that was not given is a fresh one, so that two jobs never share keys. Raises
     ServiceError when an address cannot be had.
     """
-    # imported here: both load torch, which takes seconds
-    from torchft.coordination import LighthouseServer
-
     from fft.bus import BusError
 
     job = job or "job-" + secrets.token_hex(4)
@@ -143,6 +151,8 @@ def start_services(
             raise ServiceError(_not_started("bus", host, at, error)) from error
 
     def make_lighthouse(at: int | None) -> _Lighthouse:
+        from torchft.coordination import LighthouseServer  # here: it takes seconds
+
         at = lighthouse_port if at is None else at
         bind_host = f"[{host}]" if ":" in host else host
         try:
@@ -151,7 +161,7 @@ def start_services(
             raise ServiceError(_not_started("lighthouse", host, at, error)) from error
         return made
 
-    return Services(host, make_bus, make_lighthouse)
+    return Services(host, make_bus, make_lighthouse if with_lighthouse else None)
 
 
 def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -> _BusServer:
@@ -202,7 +212,7 @@ def handed_over(
 
 
 def serve_forever(services: Services, token_file: Path | None = None) -> None:
-    """Print the announcement as one line, then wait for SIGINT or SIGTERM and end both.
+    """Print the announcement as one line, then wait for SIGINT or SIGTERM and end them.
 
     ``token_file`` is announced too: whoever may read it can take part in the job. For the main
     thread of a program of its own: it takes the two signals.

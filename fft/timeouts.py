@@ -27,7 +27,8 @@ random, before it stands for election, and that is no setting (nats-server: serv
 
 ARGUMENTS = {
     "timeout": "fetching state from a peer; what an abort leaves behind in a process group",
-    "quorum_timeout": "building process groups after the epoch is formed",
+    "quorum_timeout": "building process groups after the epoch is formed; with "
+    "membership=lighthouse, a txn's quorum too",
     "connect_timeout": "reaching torchft's store and the bus at the start",
 }
 """The manager's arguments that are torchft's, and what else they bound besides what follows."""
@@ -74,7 +75,14 @@ _HOSTS = {
         "heartbeats (0.4 x this at least) where that is shorter",
     ),
 }
-_OURS = {**_HANGS, **_DRAINS, **_HOSTS}
+_LIGHTHOUSE = {
+    "lighthouse_window": (
+        1.0,
+        "the wait for a member that the lighthouse's quorum does not name, before it is suspected; "
+        "with membership=lighthouse",
+    ),
+}
+_OURS = {**_HANGS, **_DRAINS, **_HOSTS, **_LIGHTHOUSE}
 
 
 class TimeoutsError(FftError):
@@ -136,6 +144,12 @@ RULES = (
     Rule("join_window", 2, "join_interval", "a joiner's first word may be lost"),
     Rule("quorum", 2, "join_window", "the first epoch must come before the end"),
     Rule("quorum", 64, "pause", "the longest pause must not end the job"),
+    Rule(
+        "quorum_timeout",
+        2,
+        "lighthouse_window",
+        "who is not named must be suspected before the quorum is given up",
+    ),
     Rule(
         "ready_window", 1, "timeout", "a member that still fetches its state must not be left out"
     ),

@@ -38,8 +38,9 @@ stage.recv(1)
 """
 
 
-def fft(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*FFT, *arguments], capture_output=True, text=True, timeout=WAIT_S)
+def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    outer, command = {**os.environ, **env}, [*FFT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=outer)
 
 
 @contextmanager
@@ -94,6 +95,38 @@ def test_serve_prints_one_line_serves_and_ends(number: int) -> None:
         assert process.returncode == 0, errors
         assert rest == ""
     assert not token.parent.exists()
+
+
+def test_serve_without_a_lighthouse_announces_none() -> None:
+    with started("serve", "--no-lighthouse", "--job", "mine") as process:
+        line = first_line(process)
+        assert re.fullmatch(r"FFT_BUS=tcp://\S+:\d+/mine FFT_TOKEN_FILE=/\S+\n", line), line
+        listening = [
+            at for at in psutil.Process(process.pid).net_connections("tcp") if at.status == "LISTEN"
+        ]
+        assert len({at.laddr.port for at in listening}) == 1, "the bus's"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) -> None:
+    """Its own, none, or with ``--no-lighthouse`` the one that was there before."""
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ.get('TORCHFT_LIGHTHOUSE'))\n")
+    found = {}
+    for name, options, outer in (
+        ("own", (), "http://other:1"),
+        ("none", ("--no-lighthouse",), ""),
+        ("given", ("--no-lighthouse",), "http://other:1"),
+    ):
+        traces = tmp_path / name
+        command = ("run", *options, "--trace-dir", str(traces), str(script))
+        done = fft(*command, TORCHFT_LIGHTHOUSE=outer)
+        assert done.returncode == 0, done.stderr
+        (log,) = (traces / "logs").iterdir()
+        found[name] = log.read_text().strip()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", found["own"])
+    assert found["none"] == "" and found["given"] == "http://other:1"
 
 
 @pytest.mark.parametrize("cluster", [1, 3])

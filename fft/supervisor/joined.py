@@ -18,17 +18,19 @@ class Joined:
     """Bus and lighthouse that `fft serve`, or another `fft run`, has announced."""
 
     bus_url: str
-    lighthouse_url: str
+    lighthouse_url: str | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """What was announced. Raises ServiceError if it is not all there."""
-        names = ("FFT_BUS", "TORCHFT_LIGHTHOUSE")
-        if missing := [name for name in names if not environ.get(name)]:
-            raise ServiceError(
-                f"--join needs {' and '.join(missing)} in the environment; `fft serve` prints it"
-            )
-        return cls(*(environ[name] for name in names))
+        """What was announced. Raises ServiceError if there is no bus among it."""
+        if not (bus := environ.get("FFT_BUS")):
+            raise ServiceError("--join needs FFT_BUS in the environment; `fft serve` prints it")
+        return cls(bus, environ.get("TORCHFT_LIGHTHOUSE") or None)
+
+    def settings(self) -> dict[str, str]:
+        """What a process of the job finds them by in its environment."""
+        found = {} if self.lighthouse_url is None else {"TORCHFT_LIGHTHOUSE": self.lighthouse_url}
+        return {**found, "FFT_BUS": self.bus_url}
 
     def restart_bus(self) -> None:
         """Raises ServiceError: it is somebody else's."""

@@ -293,8 +293,7 @@ class Supervisor:
     def _start(self, group: Group) -> None:
         config = self._config
         services = {
-            "TORCHFT_LIGHTHOUSE": self._services.lighthouse_url,
-            "FFT_BUS": self._services.bus_url,
+            **self._services.settings(),
             "FFT_TRACE_DIR": str(config.trace_dir.resolve()),
             "FFT_SUPERVISOR_FD": str(self._words_in.fileno()),
         }

@@ -1,7 +1,8 @@
 """A job of several managers in one process, in threads, for the tests of the manager.
 
-Each group is one thread with a model, a gloo group and a store of its own; the bus is in memory.
-Nothing waits without a bound: a thread that does not end in time fails the test.
+Each group is one thread with a model, a gloo group and a store of its own; the bus is in memory,
+and there is no lighthouse. Nothing waits without a bound: a thread that does not end in time fails
+the test.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torchft import ProcessGroupGloo
-from torchft._torchft import LighthouseServer
 
 import fft
 from fft.audit import AuditReport, audit_dir, read_lines
@@ -108,7 +108,6 @@ class Member:
             store_port=port,
             rank=0,
             world_size=1,
-            lighthouse_addr=job.lighthouse.address(),
             **values,
         )
         if register:
@@ -159,13 +158,12 @@ class Member:
 
 
 class Job:
-    """A lighthouse, a bus (in memory, if none is given) and the members."""
+    """A bus (in memory, if none is given) and the members."""
 
     def __init__(self, traces: Path, groups: int, bus: str | None = None) -> None:
         self.traces = traces
         self.groups = groups
         self.bus = bus or f"memory://e2e-{uuid.uuid4().hex[:12]}"
-        self.lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
         self.members: list[Member] = []
 
     def member(self, group: str, **settings: Any) -> Member:
@@ -205,7 +203,6 @@ def job(traces: Path, groups: int, bus: str | None = None) -> Iterator[Job]:
         for member in made.members:
             if member._thread is not None:
                 member.end()
-        made.lighthouse.shutdown()
 
 
 def wait_until(holds: Callable[[], bool], what: str, within: float = 30.0) -> None:

@@ -1,7 +1,7 @@
 """The plain torchft loop under ``ManagerFFT``: no split commit, no needless transfer.
 
-One job of three groups runs the example unchanged under a fault plan; torchft's DDP wrapper and
-LocalSGD run in threads.
+One job of three groups runs the example unchanged under a fault plan; torchft's DDP wrapper,
+LocalSGD and DiLoCo run in threads, without a lighthouse.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from stage import Member, aborts, assert_in_order, fetches, job, parameters, records
 from torchft import DistributedDataParallel
-from torchft.local_sgd import LocalSGD
+from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.optim import OptimizerWrapper
 
 from fft.audit import audit_dir
@@ -119,10 +119,11 @@ def _net(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
 
 
-def _run(traces: Path, work: Any, transfers: int = 1) -> list[Member]:
+def _run(traces: Path, work: Any, transfers: int = 1, **settings: Any) -> list[Member]:
     """Two groups that begin with different weights; the second takes the first's."""
     with job(traces, 2) as made:
-        members = [made.member(str(g), init_sync=True, **_state_functions(_net(g))) for g in (0, 1)]
+        nets = {str(g): {**_state_functions(_net(g)), **settings} for g in (0, 1)}
+        members = [made.member(g, init_sync=True, **net) for g, net in nets.items()]
         for member in members:
             member.start(work)
         for member in members:
@@ -181,3 +182,20 @@ def test_local_sgd_runs_under_it(tmp_path: Path, fails: bool) -> None:
     _run(tmp_path / "traces", work, transfers=1 + int(fails))
     lost = aborts(tmp_path / "traces")
     assert len(lost) == len(failed) == int(fails)
+
+
+def test_diloco_runs_under_it(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        manager, inner = member.manager, member.optimizer
+        outer = torch.optim.SGD(member.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        draw = torch.Generator().manual_seed(int(member.group))
+        with DiLoCo(manager, [member.model], inner, outer, sync_every=3):
+            while manager.current_step() < 4:
+                inner.zero_grad()
+                member.model(torch.randn(4, 8, generator=draw)).square().mean().backward()
+                inner.step()
+        assert manager.num_participants() == 2 and manager.batches_committed() == 8
+        assert manager.errored() is None
+
+    _run(tmp_path / "traces", work, use_async_quorum=False)
+    assert aborts(tmp_path / "traces") == []

@@ -1,6 +1,6 @@
 """Several managers in one process, in threads: each of the manager's promises by itself.
 
-The bus is in memory and every group has one rank; gloo, the stores and the lighthouse are real.
+The bus is in memory and every group has one rank; gloo and the stores are real.
 """
 
 from __future__ import annotations

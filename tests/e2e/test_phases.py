@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import yaml
-from torchft._torchft import LighthouseServer
 
 from fft.audit import audit_dir
 from fft.bus import serve_tcp
@@ -60,7 +59,6 @@ CASES = _cases()
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases, run once; each leaves traces and results in a folder of its name."""
     root = tmp_path_factory.mktemp("phases")
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
     bus = serve_tcp()
     address = bus.url.rsplit("/", 1)[0]
     keep: list[Any] = []
@@ -80,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"stores": stores, "bus": f"{address}/{name}", "plan": plan, "traces": str(folder)}
         )
     (root / "config.json").write_text(json.dumps(config))
-    env = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address(), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env["FFT_MONITOR"] = "0"  # of one per rank and case, each a process that loads torch
     children = []
     for group, rank in RANKS:
@@ -97,7 +95,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for child in children:
             child.kill()
             child.wait()
-        lighthouse.shutdown()
         bus.close()
     return root
 

@@ -71,6 +71,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "repeated rollbacks without a commit": "repeated_rollbacks_pause",
     }
     beneath_the_core = {
+        "a host vanishes": "e2e/test_vanished_host.py",
         "slow rank": "e2e/test_injected.py",
         "connections of a process group cut": "e2e/test_injected.py",
         "NaN in a gradient": "e2e/test_injected.py",

@@ -1,0 +1,391 @@
+"""torchft's lighthouse beside a job, in charge of it, restarted, gone, and not there at all.
+
+Every group is a process of its own, with no supervisor and no monitor; so is the lighthouse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import aborts, epochs, notes, records, wait_until
+
+from fft.audit import audit_dir
+from fft.bus import serve_tcp
+
+HERE = Path(__file__).parent
+LIMIT_S = 200.0
+QUICK_MS, DEFAULT_MS = 2000, 5000
+"""Heartbeat timeouts, the second torchft's own; its 60 s for those who do not join stay."""
+
+pytestmark = pytest.mark.multiprocess
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """A child, what it says, and its end."""
+
+    def __init__(self, *command: str, log: Path) -> None:
+        env = {**os.environ, "FFT_MONITOR": "0", "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+        for name in ("TORCHFT_LIGHTHOUSE", "FFT_MEMBERSHIP"):
+            env.pop(name, None)
+        self.log = log
+        with log.open("ab") as errors:
+            self.child = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=env,
+                text=True,
+            )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def line(self) -> str:
+        """The next line that it says."""
+        line = self._lines.get(timeout=LIMIT_S)
+        assert line is not None, self.log.read_text()[-3000:]
+        return line
+
+    def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Read what it says until it says this."""
+        while not holds(json.loads(self.line())):
+            pass
+
+    def at(self, step: int) -> None:
+        """Wait until it has committed ``step`` steps."""
+        self.until(lambda said: said.get("step", 0) >= step)
+
+    def end(self) -> int:
+        """Wait for its end, and return its exit code."""
+        return self.child.wait(LIMIT_S)
+
+    def kill(self) -> None:
+        """End it for good."""
+        self.child.kill()
+        self.child.wait(LIMIT_S)
+        self._reader.join(LIMIT_S)
+        for end in (self.child.stdin, self.child.stdout):
+            assert end is not None
+            end.close()
+
+
+class Lighthouse:
+    """torchft's lighthouse at one port; may be killed, and started again there."""
+
+    def __init__(self, log: Path, **options: Any) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._options, self._log = {"min_replicas": 1, **options}, log
+        self.process: Process | None = None
+
+    def start(self) -> Lighthouse:
+        """Start it, and wait until it listens."""
+        script = str(HERE / "lighthouse_child.py")
+        options = json.dumps(self._options)
+        self.process = Process(script, str(self.port), options, log=self._log)
+        assert int(self.process.line()) == self.port
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+
+    def status(self) -> str:
+        """Its dashboard."""
+        with urllib.request.urlopen(f"{self.url}/status", timeout=LIMIT_S) as page:
+            return str(page.read().decode())
+
+    def press_kill(self, group: str) -> None:
+        """The dashboard's button; the group's server never answers, for its process is gone."""
+        (replica,) = set(re.findall(rf"/replica/({group}:[0-9a-f-]+)/kill", self.status()))
+        request = urllib.request.Request(f"{self.url}/replica/{replica}/kill", method="POST")
+        with suppress(OSError):
+            urllib.request.urlopen(request, timeout=LIMIT_S).close()
+
+
+class Proxy:
+    """A way to the lighthouse that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # cut
+            while True:
+                here, _ = self._listener.accept()
+                self._ends.append(here)
+                there = socket.create_connection(("127.0.0.1", self._target))
+                self._ends.append(there)
+                for a, b in ((here, there), (there, here)):
+                    self._threads.append(threading.Thread(target=self._pump, args=(a, b)))
+                    self._threads[-1].start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while said := source.recv(65536):
+                sink.sendall(said)
+            sink.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        """Nothing comes through any more; nobody is let in. Idempotent."""
+        for end in (self._listener, *self._ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+
+
+class Job:
+    """Groups, a bus, and perhaps a lighthouse."""
+
+    def __init__(
+        self, root: Path, groups: int, heartbeat_ms: int = QUICK_MS, **config: Any
+    ) -> None:
+        self.traces = root / "traces"
+        self.traces.mkdir(parents=True)
+        self._root, self._bus = root, serve_tcp()
+        self.config = {**config, "groups": groups, "bus": self._bus.url, "traces": str(self.traces)}
+        self.lighthouse = Lighthouse(root / "lighthouse.log", heartbeat_timeout_ms=heartbeat_ms)
+        self.groups: dict[str, Process] = {}
+
+    def start(self, lighthouse: bool = True) -> None:
+        """Start the groups; ``lighthouse``: and tell them of it."""
+        if lighthouse:
+            self.config["lighthouse"] = self.lighthouse.url
+        (self._root / "config.json").write_text(json.dumps(self.config))
+        for number in range(self.config["groups"]):
+            script = [str(HERE / "lighthouse_worker.py"), str(self._root / "config.json")]
+            group = str(number)
+            log = self._root / f"g{group}.log"
+            self.groups[group] = Process(*script, group, log=log)
+
+    def stop(self) -> None:
+        """Ask all to leave with the next commit."""
+        for process in self.groups.values():
+            process.child.send_signal(signal.SIGTERM)
+
+    def ends(self, *groups: str) -> dict[str, dict[str, Any]]:
+        """What these groups ended with; they must have ended well."""
+        for group in groups:
+            log = self.groups[group].log
+            assert self.groups[group].end() == 0, log.read_text()[-3000:]
+        return {g: json.loads((self.traces / f"end-{g}.json").read_text()) for g in groups}
+
+    def audit(self) -> None:
+        """The audit must find nothing."""
+        report = audit_dir(self.traces)
+        assert report.ok, report.render()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        for process in self.groups.values():
+            process.kill()
+        self.lighthouse.kill()
+        self._bus.close()
+
+
+@contextmanager
+def job(root: Path, groups: int, **config: Any) -> Iterator[Job]:
+    """A job; all its processes are ended, whatever happened."""
+    made = Job(root, groups, **config)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# --- the register decides -------------------------------------------------------------------------
+
+
+def gaps_ms(traces: Path, since: float) -> tuple[float, float]:
+    """Between commits of group 0: the median, and the longest that ended after ``since``."""
+    walls = [n["wall"] for n in notes(traces, "consumed") if n["group"] == "0"]
+    gaps = [(b - a, b) for a, b in pairwise(walls)]
+    longest = max(gap for gap, end in gaps if end > since)
+    return statistics.median(gap for gap, _ in gaps) * 1e3, longest * 1e3
+
+
+def test_a_lighthouse_that_is_killed_for_good_costs_no_bit_and_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against a run without one, which has no thread for it either."""
+    with job(tmp_path / "without", 2, steps=150) as plain:
+        plain.start(lighthouse=False)
+        wanted = plain.ends("0", "1")
+        plain.audit()
+    with job(tmp_path / "killed", 2, steps=150) as killed:
+        killed.lighthouse.start()
+        killed.start()
+        for process in killed.groups.values():
+            process.at(10)
+        at = time.time()
+        killed.lighthouse.kill()
+        found = killed.ends("0", "1")
+        killed.audit()
+        with capsys.disabled():
+            median, longest = gaps_ms(killed.traces, at)
+            print(f"\n  step {median:.0f} ms; longest after the kill {longest:.0f} ms")
+        assert aborts(killed.traces) == [] and epochs(killed.traces) == 1
+    for group in ("0", "1"):
+        for what in ("steps", "weights", "parameters"):
+            assert found[group][what] == wanted[group][what], what
+        assert not any("torchft" in name for name in wanted[group]["native"])
+        assert any("torchft" in name for name in found[group]["native"]), "the control"
+        ours = {"fft-lighthouse", "fft-quorum"}
+        assert not ours & {*wanted[group]["threads"], *found[group]["threads"]}
+
+
+def test_a_lighthouse_that_is_down_at_the_start_costs_a_warning(tmp_path: Path) -> None:
+    with job(tmp_path, 2) as made:
+        made.start()
+        for process in made.groups.values():
+            process.at(3)
+            said = process.log.read_text()
+            assert said.count("gets no heartbeats until it can be reached") == 1, said
+        made.lighthouse.start()
+        beats = re.compile(r"\b[01]:[0-9a-f-]{36}: seen")
+        wait_until(lambda: len(set(beats.findall(made.lighthouse.status()))) == 2, "heartbeats")
+        made.stop()
+        made.ends("0", "1")
+        assert aborts(made.traces) == []
+        made.audit()
+
+
+# --- the lighthouse has its say -------------------------------------------------------------------
+
+
+def members(record: dict[str, Any]) -> list[str]:
+    return [entry["group"] for entry in record["members"]]
+
+
+@pytest.fixture(scope="module")
+def ruled(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Three groups: the lighthouse comes late, is restarted; then groups are killed."""
+    root = tmp_path_factory.mktemp("ruled")
+    patient = {"heartbeat_ms": DEFAULT_MS, "quorum_timeout": 150, "lighthouse_window": 10.0}
+    with job(root, 3, membership="lighthouse", **patient) as made:
+        made.start()
+        for process in made.groups.values():
+            process.until(lambda said: "begun" in said)
+        assert not records(made.traces)[1:], "nothing is committed without a quorum"
+        made.lighthouse.start()
+        last = made.groups["0"]
+        last.at(10)
+        made.lighthouse.kill()
+        made.lighthouse.start()
+        last.at(records(made.traces)[-1]["step"] + 10)
+        assert [members(r) for r in records(made.traces) if r["members"]] == [["0", "1", "2"]]
+        assert notes(made.traces, "lighthouse") == [], "who knows nobody makes no suspects"
+        made.groups["2"].child.kill()
+        last.at(records(made.traces)[-1]["step"] + 10)
+        made.lighthouse.press_kill("1")
+        assert made.groups["1"].end() != 0, "torchft ends it in the middle of everything"
+        last.at(records(made.traces)[-1]["step"] + 10)
+        made.stop()
+        made.ends("0")
+    return made
+
+
+def test_a_late_and_a_restarted_lighthouse_are_waited_for_and_the_killed_are_left_out(
+    ruled: Job,
+) -> None:
+    ruled.audit()
+    formed = [members(r) for r in records(ruled.traces) if r["members"]]
+    assert formed[0] == ["0", "1", "2"] and ["0", "1"] in formed and formed[-1] == ["0"]
+    assert all(len(a) >= len(b) for a, b in pairwise(formed))
+
+
+def test_who_is_not_named_is_left_out_even_if_nobody_else_notices(tmp_path: Path) -> None:
+    """Group 2 is killed while the others are in no collective; only its heartbeats are missed."""
+    config = {"membership": "lighthouse", "hold_at": 6, "dies_at": {"2": 6}, "steps": 12}
+    with job(tmp_path, 3, **config) as made:
+        made.lighthouse.start()
+        made.start()
+        ends = made.ends("0", "1")
+        assert ends["0"]["parameters"] == ends["1"]["parameters"]
+        made.audit()
+        (cause,) = [r["cause"] for r in aborts(made.traces)]
+        assert "2/0#1" in cause and "(seen by lighthouse)" in cause
+        assert [members(r) for r in records(made.traces) if r["members"]][1:] == [["0", "1"]]
+
+
+def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    """It is well, and comes back each time; but each time later, and not for ever."""
+    with job(tmp_path, 3, membership="lighthouse", max_body_failures=2) as made:
+        made.lighthouse.start()
+        way = Proxy(made.lighthouse.port)
+        try:
+            made.config["lighthouses"] = {"2": way.url}
+            made.start()
+            made.groups["2"].at(3)
+            way.cut()
+            assert made.groups["2"].end() == 1
+            said = made.groups["2"].log.read_text()
+            assert "NoQuorum: torchft's lighthouse did not answer in 2 attempts" in said
+        finally:
+            way.cut()
+        made.groups["0"].at(records(made.traces)[-1]["step"] + 10)
+        made.stop()
+        made.ends("0", "1")
+        made.audit()
+        seen = [r["cause"] for r in aborts(made.traces) if "seen by lighthouse" in r["cause"]]
+        assert len(seen) == 2 and all("2/0#1" in cause for cause in seen), seen
+
+
+def test_without_a_quorum_the_step_fails_and_in_the_end_the_process(tmp_path: Path) -> None:
+    config = {"membership": "lighthouse", "quorum_timeout": 2, "max_body_failures": 2}
+    with job(tmp_path, 2, **config) as made:
+        made.lighthouse.start()
+        made.start()
+        for process in made.groups.values():
+            process.at(3)
+        made.lighthouse.kill()
+        begun = time.monotonic()
+        for process in made.groups.values():
+            assert process.end() == 1
+            assert "NoQuorum: torchft's lighthouse did not answer" in process.log.read_text()
+        assert time.monotonic() - begun > 4, "two attempts, each as long as quorum_timeout"
+        causes = [r["cause"] for r in records(made.traces) if r["kind"] == "abort"]
+        assert any("no quorum of the lighthouse in 2 s" in cause for cause in causes), causes
+        made.audit()

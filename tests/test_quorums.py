@@ -1,0 +1,313 @@
+"""What an answer of the lighthouse says of a txn; and asking a real one, without a job."""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from torchft import Manager
+from torchft.coordination import LighthouseServer
+from torchft.manager import ManagerClient, ManagerServer
+
+from fft.core.messages import Peer, Token
+from fft.errors import FftError
+from fft.lighthouse import Ask, Beacon, Named, Quorums, membership_of
+
+TOKEN, OLD = Token(3, 7), Token(3, 6)
+WINDOW = 1.0
+SETTINGS: dict[str, Any] = {
+    "replica_id": "0:x",
+    "hostname": "127.0.0.1",
+    "bind": "127.0.0.1:0",
+    "store_addr": "127.0.0.1:1",
+    "world_size": 1,
+    "heartbeat_interval": timedelta(milliseconds=100),
+    "connect_timeout": timedelta(seconds=1),
+    "quorum_retries": 0,
+}
+
+
+def ask(**members: int) -> Ask:
+    return Ask(TOKEN, 5, members or {"0": 1, "1": 4}, WINDOW, 0.0)
+
+
+def test_a_quorum_is_had_when_all_have_asked_in_this_txn() -> None:
+    asked = ask()
+    assert asked.hear({"0": Named(1, TOKEN), "1": Named(4, OLD)}, 0.1) == set()
+    assert not asked.had, "the call was left over from another txn"
+    assert (
+        asked.hear({"0": Named(1, TOKEN), "1": Named(4, TOKEN), "x": Named(9, OLD)}, 0.2) == set()
+    )
+    assert asked.had
+
+
+def test_all_who_get_one_answer_judge_it_alike() -> None:
+    answer = {"0": Named(1, TOKEN), "1": Named(4, OLD)}
+    ahead, behind = ask(), ask()
+    ahead.hear(answer, 0.1), behind.hear(answer, 0.3)
+    assert ahead.had == behind.had
+
+
+def test_who_is_named_in_no_answer_for_a_window_is_late_once_each_window() -> None:
+    asked = ask()
+    alone = {"0": Named(1, TOKEN)}
+    assert asked.hear(alone, 10.0) == set(), "it may only have asked later"
+    assert asked.hear(alone, 10.9) == set()
+    assert asked.hear(alone, 11.0) == {"1"}
+    assert asked.hear(alone, 11.5) == set()
+    assert asked.hear(alone, 12.0) == {"1"}
+
+
+def test_one_answer_that_names_it_clears_a_group() -> None:
+    asked = ask()
+    alone = {"0": Named(1, TOKEN)}
+    asked.hear(alone, 10.0)
+    asked.hear({**alone, "1": Named(4, OLD)}, 10.9)
+    assert asked.hear(alone, 11.1) == set()
+
+
+def test_another_process_of_the_name_is_not_the_member() -> None:
+    asked = ask()
+    asked.hear({"0": Named(1, TOKEN), "1": Named(5, TOKEN)}, 10.0)
+    assert not asked.had
+    assert asked.hear({"0": Named(1, TOKEN), "1": Named(5, TOKEN)}, 11.0) == {"1"}
+
+
+def test_a_quorum_once_had_stays_and_the_dead_are_still_missed() -> None:
+    asked = ask()
+    asked.hear({"0": Named(1, TOKEN), "1": Named(4, TOKEN)}, 0.1)
+    asked.hear({"0": Named(1, TOKEN)}, 5.0)
+    assert asked.had
+    assert asked.hear({"0": Named(1, TOKEN)}, 6.0) == {"1"}
+
+
+@pytest.mark.parametrize(("given", "meant"), [(None, "register"), ("lighthouse", "lighthouse")])
+def test_membership_is_one_of_two(given: str | None, meant: str) -> None:
+    assert membership_of(given) == meant
+
+
+def test_another_membership_is_refused_with_the_choice() -> None:
+    with pytest.raises(FftError, match=r"'lighthous'.*'register' or 'lighthouse'"):
+        membership_of("lighthous")
+
+
+def test_torchfts_constructor_still_makes_what_is_put_in_their_place() -> None:
+    code: Any = Manager.__init__.__code__
+    assert {"ManagerServer", "ManagerClient"} <= set(code.co_names)
+    assert "lighthouse_addr" in inspect.signature(Manager).parameters
+
+
+def test_torchfts_own_server_pairs_the_calls_of_a_groups_ranks_by_their_order(place: Place) -> None:
+    """Why only the first rank asks: one that was rolled back before puts all out of step."""
+    server = ManagerServer(
+        lighthouse_addr=f"http://127.0.0.1:{place.port}", **{**SETTINGS, "world_size": 2}
+    )
+    client = [ManagerClient(server.address(), timedelta(seconds=5)) for _ in range(2)]
+    got: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def quorum(rank: int, txn: int) -> None:
+        with suppress(TimeoutError):
+            client[rank]._quorum(
+                group_rank=rank,
+                step=txn,
+                checkpoint_metadata="",
+                shrink_only=False,
+                timeout=timedelta(seconds=1),
+                commit_failures=0,
+                init_sync=True,
+            )
+            got.put(txn)
+
+    def one_after_the_other() -> None:
+        for txn in (1, 2):
+            quorum(0, txn)
+
+    first = threading.Thread(target=one_after_the_other)
+    first.start()
+    quorum(1, 2)  # of txn 1 it knows nothing
+    first.join()
+    server.shutdown()
+    assert sorted(got.get(timeout=0) for _ in range(got.qsize())) == [1, 2], "txn 2 of rank 0: none"
+
+
+# --- a real lighthouse ----------------------------------------------------------------------------
+
+
+class Place:
+    """A lighthouse, and groups that ask it."""
+
+    def __init__(self) -> None:
+        self._server: Any = LighthouseServer(
+            "127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=500
+        )
+        self.port = urlsplit(self._server.address()).port
+        self._ends: list[Callable[[], None]] = []
+
+    def close_lighthouse(self) -> None:
+        """It ends; what it knew is lost."""
+        self._server.shutdown()
+        self._server = None  # its connections end with it
+
+    def open_lighthouse(self) -> None:
+        """A new one at its place."""
+        deadline = time.monotonic() + 10
+        while self._server is None:  # the port is let go of some time after the shutdown
+            try:
+                self._server = LighthouseServer(
+                    f"127.0.0.1:{self.port}", min_replicas=1, heartbeat_timeout_ms=500
+                )
+            except RuntimeError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+    def group(self, name: str, timeout_s: float = 30.0) -> Group:
+        """One that asks."""
+        made = Group(f"http://127.0.0.1:{self.port}", name, timeout_s)
+        self._ends.append(made.close)
+        return made
+
+    def close(self) -> None:
+        """End all."""
+        for end in self._ends:
+            end()
+
+
+class Group:
+    """A beacon, what asks, and what it said."""
+
+    def __init__(self, address: str, name: str, timeout_s: float) -> None:
+        self.beacon = Beacon(address, **{**SETTINGS, "replica_id": f"{name}:x"})
+        self.name = name
+        self.said = threading.Condition()
+        self.late: list[set[str]] = []
+        self.failures: list[str] = []
+        self.quorums = Quorums(self.beacon, Peer(name, 0, 1), timeout_s, 0.3, self)
+        self.quorums.start()
+
+    def unnamed(self, token: Token, groups: set[str]) -> None:
+        with self.said:
+            self.late.append(groups)
+            self.said.notify_all()
+
+    def failed(self, token: Token, why: str) -> None:
+        with self.said:
+            self.failures.append(why)
+            self.said.notify_all()
+
+    def begin(self, txn: int, *members: str) -> None:
+        self.quorums.begin(Token(1, txn), txn, dict.fromkeys(members, 1))
+
+    def close(self) -> None:
+        self.quorums.close()
+        self.beacon.shutdown()
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = Place()
+    yield made
+    made.close()
+
+
+def test_groups_get_a_quorum_for_each_txn_and_none_is_a_step_behind(place: Place) -> None:
+    """Also when one was rolled back before it asked, and while a third one only stands by."""
+    first, second, _other = (place.group(name) for name in "012")
+    for txn in range(1, 40):
+        first.begin(txn, "0", "1")
+        if txn % 3 == 0:  # rolled back: nobody had this one
+            first.quorums.end()
+            continue
+        second.begin(txn, "0", "1")
+        for group in (first, second):
+            assert group.quorums.wait(Token(1, txn)) is None
+            group.quorums.end()
+    assert first.late == second.late == []
+
+
+def test_a_lighthouse_that_was_restarted_makes_nobody_late(place: Place) -> None:
+    groups = [place.group(name) for name in "01"]
+    for txn in range(1, 7):
+        if txn in (2, 5):
+            place.close_lighthouse()
+            place.open_lighthouse()
+        for group in groups:
+            group.begin(txn, "0", "1")
+        for group in groups:
+            assert group.quorums.wait(Token(1, txn)) is None
+            group.quorums.end()
+    assert groups[0].late == groups[1].late == []
+
+
+def test_who_has_ended_is_said_late_after_its_heartbeats(place: Place) -> None:
+    first, second = place.group("0"), place.group("1")
+    for group in (first, second):
+        group.begin(1, "0", "1")
+    assert first.quorums.wait(Token(1, 1)) is None
+    second.close()
+    first.begin(2, "0", "1")
+    with first.said:
+        assert first.said.wait_for(lambda: bool(first.late), 10)
+    assert first.late[0] == {"1"}
+
+
+def test_no_quorum_in_time_is_said_and_counted(place: Place) -> None:
+    group = place.group("0", timeout_s=0.5)
+    group.begin(1, "0")
+    assert group.quorums.wait(Token(1, 1)) is None
+    group.quorums.end()
+    place.close_lighthouse()
+    for txn in (2, 3):
+        group.begin(txn, "0")
+        why = group.quorums.wait(Token(1, txn))
+        assert why is not None and "no quorum of the lighthouse in 0.5 s" in why
+        assert "cannot be reached" in why
+        group.quorums.end()
+    assert group.quorums.failures == 2
+    place.open_lighthouse()
+    group.begin(4, "0")
+    assert group.quorums.wait(Token(1, 4)) is None
+    group.quorums.end()
+    assert group.quorums.failures == 0
+    assert len(group.failures) == 2
+
+
+def test_the_end_of_a_txn_lets_go_who_waits(place: Place) -> None:
+    group = place.group("0")
+    group.begin(1, "0", "nobody")
+    ended = threading.Timer(0.2, group.quorums.end)
+    ended.start()
+    assert group.quorums.wait(Token(1, 1)) is None
+    ended.join()
+
+
+def test_a_pause_is_as_long_as_the_lighthouse_is_silent_and_has_an_end(place: Place) -> None:
+    group = place.group("0", timeout_s=0.4)
+    group.quorums.pause()  # nothing has failed: none
+    place.close_lighthouse()
+    group.begin(1, "0")
+    assert group.quorums.wait(Token(1, 1)) is not None
+    group.quorums.end()
+    begun = time.monotonic()
+    group.quorums.pause()
+    assert 0.3 <= time.monotonic() - begun < 5
+
+
+def test_there_must_be_one_to_be_asked() -> None:
+    nowhere = Beacon("none")
+    with pytest.raises(FftError, match="membership='lighthouse' needs"):
+        Quorums(nowhere, Peer("0", 0, 1), 1.0, 1.0, None)  # type: ignore[arg-type]
+    nowhere.shutdown()
+
+
+@pytest.mark.parametrize("address", ["host:29510", "http://host", "http://host:port", "nonsense"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(FftError, match="must be like http://host:29510"):
+        Beacon(address)
