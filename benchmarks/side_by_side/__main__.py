@@ -135,7 +135,8 @@ def told(task: Task, found: Outcome) -> str:
 def show(results: Results, console: Console) -> None:
     """The tables, for people."""
     for title, headings, rows in (
-        ("faults, ms", page.FAULTS, page.fault_rows(results)),
+        ("fault → next commit, ms", page.HEADLINE, page.headline(results)),
+        ("all columns, ms", page.FAULTS, page.fault_rows(results)),
         ("without a fault, ms", page.QUIET, page.quiet_rows(results)),
     ):
         if rows:

@@ -13,16 +13,20 @@ from pathlib import Path
 from benchmarks.side_by_side.machine import in_words
 from benchmarks.side_by_side.measure import Outcome
 from benchmarks.side_by_side.results import Results
-from benchmarks.side_by_side.rows import ROWS, SYSTEMS, TORCHFT, TUNED, Row, System
+from benchmarks.side_by_side.rows import NVRX, ROWS, SYSTEMS, TORCHFT, TUNED, Row, System
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"
 PLOT = DOCS / "benchmarks" / "side_by_side.svg"
 KEPT = DOCS / "benchmarks" / "results.jsonl"
+HEADLINE = (
+    "row", "FFT", "torchft default", "torchft tuned", "NVRx", "FFT ÷ default", "FFT ÷ tuned",
+    "target of FFT, and met",
+)  # fmt: skip
 FAULTS = (
-    "row", "system", "n", "fault → next commit", "÷ torchft default", "÷ torchft tuned", "target",
-    "→ all contribute", "longest gap", "attempts lost", "needless transfers", "split commits",
-    "phantom commits", "mismatches", "died",
+    "row", "system", "n", "fault → next commit", "target", "→ all contribute", "longest gap",
+    "attempts lost", "needless transfers", "split commits", "phantom commits", "mismatches",
+    "died",
 )  # fmt: skip
 QUIET = (
     "row", "system", "n", "step p50", "÷ torchft", "step p99", "÷ torchft", "protocol p50",
@@ -86,14 +90,43 @@ def _target(row: Row, system: System, found: Sequence[Outcome]) -> str:
     over = dict(row.over_ms).get(system.name)
     if not steps or (over is None and not (row.gap_steps and system.manager == "fft")):
         return ""
-    figure: Figure
-    if over is not None:
-        limit, figure = statistics.median(steps) + over, lambda one: one.next_commit_ms
-    else:
-        limit, figure = statistics.median(steps) * row.gap_steps, lambda one: one.gap_ms
+    step, figure = statistics.median(steps), figure_of(row)
+    limit = step * row.gap_steps if over is None else step + over
     met = sum((v := figure(one)) is not None and v <= limit for one in found)
-    which = "" if over is not None else "gap "
-    return f"{which}≤ {limit:.0f}: {met} of {len(found)}"
+    return f"≤ {limit:.0f}: {met} of {len(found)}"
+
+
+def figure_of(row: Row) -> Figure:
+    """What a row is about: where no commit need be lost it is the longest gap between two."""
+    return (lambda one: one.gap_ms) if row.gap_steps else (lambda one: one.next_commit_ms)
+
+
+def headline(results: Results) -> list[Cells]:
+    """One line a row: FFT beside the others, and the ratios."""
+    return [
+        _headline(results, row)
+        for row in ROWS.values()
+        if row.fault is not None and any(results.of(row, system) for system in row.systems)
+    ]
+
+
+def _headline(results: Results, row: Row) -> Cells:
+    ours = row.systems[0]  # FFT as it is meant to be run
+    mine, figure = results.of(row, ours), figure_of(row)
+    by_others = [results.of(row, system) for system in (TORCHFT, TUNED)]
+
+    def cell(found: Sequence[Outcome]) -> str:
+        if not found:
+            return "-"
+        return _cell(found, figure) if row.gap_steps else next_commit(found)
+
+    return (
+        row.title + (" (longest gap)" if row.gap_steps else ""),
+        cell(mine),
+        *(cell(found) for found in (*by_others, results.of(row, NVRX))),
+        *(ratio(mine, found, figure) for found in by_others),
+        _target(row, ours, mine),
+    )
 
 
 def fault_rows(results: Results) -> list[Cells]:
@@ -115,18 +148,11 @@ def _fault_row(results: Results, row: Row, system: System) -> Cells:
     if not found:
         why = f"not measured: {results.absence(row, system)}"
         return (row.title, system.title, "0", why, *([""] * (len(FAULTS) - 4)))
-    ours = system.manager != "torchft"
-
-    def over(other: System) -> str:
-        return ratio(found, results.of(row, other), lambda o: o.next_commit_ms) if ours else ""
-
     return (
         row.title,
         system.title,
         str(len(found)),
         next_commit(found),
-        over(TORCHFT),
-        over(TUNED),
         _target(row, system, found),
         _cell(found, lambda one: one.whole_ms, missing="never" if row.whole_s else "-"),
         _cell(found, lambda one: one.gap_ms),
@@ -180,8 +206,10 @@ def in_full(results: Results) -> list[str]:
     if not (quiet or faults):
         return ["Not measured yet."]
     if faults:
-        lines += ["", "### Faults", "", "Times in ms: median (range).", ""]
-        lines += [f"![Fault to next commit]({PLOT.relative_to(DOCS)})", ""]
+        lines += ["", "### Fault → next commit of the last survivor, ms: median (range)", ""]
+        lines += markdown(HEADLINE, headline(results))
+        lines += ["", f"![Fault to next commit]({PLOT.relative_to(DOCS)})"]
+        lines += ["", "### All columns of the rows with a fault", "", "Times in ms.", ""]
         lines += markdown(FAULTS, faults)
     if quiet:
         lines += ["", "### Without a fault", "", "Times in ms: median (range) of repetitions.", ""]

@@ -9,6 +9,9 @@ PACE_S = 0.04
 """What a step of the rows with faults computes; with all else it takes some 45 ms."""
 AFTER = 25
 """Commits of the whole job before the fault. A monitor of FFT that has just begun needs some."""
+SETTLE_S = 6.0
+"""Before a SIGKILL, from the first commit on: without `fft run` it is FFT's monitor that tells of a
+death, and it loads torch to reach the bus."""
 SETTLED = 10
 """Commits of every survivor after a fault; then the repetition is over."""
 STOPPED_S = 5.0
@@ -113,6 +116,7 @@ class Row:
             "groups": self.groups,
             "ranks": self.ranks,
             "warm": AFTER,
+            "settle": SETTLE_S if fault is not None and fault.kind == "kill" else 0.0,
             "steps": self.steps,
             "victim": list(self.victim),
             "kind": fault.kind if fault else "",
@@ -128,13 +132,13 @@ _SHARDED = (FFT_TXN, TORCHFT, TUNED)
 _WITH_NVRX = (*_BOTH, NVRX)
 
 
-def _quiet(groups: int, ranks: int, pace_s: float) -> Row:
+def _quiet(groups: int, ranks: int, pace_s: float, systems: tuple[System, ...] = _BOTH) -> Row:
     work = "50 ms step" if pace_s else "near-zero model"
     title = f"no fault, {groups} × {ranks}{' FSDP2' if ranks > 1 else ''}, {work}"
     name = f"quiet-{groups}x{ranks}-{'50ms' if pace_s else 'zero'}"
     model: Model = "fsdp" if ranks > 1 else "plain"
     steps = 120 if pace_s else 400
-    return Row(name, title, _BOTH, None, groups, ranks, model, pace_s, steps)
+    return Row(name, title, systems, None, groups, ranks, model, pace_s, steps)
 
 
 def _exception(phase: str, title: str, systems: tuple[System, ...] = _BOTH) -> Row:
@@ -147,7 +151,8 @@ ROWS: dict[str, Row] = {
     for row in (
         *(_quiet(groups, 1, 0.0) for groups in (2, 3, 4)),
         _quiet(2, 2, 0.0),
-        *(_quiet(groups, 1, 0.05) for groups in (2, 3, 4)),
+        _quiet(2, 1, 0.05, (FFT_RUN, *_BOTH)),
+        *(_quiet(groups, 1, 0.05) for groups in (3, 4)),
         _quiet(2, 2, 0.05),
         _exception("forward", "exception in forward"),
         _exception("backward", "exception in backward", _WITH_NVRX),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,20 @@ class Victim:
         if self._is_me and self._fired.exists():  # this process replaces one that was broken
             self._is_me = False
         self._whole = 0
+        self._settle_s, self._first = plan["settle"], 0.0
         self._armed = False
         self._calls = self._last_calls = 0
 
     def count(self, whole: bool) -> None:
         """A commit."""
+        self._first = self._first or time.monotonic()
         self._whole = self._whole + 1 if whole else 0
 
     def begin(self) -> None:
         """An attempt begins."""
         self._last_calls, self._calls = self._calls, 0
-        self._armed = self._is_me and self._whole >= self._warm
+        is_settled = time.monotonic() >= self._first + self._settle_s
+        self._armed = self._is_me and self._whole >= self._warm and is_settled
         if self._armed and self._kind in ("term", "lighthouse", "bus"):
             self._disarm()
             tell_launcher(self._kind)
@@ -97,18 +101,22 @@ class Victim:
             if not self._is_last():
                 return work
             self._disarm()
-            return fails_once(work, lambda: self._pen.say("fault", kind=self._kind))
+            return failing(work, lambda: self._pen.say("fault", kind=self._kind))
 
         return reduce
 
 
-def fails_once(work: Any, on_fail: Any) -> Any:
-    """``work``, of which the wait fails after it is done."""
+def failing(work: Any, on_fail: Callable[[], None]) -> Any:
+    """``work``, of which every wait fails after it is done; the first one tells."""
 
     class OneSided:
+        told = False
+
         def wait(self, *args: Any) -> bool:
             work.wait(*args)
-            on_fail()
+            if not self.told:
+                self.told = True
+                on_fail()
             raise RuntimeError("planted: the all-reduce failed on this side")
 
         def __getattr__(self, name: str) -> Any:

@@ -191,10 +191,15 @@ class Worker:
             measured=measured,
             **self._membership(),
         )
-        self.victim.count(whole)
+        self.victim.count(whole and self._is_watched())
         self._measured += measured
         if measured and self._measured == self.plan["steps"]:
             self.pen.say("enough", kib=memory_kib())
+
+    def _is_watched(self) -> bool:
+        """Whether FFT's monitor looks already: it takes a moment to start."""
+        watched = getattr(self.manager, "_watched", None)
+        return watched is None or bool(watched.begun.is_set())
 
     def _membership(self) -> dict[str, Any]:
         manager = self.manager
