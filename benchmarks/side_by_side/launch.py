@@ -14,14 +14,15 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from benchmarks.side_by_side import nvrx
 from benchmarks.side_by_side.events import LAUNCHER, Event, Pen, Reader
 from benchmarks.side_by_side.measure import commits_after, fault_at, survivors, whole_at
-from benchmarks.side_by_side.rows import SETTLED, STOPPED_S, Row, System
+from benchmarks.side_by_side.rows import LIGHTHOUSE_AWAY_S, SETTLED, STOPPED_S, Row, System
 from benchmarks.side_by_side.services import Services
 from fft import pidfd
 from fft.supervisor.children import Child
@@ -61,7 +62,8 @@ class Launch:
         self._words.bind(f"{self._home.name}/words")
         self._words.setblocking(False)
         self._selector.register(self._words, selectors.EVENT_READ)
-        self._continue_at: float | None = None
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        """What is to be done, and when."""
         self._dead_at: dict[int, float] = {}
         self._began = time.monotonic()
         alone = system.supervised or system.manager == "nvrx"  # they bring their own
@@ -168,18 +170,17 @@ class Launch:
 
     def _turn(self) -> None:
         due = [_LOOK_S]
-        if self._continue_at is not None:
-            due.append(max(0.0, self._continue_at - time.monotonic()))
+        due += [max(0.0, at - time.monotonic()) for at, _ in self._later]
         for key, _ in self._selector.select(min(due)):
             if key.fileobj is self._words:
                 self._on_words()
             else:
                 self._selector.unregister(key.fileobj)
                 self._on_death(key.data)
-        if self._continue_at is not None and time.monotonic() >= self._continue_at:
-            self._continue_at = None
-            for fd in self._watched.values():
-                pidfd.send(fd, signal.SIGCONT)
+        for at, act in list(self._later):
+            if time.monotonic() >= at:
+                self._later.remove((at, act))
+                act()
 
     def _on_words(self) -> None:
         with suppress(BlockingIOError):
@@ -194,12 +195,15 @@ class Launch:
             self._pen.say("fault", kind=kind, pid_of=pid)
             pidfd.send(self._watched[pid], _SIGNALS[kind])
             if kind == "stop":
-                self._continue_at = time.monotonic() + STOPPED_S
+                go_on = partial(pidfd.send, self._watched[pid], signal.SIGCONT)
+                self._later.append((time.monotonic() + STOPPED_S, go_on))
             return
         assert self._services is not None, "these rows have no supervisor"
         self._pen.say("fault", kind=kind)
         if kind == "lighthouse":
-            self._services.restart_lighthouse()
+            self._services.end_lighthouse()
+            back_at = time.monotonic() + LIGHTHOUSE_AWAY_S
+            self._later.append((back_at, self._services.begin_lighthouse))
         else:
             self._services.restart_bus()
 

@@ -15,6 +15,8 @@ death, and it loads torch to reach the bus."""
 SETTLED = 10
 """Commits of every survivor after a fault; then the repetition is over."""
 STOPPED_S = 5.0
+LIGHTHOUSE_AWAY_S = 2.0
+"""Its command takes as long to start, for it loads torch."""
 NEVER_S = 20.0
 NEVER_DEFAULT_S = 75.0
 """Plain torchft may need its 60 s."""

@@ -52,9 +52,14 @@ class Services:
         self._stores.append(store)
         return port
 
-    def restart_lighthouse(self) -> None:
-        """End it, and start one at its address; as quick as it goes."""
-        self._lighthouse.shutdown()
+    def end_lighthouse(self) -> None:
+        """Without a word to anybody."""
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None
+
+    def begin_lighthouse(self) -> None:
+        """Start one at the address of the one before."""
         deadline = time.monotonic() + _FREE_S
         while True:  # it lets go of the port some time after shutdown(), and says not when
             try:
@@ -79,4 +84,4 @@ class Services:
         self._stores.clear()
         if self._bus is not None:
             self._bus.close()
-        self._lighthouse.shutdown()
+        self.end_lighthouse()
