@@ -31,7 +31,7 @@ from benchmarks.side_by_side.measure import Outcome, outcome
 from benchmarks.side_by_side.results import Results, Task
 from benchmarks.side_by_side.rows import QUICK, ROWS, SYSTEMS, Row, System
 
-TRIES = 2
+TRIES = 3
 """Of a repetition that does not come to its fault."""
 
 

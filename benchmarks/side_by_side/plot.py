@@ -1,4 +1,4 @@
-"""The picture: fault → next commit, a line a row, a mark a repetition, on a logarithmic scale.
+"""The picture: the headline, a line a row, a mark a repetition, on a logarithmic scale.
 
 The only importer of matplotlib, which the extra ``bench`` brings.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.side_by_side.page import systems_of
+from benchmarks.side_by_side.page import figure_of, systems_of
 from benchmarks.side_by_side.results import Results
 from benchmarks.side_by_side.rows import ROWS
 
 _NEVER_MS = 200_000.0
 _COLOURS = {"fft": "tab:green", "torchft": "tab:red", "nvrx": "tab:blue"}
+_HOLLOW = "o^Dvs"
 _MARKS = {
-    "fft": "o", "fft-txn": "o", "fft-run": "D", "fft-txn-run": "D", "torchft": "x",
+    "fft": "o", "fft-txn": "^", "fft-run": "D", "fft-txn-run": "v", "torchft": "x",
     "torchft-tuned": "+", "nvrx": "s",
 }  # fmt: skip
 
@@ -39,17 +40,20 @@ def draw(results: Results, path: Path) -> None:
             shift = (at - (len(row.systems) - 1) / 2) * 0.16
             for one in results.of(row, system):
                 places.append(number + shift)
-                times.append(_NEVER_MS if one.next_commit_ms is None else one.next_commit_ms)
+                ms = None if one.never else figure_of(row)(one)
+                times.append(_NEVER_MS if ms is None else ms)
         colour, mark = _COLOURS[system.manager], _MARKS[system.name]
-        hollow = {"markerfacecolor": "none"} if mark in "oDs" else {}
+        hollow = {"markerfacecolor": "none"} if mark in _HOLLOW else {}
         axes.plot(times, places, mark, color=colour, markersize=5, label=system.title, **hollow)
     axes.set_xscale("log")
     axes.axvline(_NEVER_MS / 1.6, color="grey", linewidth=0.8)
     axes.text(_NEVER_MS, -0.8, "never", ha="center", va="bottom", fontsize=8)
     axes.set_yticks(range(len(rows)), [row.title for row in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("ms from the fault to the next commit of the last survivor")
-    axes.grid(axis="x", which="both", linewidth=0.3)
+    axes.set_xlabel(
+        "ms from the fault to the next commit of the last survivor (drain, lighthouse: longest gap)"
+    )
+    axes.grid(axis="x", linewidth=0.4)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="svg", metadata={"Date": None})
