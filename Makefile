@@ -91,9 +91,9 @@ chaos-long: setup
 $(NVRX)/.tried:
 	@$(PYTHON) -m venv $(NVRX)
 	@$(NVRX_PIP) torch==2.13.0 nvidia-resiliency-ext==0.7.0 \
-	|| $(NVRX_PIP) torch==2.13.0 $(NVRX_NEEDS) && $(NVRX_PIP) --no-deps --only-binary=:all: --implementation cp --python-version 3.12 \
-	  --platform manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0 \
-	  --target $$($(NVRX)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
+	|| { $(NVRX_PIP) torch==2.13.0 $(NVRX_NEEDS) && $(NVRX_PIP) --no-deps --only-binary=:all: \
+	  --implementation cp --python-version 3.12 --platform manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0 \
+	  --target $$($(NVRX)/bin/python -c 'import site; print(site.getsitepackages()[0])'); } \
 	|| echo "nvidia-resiliency-ext cannot be installed here; the rest is measured without it"
 	@touch $@
 
