@@ -10,8 +10,8 @@ PACE_S = 0.04
 AFTER = 25
 """Commits of the whole job before the fault. A monitor of FFT that has just begun needs some."""
 SETTLE_S = 6.0
-"""Before a SIGKILL, from the first commit on: without `fft run` it is FFT's monitor that tells of a
-death, and it loads torch to reach the bus."""
+"""Before a process is ended or stands still, from the first commit on: without `fft run` it is its
+monitor of FFT that tells, which loads torch to reach the bus."""
 SETTLED = 10
 """Commits of every survivor after a fault; then the repetition is over."""
 STOPPED_S = 5.0
@@ -118,7 +118,7 @@ class Row:
             "groups": self.groups,
             "ranks": self.ranks,
             "warm": AFTER,
-            "settle": SETTLE_S if fault is not None and fault.kind == "kill" else 0.0,
+            "settle": SETTLE_S if fault is not None and fault.kind in _TOLD_OF else 0.0,
             "steps": self.steps,
             "victim": list(self.victim),
             "kind": fault.kind if fault else "",
@@ -126,6 +126,7 @@ class Row:
         }
 
 
+_TOLD_OF = frozenset({"kill", "stop", "hang"})
 _OVER_50 = (("fft", 50.0),)
 _THRESHOLD_MS = 1000.0
 """Of the monitor, where five times the median step is less."""
@@ -194,9 +195,9 @@ ROWS: dict[str, Row] = {
         Row(
             "sigstop",
             f"SIGSTOP {STOPPED_S:g} s in mid all-reduce",
-            (FFT_TXN, TORCHFT, TUNED),
+            (FFT_TXN_RUN, FFT_TXN, TORCHFT, TUNED),
             Fault("stop", lost="group"),
-            over_ms=(("fft-txn", _THRESHOLD_MS + 100),),
+            over_ms=(("fft-txn-run", _THRESHOLD_MS + 100), ("fft-txn", _THRESHOLD_MS + 100)),
             whole_s=STOPPED_S + 8,
         ),
         Row("drain", "SIGTERM (drain)", _BOTH, Fault("term", lost="group"), gap_steps=2),
