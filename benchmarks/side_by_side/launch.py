@@ -29,7 +29,7 @@ from fft.supervisor.children import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
-START_S = 150.0
+START_S = 300.0
 """From the start of the processes to the fault, or to the end of a row without one."""
 _LOOK_S = 0.2
 """How often the events are read: this costs time on the cores that are measured."""

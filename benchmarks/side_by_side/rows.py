@@ -10,8 +10,8 @@ PACE_S = 0.04
 AFTER = 25
 """Commits of the whole job before the fault. A monitor of FFT that has just begun needs some."""
 SETTLE_S = 6.0
-"""Before a process is ended or stands still, from the first commit on: without `fft run` it is its
-monitor of FFT that tells, which loads torch to reach the bus."""
+"""From the first commit until a process is ended or stands still: without `fft run` it is its monitor
+that tells the others, and that one loads torch to reach the bus."""
 SETTLED = 10
 """Commits of every survivor after a fault; then the repetition is over."""
 STOPPED_S = 5.0
