@@ -10,7 +10,7 @@ PACE_S = 0.04
 AFTER = 25
 """Commits of the whole job before the fault. A monitor of FFT that has just begun needs some."""
 SETTLE_S = 6.0
-"""From the first commit until a process is ended or stands still: without `fft run` it is its monitor
+"""From the first commit to the end or halt of a process: without `fft run` it is its monitor
 that tells the others, and that one loads torch to reach the bus."""
 SETTLED = 10
 """Commits of every survivor after a fault; then the repetition is over."""
