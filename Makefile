@@ -34,7 +34,7 @@ help:
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
-	@echo "make bench   FFT beside torchft and NVIDIA's in-process restart, $(REPS) repetitions (2 hours)"
+	@echo "make bench   FFT beside torchft and NVIDIA's in-process restart, $(REPS) repetitions (3 hours)"
 	@echo "make bench-quick   some rows of it, once (5 minutes)"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"

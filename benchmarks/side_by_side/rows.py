@@ -104,7 +104,7 @@ class Row:
         if self.fault is not None and self.fault.kind == "bus":
             return 45.0  # bus_limit and some
         slow = system.manager == "torchft" and not system.tuned
-        return (NEVER_DEFAULT_S if slow else NEVER_S) + self.whole_s
+        return max(NEVER_DEFAULT_S if slow else NEVER_S, self.whole_s)
 
     def plan(self, system: System) -> dict[str, Any]:
         """What a worker is told."""
