@@ -38,7 +38,7 @@ class Trace:
     lines: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """(line number from 1, record)"""
     torn: bool = False
-    """The last line was cut off, as by SIGKILL; it is left out."""
+    """The last lines were cut off, as by SIGKILL; the event that they tell of is left out."""
     damage: str | None = None
 
 
@@ -210,22 +210,41 @@ def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
             before, (local, out) = local, participant.handle(local, event, at)
             place = f"{trace.path.name}:{first[0]}"
             move = Move(peer, before, event, local, out, place, first[1]["wall"])
-            yield move, first[0], _difference([t[1] for t in told], move)
+            lines = [t[1] for t in told]
+            if line["kind"] == "end" and _is_cut_off(lines, move):
+                trace.torn = True
+                return
+            yield move, first[0], _difference(lines, move)
             told = []
         if line["kind"] in _HANDLED:
             told = [(number, line)]
+
+
+def _rows(lines: list[dict[str, Any]], move: Move) -> tuple[list[Any], list[Any]]:
+    """The rows that an event took: as its lines tell, and as the table has them."""
+    told = [
+        (x.get("from"), x.get("to"), x.get("on"), x.get("guards"), x.get("effects")) for x in lines
+    ]
+    return told, [(s.source, s.dest, s.event, s.guards, s.effects) for s in move.out.steps]
+
+
+def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
+    """Whether the process was killed as it wrote these lines; it had done nothing of them yet."""
+    told, rows = _rows(lines, move)
+    return len(told) < len(rows) and told == rows[: len(told)]
 
 
 def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
     if move.out.verdict != "row":
         told = lines[0]["kind"]
         return None if told == move.out.verdict else f"told {told}, is {move.out.verdict}"
-    is_rows = [(s.source, s.dest, s.event, s.guards, s.effects) for s in move.out.steps]
-    told_rows = [
-        (x.get("from"), x.get("to"), x.get("on"), x.get("guards"), x.get("effects")) for x in lines
-    ]
+    told_rows, is_rows = _rows(lines, move)
     if told_rows != is_rows:
-        return f"told {told_rows[:1]}, the table does {is_rows[:1]}"
+        odd = next(
+            (i for i, (a, b) in enumerate(zip(told_rows, is_rows, strict=False)) if a != b),
+            min(len(told_rows), len(is_rows)),
+        )
+        return f"told {told_rows[odd:]}, the table does {is_rows[odd:]}"
     after = (move.after.token.epoch, move.after.token.txn, move.after.step, move.after.lineage)
     told_after = tuple(lines[0][k] for k in ("epoch", "txn", "step", "lineage"))
     return None if told_after == after else f"told state {told_after}, is {after}"

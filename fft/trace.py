@@ -78,19 +78,24 @@ class TraceWriter:
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
         """Append one record."""
-        if self._fd is None:
-            return
+        self._write([(kind, fields)])
+
+    def _write(self, records: list[tuple[str, dict[str, Any]]]) -> None:
+        """Append records in one write: nothing comes between them, and no kill but in a write."""
         with self._lock:
             if self._fd is None:
                 return
             who = {"group": self.peer.group, "rank": self.peer.rank, "inc": self.peer.inc}
             when = {"wall": self._wall(), "mono": self._mono()}
-            self._seq += 1
-            body = json.dumps(
-                {"seq": self._seq, "kind": kind, **when, **who, **fields}, separators=(",", ":")
-            )
-            self._link = chain(self._link, body)
-            _write_all(self._fd, f'{body[:-1]},"h":"{self._link}"}}\n'.encode())
+            text = ""
+            for kind, fields in records:
+                self._seq += 1
+                body = json.dumps(
+                    {"seq": self._seq, "kind": kind, **when, **who, **fields}, separators=(",", ":")
+                )
+                self._link = chain(self._link, body)
+                text += f'{body[:-1]},"h":"{self._link}"}}\n'
+            _write_all(self._fd, text.encode())
 
     def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
         """Append what one event did: a line per row taken, or a line that says why not.
@@ -107,20 +112,20 @@ class TraceWriter:
             self.write(out.verdict, {**_where(before), **told, "reason": out.reason})
             return
         where = _where(after)
-        for i, step in enumerate(out.steps):
-            self.write(
-                "transition",
-                {
-                    **where,
-                    "from": step.source,
-                    "to": step.dest,
-                    "on": step.event,
-                    "guards": step.guards,
-                    "effects": step.effects,
-                    "cause": after.cause or None,
-                    **(told if i == 0 else {"event": None}),
-                },
-            )
+        rows = [
+            {
+                **where,
+                "from": step.source,
+                "to": step.dest,
+                "on": step.event,
+                "guards": step.guards,
+                "effects": step.effects,
+                "cause": after.cause or None,
+                **(told if i == 0 else {"event": None}),
+            }
+            for i, step in enumerate(out.steps)
+        ]
+        self._write([("transition", row) for row in rows])
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
         """Append something that is no transition: metrics, an injected fault, a slice consumed."""

@@ -150,6 +150,23 @@ def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:
     assert "torn" in report.render()
 
 
+def test_a_last_event_of_which_a_row_is_missing_is_accepted_and_reported(traces: Path) -> None:
+    """SIGKILL between two lines of one event: none of its effects was carried out."""
+    path = first(traces)
+    lines = lines_of(path)
+    numbers = [n for n, line in enumerate(lines) if _is_later_row(json.loads(line))]
+    assert numbers, "no event of this trace took two rows"
+    path.write_text("".join(lines[: numbers[-1]]))
+    before = audit_dir(traces)
+    assert before.torn == [path.name]
+    replayed = next(f for f in before.findings if f.name == "replay")
+    assert replayed.violation is None
+
+
+def _is_later_row(record: dict[str, object]) -> bool:
+    return record["kind"] == "transition" and record["event"] is None
+
+
 def _forge(path: Path, change: Callable[[dict[str, object]], bool]) -> int:
     """Change the first record that ``change`` takes, and link the file anew; its line number."""
     link, out, place = "", [], 0

@@ -33,7 +33,8 @@ EVERY_S = 5.0
 SAMPLE_S = 2.0
 HUNG_S = 30.0
 """Without a commit for longer, the job counts as hung."""
-DEADLY = frozenset({"kill", "stop"})
+DEADLY = frozenset({"kill", "stop", "hang"})
+"""A hang where no signal unwinds is ended by the monitor, too."""
 TIMEOUTS = ("hang_grace=3",)
 """So that who is stopped for 5 s is ended by its monitor, and not waited for."""
 _TICK_S = 0.1

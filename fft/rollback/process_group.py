@@ -61,6 +61,8 @@ _COMPLETE_BY_WAIT = frozenset({12, 13, 14})
 _SLICE = timedelta(milliseconds=50)
 _SLICE_IS_OVER = "Operation timed out!"  # what torch says when a Work's wait(timeout) ends early
 _OP_THREAD = "pt_gloo_runloop"  # torch's name for the threads that carry out gloo's ops
+_LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and write its connections
+_ROUNDS_NS = 5_000_000
 # How long close() waits for what the last configure() left behind, in seconds.
 _CLOSE_LIMIT = 5.0
 _mesh_numbers = itertools.count()
@@ -91,6 +93,40 @@ class _Era:
     entering: int = 0
     stranded: bool = False
     """Aborted with ops that gloo has forgotten: they write nothing, but end only by timeout."""
+
+
+@dataclass
+class _Still:
+    """A look at ops of gloo that do not end: two alike show that these write nothing any more.
+
+    Each op thread sleeps from the one to the other, and nothing can wake it but its timeout: every
+    connection is closed, or is one that gloo will not read from again. Such a one is left by an op
+    that failed between the head and the body of a message: gloo waits for the op's buffer, which is
+    gone, reads neither the rest nor the end of the connection, and turns in circles until some
+    op's timeout. Both ends of it are shut down, so nothing arrives; gloo's loop has gone round it
+    ``_ROUNDS_NS`` long, thousands of times, and not one byte was read.
+    """
+
+    parked: dict[str, str]
+    """Op threads with their context switches."""
+    open: dict[str, int]
+    """Connections with the bytes that lie in them."""
+    ran: dict[str, int]
+    """Nanoseconds that those of gloo's loops have run that do not sleep."""
+
+    def like(self, before: _Still) -> bool:
+        """Whether nothing but loops has moved since."""
+        return self.parked == before.parked and self.open == before.open
+
+    def since(self, before: _Still | None) -> bool:
+        """Whether this and the look before show that nothing will move."""
+        if before is None or not self.like(before):
+            return False
+        if not self.open:
+            return True
+        # A loop that has been asleep had nothing to read; one that waits for a core may yet.
+        rounds = [ran - before.ran.get(task, ran) for task, ran in self.ran.items()]
+        return bool(rounds) and min(rounds) >= _ROUNDS_NS
 
 
 class _AbortedBackend:
@@ -376,7 +412,7 @@ class AbortableGroup:
         For faults injected on purpose. The group's next ops fail; configure it again.
         """
         era = self._era
-        return sockets.shut_down(era.own, era.peers, writing=True)
+        return len(sockets.shut_down(era.own, era.peers, writing=True))
 
     def quiesce(self, timeout: timedelta) -> None:
         """After `abort`: wait until no op of the old group can write a tensor any more.
@@ -392,7 +428,7 @@ class AbortableGroup:
             raise RuntimeError("quiesce() needs an aborted process group: call abort() first")
         deadline = time.monotonic() + timeout.total_seconds()
         pause = _FIRST_PAUSE
-        asleep: dict[str, str] | None = None
+        seen: _Still | None = None
         while self._count(era) and not era.stranded:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
@@ -402,24 +438,21 @@ class AbortableGroup:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
             if self._gloo:
-                before, asleep = asleep, self._stranded(era)
-                if asleep is not None and asleep == before and pause == _LONGEST_PAUSE:
-                    era.stranded = True
+                now = self._look(era)
+                era.stranded = pause == _LONGEST_PAUSE and now is not None and now.since(seen)
+                if now is None or seen is None or not now.like(seen):
+                    seen = now
         self._entomb(era)
 
-    def _stranded(self, era: _Era) -> dict[str, str] | None:
-        """The threads of gloo that sleep for good, if nothing is left that could wake them.
-
-        Every connection is closed, so that nothing can arrive, and each of gloo's op threads
-        sleeps: such an op writes nothing any more, though it ends only with its timeout.
-        """
+    def _look(self, era: _Era) -> _Still | None:
+        """How the group's ops stand; None if one of them moves."""
         # an op that was just starting may have made a connection since
-        if sockets.shut_down(era.own, era.peers, writing=True):
-            return None
+        open_ = sockets.shut_down(era.own, era.peers, writing=True)
         for work in list(era.works):
             if isinstance(work, _GlooWork):
                 work.end()
-        return None if era.entering else sockets.parked_threads(_OP_THREAD)
+        parked = None if era.entering else sockets.parked_threads(_OP_THREAD)
+        return None if parked is None else _Still(parked, open_, sockets.run_times(_LOOP_THREAD))
 
     def pending(self) -> int:
         """How many ops issued through the group since the last configure() are not complete."""

@@ -7,8 +7,11 @@ they can have. Touches nothing but the sockets that match; a listening socket ne
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import socket
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -127,23 +130,32 @@ def listener_of(create: Callable[[], T], attempts: int = 10) -> tuple[T, Address
     )
 
 
-def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool) -> int:
+def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool) -> dict[str, int]:
     """Shut down each connection accepted at an `own` listener or made to a `peers` one.
 
-    Reading always ends; ``writing``: writing too. Returns how many such connections are open: gloo
-    closes them once it has seen their end.
+    Reading always ends; ``writing``: writing too. Returns such connections that are open, by link,
+    with how many bytes lie in them unread: gloo closes them once it has seen their end.
     """
     if not own and not peers:
-        return 0
+        return {}
     how = socket.SHUT_RDWR if writing else socket.SHUT_RD
-    count = 0
+    found: dict[str, int] = {}
     for fd, link in _links().items():
         with _borrowed(fd, link) as sock:
             if sock is not None and sock.family in _FAMILIES and _matches(sock, own, peers):
-                count += 1
+                found[link] = _unread(sock)
                 with suppress(OSError):  # the peer was faster
                     sock.shutdown(how)
-    return count
+    return found
+
+
+def _unread(sock: socket.socket) -> int:
+    held = array.array("i", [0])
+    try:
+        fcntl.ioctl(sock.fileno(), termios.FIONREAD, held)
+    except OSError:
+        return 0
+    return held[0]
 
 
 def lose_connections(url: str) -> int:
@@ -156,7 +168,7 @@ def lose_connections(url: str) -> int:
         raise ValueError(f"{url} has no connection that could be lost")
     found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     peers = frozenset(plain for *_, address in found if (plain := _plain(address)) is not None)
-    return shut_down(frozenset(), peers, writing=True)
+    return len(shut_down(frozenset(), peers, writing=True))
 
 
 def parked_threads(name: str) -> dict[str, str] | None:
@@ -177,6 +189,22 @@ def parked_threads(name: str) -> dict[str, str] | None:
             return None
         switches = (fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"])
         found[task] = "/".join(s.strip() for s in switches)
+    return found
+
+
+def run_times(name: str) -> dict[str, int]:
+    """For how long each thread of this process called `name` that does not sleep has run, in ns."""
+    found: dict[str, int] = {}
+    for task in os.listdir(_TASK_DIR):
+        try:
+            with open(f"{_TASK_DIR}/{task}/stat", encoding="ascii", errors="replace") as file:
+                about, _, fields = file.read().partition("(")[2].rpartition(")")
+            if about != name or fields.split()[0] == "S":
+                continue
+            with open(f"{_TASK_DIR}/{task}/schedstat", encoding="ascii") as file:
+                found[task] = int(file.read().split()[0])
+        except OSError:  # ended since the listing
+            continue
     return found
 
 

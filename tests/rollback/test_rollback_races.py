@@ -6,6 +6,7 @@ connection ends. A run under many faults showed it as a rank that slept for the 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollback_harness import NOISE_S, run, until
+from rollback_harness import NOISE_S, client, run, until
+from torch.distributed import AllreduceOptions, TCPStore
+from torchft import ProcessGroupGloo
 
 from fft.rollback import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 
@@ -75,4 +78,57 @@ def test_an_abort_in_the_middle_of_transfers_frees_everyone() -> None:
     print(
         f"\nabort to free, longest of {ROUNDS}: {', '.join(f'{s * 1e3:.0f} ms' for s in longest)}"
     )
+    assert max(longest) < NOISE_S
+
+
+CUTS = 50
+
+
+def _cutting(rank: int, ranks: int, port: int, seed: int) -> float:
+    """Longest time, in seconds, until nothing can write any more after a cut in mid-transfer."""
+    pg = ProcessGroupGloo(timedelta(seconds=60))
+    group, mine, theirs = AbortableGroup(pg), client(port), client(port)
+    rng, own = random.Random(seed), random.Random(rank)  # the first is equal on all
+    longest = 0.0
+    for round_ in range(CUTS):
+        group.configure(f"localhost:{port}/c{round_}", str(rank), rank, ranks, round_)
+        _meet(mine, f"built/{round_}", rank, ranks)
+        heard = threading.Thread(target=_abort_when_told, args=(group, theirs, f"cut/{round_}"))
+        heard.start()
+        cutter = rng.randrange(ranks)
+        with contextlib.suppress(RuntimeError):  # the cut, or the abort that follows
+            works = [
+                pg.allreduce([torch.ones(64, 64 if i % 2 else 1)], AllreduceOptions())
+                for i in range(6)
+            ]
+            if rank == cutter:
+                time.sleep(own.random() * 0.002)  # anywhere in the transfers
+                group.cut()
+                mine.set(f"cut/{round_}", b"1")
+            for work in works:
+                work.wait()
+        heard.join()
+        begin = time.monotonic()
+        group.quiesce(timedelta(seconds=30))
+        longest = max(longest, time.monotonic() - begin)
+        _meet(mine, f"quiet/{round_}", rank, ranks)
+    group.close()
+    return longest
+
+
+def _meet(store: TCPStore, name: str, rank: int, ranks: int) -> None:
+    store.set(f"{name}/{rank}", b"1")
+    store.wait([f"{name}/{other}" for other in range(ranks)])
+
+
+def _abort_when_told(group: AbortableGroup, store: TCPStore, key: str) -> None:
+    store.wait([key])
+    group.abort("another rank was cut off")
+
+
+@pytest.mark.multiprocess
+def test_a_cut_between_the_head_and_the_body_of_a_message_holds_nobody_up() -> None:
+    """gloo never reads again from such a connection, nor closes it: 60 s of a rollback, once."""
+    longest = run(3, _cutting, 5)
+    print(f"\ncut to quiet, longest of {CUTS}: {', '.join(f'{s * 1e3:.0f} ms' for s in longest)}")
     assert max(longest) < NOISE_S
