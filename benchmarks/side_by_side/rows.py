@@ -102,7 +102,7 @@ class Row:
     def limit_s(self, system: System) -> float:
         """After so long without a recovery it is called never."""
         if self.fault is not None and self.fault.kind == "bus":
-            return 45.0  # bus_limit and some
+            return 60.0  # bus_limit, and what comes of it
         slow = system.manager == "torchft" and not system.tuned
         return max(NEVER_DEFAULT_S if slow else NEVER_S, self.whole_s)
 
