@@ -91,7 +91,7 @@ def _target(row: Row, system: System, found: Sequence[Outcome]) -> str:
     if not steps or (over is None and not (row.gap_steps and system.manager == "fft")):
         return ""
     step, figure = statistics.median(steps), figure_of(row)
-    limit = step * row.gap_steps if over is None else step + over
+    limit = step * row.gap_steps if over is None else step + over + row.threshold_ms(step)
     met = sum((v := figure(one)) is not None and v <= limit for one in found)
     return f"≤ {limit:.0f}: {met} of {len(found)}"
 

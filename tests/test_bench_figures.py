@@ -240,6 +240,17 @@ def test_where_nothing_need_be_lost_the_longest_gap_counts(tmp_path: Path) -> No
     assert line[5] == "0.012" and line[7] == "≤ 90: 1 of 1"
 
 
+@pytest.mark.parametrize(("step", "limit"), [(45.0, 1145), (300.0, 1900)])
+def test_the_target_of_a_hang_counts_from_its_threshold(
+    tmp_path: Path, step: float, limit: int
+) -> None:
+    results, hang = Results(tmp_path), ROWS["hang"]
+    found = Outcome(next_commit_ms=limit + 1.0, base_step_ms=step)
+    results.add_outcome(Task(hang, SYSTEMS["fft-txn"], 1), found)
+    ((*_, target),) = page.headline(results)
+    assert target == f"≤ {limit}: 0 of 1"
+
+
 def test_a_system_that_is_not_here_has_a_line_that_says_why(tmp_path: Path) -> None:
     results = Results(tmp_path)
     results.add_absence(KILL, SYSTEMS["nvrx"], "it is not installed")
