@@ -134,7 +134,8 @@ def _count(events: Iterable[Event], what: str, pid: int) -> int:
 def _gap(events: Iterable[Event], pid: int, at: int, end: int) -> float:
     """A process that does not commit any more has a gap until the end of the repetition."""
     times = [e["m"] for e in events if e["e"] == "commit" and e["pid"] == pid]
-    return max(b - a for a, b in pairwise([*times, max(end, times[-1])]) if b >= at) / _NS_PER_MS
+    gaps = (b - a for a, b in pairwise([*times, max(end, times[-1])]) if b >= at)
+    return float(max(gaps)) / _NS_PER_MS
 
 
 def splits(events: Iterable[Event]) -> int:

@@ -189,8 +189,9 @@ def _quiet_row(results: Results, row: Row, system: System) -> Cells:
         cells.append(ratio(found, plain, figure) if system.manager == "fft" else "")
     cells.append(_cell(found, lambda one: one.memory_mib))
     mine, theirs = (median_of(f, lambda one: one.memory_mib) for f in (found, plain))
-    both = mine is not None and theirs is not None and system.manager == "fft"
-    return (*cells, f"{mine - theirs:+.0f}" if both else "")
+    if mine is None or theirs is None or system.manager != "fft":
+        return (*cells, "")
+    return (*cells, f"{mine - theirs:+.0f}")
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
