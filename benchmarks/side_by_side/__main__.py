@@ -30,6 +30,7 @@ from benchmarks.side_by_side import machine, nvrx, page
 from benchmarks.side_by_side.measure import Outcome, outcome
 from benchmarks.side_by_side.results import Results, Task
 from benchmarks.side_by_side.rows import QUICK, ROWS, SYSTEMS, Row, System
+from fft.errors import FftError
 
 TRIES = 3
 """Of a repetition that does not come to its fault."""
@@ -108,15 +109,22 @@ def repetition(task: Task, results: Results, console: Console) -> Outcome | None
         shutil.rmtree(home, ignore_errors=True)  # of a repetition that was cut short
         try:
             events = Launch(task.row, task.system, home.resolve()).run()
-        except LaunchError as error:
-            console.print(f"{error}", style="red", markup=False)
+        except (LaunchError, FftError, RuntimeError, OSError) as error:  # hours may be left to do
+            console.print(f"{task.name}: {error!r}", style="red", markup=False)
             continue
         found = outcome(task.row, events)
         results.keep_events(task, events)
         results.add_outcome(task, found)
-        shutil.rmtree(home / "traces", ignore_errors=True)
+        _tidy(home)
         return found
     return None
+
+
+def _tidy(home: Path) -> None:
+    """Of what a repetition leaves, keep the logs; its events are kept elsewhere."""
+    shutil.rmtree(home / "traces", ignore_errors=True)
+    for path in (*home.glob("events-*"), *home.glob("here-*")):
+        path.unlink()
 
 
 def told(task: Task, found: Outcome) -> str:
