@@ -173,7 +173,11 @@ def main() -> None:
     if args.what == "run":
         os.environ["RUST_LOG"] = "error"
         console.print(f"results: {results.directory} (to go on: --dir {results.directory})")
-        good = run(args, results, console)
+        try:
+            good = run(args, results, console)
+        except KeyboardInterrupt:
+            console.print(f"stopped; to go on: --dir {results.directory}")
+            sys.exit(130)
     elif args.again:
         again = results.directory / "again"
         shutil.rmtree(again, ignore_errors=True)
