@@ -1,0 +1,74 @@
+"""What a SIGKILL takes before anybody can know of it: the floor of every time after a kill.
+
+``python benchmarks/kill_floor.py [TIMES]`` kills a process with torch in it, again and again, and
+prints when its pidfd told, and when the other end of a connection of its saw the end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+CHILD = """
+import socket, sys, torch
+there = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+(torch.ones(64, 64) @ torch.ones(64, 64)).sum()
+there.sendall(b"x")
+there.recv(1)
+"""
+
+
+def kill_one() -> tuple[float, float, int]:
+    """Milliseconds to the pidfd, to the end of the connection; MiB that the process held."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        child = subprocess.Popen([sys.executable, "-c", CHILD, port])
+        try:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1)
+                return _timed(child, connection)
+        finally:
+            child.kill()
+            child.wait()
+
+
+def _timed(child: subprocess.Popen[bytes], connection: socket.socket) -> tuple[float, float, int]:
+    with open(f"/proc/{child.pid}/statm", encoding="ascii") as file:
+        held = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        waiter = select.poll()
+        for fd in (pidfd, connection.fileno()):
+            waiter.register(fd, select.POLLIN)
+        told: dict[int, float] = {}
+        begun = time.perf_counter()
+        os.kill(child.pid, signal.SIGKILL)
+        while len(told) < 2:
+            for fd, _ in waiter.poll():
+                told[fd] = (time.perf_counter() - begun) * 1e3
+                waiter.unregister(fd)
+        return told[pidfd], told[connection.fileno()], held
+    finally:
+        os.close(pidfd)
+
+
+def main() -> None:
+    """Print medians and ranges."""
+    found = [kill_one() for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 20)]
+    for name, column in (("pidfd", 0), ("connection", 1)):
+        times = [row[column] for row in found]
+        print(
+            f"{name:10} {statistics.median(times):6.1f} ms ({min(times):.1f} to {max(times):.1f})"
+        )
+    print(f"{len(found)} kills of a process of {found[0][2]} MiB")
+
+
+if __name__ == "__main__":
+    main()
