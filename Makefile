@@ -15,10 +15,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 SEEDS ?= 2000
 CHAOS_SEED ?= 1
 CHAOS_SECONDS ?= 3600
+# the folder of a benchmark run; name an older one to go on with it
+BENCH ?= runs/bench-$(shell date +%Y%m%d-%H%M%S)
+REPS ?= 5
+NVRX := .venv-nvrx
+NVRX_PIP := $(NVRX)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
+NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psutil pydantic \
+  pydantic-settings pyyaml setuptools
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo test check prove chaos chaos-long clean
+.PHONY: help setup demo test check prove chaos chaos-long bench bench-quick clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
@@ -27,6 +34,8 @@ help:
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
+	@echo "make bench   FFT beside torchft and NVIDIA's in-process restart, $(REPS) repetitions (3 hours)"
+	@echo "make bench-quick   some rows of it, once (5 minutes)"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"
 
@@ -76,6 +85,25 @@ chaos: setup
 chaos-long: setup
 	$(BIN)/python -m benchmarks.chaos random --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --write
 
+# NVIDIA's package pins what it needs: an environment of its own. Its wheels are for Python 3.12 and glibc
+# 2.39; elsewhere its Python parts are taken as they are, which is all that the in-process restart needs.
+# Where that fails, too, the page says so.
+$(NVRX)/.tried:
+	@$(PYTHON) -m venv $(NVRX)
+	@$(NVRX_PIP) torch==2.13.0 nvidia-resiliency-ext==0.7.0 \
+	|| { $(NVRX_PIP) torch==2.13.0 $(NVRX_NEEDS) && $(NVRX_PIP) --no-deps --only-binary=:all: \
+	  --implementation cp --python-version 3.12 --platform manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0 \
+	  --target $$($(NVRX)/bin/python -c 'import site; print(site.getsitepackages()[0])'); } \
+	|| echo "nvidia-resiliency-ext cannot be installed here; the rest is measured without it"
+	@touch $@
+
+bench: setup $(NVRX)/.tried
+	@$(PIP) install --quiet -e ".[bench]"
+	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --reps $(REPS) --write
+
+bench-quick: setup
+	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --quick
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs
+	rm -rf $(VENV) $(NVRX) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs
 	find fft tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

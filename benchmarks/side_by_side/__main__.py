@@ -1,0 +1,196 @@
+"""``python -m benchmarks.side_by_side``: what `make bench` and `make bench-quick` run.
+
+``run`` goes on with the folder it is given: a repetition that is there is not done again. ``page``
+writes the page, ``list`` names rows and systems. Ctrl-C ends what runs, and keeps what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from benchmarks.side_by_side import machine, nvrx, page
+from benchmarks.side_by_side.measure import Outcome, outcome
+from benchmarks.side_by_side.results import Results, Task
+from benchmarks.side_by_side.rows import QUICK, ROWS, SYSTEMS, Row, System
+from fft.errors import FftError
+
+TRIES = 3
+"""Of a repetition that does not come to its fault."""
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side", description=__doc__)
+    parser.add_argument("what", choices=("run", "page", "list"))
+    parser.add_argument("--dir", type=Path, help="folder of the run; else runs/bench-<time>")
+    parser.add_argument("--reps", type=int, default=5, help="repetitions of each row and system")
+    parser.add_argument("--row", action="append", choices=ROWS, help="only this row; several times")
+    parser.add_argument(
+        "--system", action="append", choices=SYSTEMS, help="only this one, likewise"
+    )
+    parser.add_argument("--quick", action="store_true", help="some rows, once, in five minutes")
+    parser.add_argument("--again", action="store_true", help="page: read the events anew")
+    parser.add_argument("--write", action="store_true", help="put the results into docs/")
+    return parser.parse_args()
+
+
+def chosen(args: argparse.Namespace) -> list[tuple[Row, System]]:
+    """Rows and systems that are asked for, in order."""
+    pairs = [(row, system) for row in ROWS.values() for system in row.systems]
+    if args.quick:
+        pairs = [(ROWS[row], SYSTEMS[name]) for row, names in QUICK for name in names]
+    return [
+        (row, system)
+        for row, system in pairs
+        if (not args.row or row.name in args.row)
+        and (not args.system or system.name in args.system)
+    ]
+
+
+def in_turn(pairs: list[tuple[Row, System]], reps: int) -> Iterator[Task]:
+    """Row by row, A/B/A/B: each repetition of a row has all its systems, before the next one."""
+    for row in dict.fromkeys(row for row, _ in pairs):
+        for number in range(1, reps + 1):
+            for _, system in (pair for pair in pairs if pair[0] is row):
+                yield Task(row, system, number)
+
+
+def possible(pairs: list[tuple[Row, System]], results: Results) -> list[tuple[Row, System]]:
+    """Without what cannot run here; the page says why."""
+    why = nvrx.why_not() if any(system.manager == "nvrx" for _, system in pairs) else None
+    for row, system in pairs:
+        if why and system.manager == "nvrx" and results.absence(row, system) != why:
+            results.add_absence(row, system, why)
+    return [pair for pair in pairs if why is None or pair[1].manager != "nvrx"]
+
+
+def run(args: argparse.Namespace, results: Results, console: Console) -> bool:
+    """Do what is not done. Whether all of it is there in the end."""
+    tasks = list(in_turn(possible(chosen(args), results), 1 if args.quick else args.reps))
+    left = [task for task in tasks if not results.done(task)]
+    if left:
+        results.add({"kind": "machine", "machine": machine.described()})
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+        all_of_it = bar.add_task("", total=len(tasks), completed=len(tasks) - len(left))
+        for task in left:
+            bar.update(all_of_it, description=task.name)
+            found = repetition(task, results, console)
+            if found is not None:
+                console.print(f"{task.name}: {told(task, found)}", style="dim", markup=False)
+            bar.advance(all_of_it)
+    return all(map(results.done, tasks))
+
+
+def repetition(task: Task, results: Results, console: Console) -> Outcome | None:
+    """Do it, and keep what came of it. None: it says nothing, twice."""
+    from benchmarks.side_by_side.launch import Launch, LaunchError  # loads torch
+
+    for number in range(TRIES):
+        home = results.directory / "work" / f"{task.name}{'' if number == 0 else f'-{number}'}"
+        shutil.rmtree(home, ignore_errors=True)  # of a repetition that was cut short
+        try:
+            events = Launch(task.row, task.system, home.resolve()).run()
+        except (LaunchError, FftError, RuntimeError, OSError) as error:  # hours may be left to do
+            console.print(f"{task.name}: {error!r}", style="red", markup=False)
+            continue
+        found = outcome(task.row, events)
+        results.keep_events(task, events)
+        results.add_outcome(task, found)
+        _tidy(home)
+        return found
+    return None
+
+
+def _tidy(home: Path) -> None:
+    """Of what a repetition leaves, keep the logs; its events are kept elsewhere."""
+    shutil.rmtree(home / "traces", ignore_errors=True)
+    for path in (*home.glob("events-*"), *home.glob("here-*")):
+        path.unlink()
+
+
+def told(task: Task, found: Outcome) -> str:
+    """In a few words, while it goes on."""
+    if task.row.fault is None:
+        return (
+            f"step {found.step_p50_ms:.2f} ms, protocol {found.cost_p50_ms:.2f} ms"
+            if found.step_p50_ms is not None and found.cost_p50_ms is not None
+            else "no steps"
+        )
+    after = "never" if found.next_commit_ms is None else f"{found.next_commit_ms:.0f} ms"
+    whole = "" if found.whole_ms is None else f", all contribute after {found.whole_ms:.0f} ms"
+    return f"next commit {after}{whole}, {found.splits} splits, {found.died} died"
+
+
+def show(results: Results, console: Console) -> None:
+    """The tables, for people."""
+    for title, headings, rows in (
+        ("fault → next commit, ms", page.HEADLINE, page.headline(results)),
+        ("all columns, ms", page.FAULTS, page.fault_rows(results)),
+        ("without a fault, ms", page.QUIET, page.quiet_rows(results)),
+    ):
+        if rows:
+            table = Table(title=title)
+            for heading in headings:
+                table.add_column(heading, overflow="fold")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+
+
+def main() -> None:
+    """Run, show, write."""
+    args, console = arguments(), Console()
+    if not console.is_terminal:  # a pipe has no width
+        console.width = 200
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end what runs
+    if args.what == "list":
+        for row, system in chosen(args):
+            console.print(f"{row.name:<22} {system.name:<14} {row.title}", highlight=False)
+        return
+    if args.what == "page" and args.dir is None:
+        args.dir = page.KEPT.parent
+    results = Results(args.dir or Path("runs", f"bench-{datetime.now():%Y%m%d-%H%M%S}"))
+    good = True
+    if args.what == "run":
+        os.environ["RUST_LOG"] = "error"
+        console.print(f"results: {results.directory} (to go on: --dir {results.directory})")
+        try:
+            good = run(args, results, console)
+        except KeyboardInterrupt:
+            console.print(f"stopped; to go on: --dir {results.directory}")
+            sys.exit(130)
+    elif args.again:
+        again = results.directory / "again"
+        shutil.rmtree(again, ignore_errors=True)
+        results = results.measured_again(again)
+    show(results, console)
+    if args.write:
+        from benchmarks.side_by_side import plot
+
+        page.write(results)
+        plot.draw(results, page.PLOT)
+        console.print(f"page: {page.PAGE}")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

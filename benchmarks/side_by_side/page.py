@@ -1,0 +1,236 @@
+"""Tables of a run: for the terminal, and for docs/benchmarks.md, between its markers.
+
+Every number of the page comes through here from the results; nothing is typed by hand.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.side_by_side.machine import in_words
+from benchmarks.side_by_side.measure import Outcome
+from benchmarks.side_by_side.results import Results
+from benchmarks.side_by_side.rows import NVRX, ROWS, SYSTEMS, TORCHFT, TUNED, Row, System
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "benchmarks.md"
+PLOT = DOCS / "benchmarks" / "side_by_side.svg"
+KEPT = DOCS / "benchmarks" / "results.jsonl"
+HEADLINE = (
+    "row", "FFT", "torchft default", "torchft tuned", "NVRx", "FFT ÷ default", "FFT ÷ tuned",
+    "target of FFT, and met",
+)  # fmt: skip
+FAULTS = (
+    "row", "system", "n", "fault → next commit", "target", "→ all contribute", "longest gap",
+    "attempts lost", "needless transfers", "split commits", "phantom commits", "mismatches",
+    "died",
+)  # fmt: skip
+QUIET = (
+    "row", "system", "n", "step p50", "÷ torchft", "step p99", "÷ torchft", "protocol p50",
+    "÷ torchft", "protocol p99", "÷ torchft", "memory MiB", "less torchft",
+)  # fmt: skip
+Figure = Callable[[Outcome], float | int | None]
+Cells = tuple[str, ...]
+
+
+def _value(values: Sequence[float], digits: int) -> str:
+    """Median, and the range in brackets where there is one."""
+    middle, low, high = statistics.median(values), min(values), max(values)
+    text = f"{middle:.{digits}f}"
+    spread = f"{low:.{digits}f} … {high:.{digits}f}"
+    return (
+        text
+        if len(values) == 1 or f"{low:.{digits}f}" == f"{high:.{digits}f}"
+        else (f"{text} ({spread})")
+    )
+
+
+def _cell(found: Sequence[Outcome], figure: Figure, digits: int = 0, missing: str = "-") -> str:
+    values = [v for one in found if (v := figure(one)) is not None]
+    if not values:
+        return missing
+    few = f", {len(values)} of {len(found)}" if len(values) < len(found) else ""
+    return _value(values, digits) + few
+
+
+def next_commit(found: Sequence[Outcome]) -> str:
+    """The first column: how often never, else how long."""
+    never = sum(one.never for one in found)
+    if never == len(found):
+        return "never"
+    text = _cell([one for one in found if not one.never], lambda one: one.next_commit_ms)
+    return f"{text}; never {never} of {len(found)}" if never else text
+
+
+def median_of(found: Sequence[Outcome], figure: Figure) -> float | None:
+    """None if it is missing in half of the repetitions: then the median is missing, too."""
+    values = [v for one in found if (v := figure(one)) is not None]
+    if not found or 2 * len(values) <= len(found):
+        return None
+    return statistics.median(values + [float("inf")] * (len(found) - len(values)))
+
+
+def ratio(mine: Sequence[Outcome], theirs: Sequence[Outcome], figure: Figure) -> str:
+    """Of the medians."""
+    a, b = median_of(mine, figure), median_of(theirs, figure)
+    if not mine or not theirs:
+        return "-"
+    if a is None:
+        return "-" if b is None else "∞"
+    if b is None:
+        return "0 (it never does)"
+    return f"{a / b:.3f}" if b else "-"
+
+
+def _target(row: Row, system: System, found: Sequence[Outcome]) -> str:
+    steps = [one.base_step_ms for one in found if one.base_step_ms is not None]
+    over = dict(row.over_ms).get(system.name)
+    if not steps or (over is None and not (row.gap_steps and system.manager == "fft")):
+        return ""
+    step, figure = statistics.median(steps), figure_of(row)
+    limit = step * row.gap_steps if over is None else step + over + row.threshold_ms(step)
+    met = sum((v := figure(one)) is not None and v <= limit for one in found)
+    return f"≤ {limit:.0f}: {met} of {len(found)}"
+
+
+def figure_of(row: Row) -> Figure:
+    """What a row is about: where no commit need be lost it is the longest gap between two."""
+    return (lambda one: one.gap_ms) if row.gap_steps else (lambda one: one.next_commit_ms)
+
+
+def headline(results: Results) -> list[Cells]:
+    """One line a row: FFT beside the others, and the ratios."""
+    return [
+        _headline(results, row)
+        for row in ROWS.values()
+        if row.fault is not None and any(results.of(row, system) for system in row.systems)
+    ]
+
+
+def _headline(results: Results, row: Row) -> Cells:
+    ours = row.systems[0]  # FFT as it is meant to be run
+    mine, figure = results.of(row, ours), figure_of(row)
+    by_others = [results.of(row, system) for system in (TORCHFT, TUNED)]
+
+    def cell(found: Sequence[Outcome]) -> str:
+        if not found:
+            return "-"
+        return _cell(found, figure) if row.gap_steps else next_commit(found)
+
+    return (
+        row.title + (" (longest gap)" if row.gap_steps else ""),
+        cell(mine),
+        *(cell(found) for found in (*by_others, results.of(row, NVRX))),
+        *(ratio(mine, found, figure) for found in by_others),
+        _target(row, ours, mine),
+    )
+
+
+def fault_rows(results: Results) -> list[Cells]:
+    """One line for each row and system."""
+    return [
+        _fault_row(results, row, system)
+        for row in ROWS.values()
+        if row.fault is not None
+        for system in _shown(results, row)
+    ]
+
+
+def _shown(results: Results, row: Row) -> list[System]:
+    return [s for s in row.systems if results.of(row, s) or results.absence(row, s)]
+
+
+def _fault_row(results: Results, row: Row, system: System) -> Cells:
+    found = results.of(row, system)
+    if not found:
+        why = f"not measured: {results.absence(row, system)}"
+        return (row.title, system.title, "0", why, *([""] * (len(FAULTS) - 4)))
+    return (
+        row.title,
+        system.title,
+        str(len(found)),
+        next_commit(found),
+        _target(row, system, found),
+        _cell(found, lambda one: one.whole_ms, missing="never" if row.whole_s else "-"),
+        _cell(found, lambda one: one.gap_ms),
+        _cell(found, lambda one: one.attempts_lost),
+        _cell(found, lambda one: one.transfers),
+        _cell(found, lambda one: one.splits),
+        _cell(found, lambda one: one.phantoms),
+        _cell(found, lambda one: one.mismatches),
+        _cell(found, lambda one: one.died),
+    )
+
+
+def quiet_rows(results: Results) -> list[Cells]:
+    """Likewise, of the rows without a fault."""
+    return [
+        _quiet_row(results, row, system)
+        for row in ROWS.values()
+        if row.fault is None
+        for system in _shown(results, row)
+    ]
+
+
+def _quiet_row(results: Results, row: Row, system: System) -> Cells:
+    found, plain = results.of(row, system), results.of(row, TORCHFT)
+    cells = [row.title, system.title, str(len(found))]
+    figures: list[Figure] = [
+        lambda one: one.step_p50_ms,
+        lambda one: one.step_p99_ms,
+        lambda one: one.cost_p50_ms,
+        lambda one: one.cost_p99_ms,
+    ]
+    for figure in figures:
+        cells.append(_cell(found, figure, 2))
+        cells.append(ratio(found, plain, figure) if system.manager == "fft" else "")
+    cells.append(_cell(found, lambda one: one.memory_mib))
+    mine, theirs = (median_of(f, lambda one: one.memory_mib) for f in (found, plain))
+    if mine is None or theirs is None or system.manager != "fft":
+        return (*cells, "")
+    return (*cells, f"{mine - theirs:+.0f}")
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in rows]
+
+
+def in_full(results: Results) -> list[str]:
+    """What stands between the markers."""
+    lines = [f"Measured on {in_words(machine)}." for machine in results.machines()]
+    quiet, faults = quiet_rows(results), fault_rows(results)
+    if not (quiet or faults):
+        return ["Not measured yet."]
+    if faults:
+        lines += ["", "### Fault → next commit of the last survivor, ms: median (range)", ""]
+        lines += markdown(HEADLINE, headline(results))
+        lines += ["", f"![Fault to next commit]({PLOT.relative_to(DOCS)})"]
+        lines += ["", "### All columns of the rows with a fault", "", "Times in ms.", ""]
+        lines += markdown(FAULTS, faults)
+    if quiet:
+        lines += ["", "### Without a fault", "", "Times in ms: median (range) of repetitions.", ""]
+        lines += markdown(QUIET, quiet)
+    return lines
+
+
+def write(results: Results) -> None:
+    """Fill the page, and keep the results beside it."""
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = "<!-- side-by-side: begin -->", "<!-- side-by-side: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{PAGE}: needs the markers {begin} and {end}, once each")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text("\n".join([head + begin, *in_full(results), end + tail]), encoding="utf-8")
+    KEPT.parent.mkdir(exist_ok=True)
+    shutil.copyfile(results.directory / "results.jsonl", KEPT)
+
+
+def systems_of(results: Results) -> list[System]:
+    """All that have a result, in the order of the table."""
+    named = {r["system"] for r in results.records if r["kind"] == "repetition"}
+    return [system for name, system in SYSTEMS.items() if name in named]

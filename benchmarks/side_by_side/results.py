@@ -1,0 +1,114 @@
+"""The results of a run: ``results.jsonl`` in its folder, a line a repetition.
+
+A line says the row, the system, the number of the repetition and its figures; or the reason why
+there are none. Lines of kind ``machine`` say where it was measured. Nothing is ever rewritten: a
+run that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.side_by_side.events import Event, lines
+from benchmarks.side_by_side.measure import Outcome, outcome
+from benchmarks.side_by_side.rows import ROWS, Row, System
+
+
+@dataclass(frozen=True)
+class Task:
+    """One repetition."""
+
+    row: Row
+    system: System
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder, and for people."""
+        return f"{self.row.name}.{self.system.name}.{self.number}"
+
+
+class Results:
+    """A run's folder."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._path = directory / "results.jsonl"
+        self.records: list[dict[str, Any]] = list(lines(self._path))
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Keep it, on the disk too."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.records.append(record)
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def add_outcome(self, task: Task, found: Outcome) -> None:
+        """A repetition that was done."""
+        self.add({"kind": "repetition", **_key(task), **found.plain()})
+
+    def add_absence(self, row: Row, system: System, why: str) -> None:
+        """A system that cannot be measured here."""
+        self.add({"kind": "absent", "row": row.name, "system": system.name, "why": why})
+
+    def done(self, task: Task) -> bool:
+        """Whether it is there."""
+        key = _key(task)
+        return any(
+            r["kind"] == "repetition" and all(r[name] == key[name] for name in key)
+            for r in self.records
+        )
+
+    def of(self, row: Row, system: System) -> list[Outcome]:
+        """All repetitions."""
+        fields = Outcome.__dataclass_fields__
+        return [
+            Outcome(**{name: r[name] for name in fields if name in r})
+            for r in self.records
+            if r["kind"] == "repetition" and r["row"] == row.name and r["system"] == system.name
+        ]
+
+    def absence(self, row: Row, system: System) -> str | None:
+        """Why there are none, if that is known."""
+        found = [
+            str(r["why"])
+            for r in self.records
+            if r["kind"] == "absent" and r["row"] == row.name and r["system"] == system.name
+        ]
+        return found[-1] if found else None
+
+    def machines(self) -> list[dict[str, Any]]:
+        """Where and when it was measured, one for each sitting."""
+        return [r["machine"] for r in self.records if r["kind"] == "machine"]
+
+    # --- raw events ---
+
+    def keep_events(self, task: Task, events: Iterable[Event]) -> None:
+        """All lines of a repetition, in order."""
+        path = self._events_of(task.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    def _events_of(self, name: str) -> Path:
+        return self.directory / "events" / f"{name}.jsonl"
+
+    def measured_again(self, directory: Path) -> Results:
+        """The same, with all figures read anew from the events, in another folder."""
+        again = Results(directory)
+        for record in self.records:
+            if record["kind"] != "repetition":
+                again.add(record)
+                continue
+            name = f"{record['row']}.{record['system']}.{record['rep']}"
+            events = list(lines(self._events_of(name)))
+            figures = outcome(ROWS[record["row"]], events).plain() if events else {}
+            again.add({**record, **figures})
+        return again
+
+
+def _key(task: Task) -> dict[str, Any]:
+    return {"row": task.row.name, "system": task.system.name, "rep": task.number}

@@ -1,0 +1,87 @@
+"""What the processes of a repetition need besides each other: lighthouse, bus, stores, a token.
+
+Hosted by the launcher, as `fft run` does it. Ports are free ones; both services can be started
+again at theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.side_by_side.rows import System
+from fft.bus.tcpstore import host_store, serve_tcp
+from fft.jobtoken import JobToken
+
+HOST = "127.0.0.1"
+DEFAULT = {"join_timeout_ms": 60_000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5_000}
+"""Of the command ``torchft_lighthouse``."""
+TUNED = {"join_timeout_ms": 100, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 500}
+_FREE_S = 5.0
+
+
+class Services:
+    """Until `close`."""
+
+    def __init__(self, system: System) -> None:
+        os.environ.setdefault("RUST_LOG", "error")  # before the lighthouse logs every request
+        self._settings = TUNED if system.tuned else DEFAULT
+        self._lighthouse = self._make_lighthouse(0)
+        self._lighthouse_port = urlsplit(self._lighthouse.address()).port or 0
+        self._bus = serve_tcp(HOST) if system.manager == "fft" else None
+        self._token = JobToken.fresh()
+        self._stores: list[Any] = []
+
+    def _make_lighthouse(self, port: int) -> Any:
+        from torchft.coordination import LighthouseServer
+
+        return LighthouseServer(f"{HOST}:{port}", min_replicas=1, **self._settings)
+
+    def environment(self) -> dict[str, str]:
+        """For every worker."""
+        found = {"TORCHFT_LIGHTHOUSE": f"http://{HOST}:{self._lighthouse_port}"}
+        if self._bus is not None:
+            found |= {"FFT_BUS": self._bus.url, "FFT_TOKEN": self._token.text()}
+        return found
+
+    def store(self) -> int:
+        """The port of a store for a group that starts."""
+        store, port = host_store(HOST)
+        self._stores.append(store)
+        return port
+
+    def end_lighthouse(self) -> None:
+        """Without a word to anybody."""
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None
+
+    def begin_lighthouse(self) -> None:
+        """Start one at the address of the one before."""
+        deadline = time.monotonic() + _FREE_S
+        while True:  # it lets go of the port some time after shutdown(), and says not when
+            try:
+                self._lighthouse = self._make_lighthouse(self._lighthouse_port)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
+    def restart_bus(self) -> None:
+        """End it, and start one there that knows nothing."""
+        assert self._bus is not None, "only FFT has a bus"
+        port = urlsplit(self._bus.url).port or 0
+        job = urlsplit(self._bus.url).path.lstrip("/")
+        self._bus.close()
+        self._bus = serve_tcp(HOST, port, job)
+
+    def close(self) -> None:
+        """End all of it."""
+        self._stores.clear()
+        if self._bus is not None:
+            self._bus.close()
+        self.end_lighthouse()

@@ -1,0 +1,38 @@
+"""One repetition of `make bench`, through its command: real processes, one of them killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.side_by_side.events import lines
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 200
+
+
+@pytest.mark.multiprocess
+def test_a_killed_group_is_left_out_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "benchmarks.side_by_side", "run", "--dir", str(run)]
+    command += ["--row", "sigkill", "--system", "fft", "--reps", "1"]
+    for _ in range(2):  # the second time there is nothing to do
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    kinds = [json.loads(line)["kind"] for line in (run / "results.jsonl").read_text().splitlines()]
+    assert kinds == ["machine", "repetition"]
+    found = list(lines(run / "results.jsonl"))[1]
+    assert not found["never"] and found["next_commit_ms"] > 0
+    zeros = ("splits", "phantoms", "mismatches", "transfers", "died")
+    assert {name: found[name] for name in zeros} == dict.fromkeys(zeros, 0)
+    events = list(lines(run / "events" / "sigkill.fft.1.jsonl"))
+    pids = {event["pid"] for event in events if event["g"] >= 0}
+    assert len(pids) == 3
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
