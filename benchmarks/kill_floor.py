@@ -1,7 +1,8 @@
 """What a SIGKILL takes before anybody can know of it: the floor of every time after a kill.
 
 ``python benchmarks/kill_floor.py [TIMES]`` kills a process with torch in it, again and again, and
-prints when its pidfd told, and when the other end of a connection of its saw the end.
+prints when its pidfd told, when the other end of a connection of its saw the end, and when the
+lock that it held (`fft.lifeline`) did.
 """
 
 from __future__ import annotations
@@ -13,33 +14,54 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
+from fft.lifeline import Lifeline
+
 CHILD = """
-import socket, sys, torch
+import os, socket, sys, time, torch
+from fft.lifeline import hold
+mine = hold(os.environ["FFT_LIFELINE_FD"])
 there = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-(torch.ones(64, 64) @ torch.ones(64, 64)).sum()
+begun = time.monotonic()
+while time.monotonic() < begun + 0.3:  # at work, as whoever is killed in a job
+    (torch.ones(64, 64) @ torch.ones(64, 64)).sum()
 there.sendall(b"x")
 there.recv(1)
 """
 
 
-def kill_one() -> tuple[float, float, int]:
-    """Milliseconds to the pidfd, to the end of the connection; MiB that the process held."""
+def kill_one() -> tuple[float, float, float, int]:
+    """Milliseconds to the pidfd, the connection's end, the lock; MiB that the process held."""
+    line, woken = Lifeline(), threading.Event()
+    lock: list[float] = []
+
+    def wake() -> None:
+        lock.append(time.perf_counter())
+        woken.set()
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        child = subprocess.Popen([sys.executable, "-c", CHILD, port])
+        env = {**os.environ, "FFT_LIFELINE_FD": str(line.fd)}
+        child = subprocess.Popen([sys.executable, "-c", CHILD, port], env=env, pass_fds=[line.fd])
         try:
+            line.watch(wake)
             connection, _ = server.accept()
             with connection:
                 connection.recv(1)
-                return _timed(child, connection)
+                begun, pidfd, end, held = _timed(child, connection)
+            woken.wait()
+            return pidfd, end, (lock[0] - begun) * 1e3, held
         finally:
             child.kill()
             child.wait()
+            line.close()
 
 
-def _timed(child: subprocess.Popen[bytes], connection: socket.socket) -> tuple[float, float, int]:
+def _timed(
+    child: subprocess.Popen[bytes], connection: socket.socket
+) -> tuple[float, float, float, int]:
     with open(f"/proc/{child.pid}/statm", encoding="ascii") as file:
         held = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
     pidfd = os.pidfd_open(child.pid)
@@ -54,7 +76,7 @@ def _timed(child: subprocess.Popen[bytes], connection: socket.socket) -> tuple[f
             for fd, _ in waiter.poll():
                 told[fd] = (time.perf_counter() - begun) * 1e3
                 waiter.unregister(fd)
-        return told[pidfd], told[connection.fileno()], held
+        return begun, told[pidfd], told[connection.fileno()], held
     finally:
         os.close(pidfd)
 
@@ -62,12 +84,12 @@ def _timed(child: subprocess.Popen[bytes], connection: socket.socket) -> tuple[f
 def main() -> None:
     """Print medians and ranges."""
     found = [kill_one() for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 20)]
-    for name, column in (("pidfd", 0), ("connection", 1)):
+    for column, name in enumerate(("pidfd", "connection", "lock")):
         times = [row[column] for row in found]
         print(
             f"{name:10} {statistics.median(times):6.1f} ms ({min(times):.1f} to {max(times):.1f})"
         )
-    print(f"{len(found)} kills of a process of {found[0][2]} MiB")
+    print(f"{len(found)} kills of a process of {found[0][3]} MiB")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
 from fft.interrupt import Interrupted, Interrupter, guarded
 from fft.jobtoken import JobToken
+from fft.lifeline import Hold, hold
 from fft.lighthouse import Beacon, Membership, Quorums, construct, membership_of
 from fft.machine import Table
 from fft.monitor import MonitorConfig
@@ -182,6 +183,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._group_bus: ErrorBus | None = None
         self._interrupter: Interrupter | None = None
         self._watched: Watched | None = None
+        self._hold: Hold | None = None
         self._clock: DrainClock | None = None
         self._pollers: list[Poller] = []
         self._main: int | None = None
@@ -312,6 +314,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if threading.current_thread() is threading.main_thread():
             self._interrupter = Interrupter()  # else Python lets nobody interrupt the bodies
             self._watch()
+            self._hold = hold(os.environ.get("FFT_LIFELINE_FD"))
         self._main = threading.get_ident()
         self._engine = Engine(
             participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
@@ -1104,6 +1107,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._interrupter.close()
         if self._watched is not None:
             self._watched.close()
+        if self._hold is not None:
+            self._hold.release()
         if self._engine is not None and self._engine.abandoned:
             # That waits for the bus, and there is no time to.
             threading.Thread(target=self._bus.close, name="fft-bus-close", daemon=True).start()

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from fft import pidfd
+from fft.lifeline import Lifeline, supported
 from fft.shim import tied
 
 _TAIL_LINES = 12
@@ -46,18 +47,26 @@ class Child:
         self.log = log
         self.code: int | None = None
         self.told_dead = False
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                tied([sys.executable, *script]),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                pass_fds=tuple(inherits),
-                start_new_session=True,  # a Ctrl-C on the terminal is for the supervisor alone
-            )
+        self._lifeline = Lifeline() if supported() else None
+        if self._lifeline is not None:
+            inherits = (*inherits, self._lifeline.fd)
+            env = {**env, "FFT_LIFELINE_FD": str(self._lifeline.fd)}
+        try:
+            self._process = _started(script, env, log, inherits)
+        except BaseException:
+            if self._lifeline is not None:
+                self._lifeline.close()
+            raise
         self.pid = self._process.pid
         self.fd = os.pidfd_open(self.pid)
+
+    def watch(self, on_dying: Callable[[], None]) -> None:
+        """Call ``on_dying``, on another thread, when it is being killed: `fd` tells later.
+
+        Only of one that trains with FFT; `exit_code` is not known yet then.
+        """
+        if self._lifeline is not None:
+            self._lifeline.watch(on_dying)
 
     @property
     def alive(self) -> bool:
@@ -81,6 +90,8 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self.code = self._process.wait()
         os.close(self.fd)
+        if self._lifeline is not None:
+            self._lifeline.close()
         return self.code
 
     def signal(self, number: int) -> None:
@@ -93,6 +104,21 @@ class Child:
         lines = [f"{where} ended with {cause_of(self.code)}; its log: {self.log}"]
         lines += [f"    {line}" for line in _tail(self.log)]
         return "\n".join(lines)
+
+
+def _started(
+    script: Sequence[str], env: Mapping[str, str], log: Path, inherits: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            tied([sys.executable, *script]),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            pass_fds=tuple(inherits),
+            start_new_session=True,  # a Ctrl-C on the terminal is for the supervisor alone
+        )
 
 
 def cause_of(code: int | None) -> str:

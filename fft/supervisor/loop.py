@@ -15,9 +15,11 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fft.bus import BusError, ErrorBus, open_job_bus
@@ -170,6 +172,7 @@ class Supervisor:
             services.bus_url, token, config.trace_dir, config.diagnose_after
         )
         self._selector = selectors.DefaultSelector()
+        self._dying: deque[Child] = deque()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
@@ -224,7 +227,9 @@ class Supervisor:
         groups = self._groups.values()
         due = [at for group in groups for at in (group.restart_at, group.kill_at) if at is not None]
         timeout = max(0.0, min([_POLL_S, *(at - now for at in due)]))
-        for key, _ in self._selector.select(timeout):
+        found = self._selector.select(timeout)
+        self._tell_dying()
+        for key, _ in found:
             if isinstance(key.data, Child):
                 self._on_death(key.data)
             elif key.fileobj is self._words_out:
@@ -311,8 +316,20 @@ class Supervisor:
         total = config.groups_in_all
         for child in group.start(list(config.script), env, logs, total, own_end, self._address):
             self._selector.register(child.fd, selectors.EVENT_READ, child)
+            child.watch(partial(self._is_dying, child))
 
     # --- deaths ------------------------------------------------------------------------
+
+    def _is_dying(self, child: Child) -> None:
+        """Thread of a lifeline: the child is being killed, though its process is still there."""
+        self._dying.append(child)
+        self._wake(b".")
+
+    def _tell_dying(self) -> None:
+        while self._dying:
+            child = self._dying.popleft()
+            if child.alive:
+                self._tell_dead(child, "it was killed, or ended without leaving")
 
     def _on_death(self, child: Child) -> None:
         """A child has died: say so first, then end the rest of its group with it."""

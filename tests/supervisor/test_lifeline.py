@@ -1,0 +1,145 @@
+"""The robust mutex between a trainer and its supervisor, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from fft.lifeline import Lifeline, hold, supported
+
+pytestmark = pytest.mark.skipif(not supported(), reason="no robust mutexes here")
+
+LIMIT_S = 30.0
+CHILD = """
+import os, sys, threading
+from fft.lifeline import hold
+mine = hold(os.environ["FFT_LIFELINE_FD"])
+assert mine is not None
+print("held", flush=True)
+word = sys.stdin.readline().strip()
+if word == "release":
+    mine.release()
+    print("released", flush=True)
+    sys.stdin.readline()
+elif word == "again":
+    assert hold(os.environ["FFT_LIFELINE_FD"]) is None, "held already"
+    mine.release()
+    while (mine := hold(os.environ["FFT_LIFELINE_FD"])) is None:
+        pass
+    print("held again", flush=True)
+    sys.stdin.readline()
+elif word == "elsewhere":
+    other = threading.Thread(target=mine.release)
+    other.start()
+    other.join()
+    os._exit(0)
+elif word == "leave":
+    sys.exit(3)
+elif word == "fork":
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    print("waited", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Held:
+    """A child that holds its lifeline, and who is told of its death."""
+
+    def __init__(self) -> None:
+        self.line, self.died = Lifeline(), threading.Event()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "FFT_LIFELINE_FD": str(self.line.fd)},
+            pass_fds=[self.line.fd],
+            text=True,
+        )
+        self.line.watch(self.died.set)
+        assert self.hears() == "held"
+
+    def hears(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+        self.line.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Held]:
+    made = Held()
+    try:
+        yield made
+    finally:
+        made.end()
+        assert not [t for t in threading.enumerate() if t.name == "fft-lifeline"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_killed_child_is_told(child: Held, number: signal.Signals) -> None:
+    child.process.send_signal(number)
+    assert child.died.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("word", ["release", "leave"])
+def test_an_end_in_good_order_is_no_death(child: Held, word: str) -> None:
+    child.say(word)
+    if word == "release":
+        assert child.hears() == "released"
+        child.process.kill()
+    child.process.wait(LIMIT_S)
+    child.line.close()
+    assert not child.died.is_set()
+
+
+def test_a_process_may_give_it_back_and_take_it_again(child: Held) -> None:
+    child.say("again")
+    assert child.hears() == "held again"
+    assert not child.died.is_set()
+    child.process.kill()
+    assert child.died.wait(LIMIT_S)
+
+
+def test_a_fork_of_it_that_ends_is_no_death_of_its(child: Held) -> None:
+    child.say("fork")
+    assert child.hears() == "waited"
+    assert not child.died.is_set()
+    child.process.kill()
+    assert child.died.wait(LIMIT_S)
+
+
+def test_another_thread_cannot_give_it_back(child: Held) -> None:
+    child.say("elsewhere")
+    assert child.died.wait(LIMIT_S), "it ended by os._exit without having left"
+
+
+def test_a_child_that_never_holds_it_ends_without_a_word() -> None:
+    line, told = Lifeline(), threading.Event()
+    line.watch(told.set)
+    line.close()
+    assert not told.is_set()
+    assert not [t for t in threading.enumerate() if t.name == "fft-lifeline"]
+
+
+@pytest.mark.parametrize("setting", [None, "", "x", "99999", "0"])
+def test_what_is_no_lifeline_is_not_held(setting: str | None) -> None:
+    assert hold(setting) is None
