@@ -56,6 +56,4 @@ def test_growth_beyond_the_bound_is_named_and_noise_is_not() -> None:
     assert series("rss_mib", 40, 47).steady
     assert series("fds", 50, 54).steady and not series("fds", 50, 55).steady
     assert series("threads", 20, 10).steady, "less is no growth"
-    assert series("bus_keys", 12, 1030).steady, "a bus keeps its last messages"
-    assert not series("bus_keys", 12, 1100).steady
-    assert not series("bus_keys", 1040, 1049).steady, "but then it has them all"
+    assert series("bus_keys", 40, 48).steady and not series("bus_keys", 40, 49).steady

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from fft.bus.base import RING_MESSAGES
-
 WARM_UP_S = 10.0
 """Of a process's life: it loads, and allocators reach their size."""
 LEAST = 6
@@ -21,8 +19,6 @@ LEAST = 6
 BOUNDS = {"rss_mib": (0.05, 8.0), "fds": (0.0, 4.0), "threads": (0.0, 3.0), "bus_keys": (0.0, 8.0)}
 """How much the median of the last third may be above that of the first: a share of it, or so much
 at least. Threads and descriptors come and go with every epoch."""
-BESIDE_RING = 64
-"""Keys of a bus that are no messages, at most: asked for while its ring of messages still fills."""
 UNITS = {"rss_mib": "MiB", "fds": "file descriptors", "threads": "threads", "bus_keys": "bus keys"}
 
 
@@ -45,8 +41,6 @@ class Series:
     @property
     def bound(self) -> float:
         """What ``late`` may be."""
-        if self.what == "bus_keys" and self.early < RING_MESSAGES:
-            return RING_MESSAGES + BESIDE_RING
         share, least = BOUNDS[self.what]
         return self.early + max(share * self.early, least)
 

@@ -231,10 +231,11 @@ class ErrorBus(ABC):
         """
 
     @abstractmethod
-    def key_count(self) -> int:
+    def key_count(self, messages: bool = True) -> int:
         """How many entries this job occupies on the bus, bookkeeping included.
 
-        Inboxes with messages in them count only where the backend can see them.
+        Inboxes with messages in them count only where the backend can see them. Without
+        ``messages``, those that the topics hold, `RING_MESSAGES` each at most, are left out.
         """
 
     def refusals(self) -> dict[str, int]:

@@ -246,7 +246,7 @@ class MemoryBus(ErrorBus):
                     del kind[key]
                     return
 
-    def key_count(self) -> int:
+    def key_count(self, messages: bool = True) -> int:
         broker = self._open()
         with broker.lock:
             named = len(broker.registers) + len(broker.ballots) + len(broker.counters)

@@ -333,9 +333,9 @@ class NatsBus(ErrorBus):
 
         self._link.run(remove)
 
-    def key_count(self) -> int:
+    def key_count(self, messages: bool = True) -> int:
         async def count() -> int:
-            streams = (self._state, self._tally, *map(self._ring, TOPICS))
+            streams = (self._state, self._tally, *map(self._ring, TOPICS if messages else ()))
             found = await asyncio.gather(*(self._held(stream) for stream in streams))
             state, *others = found
             return int(state.get("num_subjects", 0) + sum(one["messages"] for one in others))

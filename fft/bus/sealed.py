@@ -327,8 +327,8 @@ class SealedBus(ErrorBus):
     def delete(self, key: str) -> None:
         self._inner.delete(key)
 
-    def key_count(self) -> int:
-        return self._inner.key_count()
+    def key_count(self, messages: bool = True) -> int:
+        return self._inner.key_count(messages)
 
     def close(self) -> None:
         self._inner.close()

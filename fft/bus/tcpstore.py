@@ -96,6 +96,7 @@ _JOIN_WAIT_S: Final = 0.4
 _SWEEP: Final = 4096  # messages, or ballots removed, between two sweeps for what others left
 _RETRIES: Final = 100
 _NUMBERS: Final = 2**64
+_SLOTS: Final = "q/"
 
 _MESSAGE, _NUDGE, _TOMBSTONE = b"M", b"N", b"T"
 _VALUE = b"="  # before every register value: the store cannot tell an empty one from none
@@ -297,14 +298,18 @@ class _TcpSubscription(_Listener):
         self._join(self._watcher, 0.1)
 
 
+def slots_of(topic: Topic) -> str:
+    """What the names of a topic's messages begin with."""
+    return ("" if topic == "protocol" else f"p/{topic}/") + _SLOTS
+
+
 class Ring:
     """The messages of one topic: how a slot is taken, written, given up and removed."""
 
     def __init__(self, bus: TcpBus, topic: Topic) -> None:
         self._bus = bus
-        below = "" if topic == "protocol" else f"p/{topic}/"
-        self.head_name = below + "head"
-        self._slots = below + "q/"
+        self._slots = slots_of(topic)
+        self.head_name = self._slots.removesuffix(_SLOTS) + "head"
 
     def send(self, frame: bytes) -> None:
         """Put `frame` into the next slot. Raises `BusOverrun` if this writer was stalled."""
@@ -499,8 +504,12 @@ class TcpBus(ErrorBus):
             if self._do(lambda store: _pop(store, queue)) is None:
                 return
 
-    def key_count(self) -> int:
-        return len(self._keys(""))
+    def key_count(self, messages: bool = True) -> int:
+        found = self._keys("")
+        if messages:
+            return len(found)
+        slots = tuple(self._key(slots_of(topic)) for topic in TOPICS)
+        return sum(not name.startswith(slots) for name in found)
 
     def close(self) -> None:
         with self._lock:
