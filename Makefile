@@ -25,11 +25,12 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo test check prove chaos chaos-long bench bench-quick clean
+.PHONY: help setup demo test test-long check prove chaos chaos-long bench bench-quick clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, but for long ones (30 minutes)"
+	@echo "make test-long   run those (15 minutes)"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
@@ -59,7 +60,11 @@ demo: setup
 	exit $$failed
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not long"
+
+# What takes half a minute and more and has a shorter test beside it.
+test-long: setup
+	$(BIN)/python -m pytest -q -m long
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -128,6 +128,7 @@ def test_who_sends_nothing_is_named_within_the_limit(job: Job) -> None:
     assert "in time" in found(report)["2"][1]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_two_bad_ones_of_five_are_both_named(job: Job) -> None:
     report = job.diagnose({0: "flip", 2: "wrong"})
@@ -144,6 +145,7 @@ def test_who_never_answers_is_named_and_the_command_says_so(job: Job) -> None:
     assert "no supervisor" not in done.output, "nobody asked to evict it"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bad", [0, 1])
 def test_who_waits_for_a_silent_partner_is_not_to_blame(job: Job, bad: int) -> None:

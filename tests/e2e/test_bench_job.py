@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 200
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_killed_group_is_left_out_and_nothing_is_left_behind(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -129,6 +129,7 @@ def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
     print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
 
 
+@pytest.mark.long
 def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SILENT]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as server:

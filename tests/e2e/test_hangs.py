@@ -49,6 +49,7 @@ def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> N
     print(f"\n{found}")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path: Path) -> None:
     ended = run_job(tmp_path / "hung", 150, "lock", "gil", "stop")

@@ -111,6 +111,7 @@ faults:
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_long_hang_is_gone_on_without_and_let_in_again(tmp_path: Path) -> None:
     """At the vote, where its peers wait for its word and not in a collective. Half a minute."""
@@ -157,6 +158,7 @@ faults:
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_that_loses_the_bus_stops_and_comes_back_as_a_new_process(tmp_path: Path) -> None:
     traces, _ = run(tmp_path, BUS_LOSS, "--stop-after-plan", "3")

@@ -274,6 +274,7 @@ def test_a_lighthouse_that_is_killed_for_good_costs_no_bit_and_no_step(
         assert not ours & {*wanted[group]["threads"], *found[group]["threads"]}
 
 
+@pytest.mark.long
 def test_a_lighthouse_that_is_down_at_the_start_costs_a_warning(tmp_path: Path) -> None:
     with job(tmp_path, 2) as made:
         made.start()
@@ -325,6 +326,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return made
 
 
+@pytest.mark.long
 def test_a_late_and_a_restarted_lighthouse_are_waited_for_and_the_killed_are_left_out(
     ruled: Job,
 ) -> None:
@@ -348,6 +350,7 @@ def test_who_is_not_named_is_left_out_even_if_nobody_else_notices(tmp_path: Path
         assert [members(r) for r in records(made.traces) if r["members"]][1:] == [["0", "1"]]
 
 
+@pytest.mark.long
 def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:

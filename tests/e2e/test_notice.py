@@ -55,6 +55,7 @@ def test_a_group_that_is_given_time_leaves_with_a_commit(tmp_path: Path) -> None
     print(f"\nleft {left['data']['left']:.1f} s before the deadline")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_group_whose_step_is_too_long_leaves_without_and_says_why(tmp_path: Path) -> None:
     ended = run_job(tmp_path / "job", "long")
@@ -81,6 +82,7 @@ def test_a_group_whose_step_is_too_long_leaves_without_and_says_why(tmp_path: Pa
     print(f"\nleft {given['data']['within'] - took:.1f} s before the deadline: {why}")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_ranks_of_a_group_go_with_the_one_that_had_the_notice(tmp_path: Path) -> None:
     ended = run_job(tmp_path / "job", "long", ranks=2, notice="{group}.{rank}")

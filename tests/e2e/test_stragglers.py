@@ -60,6 +60,7 @@ faults:
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_slow_rank_is_started_again_if_asked_to(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"

@@ -134,7 +134,7 @@ def assert_the_same_processes(traces: Path, ranks: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("vanishing", [0, 1])
+@pytest.mark.parametrize("vanishing", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
     tmp_path: Path, vanishing: int
 ) -> None:
@@ -164,6 +164,7 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
     )
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> None:
     """Its beats stop, but its trainer votes."""
@@ -181,6 +182,7 @@ def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> Non
     assert_the_same_processes(traces, ranks=1)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
     """With the supervisor stops the store at which its ranks vote, so that no commit speaks for
