@@ -191,6 +191,7 @@ def test_who_swallows_it_is_told_again_until_it_leaves(
     assert body.unwound
 
 
+@pytest.mark.long
 def test_a_body_that_logs_leaves_no_lock_to_other_threads(
     interrupter: Interrupter, asker: Asker
 ) -> None:

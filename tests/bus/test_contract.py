@@ -118,7 +118,7 @@ def test_who_falls_behind_in_one_topic_hears_the_others(connect: Connect) -> Non
     slow = Heard(bus, lambda payload: release.wait(60) and None, topic="progress")
     protocol = Heard(bus)
     try:
-        for number in range(RING_MESSAGES + 10):
+        for number in range(2 * RING_MESSAGES + 10):  # a listener may have taken some in advance
             bus.broadcast(b"%d" % number, "progress")
         bus.broadcast(b"decided")
         assert protocol.wait(1) == [b"decided"]

@@ -121,6 +121,7 @@ def test_who_sends_late_is_named_slow(job: Job) -> None:
     assert not grave(report)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_who_sends_nothing_is_named_within_the_limit(job: Job) -> None:
     report = job.diagnose({2: "mute"}, limit=LONGER_S)
