@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -240,10 +241,7 @@ def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
         return None if told == move.out.verdict else f"told {told}, is {move.out.verdict}"
     told_rows, is_rows = _rows(lines, move)
     if told_rows != is_rows:
-        odd = next(
-            (i for i, (a, b) in enumerate(zip(told_rows, is_rows, strict=False)) if a != b),
-            min(len(told_rows), len(is_rows)),
-        )
+        odd = next(i for i, (a, b) in enumerate(zip_longest(told_rows, is_rows)) if a != b)
         return f"told {told_rows[odd:]}, the table does {is_rows[odd:]}"
     after = (move.after.token.epoch, move.after.token.txn, move.after.step, move.after.lineage)
     told_after = tuple(lines[0][k] for k in ("epoch", "txn", "step", "lineage"))

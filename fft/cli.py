@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from fft.errors import FftError
+from fft.timeouts import HOST_LIMIT_S
 
 if TYPE_CHECKING:
     from fft.faults import FaultPlan
@@ -154,7 +155,7 @@ def run(
     ] = None,
     host_limit: Annotated[
         float, typer.Option(help="Seconds of silence before other hosts go on without this one.")
-    ] = 5.0,
+    ] = HOST_LIMIT_S,
     lighthouse: _LIGHTHOUSE = True,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
@@ -204,7 +205,7 @@ def _supervise(
     _calm_lighthouse()
     from fft.jobtoken import JobToken
     from fft.progress import open_display
-    from fft.serve import Services, start_services
+    from fft.serve import Services, in_words, start_services
     from fft.supervisor import Joined, Supervisor
 
     token = JobToken.from_env()
@@ -230,12 +231,11 @@ def _supervise(
         config.trace_dir.mkdir(parents=True, exist_ok=True)
         path = config.trace_dir / "job.token"  # for who wants to say something to the job
         try:
-            reach = f"FFT_BUS={services.bus_url}"
+            reach = services.settings()
             if token is not None:
                 token.save(path)
-                reach += f" FFT_TOKEN_FILE={path}"
-            reach = f"TORCHFT_LIGHTHOUSE={services.lighthouse_url} {reach}"
-            sys.stderr.write(f"fft: to watch and to steer this job: {reach}\n")
+                reach["FFT_TOKEN_FILE"] = str(path)
+            sys.stderr.write(f"fft: to watch and to steer this job: {in_words(reach)}\n")
             return supervisor.run()
         finally:
             path.unlink(missing_ok=True)

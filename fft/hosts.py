@@ -34,7 +34,7 @@ from fft.bus.base import HEAD, BusClosed, BusError, BusForged, BusForgot, ErrorB
 from fft.core.messages import Count, Name, Suspect, UnreadableMessage, encode, unreadable
 from fft.detectors.hosts import BEATS, Beating, HostJudge, Looked
 from fft.tally import Tally
-from fft.wire import EPOCH, MissingList, Wire, decode_packed, list_name
+from fft.wire import EPOCH, Wire, decode_packed
 
 ROLL = "hosts"
 """The register that names who beats."""
@@ -227,13 +227,9 @@ class HostWatch:
         """Process id and host of each place of the newest epoch."""
         if (held := self._bus.read(EPOCH)) is None:
             return {}
-        packed = decode_packed(held)
-        record = self._wire.whole(packed)
-        if record is None:
-            try:
-                record = self._wire.complete(packed, self._bus.read(list_name(packed.record)))
-            except MissingList:  # the job has moved on meanwhile
-                return {}
+        record = self._wire.found(decode_packed(held), self._bus.read)
+        if record is None:  # the job has moved on meanwhile
+            return {}
         return {place: (entry.pid, entry.host) for place, entry in record.entries.items()}
 
     def _complain(self, what: str, error: Exception) -> None:

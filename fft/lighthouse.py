@@ -185,7 +185,6 @@ class Ask:
     """What one txn wants of the lighthouse, and has heard of it. Pure: it is fed with times."""
 
     token: Token
-    step: int
     members: Mapping[str, int]
     """Groups of the epoch, each with the incarnation of its first rank."""
     window_s: float
@@ -273,7 +272,7 @@ class Quorums:
         """A txn begins: ask for its quorum."""
         with self._changed:
             now = time.monotonic()
-            self._ask = Ask(token, step, members, self._window_s, now)
+            self._ask = Ask(token, members, self._window_s, now)
             self._token, self._step, self._due = token, step, now
             self._changed.notify_all()
 

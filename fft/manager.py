@@ -175,7 +175,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if not url:
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
         self._token = JobToken.from_env()
-        self._membership = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
+        chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
         self._quorums: Quorums | None = None
         self._progress_interval = interval_from(progress_interval)
         self._pacer: Pacer | None = None
@@ -248,7 +248,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._station = Station(place, self._bus, self._trace.note)
             self._clock = DrainClock(_Leaver(self), table["drain_margin"].seconds)
             self._drain_as_set()
-            if self._membership == "lighthouse" and self._group_rank == 0:
+            if chosen == "lighthouse" and self._group_rank == 0:
                 self._quorums = Quorums(
                     cast("Beacon", self._manager),
                     self._peer,

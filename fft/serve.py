@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from fft.errors import FftError
@@ -27,6 +27,7 @@ from fft.jobtoken import JobToken
 _FREE_S = 5.0  # for a lighthouse to let go of its port
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WILDCARDS = {"0.0.0.0", "::"}
+T = TypeVar("T")
 
 
 class _BusServer(Protocol):
@@ -43,6 +44,33 @@ class _Lighthouse(Protocol):
 
 class ServiceError(FftError):
     """A service could not be started: names the address and the reason."""
+
+
+def settings_of(bus_url: str, lighthouse_url: str | None) -> dict[str, str]:
+    """What a process of a job finds its services by in its environment."""
+    found = {} if lighthouse_url is None else {"TORCHFT_LIGHTHOUSE": lighthouse_url}
+    return {**found, "FFT_BUS": bus_url}
+
+
+def in_words(settings: Mapping[str, str]) -> str:
+    """The same as one line, for a shell."""
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def once_free(make: Callable[[], T], taken: type[Exception]) -> T:
+    """What ``make`` makes at a port that torchft's lighthouse has just had.
+
+    It lets go of the port some time after its shutdown, and says not when. Raises ``taken``, as
+    ``make`` does meanwhile, if that takes too long.
+    """
+    deadline = time.monotonic() + _FREE_S
+    while True:
+        try:
+            return make()
+        except taken:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 class Services:
@@ -74,12 +102,11 @@ class Services:
 
     def announcement(self) -> str:
         """The line by which a job finds the services, as environment settings."""
-        return " ".join(f"{name}={value}" for name, value in self.settings().items())
+        return in_words(self.settings())
 
     def settings(self) -> dict[str, str]:
         """What a process of the job finds them by in its environment."""
-        found = {} if self.lighthouse_url is None else {"TORCHFT_LIGHTHOUSE": self.lighthouse_url}
-        return {**found, "FFT_BUS": self.bus_url}
+        return settings_of(self.bus_url, self.lighthouse_url)
 
     def restart_lighthouse(self) -> None:
         """End the lighthouse and start one at the same address. Raises ServiceError."""
@@ -92,16 +119,7 @@ class Services:
         port = urlsplit(self.lighthouse_url).port
         old.shutdown()
         del old
-        deadline = time.monotonic() + _FREE_S
-        while True:  # torchft lets go of the port some time after shutdown(), and says not when
-            try:
-                self._lighthouse = make(port)
-            except ServiceError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-            else:
-                return
+        self._lighthouse = once_free(lambda: make(port), ServiceError)
 
     def restart_bus(self) -> None:
         """End the bus, and start one there that knows nothing. Raises ServiceError."""

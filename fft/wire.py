@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -205,6 +205,15 @@ class Wire:
             return packed.record
         members = self._held.get(packed.members)
         return None if members is None else replace(packed.record, members=members)
+
+    def found(self, packed: Packed, read: Callable[[str], bytes | None]) -> Record | None:
+        """The whole record, its list by ``read`` where it is not held; None: that is gone."""
+        if (record := self.whole(packed)) is not None:
+            return record
+        try:
+            return self.complete(packed, read(list_name(packed.record)))
+        except MissingList:
+            return None
 
     def complete(self, packed: Packed, data: bytes | None) -> Record:
         """The whole record, with what its list's register held.

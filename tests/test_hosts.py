@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import queue
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
+import engine_job
 import pytest
 
 from fft.bus import ErrorBus, open_bus
@@ -17,6 +18,7 @@ from fft.wire import EPOCH, Wire, encode_members, list_name
 
 LIMIT = 1.0
 WITHIN = 60.0
+until = partial(engine_job.until, within=WITHIN)
 
 
 @pytest.fixture
@@ -31,14 +33,6 @@ def said(bus: ErrorBus) -> queue.Queue[bytes]:
     heard: queue.Queue[bytes] = queue.Queue()
     bus.subscribe(heard.put, lambda error: None)
     return heard
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Poll for what a thread brings about."""
-    deadline = time.monotonic() + WITHIN
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def on_roll(bus: ErrorBus, *senders: str) -> bool:

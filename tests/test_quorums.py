@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def ask(**members: int) -> Ask:
-    return Ask(TOKEN, 5, members or {"0": 1, "1": 4}, WINDOW, 0.0)
+    return Ask(TOKEN, members or {"0": 1, "1": 4}, WINDOW, 0.0)
 
 
 def test_a_quorum_is_had_when_all_have_asked_in_this_txn() -> None:

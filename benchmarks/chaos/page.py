@@ -19,6 +19,7 @@ from benchmarks.chaos.matrix import Result
 from benchmarks.chaos.measure import Row
 from benchmarks.chaos.samples import UNITS
 from benchmarks.chaos.soak import HUNG_S, Soak
+from benchmarks.pages import fill, markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "chaos.md"
 TARGETS = {"exception": "≤ 20", "one_sided": "≤ 20", "kill": "≤ 20", "hang": "≤ threshold + 50"}
@@ -131,14 +132,15 @@ def write_matrix(result: Result, load_before: float) -> None:
         *map(_csv, result.rows),
     ]
     steps = ", ".join(f"{name} {ms:.0f}" for name, ms in result.steps_ms.items())
-    _fill(
+    fill(
+        PAGE,
         f"matrix-{result.layout.name}",
         [
             f"Measured {machine(load_before)}. {len(result.rows)} cases in {result.took_s:.0f} s; "
             f"median step of the jobs in ms: {steps}.",
             *(f"\n**{problem}**" for problem in result.problems),
             "",
-            *_markdown(HEADINGS, summary(result)),
+            *markdown(HEADINGS, summary(result)),
             "",
             f"<details><summary>All {len(result.rows)} cases</summary>",
             "",
@@ -154,7 +156,7 @@ def write_matrix(result: Result, load_before: float) -> None:
 def write_soak(soak: Soak, load_before: float) -> None:
     """The part of the random run of one layout."""
     lines = [f"Measured {machine(load_before)}.", "", *soak_lines(soak), ""]
-    _fill(f"random-{soak.layout.name}", [*lines, *_markdown(SAMPLED, soak_table(soak))])
+    fill(PAGE, f"random-{soak.layout.name}", [*lines, *markdown(SAMPLED, soak_table(soak))])
 
 
 def _csv(row: Row) -> str:
@@ -163,18 +165,3 @@ def _csv(row: Row) -> str:
     cells = [row.layout, row.kind, row.phase, row.place, f'"{noticed}"']
     cells += ["" if ms is None else f"{ms:.1f}" for ms in times]
     return ",".join([*cells, str(row.attempts_lost), str(row.bytes_healed)])
-
-
-def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in rows]
-
-
-def _fill(name: str, lines: Iterable[str]) -> None:
-    """Put ``lines`` between the markers of ``name``."""
-    text = PAGE.read_text(encoding="utf-8")
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{PAGE}: needs the markers {begin} and {end}, once each")
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    PAGE.write_text("\n".join([head + begin, *lines, end + tail]), encoding="utf-8")

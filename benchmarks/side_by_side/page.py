@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.pages import fill, markdown
 from benchmarks.side_by_side.machine import in_words
 from benchmarks.side_by_side.measure import Outcome
 from benchmarks.side_by_side.results import Results
@@ -194,12 +195,6 @@ def _quiet_row(results: Results, row: Row, system: System) -> Cells:
     return (*cells, f"{mine - theirs:+.0f}")
 
 
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table."""
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in rows]
-
-
 def in_full(results: Results) -> list[str]:
     """What stands between the markers."""
     lines = [f"Measured on {in_words(machine)}." for machine in results.machines()]
@@ -220,12 +215,7 @@ def in_full(results: Results) -> list[str]:
 
 def write(results: Results) -> None:
     """Fill the page, and keep the results beside it."""
-    text = PAGE.read_text(encoding="utf-8")
-    begin, end = "<!-- side-by-side: begin -->", "<!-- side-by-side: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{PAGE}: needs the markers {begin} and {end}, once each")
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    PAGE.write_text("\n".join([head + begin, *in_full(results), end + tail]), encoding="utf-8")
+    fill(PAGE, "side-by-side", in_full(results))
     KEPT.parent.mkdir(exist_ok=True)
     shutil.copyfile(results.directory / "results.jsonl", KEPT)
 

@@ -7,19 +7,18 @@ again at theirs.
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.side_by_side.rows import System
 from fft.bus.tcpstore import host_store, serve_tcp
 from fft.jobtoken import JobToken
+from fft.serve import once_free
 
 HOST = "127.0.0.1"
 DEFAULT = {"join_timeout_ms": 60_000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5_000}
 """Of the command ``torchft_lighthouse``."""
 TUNED = {"join_timeout_ms": 100, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 500}
-_FREE_S = 5.0
 
 
 class Services:
@@ -60,16 +59,8 @@ class Services:
 
     def begin_lighthouse(self) -> None:
         """Start one at the address of the one before."""
-        deadline = time.monotonic() + _FREE_S
-        while True:  # it lets go of the port some time after shutdown(), and says not when
-            try:
-                self._lighthouse = self._make_lighthouse(self._lighthouse_port)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-            else:
-                return
+        port = self._lighthouse_port
+        self._lighthouse = once_free(lambda: self._make_lighthouse(port), RuntimeError)
 
     def restart_bus(self) -> None:
         """End it, and start one there that knows nothing."""

@@ -298,9 +298,9 @@ class _TcpSubscription(_Listener):
         self._join(self._watcher, 0.1)
 
 
-def slots_of(topic: Topic) -> str:
-    """What the names of a topic's messages begin with."""
-    return ("" if topic == "protocol" else f"p/{topic}/") + _SLOTS
+def _below(topic: Topic) -> str:
+    """What the names of a topic's keys begin with."""
+    return "" if topic == "protocol" else f"p/{topic}/"
 
 
 class Ring:
@@ -308,8 +308,8 @@ class Ring:
 
     def __init__(self, bus: TcpBus, topic: Topic) -> None:
         self._bus = bus
-        self._slots = slots_of(topic)
-        self.head_name = self._slots.removesuffix(_SLOTS) + "head"
+        self.head_name = _below(topic) + "head"
+        self._slots = _below(topic) + _SLOTS
 
     def send(self, frame: bytes) -> None:
         """Put `frame` into the next slot. Raises `BusOverrun` if this writer was stalled."""
@@ -508,7 +508,7 @@ class TcpBus(ErrorBus):
         found = self._keys("")
         if messages:
             return len(found)
-        slots = tuple(self._key(slots_of(topic)) for topic in TOPICS)
+        slots = tuple(self._key(_below(topic) + _SLOTS) for topic in TOPICS)
         return sum(not name.startswith(slots) for name in found)
 
     def close(self) -> None:
@@ -623,10 +623,17 @@ class TcpBus(ErrorBus):
 
     def _keys(self, below: str) -> list[str]:
         start = self._key(below)
-        # torch's list_keys() keeps the interpreter's lock until it has its answer; this does not
-        self._do(lambda store: store.num_keys())
-        keys = self._do(lambda store: store.list_keys())
-        return [key for key in keys if key.startswith(start)]
+        return [key for key in self._do(stored_keys) if key.startswith(start)]
+
+
+def stored_keys(store: Any) -> list[str]:
+    """All keys of a TCPStore, or those below the prefix of a PrefixStore.
+
+    torch's ``list_keys`` keeps the interpreter's lock until the store has answered: of one whose
+    host has vanished, for good. ``num_keys`` waits too, but stops no other thread.
+    """
+    store.num_keys()
+    return list(store.list_keys())
 
 
 def _pop(store: Any, queue: str) -> bytes | None:

@@ -34,12 +34,10 @@ from fft.pace import Progress, decode_progress
 from fft.timeouts import bus_operation
 from fft.wire import (
     EPOCH,
-    MissingList,
     Packed,
     Wire,
     decode,
     decode_packed,
-    list_name,
 )
 
 FIRST_ANSWER_S = 5.0
@@ -190,12 +188,7 @@ class Desk:
 
     def whole(self, packed: Packed) -> Record | None:
         """The record with its members; None if the job has moved on and they are gone."""
-        if (record := self._wire.whole(packed)) is not None:
-            return record
-        try:
-            return self._wire.complete(packed, self.bus.read(list_name(packed.record)))
-        except MissingList:
-            return None
+        return self._wire.found(packed, self.bus.read)
 
     @contextmanager
     def hearing(self, *topics: Topic) -> Iterator[Ear]:

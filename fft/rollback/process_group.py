@@ -118,10 +118,8 @@ class _Still:
         """Whether nothing but loops has moved since."""
         return self.parked == before.parked and self.open == before.open
 
-    def since(self, before: _Still | None) -> bool:
-        """Whether this and the look before show that nothing will move."""
-        if before is None or not self.like(before):
-            return False
+    def is_for_good(self, before: _Still) -> bool:
+        """Whether this look and one like it before show that nothing will move."""
         if not self.open:
             return True
         # A loop that has been asleep had nothing to read; one that waits for a core may yet.
@@ -438,21 +436,29 @@ class AbortableGroup:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
             if self._gloo:
-                now = self._look(era)
-                era.stranded = pause == _LONGEST_PAUSE and now is not None and now.since(seen)
+                closely = pause == _LONGEST_PAUSE
+                now = self._look(era, closely)
                 if now is None or seen is None or not now.like(seen):
                     seen = now
+                else:
+                    era.stranded = closely and now.is_for_good(seen)
         self._entomb(era)
 
-    def _look(self, era: _Era) -> _Still | None:
-        """How the group's ops stand; None if one of them moves."""
+    def _look(self, era: _Era, closely: bool) -> _Still | None:
+        """How the group's ops stand; None if one of them moves.
+
+        ``closely``: at connections, too, that gloo has not closed: mostly it is about to.
+        """
         # an op that was just starting may have made a connection since
         open_ = sockets.shut_down(era.own, era.peers, writing=True)
         for work in list(era.works):
             if isinstance(work, _GlooWork):
                 work.end()
-        parked = None if era.entering else sockets.parked_threads(_OP_THREAD)
-        return None if parked is None else _Still(parked, open_, sockets.run_times(_LOOP_THREAD))
+        if era.entering or (open_ and not closely):
+            return None
+        parked = sockets.parked_threads(_OP_THREAD)
+        ran = sockets.run_times(_LOOP_THREAD) if open_ else {}
+        return None if parked is None else _Still(parked, open_, ran)
 
     def pending(self) -> int:
         """How many ops issued through the group since the last configure() are not complete."""

@@ -17,6 +17,8 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from fft.bus.tcpstore import stored_keys
+
 # Pauses between two looks for a key, in seconds. A look costs about 25 us. The store's own wait is
 # no choice: it cannot be cancelled, and one that runs out logs two warnings.
 _FIRST_PAUSE = 0.0002
@@ -65,11 +67,7 @@ class RendezvousStore(Store):
         members that died in it go. Works after `cancel`. Returns False if the store is gone.
         """
         try:
-            if everyone:
-                # torch's list_keys() keeps the interpreter's lock until the store has answered: of
-                # one whose host has vanished, for good. This waits too, but stops nobody else.
-                self._inner.num_keys()
-            keys = self._inner.list_keys() if everyone else sorted(self._written)
+            keys = stored_keys(self._inner) if everyone else sorted(self._written)
             for key in keys:
                 self._inner.delete_key(key)
         except (DistNetworkError, DistStoreError):

@@ -171,21 +171,30 @@ def lose_connections(url: str) -> int:
     return len(shut_down(frozenset(), peers, writing=True))
 
 
-def parked_threads(name: str) -> dict[str, str] | None:
-    """The threads of this process called `name`, with their context switches; None if one runs.
-
-    Two equal answers some time apart: all of them have slept from the one to the other.
-    """
-    found: dict[str, str] = {}
+def _threads(name: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The threads of this process called `name`: number, and what the kernel tells of each."""
     for task in os.listdir(_TASK_DIR):
         try:
             with open(f"{_TASK_DIR}/{task}/status", encoding="ascii", errors="replace") as file:
                 fields = dict(line.split(":", 1) for line in file if ":" in line)
         except OSError:  # ended since the listing
             continue
-        if fields.get("Name", "").strip() != name:
-            continue
-        if fields["State"].split()[0] != "S":
+        if fields.get("Name", "").strip() == name:
+            yield task, fields
+
+
+def _sleeps(fields: dict[str, str]) -> bool:
+    return fields["State"].split()[0] == "S"
+
+
+def parked_threads(name: str) -> dict[str, str] | None:
+    """The threads of this process called `name`, with their context switches; None if one runs.
+
+    Two equal answers some time apart: all of them have slept from the one to the other.
+    """
+    found: dict[str, str] = {}
+    for task, fields in _threads(name):
+        if not _sleeps(fields):
             return None
         switches = (fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"])
         found[task] = "/".join(s.strip() for s in switches)
@@ -195,16 +204,11 @@ def parked_threads(name: str) -> dict[str, str] | None:
 def run_times(name: str) -> dict[str, int]:
     """For how long each thread of this process called `name` that does not sleep has run, in ns."""
     found: dict[str, int] = {}
-    for task in os.listdir(_TASK_DIR):
-        try:
-            with open(f"{_TASK_DIR}/{task}/stat", encoding="ascii", errors="replace") as file:
-                about, _, fields = file.read().partition("(")[2].rpartition(")")
-            if about != name or fields.split()[0] == "S":
-                continue
-            with open(f"{_TASK_DIR}/{task}/schedstat", encoding="ascii") as file:
-                found[task] = int(file.read().split()[0])
-        except OSError:  # ended since the listing
+    for task, fields in _threads(name):
+        if _sleeps(fields):
             continue
+        with suppress(OSError), open(f"{_TASK_DIR}/{task}/schedstat", encoding="ascii") as file:
+            found[task] = int(file.read().split()[0])
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from fft.serve import ServiceError
+from fft.serve import ServiceError, settings_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Joined:
 
     def settings(self) -> dict[str, str]:
         """What a process of the job finds them by in its environment."""
-        found = {} if self.lighthouse_url is None else {"TORCHFT_LIGHTHOUSE": self.lighthouse_url}
-        return {**found, "FFT_BUS": self.bus_url}
+        return settings_of(self.bus_url, self.lighthouse_url)
 
     def restart_bus(self) -> None:
         """Raises ServiceError: it is somebody else's."""

@@ -111,17 +111,12 @@ def test_an_end_in_good_order_is_no_death(child: Held, word: str) -> None:
     assert not child.died.is_set()
 
 
-def test_a_process_may_give_it_back_and_take_it_again(child: Held) -> None:
-    child.say("again")
-    assert child.hears() == "held again"
-    assert not child.died.is_set()
-    child.process.kill()
-    assert child.died.wait(LIMIT_S)
-
-
-def test_a_fork_of_it_that_ends_is_no_death_of_its(child: Held) -> None:
-    child.say("fork")
-    assert child.hears() == "waited"
+@pytest.mark.parametrize(("word", "answer"), [("again", "held again"), ("fork", "waited")])
+def test_taken_again_or_after_the_end_of_a_fork_it_still_tells(
+    child: Held, word: str, answer: str
+) -> None:
+    child.say(word)
+    assert child.hears() == answer
     assert not child.died.is_set()
     child.process.kill()
     assert child.died.wait(LIMIT_S)
