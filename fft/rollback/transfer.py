@@ -98,6 +98,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         self._offer: _Offer | None = None
         self._busy: set[socket.socket] = set()
         """Connections that a worker answers or will answer."""
+        self._receiving: socket.socket | None = None
         self._sending: set[socket.socket] = set()
         """Those of them that read from the offered state."""
         self._closed = False
@@ -241,6 +242,12 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
 
     # --- torchft's transport: receiving ---
 
+    def stop_receiving(self) -> None:
+        """A state that is on its way here is wanted no longer: `recv_checkpoint` fails at once."""
+        with self._changed:
+            if self._receiving is not None:
+                self._cut({self._receiving})
+
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """The state of ``step`` that a peer offers at ``metadata``, within ``timeout``.
 
@@ -272,13 +279,19 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         path = "/".join(("", server, what, nonce, self._request_tag(server, what, nonce)))
         left = deadline - time.monotonic()
         with socket.create_connection((url.hostname, url.port), timeout=left) as connection:
-            connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-            head, rest = _split_head(connection, deadline)
-            status = head.split(b"\r\n", 1)[0].decode("ascii", "replace").partition(" ")[2]
-            if not status.startswith("200 "):
-                raise TransferError(f"the peer says: {status[:200]}")
-            hashed = self._answer_mac(server, what, nonce)
-            return _FrameReader(connection, rest, hashed, deadline).all(self._max_bytes)
+            with self._changed:
+                self._receiving = connection
+            try:
+                connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+                head, rest = _split_head(connection, deadline)
+                status = head.split(b"\r\n", 1)[0].decode("ascii", "replace").partition(" ")[2]
+                if not status.startswith("200 "):
+                    raise TransferError(f"the peer says: {status[:200]}")
+                hashed = self._answer_mac(server, what, nonce)
+                return _FrameReader(connection, rest, hashed, deadline).all(self._max_bytes)
+            finally:
+                with self._changed:
+                    self._receiving = None
 
     # --- keys ---
 
