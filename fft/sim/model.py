@@ -1018,7 +1018,7 @@ class _Here:
         assert node.source is not None and bits is not None
         epoch, peer = self.model.local_epoch(node), self._newest(nodes, node.source)
         serves = self.model.local_epoch(peer) == epoch and self._serves(peer)
-        if serves and self._step() < self.model.scope.commits:
+        if serves:
             assert peer.bits is not None
             bits = bits.learnt(peer.bits)
             event = Healed(epoch, 1, "", bits.digest)
