@@ -135,7 +135,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class World:
-    """How the modelled bus behaves; anything but the default is a planted bug of the bus."""
+    """How bus and main threads behave; anything but the default is a planted bug of theirs."""
 
     write_once: bool = True
     """``compare_set`` compares."""
@@ -143,6 +143,8 @@ class World:
     """A bus that lost its memory is recognised and never used again."""
     attempts: bool = True
     """Every attempt at a step has a ballot of its own."""
+    patient: bool = True
+    """The main thread of a learner waits for its state before it says that the body has ended."""
 
 
 REAL = World()
@@ -976,7 +978,7 @@ class _Here:
             )
 
     def _body(self, idle: Node, token: Token) -> Iterator[Act]:
-        if idle.source is None:
+        if idle.source is None or not self.model.world.patient:
             yield self.event("body ends", idle, Prepared(token, True, Manifest(1)))
         if self.may("no"):
             yield self.event("body ends with NO", idle, Prepared(token, False), "no")
