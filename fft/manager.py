@@ -1172,12 +1172,15 @@ class Transaction:
     Attributes:
         batch: this group's slice.
         step: committed steps before this txn.
+        contributes: whether what the body computes counts. A spare's does not, nor that of a group
+            in the txn in which it joins: its weights are not those of the job before the end of it.
         committed: after the body: whether the txn was committed.
     """
 
     def __init__(self, manager: ManagerFFT, plan: StartTxn, batch: Any, last: bool) -> None:
         self.batch = batch
         self.step = plan.step
+        self.contributes = plan.index is not None
         self.epoch, self.attempt = plan.token
         self.committed = False
         self.closed = False

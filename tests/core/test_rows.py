@@ -424,24 +424,6 @@ def a_learner_gets_its_state() -> Job:
     return job
 
 
-def a_learner_gets_its_state_early() -> Job:
-    """Before all are in the barrier."""
-    job = Job(2).until_running()
-    job.kill_group("1")
-    job.settle()
-    job.start_group("1")
-    job.settle()
-    job.compute()
-    late = job.node("1")
-    while not late.local.in_barrier:
-        job.deliver(next(n for n in (late, job.node("0")) if n.inbox))
-    job.learn(late)
-    while late.inbox:
-        job.deliver(late)
-    job.step()
-    return job
-
-
 def a_learner_gets_no_state() -> Job:
     job = learner()
     late = job.node("1")
@@ -800,7 +782,6 @@ def let_in_again(state: str) -> Job:
 
 LIVES: dict[str, Callable[[], Job]] = {
     "a learner gets its state": a_learner_gets_its_state,
-    "a learner gets its state early": a_learner_gets_its_state_early,
     "a learner gets no state": a_learner_gets_no_state,
     "bus away for good": bus_away_for_good,
     "bus away for good, no vote": bus_away_for_good_without_a_vote,
