@@ -192,6 +192,11 @@ def as_source(loader: Any) -> DataSource:
     return _Indexed(loader) if isinstance(loader, CursorLoader) else StreamSource(loader)
 
 
+def in_any_order(source: DataSource | None) -> bool:
+    """Whether items can be had before ``load`` has said where the others are."""
+    return source is None or isinstance(source, _Indexed)
+
+
 def loaded(item: Any) -> Any:
     """The batch that this rank takes."""
     return item.load() if isinstance(item, _Lazy) else item

@@ -209,6 +209,23 @@ class Engine:
                 self._changed.wait(left)
             return command
 
+    def wait_for(self, done: Callable[[], bool]) -> bool:
+        """Main thread: wait until ``done()``; False if a command came before, which stays there.
+
+        Who makes it true says so by `nudge`, and has a limit of its own.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: done() or self._has_word())
+            return not self._has_word()
+
+    def _has_word(self) -> bool:
+        return self.superseded() or self._failure is not None
+
+    def nudge(self) -> None:
+        """Any thread: look again at what ``wait_for`` waits for."""
+        with self._changed:
+            self._changed.notify_all()
+
     def take(self, command: Command) -> None:
         """Main thread: ``command`` is being carried out; the slot is free unless a newer came."""
         with self._changed:

@@ -62,6 +62,7 @@ from fft.core.messages import (
     Applied,
     Apply,
     ApplyFailed,
+    Connected,
     Drain,
     Fault,
     Finish,
@@ -82,7 +83,7 @@ from fft.core.messages import (
     encode,
 )
 from fft.core.participant import Participant
-from fft.data import DataSource, as_source, loaded
+from fft.data import DataSource, as_source, in_any_order, loaded
 from fft.diagnosis.station import Station
 from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
@@ -91,6 +92,7 @@ from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
 from fft.interrupt import Interrupted, Interrupter, guarded
 from fft.jobtoken import JobToken
+from fft.learning import Learning
 from fft.lifeline import Hold, hold
 from fft.lighthouse import Beacon, Membership, Quorums, construct, membership_of
 from fft.machine import Table
@@ -112,6 +114,8 @@ Digest = Literal["never", "commit"]
 
 _FRAMES = 4
 """Calls of the main thread that are named when it is too late to leave with a commit."""
+_STOP_LEARNING_S = 5.0
+"""For a fetch that is wanted no longer to end."""
 _LONGEST_CAUSE = 1500
 """Characters that the others are told; a message has its limits."""
 
@@ -231,6 +235,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._schedulers: list[Any] = []
             self._source: DataSource | None = None
             self._served = False
+            self._learners: tuple[str, ...] = ()
+            """Of the epoch whose first state is served."""
+            self._learning: Learning | None = None
             self._digest = digest
             self._max_body_failures = max_body_failures
             self._body_failures = (-1, 0)
@@ -641,13 +648,15 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def _leave_txn(self) -> None:
         """Out: what the main thread does from now on is no step of the job's."""
         self._txn = None
+        self._stop_learning()
         if self._watched is not None:
             self._watched.pulse.end(committed=False)
         if self._clock is not None:
             self._clock.left()
 
     def _enter(self, plan: StartTxn) -> None:
-        if self._served:
+        learnt = plan.token.txn > 1 or not self._learners
+        if self._served and learnt:
             self._checkpoint_transport.disallow_checkpoint()
             self._served = False
         self._errored: ExceptionWithTraceback | None = None
@@ -701,10 +710,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._await_reductions()
             self._await_quorum(plan)
         self._inject("vote")
-        yes = self._errored is None
-        cause = "" if self._errored is None else _text(self._errored.original_exception)
-        engine.post(Prepared(plan.token, yes, self._manifest.build(), cause))
-        self._inject("after_vote")
+        if self._has_state():
+            yes = self._errored is None
+            cause = "" if self._errored is None else _text(self._errored.original_exception)
+            engine.post(Prepared(plan.token, yes, self._manifest.build(), cause))
+            self._inject("after_vote")
         with self._waiting():
             command = engine.wait_command()
         self._txn = None
@@ -719,6 +729,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._leave_txn()
             raise _error(command)
         return None
+
+    def _has_state(self) -> bool:
+        """Whether this rank can vote. A NO needs no state; a YES of a learner does."""
+        if self._learning is None or self._errored is not None:
+            return True
+        with self._waiting():  # the fetch has limits of its own
+            return self._learn()
 
     def _await_reductions(self) -> None:
         for work in self._works:
@@ -793,6 +810,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
         self._txn = None
+        self._stop_learning()
         if self._watched is not None:
             self._watched.pulse.end(committed=False)
         for group in self._groups():
@@ -823,6 +841,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             if command.send_to:
                 self._send_state(command)
             size, source = 0, ""
+            if self._learns(command):
+                self._begin_to_learn(command)
+                return
             if command.fetch_from is not None:
                 payload, size = self._fetch_state(command)
                 touched = True
@@ -834,12 +855,65 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             if touched:  # it came and does not fit in here: again would only stop the others again
                 raise
             return
-        self._step = command.record.step
-        self._batches_committed = command.record.batches
+        self._healed(command.record, size, source)
+
+    def _healed(self, record: Record, size: int, source: str) -> None:
+        assert self._engine is not None
+        self._step = record.step
+        self._batches_committed = record.batches
         digest = None
         if self._digest == "commit" and self._state is not None:
             digest = self._state.digest(buffers=False)
-        self._engine.post(Healed(epoch, size, source, digest))
+        self._engine.post(Healed(record.epoch, size, source, digest))
+
+    def _learns(self, command: Heal) -> bool:
+        """Whether to fetch while the others compute; else they wait for it.
+
+        What a function of the user's gives or takes may change in a body, and a stream of data
+        cannot be read before it is known where the others are.
+        """
+        late = command.fetch_from is not None and self._peer.group in command.record.learners
+        own = self._state is not None and self._transfer is not None and not self._user_state_dicts
+        return late and own and in_any_order(self._source)
+
+    def _begin_to_learn(self, command: Heal) -> None:
+        assert self._engine is not None and self._transfer is not None
+        assert command.fetch_from is not None
+        self._bind_transfer(command.record)
+        self._learning = Learning(
+            command.record,
+            command.record.members[command.fetch_from].group,
+            lambda: self._fetch_state(command),
+            self._transfer.interrupt,
+            self._engine.nudge,
+        )
+        self._engine.post(Connected(command.record.epoch))
+
+    def _learn(self) -> bool:
+        """Take over the state that came while the body ran. False: rolled back, or it failed."""
+        learning, engine = self._learning, self._engine
+        assert learning is not None and engine is not None and self._state is not None
+        if not engine.wait_for(lambda: learning.ended):
+            return False
+        self._learning = None
+        record, touched = learning.record, False
+        try:
+            payload, size = learning.result()
+            touched = True
+            self._load_state(payload, record, keep_gradients=True)
+        except Exception as error:
+            logger.warning("no state for epoch %d: %s", record.epoch, error)
+            engine.post(HealFailed(record.epoch, _text(error), torn=touched))
+            if touched:
+                raise
+            return False
+        self._healed(record, size, learning.source)
+        return True
+
+    def _stop_learning(self) -> None:
+        learning, self._learning = self._learning, None
+        if learning is not None:
+            learning.close(_STOP_LEARNING_S)
 
     def _configure(self, command: Heal) -> None:
         record, rank = command.record, self._group_rank
@@ -884,7 +958,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             "fft": {"lineage": record.lineage, "cursor": record.cursor},
             "torchft": {"step": record.step, "batches_committed": record.batches},
             "user": {key: value() for key, value in self._user_state_dicts.items()},
-            "state": self._state.export() if self._state is not None else None,
+            "state": self._state.export(bool(record.learners)) if self._state else None,
             "data": self._source.export(position) if self._source is not None else None,
         }
         self._bind_transfer(record)
@@ -894,7 +968,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             state_dict=payload,
             timeout=self._timeout,
         )
-        self._served = True
+        self._served, self._learners = True, record.learners
 
     def _fetch_state(self, command: Heal) -> tuple[dict[str, Any], int]:
         assert command.fetch_from is not None
@@ -921,7 +995,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._transfer is not None:
             self._transfer.about = f"{self._group_rank} {record.n} {record.epoch} {record.lineage}"
 
-    def _load_state(self, payload: dict[str, Any], record: Record) -> None:
+    def _load_state(
+        self, payload: dict[str, Any], record: Record, keep_gradients: bool = False
+    ) -> None:
         missing = [key for key in self._load_state_dict_fns if key not in payload["user"]]
         if missing:
             raise FftError(f"the peer's state lacks {missing[0]!r}, which is registered here")
@@ -933,7 +1009,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         for key, load in self._load_state_dict_fns.items():
             load(payload["user"][key])
         if self._state is not None:
-            self._state.load(payload["state"])
+            self._state.load(payload["state"], keep_gradients)
         if self._source is not None:
             self._source.load(payload["data"], record.cursor * self._group_world_size)
 
@@ -1092,6 +1168,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._engine.close()
         if self._quorums is not None:
             self._quorums.close()
+        self._stop_learning()
         self._end_drain()
         self._station.close()
         for hook in self._hooks:
@@ -1152,12 +1229,15 @@ class Transaction:
     Attributes:
         batch: this group's slice.
         step: committed steps before this txn.
+        contributes: whether what the body computes counts. A spare's does not, nor that of a group
+            in the txn in which it joins: its weights are not those of the job before the end of it.
         committed: after the body: whether the txn was committed.
     """
 
     def __init__(self, manager: ManagerFFT, plan: StartTxn, batch: Any, last: bool) -> None:
         self.batch = batch
         self.step = plan.step
+        self.contributes = plan.index is not None
         self.epoch, self.attempt = plan.token
         self.committed = False
         self.closed = False

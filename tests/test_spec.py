@@ -29,12 +29,12 @@ def changed(old: str, new: str) -> str:
     return TEXT.replace(old, new, 1)
 
 
-PREPARED = "        - {guard: [votes_yes], to: PREPARED, effects: [cast_vote]}\n"
+PREPARED = "        - {guard: [votes_yes, is_healed], to: PREPARED, effects: [cast_vote]}\n"
 BAD = {
     "unknown key": (changed("initial: INIT", "intial: INIT"), "initial", "initial"),
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),
     "unknown state": (changed("to: PREPARED, eff", "to: PREPAERD, eff"), ".to", "'PREPARED'"),
-    "unknown guard": (changed("[votes_yes]", "[vote_yes]"), "guard", "'votes_yes'"),
+    "unknown guard": (changed("[votes_yes, is_healed]", "[vote_yes]"), "guard", "'votes_yes'"),
     "unknown effect": (changed("[cast_vote]", "[cast_votes]"), "effects", "'cast_vote'"),
     "unknown event": (changed("      prepared:\n", "      perpared:\n"), "on", "'prepared'"),
     "unknown timer": (changed("timers: [vote_window]", "timers: [vote_widow]"), "timers", "window"),

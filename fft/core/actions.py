@@ -14,6 +14,7 @@ from fft.core.local import (
     Local,
     all_in_barrier,
     committed,
+    contributors,
     coordinator,
     hello,
     is_member,
@@ -22,7 +23,7 @@ from fft.core.local import (
     member_peers,
     members,
     missing_mates,
-    my_index,
+    my_place,
     next_epoch,
     participants,
     peers_meant,
@@ -420,16 +421,19 @@ def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def start_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Let the main thread begin the txn I stand at."""
-    index = my_index(s, c)
-    count = participants(s, c)
+    able = contributors(s, c)
     s.vote, s.proposed, s.cause = None, False, ""
+    at: Local | Record = s
+    if not s.healed:  # a learner's body takes the others' place in the job, not its own
+        assert s.epoch is not None
+        at = s.epoch
     yield StartTxn(
         token=s.token,
-        step=s.step,
-        lineage=s.lineage,
-        cursor=s.cursor,
-        index=index if index < count else None,
-        participants=count,
+        step=at.step,
+        lineage=at.lineage,
+        cursor=at.cursor,
+        index=able.index(c.me.group) if c.me.group in able else None,
+        participants=len(able),
         members=tuple(g.group for g in members(s)),
         commits=s.commits,
     )
@@ -506,7 +510,8 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     record = event.record
     s.head, s.head_read, s.epoch = record, True, record
     s.token = Token(record.epoch, 1)
-    s.commits, s.healed, s.proposed, s.vote = 0, False, False, None
+    s.commits, s.in_barrier, s.healed = 0, False, False
+    s.proposed, s.vote = False, None
     s.paused = False
     inside = record.peer_set
     # Forget what only mattered to older epochs, so that a long run does not grow.
@@ -524,17 +529,24 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Have the main thread rebuild the groups, and fetch or send state."""
     assert s.epoch is not None
-    index = my_index(s, c)
+    place = my_place(s, c)
     holds = [g.ranks[c.me.rank].current for g in members(s)]
     sources = [i for i, current in enumerate(holds) if current]
     behind = [i for i, current in enumerate(holds) if not current]
     feeder = {dst: sources[i % len(sources)] for i, dst in enumerate(behind)}
     yield Heal(
         record=s.epoch,
-        index=index,
-        fetch_from=feeder.get(index),
-        send_to=tuple(dst for dst, src in feeder.items() if src == index),
+        index=place,
+        fetch_from=feeder.get(place),
+        send_to=tuple(dst for dst, src in feeder.items() if src == place),
     )
+
+
+@action
+def note_connected(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """My state comes while the others compute: I can be in the barrier before."""
+    s.in_barrier = True
+    return ()
 
 
 @action
@@ -543,7 +555,7 @@ def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Healed) and s.epoch is not None
     s.step, s.lineage = s.epoch.step, s.epoch.lineage
     s.cursor, s.batches = s.epoch.cursor, s.epoch.batches
-    s.healed = True
+    s.in_barrier = s.healed = True
     return ()
 
 

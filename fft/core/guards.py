@@ -251,6 +251,12 @@ def said_unwinding(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def in_barrier(s: Local, c: Config, event: Event) -> bool:
+    """Groups are rebuilt, and my state is current or on its way."""
+    return s.in_barrier
+
+
+@guard
 def is_healed(s: Local, c: Config, event: Event) -> bool:
     """Groups are rebuilt and my state is current."""
     return s.healed

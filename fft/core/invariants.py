@@ -22,6 +22,7 @@ from fft.core.messages import (
     ApplyFailed,
     Ballot,
     Begin,
+    Connected,
     Decide,
     Decision,
     Event,
@@ -282,6 +283,8 @@ def validity(move: Move) -> Iterator[Claim]:
     token, event = move.before.token, move.event
     if move.entered("PREPARED") and isinstance(event, Prepared):
         yield Holds(event.yes, f"{move.peer} voted YES in txn {token} in spite of: {event.cause}")
+        text = f"{move.peer} voted YES in txn {token} without the state that it begins with"
+        yield Holds(move.after.healed, text)
         yield Know(("yes", token, move.peer), event.manifest.count)
     if obeyed(move) != "commit":
         return
@@ -351,9 +354,15 @@ def _cursor_goes_on(before: Record, after: Record) -> bool:
 
 @invariant
 def shard_unity(move: Move) -> Iterator[Claim]:
-    """4: all ranks of a group begin a txn at the same step and with the same lineage."""
-    if move.entered("NORMAL"):
-        at = (move.after.step, move.after.lineage)
+    """4: all ranks of a group begin a txn at the same step and with the same lineage.
+
+    A learner begins it where its epoch does: that state comes before it votes.
+    """
+    has_come = isinstance(move.event, Healed) and move.out.verdict == "row"
+    if move.entered("NORMAL") or (has_come and move.after.state == "NORMAL"):
+        start = move.after if move.after.healed else move.after.epoch
+        assert start is not None, "a txn begins in an epoch"
+        at = (start.step, start.lineage)
         text = f"{move.peer} began txn {move.after.token} at {at}, another rank at {{was}}"
         yield Same(("begin", move.after.token, move.peer.group), at, text)
 
@@ -391,8 +400,9 @@ def fencing(move: Move) -> Iterator[Claim]:
     if isinstance(event, (Ready, Begin)):
         text = f"{peer} took {event.type} for epoch {event.epoch}"
         yield Holds(event.epoch >= here.epoch, text)
-    if isinstance(event, Healed):
-        yield Holds(event.epoch == here.epoch, f"{peer} took healed for epoch {event.epoch}")
+    if isinstance(event, (Connected, Healed)):
+        text = f"{peer} took {event.type} for epoch {event.epoch}"
+        yield Holds(event.epoch == here.epoch, text)
     if isinstance(event, Ballot):
         strangers = sorted({v.peer for v in event.votes} - set(member_peers(move.before)))
         yield Holds(not strangers, f"{peer} counted votes of {strangers}")
@@ -418,7 +428,7 @@ def live_set(move: Move) -> Iterator[Claim]:
     every member had entered it, and nobody else is given that epoch.
     """
     before, after, peer = move.before, move.after, move.peer
-    if isinstance(move.event, Healed) and move.out.verdict == "row":
+    if after.in_barrier and not before.in_barrier:
         yield Know(("in barrier", before.token.epoch, peer))
     new = after.epoch
     if new is not None and (before.epoch is None or before.epoch.n != new.n):

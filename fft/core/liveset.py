@@ -55,7 +55,6 @@ from fft.core.messages import (
     CastVote,
     Decide,
     Decision,
-    Healed,
     Join,
     Leave,
     Peer,
@@ -539,13 +538,13 @@ def execution_of(history: History) -> Execution:
     """The execution of the epochs' barriers that a history tells of.
 
     A participant **starts** when it takes the record of an epoch (before, nobody waits for it),
-    **enters** the epoch's barrier with ``Healed`` (it says ready), **leaves** from HEALING to
-    NORMAL with the members of its record, and has **failed** when it takes another epoch's record
-    or its moves end, whatever the cause: killed, rolled back, left out, drained, or simply the end
-    of the history, after which it may have failed. As failures move, it does not matter when
-    exactly. A participant that ended between ready and leaving may therefore be held for alive:
-    the others leave with it in their set, which is valid, and find out later. What it may not be is
-    a member without having entered.
+    **enters** the epoch's barrier with ``Healed`` or ``Connected`` (it says ready), **leaves** from
+    HEALING to NORMAL with the members of its record, and has **failed** when it takes another
+    epoch's record or its moves end, whatever the cause: killed, rolled back, left out, drained, or
+    simply the end of the history, after which it may have failed. As failures move, it does not
+    matter when exactly. A participant that ended between ready and leaving may therefore be held
+    for alive: the others leave with it in their set, which is valid, and find out later. What it
+    may not be is a member without having entered.
 
     The order between participants is that of communication: a message is heard after it was first
     said, a register record is seen after its author proposed it, votes are seen after they are
@@ -607,8 +606,8 @@ def _events(move: Move) -> list[Event]:
     old, new = move.before.epoch, move.after.epoch
     if new is not None and (old is None or old.n != new.n):
         events.append(Event("start", place=move.place))
-    if isinstance(move.event, Healed) and move.out.verdict == "row":
-        events.append(Event("enter", f"epoch {move.event.epoch}", place=move.place))
+    if move.after.in_barrier and not move.before.in_barrier:
+        events.append(Event("enter", f"epoch {move.after.token.epoch}", place=move.place))
     if any(s.source == "HEALING" and s.dest == "NORMAL" for s in move.out.steps):
         members = frozenset(map(str, member_peers(move.after)))
         events.append(Event("leave", members=members, place=move.place))

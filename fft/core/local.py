@@ -80,7 +80,10 @@ class Local:
     restored: bool = True
     stuck: bool = False
     """My main thread was seen not to move, and has not come back since."""
+    in_barrier: bool = False
+    """I may begin with the epoch: its groups are rebuilt, and my state is current or on its way."""
     healed: bool = False
+    """My state is that of the epoch's record, or of what was committed since."""
     proposed: bool = False
     rollbacks: int = 0
     """Since the last commit."""
@@ -128,14 +131,25 @@ def peers_meant(s: Local, event: Death | Suspect) -> list[Peer]:
     return found
 
 
+def learners(s: Local) -> tuple[str, ...]:
+    """Groups that have no state to compute the present txn with: it comes while the others do."""
+    return s.epoch.learners if s.epoch is not None and s.token.txn == 1 else ()
+
+
+def contributors(s: Local, c: Config) -> list[str]:
+    """Groups whose gradients count in the present txn, in order: each has a slice of the data."""
+    late = learners(s)
+    able = [g.group for g in members(s) if g.group not in late]
+    return able[: c.min_groups] if c.fixed_with_spares else able
+
+
 def participants(s: Local, c: Config) -> int:
-    """Groups whose gradients count in this epoch."""
-    n = len(members(s))
-    return min(n, c.min_groups) if c.fixed_with_spares else n
+    """How many groups' gradients count in the present txn."""
+    return len(contributors(s, c))
 
 
-def my_index(s: Local, c: Config) -> int:
-    """Index of my group in the epoch."""
+def my_place(s: Local, c: Config) -> int:
+    """Place of my group in the member list of the epoch."""
     return next(i for i, g in enumerate(members(s)) if g.group == c.me.group)
 
 
@@ -273,6 +287,9 @@ def next_epoch(s: Local, c: Config) -> Record | None:
     if not state_held(base, groups, c.world):
         return None
     entries = tuple(_entry(ranks, base) for ranks in groups)
+    behind = tuple(g.group for g in entries if not all(r.current for r in g.ranks))
+    after_commit = s.head is not None and s.head.kind == "commit"
+    enough = len(entries) - len(behind) >= max(1, c.min_groups)
     epoch = (s.head.epoch if s.head else 0) + 1
     return Record(
         n=(s.head.n if s.head else 0) + 1,
@@ -285,6 +302,9 @@ def next_epoch(s: Local, c: Config) -> Record | None:
         batches=base.batches,
         by=c.me,
         members=entries,
+        # After a rollback who is behind has lost its state, and the same gradients shall count
+        # again; who joins after a commit has none to give yet.
+        learners=behind if after_commit and enough else (),
     )
 
 

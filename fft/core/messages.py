@@ -132,6 +132,8 @@ class Record:
     by: Peer
     members: tuple[GroupEntry, ...] = ()
     """Epoch records only, in the order that gives each member group its index."""
+    learners: tuple[str, ...] = ()
+    """Epoch records only: members that fetch the state while the others compute the first txn."""
     change: bool = False
     """Commit records only: the epoch ends with this commit."""
     leavers: tuple[str, ...] = ()
@@ -333,6 +335,14 @@ class Restored:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Connected:
+    """Of a learner: groups are rebuilt, and the state is on its way."""
+
+    epoch: int
+    type: Literal["connected"] = "connected"
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Healed:
     """Groups are rebuilt and the state is current. ``bytes`` were fetched from ``source``."""
 
@@ -398,6 +408,7 @@ Event = (
     | ApplyFailed
     | Fault
     | Restored
+    | Connected
     | Healed
     | HealFailed
     | Stop
@@ -492,7 +503,10 @@ class Restore:
 
 @dataclass(frozen=True)
 class Heal:
-    """Main thread: rebuild groups for ``record``, send or fetch state; then ``Healed``."""
+    """Main thread: rebuild groups for ``record``, send or fetch state; then ``Healed``.
+
+    Of a learner: rebuild groups, begin to fetch, then ``Connected``; before its vote ``Healed``.
+    """
 
     record: Record
     index: int
@@ -512,7 +526,7 @@ class StartTxn:
     lineage: str
     cursor: int
     index: int | None
-    """Index of this group among the participating groups; None: a spare."""
+    """Index of this group among those whose gradients count; None: a spare, or a learner."""
     participants: int
     members: tuple[str, ...]
     commits: int

@@ -23,6 +23,7 @@ from fft.core.messages import (
     Begin,
     BusMessage,
     ClearTimers,
+    Connected,
     Death,
     Decision,
     Effect,
@@ -223,9 +224,10 @@ def _stale(s: Local, event: Event) -> Outcome | None:
         case Restored(token=token):
             if token != s.restoring:
                 return Outcome("fenced", f"restored {token}, I wait for {s.restoring}")
-        case Healed() | HealFailed():
+        case Connected() | Healed() | HealFailed():
             if event.epoch != s.token.epoch:
-                return Outcome("fenced", f"healed for epoch {event.epoch}, I stand at {s.token}")
+                text = f"{event.type} for epoch {event.epoch}, I stand at {s.token}"
+                return Outcome("fenced", text)
     return None
 
 

@@ -148,35 +148,40 @@ class StepState:
 
     # -- the whole state
 
-    def export(self) -> dict[str, object]:
+    def export(self, across_body: bool = False) -> dict[str, object]:
         """The state of this rank as plain containers, scalars and local tensors.
 
-        The tensors are the live ones: serialise or copy them before the next optimizer step.
-        Loads with ``torch.load(..., weights_only=True)``.
+        The tensors are the live ones: serialise or copy them before the next optimizer step, or,
+        unless ``across_body``, before the next forward. With it, what a body changes is a copy:
+        all but parameters and optimizer state. Loads with ``torch.load(..., weights_only=True)``.
 
         Raises:
             TypeError: something in it is neither plain nor a tensor; names the place.
         """
         _reshard(self._models)
         names = self._names()
-        return {
-            "parameters": {name: _local(p) for name, p in names.items()},
+        changed_by_bodies = {
             "buffers": {name: _local(b) for name, b in self._buffers().items()},
-            "optimizers": [
-                _export_optimizer(o, names, f"optimizers[{i}]")
-                for i, o in enumerate(self._optimizers)
-            ],
             "lr_schedulers": [
                 _plain(s.state_dict(), f"lr_schedulers[{i}]")
                 for i, s in enumerate(self._schedulers)
             ],
             "extra": {n: _plain(s.state_dict(), f"extra[{n}]") for n, s in self._extra.items()},
         }
+        return {
+            "parameters": {name: _local(p) for name, p in names.items()},
+            "optimizers": [
+                _export_optimizer(o, names, f"optimizers[{i}]")
+                for i, o in enumerate(self._optimizers)
+            ],
+            **(copy.deepcopy(changed_by_bodies) if across_body else changed_by_bodies),
+        }
 
-    def load(self, state: Mapping[str, Any]) -> int:
+    def load(self, state: Mapping[str, Any], keep_gradients: bool = False) -> int:
         """Take over what a peer exported, in place; returns how many bytes of tensors it held.
 
         Optimizer state that does not exist here yet is created, sharded as its parameter is.
+        ``keep_gradients``: those that are here belong to the state that comes.
 
         Raises:
             StateMismatch: names, shapes or dtypes differ; nothing has been changed.
@@ -195,7 +200,8 @@ class StepState:
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in state["extra"].items():
             self._extra[name].load_state_dict(copy.deepcopy(values))
-        self._drop_gradients()
+        if not keep_gradients:
+            self._drop_gradients()
         self.forget()
         return sum(tensor.nbytes for _, tensor in _tensors(state, ""))
 

@@ -67,3 +67,7 @@ class Bits:
     def fetched(self, source: Bits) -> Bits:
         """A peer's state, as it is there now."""
         return Bits(source.content, marks=source.marks)
+
+    def learnt(self, source: Bits) -> Bits:
+        """A peer's state under the gradients that are here: those of the txn that is open."""
+        return replace(self, content=source.content, marks=source.marks)

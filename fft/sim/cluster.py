@@ -25,6 +25,7 @@ from fft.core.messages import (
     CancelFutures,
     CastVote,
     ClearTimers,
+    Connected,
     Death,
     Decide,
     Decision,
@@ -54,6 +55,9 @@ from fft.core.participant import Outcome, Participant
 from fft.machine import Table
 from fft.spec import FsmSpec
 
+_FETCHED = 100
+"""Bytes of a state."""
+
 Observer = Callable[["Node", Local, Event, Outcome], None]
 
 
@@ -72,6 +76,8 @@ class Node:
     applied: list[Record] = field(default_factory=list)
     fetched: int = 0
     heals: list[Heal] = field(default_factory=list)
+    learning: Heal | None = None
+    """Of a learner: what its state is on its way for."""
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -191,7 +197,14 @@ class Cluster:
         for node in list(nodes or self.live()):
             if node.txn is not None:
                 manifest = Manifest(count=reductions, bytes=4 * reductions, shapes="x")
+                self.learn(node)
                 self.post(node, Prepared(node.txn.token, True, manifest))
+
+    def learn(self, node: Node) -> None:
+        """The state that a learner fetches is there."""
+        if node.learning is not None:
+            self.post(node, Healed(node.learning.record.epoch, _FETCHED))
+            node.learning = None
 
     def fail(self, node: Node, cause: str = "boom") -> None:
         """The node's body raises."""
@@ -237,7 +250,7 @@ class Cluster:
             case CancelFutures() | AbortGroups():
                 pass
             case Restore(token=token):
-                node.txn = None
+                node.txn, node.learning = None, None
                 self.post(node, Restored(token))
             case Heal():
                 self._heal(node, effect)
@@ -264,9 +277,13 @@ class Cluster:
 
     def _heal(self, node: Node, effect: Heal) -> None:
         node.heals.append(effect)
-        fetched = 0 if effect.fetch_from is None else 100
+        fetched = 0 if effect.fetch_from is None else _FETCHED
         node.fetched += fetched
-        self.post(node, Healed(effect.record.epoch, fetched))
+        if fetched and node.peer.group in effect.record.learners:
+            node.learning = effect
+            self.post(node, Connected(effect.record.epoch))
+        else:
+            self.post(node, Healed(effect.record.epoch, fetched))
 
     apply_fails: frozenset[Peer] = frozenset()
 

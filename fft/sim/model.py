@@ -29,6 +29,7 @@ from fft.core.messages import (
     Broadcast,
     BusDown,
     CastVote,
+    Connected,
     Death,
     Decide,
     Decision,
@@ -134,7 +135,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class World:
-    """How the modelled bus behaves; anything but the default is a planted bug of the bus."""
+    """How bus and main threads behave; anything but the default is a planted bug of theirs."""
 
     write_once: bool = True
     """``compare_set`` compares."""
@@ -142,6 +143,8 @@ class World:
     """A bus that lost its memory is recognised and never used again."""
     attempts: bool = True
     """Every attempt at a step has a ballot of its own."""
+    patient: bool = True
+    """The main thread of a learner waits for its state before it says that the body has ended."""
 
 
 REAL = World()
@@ -162,6 +165,8 @@ class Node(NamedTuple):
     """Answers of the bus, handled when ``pending`` is empty."""
     task: tuple[Any, ...] | None = None
     """The command that the main thread has, as (name, …)."""
+    source: int | None = None
+    """Of a learner in its first txn: where the state is on its way from."""
     done: int = -1
     """The main thread's word that it applied the step, not handled yet."""
     bits: Bits | None = None
@@ -459,9 +464,13 @@ class Model:
         if found is None:
             here = _Here(self, who, node, shared, self.budgets[left_id])
             found = self._kept[key] = tuple(here.acts())
-        if node.task is not None and node.task[0] == "heal" and not node.pending:
-            here = _Here(self, who, node, shared, self.budgets[left_id])
+        if node.task is None or node.pending:
+            return found
+        here = _Here(self, who, node, shared, self.budgets[left_id])
+        if node.task[0] == "heal":
             return (*found, *here.healing([self.nodes[i] for i in state[: self.size]]))
+        if node.task[0] == "txn" and node.source is not None:
+            return (*found, *here.learning([self.nodes[i] for i in state[: self.size]]))
         return found
 
     def _timers_when_idle(self, state: State, shared: Shared) -> Iterator[Step]:
@@ -629,6 +638,7 @@ class Model:
     def _privately(self, node: Node, who: int, effect: AnyEffect) -> Node:
         match effect:
             case Restore(token=token):
+                node = node._replace(source=None)
                 match node.task:
                     case ("heal", epoch, int()):
                         return node._replace(task=("restore", token, epoch))
@@ -640,10 +650,12 @@ class Model:
                 assert node.bits is not None
                 bits = node.bits.begin(self.peer(who, node.inc), token)
                 return node._replace(task=("txn", token), bits=bits)
-            case _Fetch(epoch=epoch, group=group):
+            case _Fetch(epoch=epoch, group=group, late=late):
                 ranks = self.scope.ranks
                 source = None if group is None else GROUPS.index(group) * ranks + who % ranks
-                return node._replace(task=("heal", epoch, source))
+                if late:  # it has nothing to wait for but the others
+                    return node._replace(task=("heal", epoch, None), source=source)
+                return node._replace(task=("heal", epoch, source), source=None)
             case Finish():
                 return Node(node.inc)
             case _:
@@ -844,6 +856,7 @@ class _Turned:
                 answers=tuple(map(event, node.answers)),
                 done=node.done if node.done < 0 else event(node.done),
                 task=task,
+                source=None if node.source is None else self._to[node.source],
                 bits=self._rename(node.bits),
             )
         self._nodes[number] = model.nodes.id(node)
@@ -946,8 +959,13 @@ class _Here:
                 torn = node._replace(task=(name, args[0]), bits=bits.torn(self.me))
                 yield self.event("ends its fetch half way", torn, HealFailed(args[1], "", True))
             yield self.event("restores", idle._replace(bits=bits.restored()), Restored(args[0]))
-        elif name == "txn" and thaw(model.locals[node.local]).step < model.scope.commits:
+        elif name == "txn" and self._step() < model.scope.commits:
             yield from self._body(idle, args[0])
+
+    def _step(self) -> int:
+        """The step that the txn begins at."""
+        local = thaw(self.model.locals[self.node.local])
+        return int(local.step if local.healed or local.epoch is None else local.epoch.step)
 
     def _apply(self, idle: Node, bits: Bits, token: Token) -> Iterator[Act]:
         events, after = self.model.events, bits.applied(self.me, token)
@@ -960,10 +978,11 @@ class _Here:
             )
 
     def _body(self, idle: Node, token: Token) -> Iterator[Act]:
-        yield self.event("body ends", idle, Prepared(token, True, Manifest(1)))
+        if idle.source is None or not self.model.world.patient:
+            yield self.event("body ends", idle, Prepared(token, True, Manifest(1)))
         if self.may("no"):
             yield self.event("body ends with NO", idle, Prepared(token, False), "no")
-        if self.may("skip"):
+        if self.may("skip") and idle.source is None:
             assert idle.bits is not None
             spoilt = idle._replace(bits=idle.bits.spoil(self.me))
             yield self.event("body reduces nothing", spoilt, Prepared(token, True), "skip")
@@ -983,7 +1002,9 @@ class _Here:
             if ready:
                 assert peer.bits is not None
                 bits = bits.fetched(peer.bits)
-        if ready:
+        if ready and idle.source is not None:
+            yield self.event("connects", idle, Connected(epoch))
+        elif ready:
             event = Healed(epoch, 0 if source is None else 1, "", bits.digest)
             yield self.event("heals", idle._replace(bits=bits), event)
         if gone or self.may("heal"):
@@ -992,6 +1013,22 @@ class _Here:
             failed = HealFailed(epoch, "", torn)
             cost = None if gone else "heal"
             yield self.event("fails to heal", idle._replace(bits=bits), failed, cost)
+
+    def learning(self, nodes: list[Node]) -> Iterator[Act]:
+        """The state that a learner fetches while the others compute is there, or does not come."""
+        node, bits = self.node, self.node.bits
+        assert node.source is not None and bits is not None
+        epoch, peer = self.model.local_epoch(node), self._newest(nodes, node.source)
+        serves = self.model.local_epoch(peer) == epoch and self._serves(peer)
+        if serves:
+            assert peer.bits is not None
+            bits = bits.learnt(peer.bits)
+            event = Healed(epoch, 1, "", bits.digest)
+            yield self.event("learns", node._replace(bits=bits, source=None), event)
+        if not serves or self.may("heal"):
+            torn = node._replace(task=None, source=None, bits=bits.torn(self.me))
+            cost = "heal" if serves else None
+            yield self.event("fails to learn", torn, HealFailed(epoch, "", True), cost)
 
     def _serves(self, source: Node) -> bool:
         """Whether the source lives and holds the state that my epoch begins with."""
@@ -1128,10 +1165,11 @@ class _Begin:
 
 @dataclass(frozen=True)
 class _Fetch:
-    """``Heal``, as far as it matters here; ``group``: whom to fetch from."""
+    """``Heal``, as far as it matters here; ``group``: whom to fetch from; ``late``: in the txn."""
 
     epoch: int
     group: str | None
+    late: bool = False
 
 
 AnyEffect = Effect | _Begin | _Fetch
@@ -1148,8 +1186,11 @@ def _bare(effect: Effect) -> AnyEffect:
             return Restore(token, "")
         case StartTxn(token=token):
             return _Begin(token)
-        case Heal(record=record, fetch_from=source):
-            return _Fetch(record.epoch, None if source is None else record.members[source].group)
+        case Heal(record=record, index=index, fetch_from=source):
+            if source is None:
+                return _Fetch(record.epoch, None)
+            late = record.members[index].group in record.learners
+            return _Fetch(record.epoch, record.members[source].group, late)
     return effect
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from fft.core.actions import ACTIONS, Action
 from fft.core.guards import GUARDS, Guard
-from fft.core.local import Config, Local, member_peers, next_epoch
+from fft.core.local import Config, Local, learners, member_peers, next_epoch
 from fft.core.messages import (
     Ballot,
     CastVote,
@@ -26,6 +26,7 @@ from fft.core.messages import (
     Event,
     GroupEntry,
     Join,
+    Peer,
     Prepared,
     Record,
     Token,
@@ -81,7 +82,8 @@ class Mutant:
             for word, there in (
                 ("table", self.change is not None or self.base != "hsdp"),
                 ("core", self.participant is not Participant),
-                ("bus", self.world != REAL),
+                ("main thread", not self.world.patient),
+                ("bus", replace(self.world, patient=True) != REAL),
             )
             if there
         ]
@@ -320,6 +322,24 @@ def _late_if_member(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
     return bool(s.joining) or GUARDS["member_lost"](s, c, event)
+
+
+def _votes_without_state(raw: Raw) -> None:
+    on(raw, "NORMAL", "prepared")[0]["guard"] = ["votes_yes"]
+
+
+def _able(s: Local) -> set[Peer]:
+    return {p for p in member_peers(s) if p.group not in learners(s)}
+
+
+def _able_voted(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Ballot) and {v.peer for v in event.votes} >= _able(s)
+
+
+def _cast_for_the_able(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    for effect in ACTIONS["cast_vote"](s, c, event):
+        assert isinstance(effect, CastVote)
+        yield replace(effect, voters=len(_able(s)))
 
 
 def _never_armed(raw: Raw) -> None:
@@ -583,6 +603,21 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted(
             actions=_proposing("propose_commit", lambda s, r: replace(r, change=bool(r.leavers)))
         ),
+    ),
+    Mutant(
+        "learner_votes_early",
+        "A learner votes when its body has ended, whether or not its state has come.",
+        "validity",
+        small(crash=1, restart=1, commits=2),
+        _votes_without_state,
+        world=World(patient=False),
+    ),
+    Mutant(
+        "learner_not_counted",
+        "A commit waits for the votes of those only who had the state when the epoch began.",
+        "validity",
+        small(crash=1, restart=1, commits=2),
+        participant=planted({"all_voted": _able_voted}, {"cast_vote": _cast_for_the_able}),
     ),
     # state and data
     Mutant(

@@ -147,7 +147,17 @@ def _action(model: Model, state: State, step: Step) -> str:
         return f"fails to {todo}, {how}"
     if what == "heals" and node.task is not None:
         return f"heals, fetches {'nothing' if node.task[2] is None else 'the state'}"
+    if what == "connects":
+        return "rebuilds its groups, and begins to fetch the state"
+    if what == "learns":
+        return "has fetched the state"
     return what
+
+
+def fetched(node: Node, what: str) -> bool:
+    """Whether this step of a process brings it the state of another."""
+    healed = what == "heals" and node.task is not None and node.task[2] is not None
+    return healed or what == "learns"
 
 
 def _bus(model: Model, state: State, step: Step) -> tuple[Shared, Shared]:

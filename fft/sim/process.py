@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -24,6 +25,7 @@ from fft.core.messages import (
     CancelFutures,
     CastVote,
     ClearTimers,
+    Connected,
     Decide,
     DropBallot,
     Effect,
@@ -62,6 +64,16 @@ STATE_BYTES = 1000
 """What one transfer of state counts."""
 _SHUTDOWN = 5.0
 """Seconds that a manager's shutdown waits for its engine."""
+
+
+@dataclass(frozen=True)
+class _Came:
+    """How a fetch has ended. ``bits``: None, it failed."""
+
+    cause: str
+    bits: Bits | None = None
+    source: str = ""
+    torn: bool = False
 
 
 class Process:
@@ -206,6 +218,12 @@ class MainThread:
         self._failing: str | None = None
         """The fault that will strike this body."""
         self._heal: Heal | None = None
+        self._waits = 0
+        """Reductions that the vote will tell of, once the state has come."""
+        self._learning: Heal | None = None
+        """Of a learner: what its state is on its way for."""
+        self._came: _Came | None = None
+        """How that ended."""
 
     # --- commands ---
 
@@ -219,7 +237,7 @@ class MainThread:
     def _look(self) -> None:
         """Take the command, if this thread is waiting for one."""
         command = self._slot
-        if command is None or self._doing not in ("idle", "voted"):
+        if command is None or self._doing not in ("idle", "voted", "learning"):
             return
         voted, self._doing = self._doing == "voted", "busy"
         self._slot = None
@@ -255,7 +273,7 @@ class MainThread:
         return self._process.local.token
 
     def _restored(self, command: Restore) -> None:
-        self._plan = None
+        self._plan, self._learning = None, None
         self.bits = self.bits.restored()
         self._post(Restored(command.token))
         self._idle()
@@ -319,7 +337,9 @@ class MainThread:
 
     def _enter(self, plan: StartTxn) -> None:
         world = self._world
-        self.serving, self._plan, self._doing = None, plan, "body"
+        if plan.token.txn > 1 or self.serving is None or not self.serving.learners:
+            self.serving = None
+        self._plan, self._doing = plan, "body"
         self.bits = self.bits.begin(self._process.peer, plan.token)
         self._failing = world.body_fault()
         compute = world.latency.compute()
@@ -393,6 +413,11 @@ class MainThread:
     def _vote(self, count: int, cause: str = "") -> None:
         """Post YES, or NO because of ``cause``, and wait for the decision."""
         assert self._plan is not None
+        if self._learning is not None and not cause:
+            self._doing = "learning"
+            self._waits = count
+            self._learn()
+            return
         manifest = Manifest(count=count, bytes=4 * count, shapes="x")
         self._post(Prepared(self._plan.token, not cause, manifest, cause))
         if self._failing == "after_vote" and not cause:
@@ -400,6 +425,21 @@ class MainThread:
             self._post(Fault(self._plan.token, "injected: fault after the vote"))
         self._doing = "voted"
         self._look()
+
+    def _learn(self) -> None:
+        """The body of a learner has ended: vote, once its state has come."""
+        learning, came = self._learning, self._came
+        if self._doing != "learning" or learning is None or came is None:
+            return
+        self._learning = None
+        if came.bits is None:
+            self._failed_to_heal(learning, came.cause, came.torn)
+            return
+        self.bits = self.bits.learnt(came.bits)
+        event = Healed(learning.record.epoch, STATE_BYTES, came.source, self.bits.digest)
+        self._post(event)
+        self._doing = "body"
+        self._vote(self._waits)
 
     # --- healing ---
 
@@ -422,29 +462,43 @@ class MainThread:
         limit = self._process.participant.config.timeouts.get("vote_window", 60.0)
         give_up = world.clock.now + limit
         self._process.later(world.latency.transfer(), self._fetch, command, give_up)
+        if self._process.peer.group in command.record.learners:
+            self._heal, self._learning, self._came = None, command, None
+            self._post(Connected(command.record.epoch))
+            self._idle()
 
     def _fetch(self, command: Heal, give_up: float) -> None:
         """The transfer could be through, if its source was there; else wait for it."""
         world, record = self._world, command.record
+        if command is not (self._heal or self._learning):
+            return  # a rollback has ended it
         assert command.fetch_from is not None
         entry = record.members[command.fetch_from]
         source = world.processes[entry.peers()[self._process.peer.rank]]
         served = source.main.serving
         if not source.alive:
-            self._heal_failed(f"{source.peer} does not answer")
+            self._fetched(_Came(f"{source.peer} does not answer"))
         elif served is None or source.stopped:
             if world.clock.now >= give_up:
-                self._heal_failed(f"{source.peer} serves no state")
+                self._fetched(_Came(f"{source.peer} serves no state"))
             else:
                 self._process.later(0.1, self._fetch, command, give_up)
         elif served.step != record.step or served.lineage != record.lineage:
-            self._heal_failed(f"{source.peer} serves step {served.step}")
+            self._fetched(_Came(f"{source.peer} serves step {served.step}"))
         elif world.strikes("heal_torn"):
-            self.bits = self.bits.torn(self._process.peer)
-            self._heal_failed("injected: the state does not fit", torn=True)
+            self._fetched(_Came("injected: the state does not fit", torn=True))
         else:
-            self.bits = self.bits.fetched(source.main.bits)
-            self._healed(STATE_BYTES, entry.group)
+            self._fetched(_Came("", source.main.bits, entry.group))
+
+    def _fetched(self, came: _Came) -> None:
+        if self._heal is None:
+            self._came = came
+            self._learn()
+        elif came.bits is None:
+            self._heal_failed(came.cause, came.torn)
+        else:
+            self.bits = self.bits.fetched(came.bits)
+            self._healed(STATE_BYTES, came.source)
 
     def _healed(self, size: int, source: str) -> None:
         assert self._heal is not None
@@ -453,9 +507,14 @@ class MainThread:
         self._idle()
 
     def _heal_failed(self, cause: str, torn: bool = False) -> None:
-        assert self._heal is not None
-        epoch, self._heal = self._heal.record.epoch, None
-        self._post(HealFailed(epoch, cause, torn))
+        healing, self._heal = self._heal, None
+        assert healing is not None
+        self._failed_to_heal(healing, cause, torn)
+
+    def _failed_to_heal(self, command: Heal, cause: str, torn: bool) -> None:
+        if torn:
+            self.bits = self.bits.torn(self._process.peer)
+        self._post(HealFailed(command.record.epoch, cause, torn))
         if torn and self._world.rng.random() < 0.7:  # the manager raises: the process ends
             self._doing = "gone"
             self._exit(1)

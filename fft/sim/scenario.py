@@ -37,6 +37,7 @@ in turn; ``all``: everyone)::
     A/0 fails, though done  the operation is done, but its answer is lost
     A/0 body ends | body ends with NO | body reduces nothing | raises
     A/0 applies | applies half | handles applied | restores | heals | fails to heal
+    A/0 connects | learns | fails to learn       a learner, which fetches in its first txn
     A/0 timer NAME          fires, early if need be
     A/0 ends (crash)        a monitor tells; ends (silent): nobody tells
     A comes back | A is asked to leave | A is started twice
@@ -76,7 +77,18 @@ from fft.core.participant import Participant
 from fft.errors import FftError
 from fft.sim.intern import thaw
 from fft.sim.model import KINDS, REAL, Model, Scope, State, Step, World
-from fft.sim.narrate import ending, label, name, on_bus, say, say_effect, say_record, tell, txn
+from fft.sim.narrate import (
+    ending,
+    fetched,
+    label,
+    name,
+    on_bus,
+    say,
+    say_effect,
+    say_record,
+    tell,
+    txn,
+)
 from fft.spec import FsmSpec, load_spec
 
 if TYPE_CHECKING:
@@ -462,7 +474,7 @@ class Run:
         self.state = step.state
         self._lived |= {i for i in range(self.model.size) if self._node(i).local >= 0}
         node = self.model.node(state, step.who) if step.who >= 0 else None
-        if step.what == "heals" and node is not None and node.task and node.task[2] is not None:
+        if node is not None and fetched(node, step.what):
             self._fetched.add(step.who)
         head = self._shared().head
         wrote = head is not None and head != before
@@ -480,7 +492,7 @@ class Run:
             now = ending(self.model, before, step)
         else:
             now = label(thaw(self.model.locals[after.local]))
-        if step.what == "heals" and before.task and before.task[2] is not None:
+        if fetched(before, step.what):
             moves = log.moves.setdefault(step.who, [was])
             moves[-1] += " (fetches)"
         if now != was:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from fft.core.invariants import Finding, History, Move, judge
-from fft.core.local import Local
+from fft.core.local import Local, contributors
 from fft.core.messages import (
     Decision,
     Drain,
@@ -47,9 +47,10 @@ class Job(Cluster):
             raise AssertionError(f"{node.peer} refused {event}: {out.reason}")
         if event.type == "applied" and out.verdict == "row":
             token, cursor = before.token, before.cursor
-            groups = [g.group for g in before.epoch.members] if before.epoch else []
-            slice_ = cursor + groups.index(node.peer.group)
-            self.record.consumed.append((node.peer, Token(*token), slice_, ""))
+            able = contributors(before, node.participant.config)
+            if node.peer.group in able:
+                slice_ = cursor + able.index(node.peer.group)
+                self.record.consumed.append((node.peer, Token(*token), slice_, ""))
 
     def start_group(self, group: str, **start: Any) -> list[Node]:
         """Start all ranks of a group."""

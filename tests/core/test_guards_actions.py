@@ -17,6 +17,7 @@ from fft.core.messages import (
     Ballot,
     Begin,
     BusDown,
+    Connected,
     Death,
     Decision,
     Drain,
@@ -67,6 +68,7 @@ EVENTS: list[Event] = [
     ApplyFailed(Token(1, 1), "x"),
     Fault(Token(1, 1), "x"),
     Restored(Token(1, 1)),
+    Connected(1),
     Healed(1),
     HealFailed(1, "x"),
     Stop(),
@@ -209,6 +211,7 @@ def late(name: str) -> tuple[Node, Event, str]:
     assert node.local.token == Token(2, 1) and node.state == "NORMAL"
     return node, *{
         "a second restore": (Restored(Token(1, 1)), "I wait for None"),
+        "connected in the epoch before": (Connected(1), "connected for epoch 1"),
         "healed for the epoch before": (Healed(1), "healed for epoch 1"),
         "healing failed in the epoch before": (HealFailed(1, "reset", True), "epoch 1"),
         "applied in the txn before": (Applied(Token(1, 1)), "applied of"),
@@ -218,8 +221,8 @@ def late(name: str) -> tuple[Node, Event, str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["a second restore", "healed for the epoch before", "healing failed in the epoch before",
-     "applied in the txn before", "ballot of the txn before"],
+    ["a second restore", "connected in the epoch before", "healed for the epoch before",
+     "healing failed in the epoch before", "applied in the txn before", "ballot of the txn before"],
 )  # fmt: skip
 def test_an_answer_of_the_main_thread_that_comes_late_is_fenced(name: str) -> None:
     node, event, reason = late(name)

@@ -69,6 +69,10 @@ class Oracle:
     yes: dict[Token, set[Peer]] = field(default_factory=dict)
     held: dict[Peer, Held] = field(default_factory=dict)
     fetching: dict[tuple[Peer, int], bool] = field(default_factory=dict)
+    ballots: dict[Token, Held] = field(default_factory=dict)
+    """What those who vote YES in a txn hold."""
+    learning: dict[Peer, int] = field(default_factory=dict)
+    """Who computes without the state, and in which epoch: it must come before the vote."""
     book: dict[str, tuple[Token, ...] | None] = field(
         default_factory=lambda: {"": None, GENESIS: ()}
     )
@@ -110,11 +114,24 @@ class Oracle:
         fetched = self.fetching[peer, epoch]
         assert fetched or self.held[peer] == base, f"{peer} is ready with another state"
         self.held[peer] = base
+        self.learning.pop(peer, None)
 
     def ready(self, peer: Peer, epoch: int) -> None:
-        """It says that it is in the barrier of the epoch: it must hold that epoch's state."""
-        base = self.after(self.epoch(epoch))
-        assert self.held[peer] == base, f"{peer} says that it is ready, with another state"
+        """It says that it is in the barrier of the epoch: it must hold that epoch's state.
+
+        Unless it is new in the job: then the state is on its way.
+        """
+        n = self.epoch(epoch)
+        if self.held[peer] != self.after(n):
+            known = peer.group in self.register[n].learners and self.fetching[peer, epoch]
+            assert known, f"{peer} says that it is ready, with another state"
+            self.learning[peer] = epoch
+
+    def votes(self, peer: Peer, token: Token) -> None:
+        """It votes YES: it must hold what all hold who do."""
+        held = self.held[peer]
+        assert self.ballots.setdefault(token, held) == held, f"{peer} voted with another state"
+        self.yes.setdefault(token, set()).add(peer)
 
     def memory_of(self, local: Local) -> Held:
         """What the core says it holds, its lineage spelled out as the commits that made it."""
@@ -158,7 +175,7 @@ class Watched(Job):
         for effect in out.effects:
             match effect:
                 case CastVote(token=token):
-                    self.oracle.yes.setdefault(token, set()).add(node.peer)
+                    self.oracle.votes(node.peer, token)
                 case Heal(record=record, fetch_from=source):
                     self.oracle.fetching[node.peer, record.epoch] = source is not None
                 case Broadcast(message=Ready() | Begin() as word) | Tell(message=Ready() as word):
@@ -195,13 +212,15 @@ class Watched(Job):
         self.judged = len(self.history)
 
     def who_computes_agrees(self) -> None:
-        """Open txns: the epoch is the register's; in one txn all hold the same."""
+        """Open txns: the epoch is the register's; in one txn all hold the same, or will."""
         at: dict[Token, Held] = {}
         for node in self.live():
             if node.local.state == "NORMAL":
                 token, epoch = node.local.token, node.local.epoch
                 assert epoch == self.history[self.oracle.epoch(token.epoch)]
                 assert epoch is not None and any(node.peer in g.peers() for g in epoch.members)
+                if self.oracle.learning.get(node.peer) == token.epoch:
+                    continue
                 held = self.oracle.held[node.peer]
                 assert at.setdefault(token, held) == held, f"two states in txn {token}"
 

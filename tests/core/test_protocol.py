@@ -20,6 +20,7 @@ from fft.core.messages import (
     Finish,
     Join,
     Leave,
+    Manifest,
     Prepared,
     Ready,
     SetTimer,
@@ -751,9 +752,94 @@ def test_a_false_suspect_that_missed_a_commit_fetches_once() -> None:
     job.fire("ack_window", [job.node("0"), job.node("1")])
     job.settle()
     job.step()
-    job.settle()
-    assert c.state == "NORMAL" and job.steps() == {2}
+    assert c.state == "NORMAL" and c.learning is not None, "it fetches while the others compute"
+    job.step()
+    assert job.steps() == {3}
     assert job.fetches() == {str(c.peer): 1} and clean(job) == []
+
+
+def joined(groups: int = 2, **config: object) -> tuple[Job, Node]:
+    """A job that the last group has just joined again, and that group: a learner in its first txn.
+
+    Nobody has computed the second step yet.
+    """
+    job = Job(groups, **config).until_running()
+    last = str(groups - 1)
+    job.kill_group(last)
+    job.settle()
+    job.start_group(last)
+    job.step()
+    return job, job.node(last)
+
+
+def test_who_joins_computes_with_the_others_and_counts_from_the_step_after() -> None:
+    job, late = joined(3)
+    a, b = job.node("0"), job.node("1")
+    assert job.head.learners == ("2",) and {a.state, b.state, late.state} == {"NORMAL"}
+    plans = [n.txn for n in (a, b, late)]
+    assert [p.index for p in plans] == [0, 1, None] and {p.participants for p in plans} == {2}
+    assert {(p.step, p.lineage, p.cursor) for p in plans} == {(1, a.local.lineage, 2)}
+    job.step()
+    plans = [n.txn for n in (a, b, late)]
+    assert [p.index for p in plans] == [0, 1, 2] and {p.cursor for p in plans} == {4}
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_nothing_is_committed_before_a_learner_has_its_state() -> None:
+    job, late = joined()
+    a = job.node("0")
+    job.compute([a])
+    job.settle()
+    assert a.state == "PREPARED" and late.state == "NORMAL" and late.local.step == 0
+    job.post(late, Prepared(late.txn.token, True, Manifest(1)))  # no engine says so
+    job.settle()
+    assert job.kinds()[-2:] == ["abort", "epoch"], "a YES without the state is none"
+
+
+def test_after_a_rollback_a_learner_is_waited_for() -> None:
+    """An attempt is lost; in the next epoch it fetches in the barrier, and counts at once."""
+    job, late = joined()
+    job.fail(job.node("0"))
+    job.settle()
+    assert job.head.learners == () and job.steps() == {1}
+    assert [n.txn.index for n in (job.node("0"), late)] == [0, 1]
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_a_learner_that_has_its_state_fetches_nothing_after_a_rollback() -> None:
+    job, late = joined()
+    job.learn(late)
+    job.settle()
+    job.fail(job.node("0"))
+    job.settle()
+    job.step()
+    assert job.fetches() == {str(late.peer): 1} and job.steps() == {2} and clean(job) == []
+
+
+def test_with_too_few_to_compute_meanwhile_a_joiner_is_waited_for() -> None:
+    job = Job(3, min_groups=2).until_running()
+    job.kill_group("2")
+    job.settle()
+    job.start_group("2")
+    job.drain("1")
+    job.step()
+    assert [g.group for g in job.head.members] == ["0", "2"]
+    assert job.head.learners == (), "one group alone must not commit here"
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_a_spare_computes_in_the_place_of_a_learner() -> None:
+    job = Job(3, min_groups=2, fixed_with_spares=True).until_running()
+    job.kill_group("0")
+    job.settle()
+    job.start_group("0")
+    job.step()
+    assert job.head.learners == ("0",)
+    assert [job.node(g).txn.index for g in "012"] == [None, 0, 1]
+    job.step()
+    assert [job.node(g).txn.index for g in "012"] == [0, 1, None] and clean(job) == []
 
 
 def test_whoever_does_not_reach_the_barrier_is_left_out_of_the_next_epoch() -> None:

@@ -24,6 +24,7 @@ from fft.core.messages import (
     Decision,
     Event,
     Fault,
+    HealFailed,
     Peer,
     Ready,
     Stop,
@@ -406,6 +407,32 @@ def a_barrier_that_waits() -> Job:
     return job
 
 
+def learner() -> Job:
+    """A group that joins, in its first txn: the state is on its way."""
+    job = Job(2).until_running()
+    job.kill_group("1")
+    job.settle()
+    job.start_group("1")
+    job.step()
+    assert job.node("1").learning is not None and job.node("1").state == "NORMAL"
+    return job
+
+
+def a_learner_gets_its_state() -> Job:
+    job = learner()
+    job.step()
+    return job
+
+
+def a_learner_gets_no_state() -> Job:
+    job = learner()
+    late = job.node("1")
+    job.post(late, HealFailed(late.local.token.epoch, "connection reset"))
+    job.settle()
+    job.step()
+    return job
+
+
 def an_epoch_that_waits() -> Job:
     """Stopped, but the pause after many rollbacks runs; the bus goes and comes back meanwhile."""
     job = Job(2).until_running()
@@ -754,6 +781,8 @@ def let_in_again(state: str) -> Job:
 
 
 LIVES: dict[str, Callable[[], Job]] = {
+    "a learner gets its state": a_learner_gets_its_state,
+    "a learner gets no state": a_learner_gets_no_state,
     "bus away for good": bus_away_for_good,
     "bus away for good, no vote": bus_away_for_good_without_a_vote,
     "deaf in doubt": deaf_in_doubt,

@@ -22,6 +22,7 @@ import torch
 from stage import (
     Job,
     Member,
+    Noisy,
     aborts,
     epochs,
     events,
@@ -355,6 +356,70 @@ def test_a_stateful_loader_serves_a_late_group_and_every_item_once(two: Job) -> 
     drawn = sorted(index for member in two.members for index in member.consumed)
     assert drawn == list(range(len(drawn)))
     assert [f[0] for f in fetches(two.traces)] == ["2"]
+    two.audit()
+
+
+def test_who_joins_computes_along_while_its_state_comes_and_counts_from_the_step_after(
+    two: Job,
+) -> None:
+    reached = threading.Event()
+    seen: list[tuple[int, int | None, int, bool]] = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step >= 3:
+            reached.set()
+        if member.group == "2":
+            manager, own = member.manager, parameters(member.model) == parameters(Noisy("2"))
+            place = (manager.participating_rank(), manager.num_participants())
+            seen.append((txn.step, *place, own))
+
+    for group in "01":
+        two.member(group).start(lambda m: m.train(None, body=body))
+    assert reached.wait(30)
+    two.member("2").start(lambda m: m.train(None, body=body))
+    wait_until(lambda: len(seen) > 3, "the late group takes part")
+    for member in two.members:
+        member.manager.drain()
+    for member in two.members:
+        member.end()
+        assert member.error is None, repr(member.error)
+    first, second = seen[:2]
+    assert first[1:] == (None, 2, True), "its state had not come yet, and it gave no gradients"
+    assert second == (first[0] + 1, 2, 3, False)
+    same_weights(*two.members)
+    used = sorted(slices(two.traces)[0])
+    assert used == list(range(len(used))), "its first batch was nobody's"
+    assert [f[0] for f in fetches(two.traces)] == ["2"]
+    two.audit()
+
+
+def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job) -> None:
+    """The learner's body is unwound, its fetch ends, and in the next epoch it is waited for."""
+    reached, failing = threading.Event(), threading.Event()
+    starts: list[int | None] = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step >= 3:
+            reached.set()
+        if member.group == "2":
+            starts.append(member.manager.participating_rank())
+            if not failing.is_set():
+                failing.set()
+                raise RuntimeError("bad luck")
+
+    for group in "01":
+        two.member(group).start(lambda m: m.train(None, body=body))
+    assert reached.wait(30)
+    two.member("2").start(lambda m: m.train(None, body=body))
+    wait_until(lambda: len(starts) > 3, "the late group takes part")
+    for member in two.members:
+        member.manager.drain()
+    for member in two.members:
+        member.end()
+        assert member.error is None, repr(member.error)
+    assert starts[:2] == [None, 2]
+    assert not [t for t in threading.enumerate() if t.name == "fft-learning"]
+    same_weights(*two.members)
     two.audit()
 
 
