@@ -6,8 +6,9 @@ threads hold *first*: who waits for a robust mutex in shared memory is woken at 
 the owner died (pthread_mutexattr_setrobust(3); Linux, Documentation/locking/robust-futexes).
 
 The trainer's main thread holds the mutex for as long as it trains (`Hold`), and gives it back when
-it leaves or the interpreter ends; a thread beside its supervisor waits for it (`Lifeline`). Uses
-the C library's mutexes by ctypes; touches one page of shared memory and one thread a child.
+it leaves or the interpreter ends; a thread of its supervisor, or of its monitor where there is
+none, waits for it (`Lifeline`). Uses the C library's mutexes by ctypes; touches one page of shared
+memory and one thread a child.
 """
 
 from __future__ import annotations
@@ -58,17 +59,20 @@ class _Page:
 
 
 class Lifeline:
-    """The end of the supervisor. ``fd`` is for the child to inherit.
+    """The end of who waits. ``fd`` is for another process to inherit.
 
-    Raises OSError if the mutex cannot be made.
+    A new one, or that of a descriptor which has come down to here, and is this object's from now.
+    Raises OSError, ValueError if the mutex cannot be made, or ``fd`` is no page of memory.
     """
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("fft-lifeline")
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("fft-lifeline") if fd is None else fd
         try:
-            os.ftruncate(self.fd, _PAGE)
+            if fd is None:
+                os.ftruncate(self.fd, _PAGE)
             self._page = _Page(self.fd)
-            _make(self._page.mutex)
+            if fd is None:
+                _make(self._page.mutex)
         except BaseException:
             os.close(self.fd)
             raise

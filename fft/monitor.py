@@ -15,8 +15,8 @@ be watched, nor another one that got its number. The monitor looks at the pulse 
   nothing else), and SIGKILL ``term_s`` later. The pulse says before that the SIGTERM is no request;
 - when the trainer has ended without having said so, writes the ``death`` message of the bus as a
   line, says it on the bus if it was given one, and ends;
-- where it was given a bus, thus without a supervisor, beats there for its trainer, and looks
-  whether others beat (`fft.hosts`).
+- where it was given a bus, thus without a supervisor, beats there for its trainer, looks whether
+  others beat (`fft.hosts`), and holds the trainer's lifeline, which tells of its death at once.
 
 It shares neither the interpreter lock nor the session of the trainer, so neither a thread that
 keeps the lock nor SIGSTOP nor Ctrl-C reaches it. Standard output is never waited for: what does not
@@ -51,6 +51,7 @@ from fft.detectors.pulse import Pulse, PulseReader, Reading, changes
 from fft.detectors.silence import Seen, SilenceConfig, SilenceDetector
 from fft.errors import FftError
 from fft.jobtoken import JobToken
+from fft.lifeline import Hold, Lifeline, supported
 from fft.timeouts import HOST_LIMIT_S, bus_operation
 
 if TYPE_CHECKING:
@@ -171,11 +172,13 @@ class Monitor:
 class Charge:
     """Who is watched and how, as handed over on the command line.
 
-    ``pulse``, ``pidfd`` and ``supervisor`` (a datagram socket) are inherited descriptors' numbers.
+    ``pulse``, ``pidfd``, ``lifeline`` and ``supervisor`` (a datagram socket) are inherited
+    descriptors' numbers.
     """
 
     pulse: int
     pidfd: int
+    lifeline: int | None
     supervisor: int | None
     pid: int
     group: str
@@ -205,6 +208,9 @@ class Runner:
         self._out = out
         self._control = control
         self._reader = PulseReader(charge.pulse)
+        self._dying = os.eventfd(0)
+        if charge.lifeline is not None:
+            Lifeline(charge.lifeline).watch(lambda: os.eventfd_write(self._dying, 1))
         self._monitor = Monitor(charge.config)
         self._herald = _Herald(charge, charge.bus_url) if charge.bus_url else None
         self._level = Level.GREEN
@@ -223,13 +229,14 @@ class Runner:
     def _watch(self) -> bool:
         """Until one of the two; whether it was that it has left the job."""
         waiter = select.poll()
-        waiter.register(self._charge.pidfd, select.POLLIN)
-        waiter.register(self._control, select.POLLIN)
+        ends = {self._charge.pidfd, self._dying}
+        for fd in (*ends, self._control):
+            waiter.register(fd, select.POLLIN)
         self._write({"v": 1, "type": "watching", **self._who()})
         while True:
             ready = {fd for fd, _ in waiter.poll(self._charge.config.interval_s * 1000)}
             reading = self._reader.read()
-            if self._charge.pidfd in ready:
+            if ends & ready:
                 return reading.left
             if self._control in ready:
                 if reading.left:
@@ -394,7 +401,10 @@ class MonitorProcess:
         on_line: Callable[[dict[str, Any]], None] | None = None,
         out: int | None = None,
     ) -> None:
-        """Raises OSError if no process can be started, MonitorError for two places to write to."""
+        """Main thread only: with a bus, its end is taken for that of the process.
+
+        Raises OSError if no process can be started, MonitorError for two places to write to.
+        """
         if on_line is not None and out is not None:
             raise MonitorError("give on_line or out, not both: a line is written once")
         self._pulse = pulse
@@ -402,18 +412,28 @@ class MonitorProcess:
         pid = os.getpid()
         own = os.pidfd_open(pid)
         config = config or MonitorConfig()
-        charge = Charge(pulse.fd, own, supervisor, pid, group, rank, bus_url, config)
+        lifeline = Lifeline() if bus_url is not None and supported() else None
+        line = None if lifeline is None else lifeline.fd
+        self._hold = None if line is None else Hold(line)
+        charge = Charge(pulse.fd, own, line, supervisor, pid, group, rank, bus_url, config)
+        passed = (pulse.fd, own, line, supervisor)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, charge.to_json()],
                 stdin=subprocess.PIPE,
                 stdout=_stdout(on_line is not None, out),
-                pass_fds=(pulse.fd, own, *(() if supervisor is None else (supervisor,))),
+                pass_fds=[fd for fd in passed if fd is not None],
                 env=_env(),
                 start_new_session=True,  # who ends the trainer's group must not end its monitor
             )
+        except BaseException:
+            if self._hold is not None:
+                self._hold.release()
+            raise
         finally:
             os.close(own)
+            if lifeline is not None:
+                lifeline.close()
         self._thread: threading.Thread | None = None
         if on_line is not None:
             self._thread = threading.Thread(target=self._read, name="fft-monitor", daemon=True)
@@ -435,6 +455,8 @@ class MonitorProcess:
     def close(self, limit_s: float = 5.0) -> None:
         """End it; from here on the end of this process is no fault. Idempotent."""
         self._pulse.leave()
+        if self._hold is not None:
+            self._hold.release()
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         if not stdin.closed:

@@ -18,7 +18,7 @@ import pytest
 from fft.errors import FftError
 from fft.interrupt import Interrupted, Interrupter, guarded
 
-SOAK = 2000
+SOAK = [500, pytest.param(2000, marks=pytest.mark.long)]
 LONG_S = 60.0
 LOGGER = logging.getLogger("a body's")
 LOGGER.propagate = False
@@ -148,11 +148,12 @@ def test_a_body_is_unwound_wherever_it_is(
     assert body.unwound and body.asked
 
 
+@pytest.mark.parametrize("times", SOAK)
 def test_at_random_points_each_body_is_unwound_exactly_once(
-    interrupter: Interrupter, asker: Asker
+    interrupter: Interrupter, asker: Asker, times: int
 ) -> None:
     rng = random.Random(7)
-    for _ in range(SOAK):
+    for _ in range(times):
         unwound = 0
         asker.ask(rng.random() * 1e-3)
         with Body(interrupter) as body:

@@ -25,8 +25,8 @@ _CONNECT_TRY_S: Final = 0.5
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
 
 
-def _connect(host: str, port: int, url: str, timeout: float) -> Any:
-    """A new TCPStore client, or `BusUnreachable` within `timeout` seconds.
+def store_client(host: str, port: int, timeout: float) -> Any:
+    """A new TCPStore client, or an `OSError` that says why not, within `timeout` seconds.
 
     A plain connection is tried first, because torch logs and retries when nobody listens. torch's
     own connecting has two waits that it does not bound: it asks the name service for the server's
@@ -35,10 +35,7 @@ def _connect(host: str, port: int, url: str, timeout: float) -> Any:
     behind ends with its lookup or its connection.
     """
     deadline = time.monotonic() + timeout
-    try:
-        socket.create_connection((host, port), timeout).close()
-    except OSError as error:
-        raise BusUnreachable(url, str(error)) from error
+    socket.create_connection((host, port), timeout).close()
     tries: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def attempt() -> None:
@@ -58,9 +55,9 @@ def _connect(host: str, port: int, url: str, timeout: float) -> Any:
         except queue.Empty:
             continue
         if isinstance(made, Exception):
-            raise BusUnreachable(url, str(made).splitlines()[0]) from made
+            raise ConnectionError(str(made).splitlines()[0]) from made
         return made
-    raise BusUnreachable(url, "something listens there but does not answer as a TCPStore")
+    raise ConnectionError("something listens there but does not answer as a TCPStore")
 
 
 def _socket_of(store: Any) -> socket.socket:
@@ -82,7 +79,10 @@ class Connection:
     """One TCPStore client and the handle that can cut it."""
 
     def __init__(self, host: str, port: int, url: str, timeout: float) -> None:
-        self.store = _connect(host, port, url, timeout)
+        try:
+            self.store = store_client(host, port, timeout)
+        except OSError as error:
+            raise BusUnreachable(url, str(error)) from error
         self._handle = _socket_of(self.store)
         self._lock = threading.Lock()
 

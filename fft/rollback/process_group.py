@@ -40,9 +40,9 @@ from torchft.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
     ProcessGroupWrapper,
-    create_store_client,
 )
 
+from fft.bus.tcpconnection import store_client
 from fft.rollback import sockets
 from fft.rollback.rendezvous import RendezvousStore
 from fft.rollback.sockets import Address
@@ -575,8 +575,11 @@ class AbortableGroup:
                 return kept
             except RuntimeError as error:
                 logger.debug("store %s: connecting anew (%s)", address, error)
-        prefixed: Any = create_store_client(f"{address}/", timeout=_left(deadline))
-        return prefixed.underlying_store
+        host, _, port = address.rpartition(":")
+        try:
+            return store_client(host.strip("[]"), int(port), _left(deadline).total_seconds())
+        except OSError as error:
+            raise ConnectionError(f"the group's store at {address}: {error}") from error
 
     def _retire(self, era: _Era, everyone: bool) -> None:
         """Drop what an ended configuration still holds, and its keys (RendezvousStore.reclaim)."""

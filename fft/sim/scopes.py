@@ -21,6 +21,7 @@ DEFAULT = (
         faults=2,
         budget=budget("no", "skip", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2),
     ),
+    Scope("learner", commits=2, faults=3, budget=budget("crash", "restart", "heal")),
     Scope(
         "messages",
         commits=1,
@@ -75,7 +76,7 @@ DEFAULT = (
     Scope("deaf", commits=1, faults=1, budget=budget("deaf")),
     Scope("twin", commits=1, faults=1, budget=budget("twin")),
 )
-"""Takes less than three minutes on one core."""
+"""Takes some three minutes on one core."""
 
 ELSEWHERE = {
     "states.PREPARED.on.timer.bus_limit.0": (

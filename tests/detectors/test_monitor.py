@@ -25,6 +25,7 @@ from fft.core.messages import BusMessage, Death, Suspect, decode
 from fft.detectors.base import Level
 from fft.detectors.pulse import Pulse, Reading
 from fft.hosts import ROLL, beat_name
+from fft.lifeline import supported
 from fft.monitor import Charge, Look, Monitor, MonitorConfig, MonitorError, MonitorProcess
 
 LIMIT_S = 60.0
@@ -131,7 +132,7 @@ def test_limits_that_cannot_be_kept_are_refused() -> None:
 
 def test_a_charge_comes_over_the_command_line_whole() -> None:
     for supervisor in (None, 6):
-        charge = Charge(3, 4, supervisor, 5, "1", 0, "tcp://h:1/j", LIMITS)
+        charge = Charge(3, 4, None, supervisor, 5, "1", 0, "tcp://h:1/j", LIMITS)
         assert Charge.from_json(charge.to_json()) == charge
     for text in ("", "[]", "{}", '{"config": {"max_s": -1}}', '{"config": 3}'):
         with pytest.raises(MonitorError, match="not by hand"):
@@ -324,6 +325,14 @@ def test_a_death_is_told_on_the_bus() -> None:
             assert death.pid == child.process.pid
             expect_death(child, "ended without leaving the job")
             assert child.ended_with() == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not supported(), reason="no robust mutexes here")
+def test_without_a_supervisor_a_death_is_told_before_the_process_is_gone() -> None:
+    with serve_tcp() as server, trainer("die_slowly", server.url) as child:
+        child.go()
+        expect_death(child, "ended without leaving the job")
+        assert child.process.poll() is None
 
 
 def test_who_leaves_is_not_reported() -> None:

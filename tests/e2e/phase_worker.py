@@ -35,7 +35,7 @@ class Net(nn.Module):
             nn.Sequential(
                 nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3)
             )
-            for _ in range(3)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, 1)
 

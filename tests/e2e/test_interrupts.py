@@ -32,6 +32,7 @@ def run_job(directory: Path, steps: int, vain: int) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("result-*.json"))]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_run_that_is_interrupted_everywhere_ends_with_the_bits_of_one_that_is_not(
     tmp_path: Path,

@@ -244,6 +244,7 @@ def gaps_ms(traces: Path, since: float) -> tuple[float, float]:
     return statistics.median(gap for gap, _ in gaps) * 1e3, longest * 1e3
 
 
+@pytest.mark.long
 def test_a_lighthouse_that_is_killed_for_good_costs_no_bit_and_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
