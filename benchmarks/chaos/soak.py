@@ -110,6 +110,8 @@ class _Driver:
         self._job, self._soak, self._sampler, self._say = job, soak, sampler, say
         self._safe_from = 0
         """The step from which a fault may end a process again."""
+        self._whole: tuple[int | None, int] = (None, 0)
+        """The epoch that the whole job was last seen at work in, and the step at which it began."""
 
     def drive(self, seconds: float, seed: int) -> None:
         count = int(seconds / EVERY_S * 2) + 10
@@ -134,8 +136,11 @@ class _Driver:
     def _may(self, fault: AnyFault) -> bool:
         if fault.kind not in DEADLY:
             return True
-        is_whole = self._job.whole_epoch() is not None
-        return is_whole and self._job.tail.view.step >= self._safe_from
+        epoch, step = self._job.whole_epoch(), self._job.tail.view.step
+        if epoch != self._whole[0]:
+            self._whole = (epoch, step)
+        # who has just joined has the state only with the first commit of the epoch
+        return epoch is not None and step > self._whole[1] and step >= self._safe_from
 
     def _inject(self, fault: AnyFault) -> None:
         soak, job = self._soak, self._job

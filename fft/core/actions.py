@@ -149,13 +149,13 @@ def note_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Whose main thread does not move is waited for no longer, until it says that it is back."""
+    """Who does not move, or is not heard of, is waited for no longer, until it says it is back."""
     assert isinstance(event, Suspect)
     suspected = (set(peers_meant(s, event)) & set(member_peers(s))) - {c.me}
     s.suspected |= suspected
     if suspected:
         names = ", ".join(map(str, sorted(suspected)))
-        s.cause = f"{names} hangs: {event.cause} (seen by {event.by})"
+        s.cause = f"{names} is suspected: {event.cause} (seen by {event.by})"
     return ()
 
 

@@ -176,7 +176,7 @@ def forming(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def member_lost(s: Local, c: Config, event: Event) -> bool:
-    """A participant of my epoch has ended, hangs, or is outside and asks to come in."""
+    """A participant of my epoch has ended, is suspected, or is outside and asks to come in."""
     return any(is_member(s, p) for p in s.dead | s.joining | s.suspected)
 
 

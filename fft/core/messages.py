@@ -243,7 +243,7 @@ class Death(_Seen):
 
 @dataclass(frozen=True, config=_CONFIG)
 class Suspect(_Seen):
-    """Somebody saw that the process lives and its main thread does not move (its monitor)."""
+    """It may live: its main thread does not move (its monitor saw), or its host is silent."""
 
     type: Literal["suspect"] = "suspect"
 

@@ -21,7 +21,7 @@ _STALE_S = 10.0  # after so long without a commit there is no rate
 _DECISIONS = 8
 
 IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
-LEFT_OUT, HANGS = "left out", "hangs"
+LEFT_OUT, SUSPECTED = "left out", "suspected"
 
 
 @dataclass
@@ -99,7 +99,7 @@ class JobWatch:
                 self._gone(peer.group, peer.rank, LEFT, cause, inc=peer.inc)
             case Death() | Suspect():
                 cause = f"{word.cause} (seen by {word.by})"
-                state = DEAD if isinstance(word, Death) else HANGS
+                state = DEAD if isinstance(word, Death) else SUSPECTED
                 self._gone(word.group, word.rank, state, cause, pid=word.pid)
             case Drain(groups=groups):
                 self._leaving |= set(groups)
