@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 from stage import aborts, epochs, notes, records, wait_until
+from way import Way
 
 from fft.audit import audit_dir
 from fft.bus import serve_tcp
@@ -134,44 +135,6 @@ class Lighthouse:
         request = urllib.request.Request(f"{self.url}/replica/{replica}/kill", method="POST")
         with suppress(OSError):
             urllib.request.urlopen(request, timeout=LIMIT_S).close()
-
-
-class Proxy:
-    """A way to the lighthouse that can be cut."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._ends: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # cut
-            while True:
-                here, _ = self._listener.accept()
-                self._ends.append(here)
-                there = socket.create_connection(("127.0.0.1", self._target))
-                self._ends.append(there)
-                for a, b in ((here, there), (there, here)):
-                    self._threads.append(threading.Thread(target=self._pump, args=(a, b)))
-                    self._threads[-1].start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while said := source.recv(65536):
-                sink.sendall(said)
-            sink.shutdown(socket.SHUT_WR)
-
-    def cut(self) -> None:
-        """Nothing comes through any more; nobody is let in. Idempotent."""
-        for end in (self._listener, *self._ends):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        for thread in self._threads:
-            thread.join(LIMIT_S)
 
 
 class Job:
@@ -358,17 +321,17 @@ def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_o
     """It is well, and comes back each time; but each time later, and not for ever."""
     with job(tmp_path, 3, membership="lighthouse", max_body_failures=2) as made:
         made.lighthouse.start()
-        way = Proxy(made.lighthouse.port)
+        way = Way(made.lighthouse.port)
         try:
-            made.config["lighthouses"] = {"2": way.url}
+            made.config["lighthouses"] = {"2": f"http://127.0.0.1:{way.port}"}
             made.start()
             made.groups["2"].at(3)
-            way.cut()
+            way.close()
             assert made.groups["2"].end() == 1
             said = made.groups["2"].log.read_text()
             assert "NoQuorum: torchft's lighthouse did not answer in 2 attempts" in said
         finally:
-            way.cut()
+            way.close()
         made.groups["0"].at(records(made.traces)[-1]["step"] + 10)
         made.stop()
         made.ends("0", "1")

@@ -1,8 +1,10 @@
-"""A host of several that vanishes without a word: the others go on, and it comes back.
+"""A host of several that vanishes without a word, or is parted from the bus: the others go on, and
+it comes back.
 
 A "host" here is an `fft run --join` with everything that it has started, each in a session of its
 own. All of it is stopped at once (SIGSTOP): no connection ends and nobody says anything, which is
-what a host without power or network looks like to the others.
+what a host without power or network looks like to the others. One that is parted from the bus
+reaches that by a way which the test can lose.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 from stage import events, notes, wait_until
+from way import Way
 
 from fft.audit import audit_dir
 
@@ -70,9 +74,9 @@ class Host:
     def __init__(self, process: subprocess.Popen[str], traces: Path, group: int) -> None:
         self.process, self.traces, self.group = process, traces, group
 
-    def committed(self) -> int:
-        """Steps that rank 0 of the group's first start has committed."""
-        found = self.traces.glob(f"g{self.group}r0i1.jsonl")
+    def committed(self, start: str = "1") -> int:
+        """Steps that rank 0 of the group has committed since its first start, or that ``start``."""
+        found = self.traces.glob(f"g{self.group}r0i{start}.jsonl")
         return sum(path.read_text().count('"consumed"') for path in found)
 
     def trains(self, steps: int, within: float = LONG_S) -> None:
@@ -95,14 +99,21 @@ class Host:
 
 
 @contextmanager
-def two_hosts(directory: Path, ranks: int, *more: str) -> Iterator[tuple[Host, Host]]:
-    """A job of two hosts, each with one group, at work. ``more`` options of `fft run`."""
+def two_hosts(
+    directory: Path, ranks: int, *more: str, second_bus: Callable[[str], str] = str
+) -> Iterator[tuple[Host, Host]]:
+    """A job of two hosts, each with one group, at work. ``more`` options of `fft run`.
+
+    ``second_bus``: where the second host finds the bus that the first finds at the given URL.
+    """
     with fft(directory / "serve.log", "serve") as services:
         assert services.stdout is not None
         reach = dict(word.split("=", 1) for word in services.stdout.readline().split())
         made = []
         hosts: list[subprocess.Popen[str]] = []
         for group in (0, 1):
+            if group == 1:
+                reach["FFT_BUS"] = second_bus(reach["FFT_BUS"])
             traces = directory / f"host{group}"
             arguments = ["run", "--join", "--first-group", str(group), "--all-groups", "2"]
             arguments += ["--ranks", str(ranks), "--no-progress", "--trace-dir", str(traces)]
@@ -116,14 +127,15 @@ def two_hosts(directory: Path, ranks: int, *more: str) -> Iterator[tuple[Host, H
             yield found[0], found[1]
 
 
-def audited(directory: Path) -> Path:
-    """The traces of both hosts in one folder, without a violation."""
+def audited(directory: Path, by_design: str = "") -> Path:
+    """The traces of both hosts in one folder, without a violation but of that property."""
     together = directory / "traces"
     together.mkdir()
     for path in directory.glob("host*/g*.jsonl"):
         shutil.copy(path, together)
     report = audit_dir(together)
-    assert report.ok, report.render()
+    broken = {finding.name for finding in report.findings if finding.violation}
+    assert broken <= {by_design}, report.render()
     return together
 
 
@@ -198,3 +210,37 @@ def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
         second.end()
         first.end()
     assert_the_same_processes(audited(tmp_path), ranks=2)
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_of_a_partition_only_the_side_of_the_bus_goes_on(tmp_path: Path) -> None:
+    """The other one's processes end in doubt, and it comes back when there is a way again."""
+    ways: list[Way] = []
+
+    def by_a_way(url: str) -> str:
+        port = urlsplit(url).port
+        assert port is not None
+        ways.append(Way(port))
+        return url.replace(f":{port}/", f":{ways[0].port}/")
+
+    try:
+        with two_hosts(tmp_path, 1, "--max-restarts", "100", second_bus=by_a_way) as hosts:
+            here, there = hosts
+            ways[0].lose()
+            here.trains(1, within=GOES_ON_S)
+            stood = there.committed()
+            here.trains(MORE)
+            log = there.traces / "logs" / "g1r0-1.log"
+            wait_until(lambda: "InDoubt" in log.read_text(), "it stops", LONG_S)
+            assert there.committed() == stood, "it has committed what the others have not"
+            here.trains(MORE)
+            ways[0].find()
+            wait_until(lambda: there.committed("[!1]*") > 0, "it is back", LONG_S)
+            here.trains(MORE)
+            there.end()
+            here.end()
+    finally:
+        for way in ways:
+            way.close()
+    audited(tmp_path, by_design="decided")  # it stopped with its vote out

@@ -72,6 +72,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
     }
     beneath_the_core = {
         "a host vanishes": "e2e/test_vanished_host.py",
+        "a partition": "e2e/test_vanished_host.py",
+        'no quorum (`membership="lighthouse"`)': "e2e/test_lighthouse.py",
+        "a member that the quorum leaves out (the same)": "e2e/test_lighthouse.py",
         "slow rank": "e2e/test_injected.py",
         "connections of a process group cut": "e2e/test_injected.py",
         "NaN in a gradient": "e2e/test_injected.py",
