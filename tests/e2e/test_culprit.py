@@ -55,6 +55,7 @@ def test_who_fails_every_attempt_is_named_and_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_an_operator_finds_and_evicts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the job is stuck in rollbacks; the supervisor was told to leave them alone."""
     traces, errors = tmp_path / "run", tmp_path / "stderr"
