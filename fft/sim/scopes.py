@@ -76,7 +76,7 @@ DEFAULT = (
     Scope("deaf", commits=1, faults=1, budget=budget("deaf")),
     Scope("twin", commits=1, faults=1, budget=budget("twin")),
 )
-"""Takes some three minutes on one core."""
+"""Takes some five minutes on one core."""
 
 ELSEWHERE = {
     "states.PREPARED.on.timer.bus_limit.0": (
