@@ -8,12 +8,15 @@ learners: members that receive, and do not count yet.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 from fft.core.messages import Record
 
 Payload = dict[str, Any]
+_AGAIN_S = 0.05
 
 
 class Learning:
@@ -36,37 +39,30 @@ class Learning:
         self.record = record
         self.source = source
         """The group whose state it is."""
-        self._fetch, self._stop, self._told = fetch, stop, told
-        self._came: tuple[Payload, int] | None = None
-        self._failed: BaseException | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fft-learning", daemon=True)
-        self._thread.start()
+        self._fetch, self._stop = fetch, stop
+        self._came: Future[tuple[Payload, int]] = Future()
+        self._came.add_done_callback(lambda _: told())
+        # no executor: its threads would hold up the end of a process that dies of something else
+        threading.Thread(target=self._run, name="fft-learning", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._came = self._fetch()
+            self._came.set_result(self._fetch())
         except BaseException as error:  # noqa: BLE001 - raised again in result()
-            self._failed = error
-        self._ended.set()
-        self._told()
+            self._came.set_exception(error)
 
     @property
     def ended(self) -> bool:
         """Whether `result` has something to say."""
-        return self._ended.is_set()
+        return self._came.done()
 
     def result(self) -> tuple[Payload, int]:
         """The state and its size. Raises what the fetch raised."""
-        self._ended.wait()
-        if self._failed is not None:
-            raise self._failed
-        assert self._came is not None
-        return self._came
+        return self._came.result()
 
     def close(self, limit: float) -> None:
         """It is wanted no longer: end the fetch, and wait at most ``limit`` seconds for that."""
-        while not self._ended.wait(0.0):
+        deadline = time.monotonic() + limit
+        while not self.ended and time.monotonic() < deadline:
             self._stop()  # again: it may not have had a connection yet
-            if self._ended.wait(min(0.05, limit)) or (limit := limit - 0.05) <= 0:
-                return
+            wait([self._came], _AGAIN_S)

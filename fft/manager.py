@@ -234,9 +234,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._optimizers: list[torch.optim.Optimizer] = []
             self._schedulers: list[Any] = []
             self._source: DataSource | None = None
-            self._served = False
-            self._learners: tuple[str, ...] = ()
-            """Of the epoch whose first state is served."""
+            self._served: Record | None = None
+            """The epoch whose first state is served."""
             self._learning: Learning | None = None
             self._digest = digest
             self._max_body_failures = max_body_failures
@@ -655,10 +654,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._clock.left()
 
     def _enter(self, plan: StartTxn) -> None:
-        learnt = plan.token.txn > 1 or not self._learners
-        if self._served and learnt:
+        if self._served is not None and (plan.token.txn > 1 or not self._served.learners):
             self._checkpoint_transport.disallow_checkpoint()
-            self._served = False
+            self._served = None
         self._errored: ExceptionWithTraceback | None = None
         self._works.clear()
         self._reduced = None
@@ -968,7 +966,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             state_dict=payload,
             timeout=self._timeout,
         )
-        self._served, self._learners = True, record.learners
+        self._served = record
 
     def _fetch_state(self, command: Heal) -> tuple[dict[str, Any], int]:
         assert command.fetch_from is not None

@@ -20,7 +20,7 @@ _KEPT = 64
 _PEER = r"[^\s,]+/\d+#\d+"
 _PEERS = rf"{_PEER}(?:, {_PEER})*"
 _NAMED = (
-    re.compile(rf"(?P<peers>{_PEERS}) (?:died|is suspected|left): "),
+    re.compile(rf"(?P<peers>{_PEERS}) (?:died|is suspected|hangs|left): "),
     re.compile(rf"not in the barrier in time: (?P<peers>{_PEERS})"),
     re.compile(rf"no word from (?P<peers>{_PEER}) that all are in the barrier"),
 )

@@ -102,6 +102,12 @@ class Job(Cluster):
             if n.fetched
         }
 
+    def start_anew(self, group: str) -> None:
+        """Kill the group, let the others go on, and start it again: it asks to join."""
+        self.kill_group(group)
+        self.settle()
+        self.start_group(group)
+
     def kill_group(self, group: str, tell: bool = True) -> None:
         """SIGKILL all ranks of a group."""
         for node in self.group(group):

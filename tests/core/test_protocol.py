@@ -765,9 +765,7 @@ def joined(groups: int = 2, **config: object) -> tuple[Job, Node]:
     """
     job = Job(groups, **config).until_running()
     last = str(groups - 1)
-    job.kill_group(last)
-    job.settle()
-    job.start_group(last)
+    job.start_anew(last)
     job.step()
     return job, job.node(last)
 
@@ -819,9 +817,7 @@ def test_a_learner_that_has_its_state_fetches_nothing_after_a_rollback() -> None
 
 def test_with_too_few_to_compute_meanwhile_a_joiner_is_waited_for() -> None:
     job = Job(3, min_groups=2).until_running()
-    job.kill_group("2")
-    job.settle()
-    job.start_group("2")
+    job.start_anew("2")
     job.drain("1")
     job.step()
     assert [g.group for g in job.head.members] == ["0", "2"]
@@ -832,9 +828,7 @@ def test_with_too_few_to_compute_meanwhile_a_joiner_is_waited_for() -> None:
 
 def test_a_spare_computes_in_the_place_of_a_learner() -> None:
     job = Job(3, min_groups=2, fixed_with_spares=True).until_running()
-    job.kill_group("0")
-    job.settle()
-    job.start_group("0")
+    job.start_anew("0")
     job.step()
     assert job.head.learners == ("0",)
     assert [job.node(g).txn.index for g in "012"] == [None, 0, 1]

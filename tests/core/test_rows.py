@@ -410,9 +410,7 @@ def a_barrier_that_waits() -> Job:
 def learner() -> Job:
     """A group that joins, in its first txn: the state is on its way."""
     job = Job(2).until_running()
-    job.kill_group("1")
-    job.settle()
-    job.start_group("1")
+    job.start_anew("1")
     job.step()
     assert job.node("1").learning is not None and job.node("1").state == "NORMAL"
     return job

@@ -176,6 +176,7 @@ def test_slow_by_itself_is_held_against_the_median() -> None:
         ("1/0#3 died: SIGKILL (seen by supervisor)", {("1", 0)}),
         ("1/0#3, 1/1#2 died: SIGKILL (seen by supervisor)", {("1", 0), ("1", 1)}),
         ("1/0#3 is suspected: no progress (seen by monitor)", {("1", 0)}),
+        ("1/0#3 hangs: no progress on a socket (seen by monitor)", {("1", 0)}),
         ("1/0#3 left: shut down", {("1", 0)}),
         ("not in the barrier in time: 0/0#1, 2/0#1", {("0", 0), ("2", 0)}),
         ("no word from 2/0#9 that all are in the barrier", {("2", 0)}),

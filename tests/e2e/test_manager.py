@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -359,30 +359,41 @@ def test_a_stateful_loader_serves_a_late_group_and_every_item_once(two: Job) -> 
     two.audit()
 
 
-def test_who_joins_computes_along_while_its_state_comes_and_counts_from_the_step_after(
-    two: Job,
+def join_late(
+    two: Job, body: Callable[[Member, fft.Transaction], None], steps: Sequence[object]
 ) -> None:
+    """Group 2 joins after some steps; drained when ``body`` has put four of its into ``steps``."""
     reached = threading.Event()
-    seen: list[tuple[int, int | None, int, bool]] = []
 
-    def body(member: Member, txn: fft.Transaction) -> None:
+    def watched(member: Member, txn: fft.Transaction) -> None:
         if txn.step >= 3:
             reached.set()
-        if member.group == "2":
-            manager, own = member.manager, parameters(member.model) == parameters(Noisy("2"))
-            place = (manager.participating_rank(), manager.num_participants())
-            seen.append((txn.step, *place, own))
+        body(member, txn)
 
     for group in "01":
-        two.member(group).start(lambda m: m.train(None, body=body))
+        two.member(group).start(lambda m: m.train(None, body=watched))
     assert reached.wait(30)
-    two.member("2").start(lambda m: m.train(None, body=body))
-    wait_until(lambda: len(seen) > 3, "the late group takes part")
+    two.member("2").start(lambda m: m.train(None, body=watched))
+    wait_until(lambda: len(steps) > 3, "the late group takes part")
     for member in two.members:
         member.manager.drain()
     for member in two.members:
         member.end()
         assert member.error is None, repr(member.error)
+
+
+def test_who_joins_computes_along_while_its_state_comes_and_counts_from_the_step_after(
+    two: Job,
+) -> None:
+    seen: list[tuple[int, int | None, int, bool]] = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if member.group == "2":
+            manager, own = member.manager, parameters(member.model) == parameters(Noisy("2"))
+            place = (manager.participating_rank(), manager.num_participants())
+            seen.append((txn.step, *place, own))
+
+    join_late(two, body, seen)
     first, second = seen[:2]
     assert first[1:] == (None, 2, True), "its state had not come yet, and it gave no gradients"
     assert second == (first[0] + 1, 2, 3, False)
@@ -395,28 +406,17 @@ def test_who_joins_computes_along_while_its_state_comes_and_counts_from_the_step
 
 def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job) -> None:
     """The learner's body is unwound, its fetch ends, and in the next epoch it is waited for."""
-    reached, failing = threading.Event(), threading.Event()
+    failing = threading.Event()
     starts: list[int | None] = []
 
     def body(member: Member, txn: fft.Transaction) -> None:
-        if txn.step >= 3:
-            reached.set()
         if member.group == "2":
             starts.append(member.manager.participating_rank())
             if not failing.is_set():
                 failing.set()
                 raise RuntimeError("bad luck")
 
-    for group in "01":
-        two.member(group).start(lambda m: m.train(None, body=body))
-    assert reached.wait(30)
-    two.member("2").start(lambda m: m.train(None, body=body))
-    wait_until(lambda: len(starts) > 3, "the late group takes part")
-    for member in two.members:
-        member.manager.drain()
-    for member in two.members:
-        member.end()
-        assert member.error is None, repr(member.error)
+    join_late(two, body, starts)
     assert starts[:2] == [None, 2]
     assert not [t for t in threading.enumerate() if t.name == "fft-learning"]
     same_weights(*two.members)
