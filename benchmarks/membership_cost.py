@@ -77,7 +77,7 @@ def main() -> None:
     from torchft.coordination import LighthouseServer
 
     from fft.bus import serve_tcp
-    from fft.bus.tcpstore import host_store
+    from fft.bus.tcpserver import host_store
 
     numbers = [int(text) for text in sys.argv[1:]]
     groups, steps, repetitions = (*numbers, *(2, 300, 5)[len(numbers) :])

@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from scale_report import render
 
-from fft.bus.tcpstore import _PAUSE_S, host_store
+from fft.bus.tcpserver import host_store
+from fft.bus.tcpstore import _PAUSE_S
 from fft.core.local import Local
 from fft.core.messages import BusMessage, Decision, Event, decode, encode
 from fft.core.participant import Outcome

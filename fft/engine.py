@@ -2,7 +2,7 @@
 
 Events come from the bus (the protocol and the participant's own inbox), the main thread and timers
 through one queue; each is handled by the core, traced, and then its effects are carried out, in
-order, here. Commands of operators come the same way, and go to the host. What only the main thread
+order (what only tidies up comes last), here. Commands of operators come the same way, and go to the host. What only the main thread
 may do (restore, heal, apply, begin) is handed to it through a slot that holds the newest command.
 Touches bus, trace and threads; knows nothing of torch.
 
@@ -42,6 +42,7 @@ from fft.core.messages import (
     Ballot,
     Broadcast,
     BusDown,
+    BusMessage,
     CancelFutures,
     CastVote,
     ClearTimers,
@@ -158,6 +159,8 @@ class Engine:
         self._wire = Wire()
         self._epoch: Record | None = None
         """The newest epoch record seen."""
+        self._announced: Record | None = None
+        """The newest commit record of mine that was announced with its decision."""
         self._gone: set[Peer] = set()
         """Left out by an epoch, and their inboxes perhaps not yet removed."""
         self._strange = Tally()
@@ -338,7 +341,7 @@ class Engine:
         elif out.verdict == "refused" or (out.verdict == "row" and out.reason):
             logger.error("protocol error: %s (%s)", out.reason, event)
         self.trace.outcome(before, after, event, out, now)
-        for effect in out.effects:
+        for effect in sorted(out.effects, key=_can_wait):
             self._carry_out(effect)
         if isinstance(event, Decision) and event.record is not None:
             self._tidy(event.record)
@@ -374,7 +377,8 @@ class Engine:
         try:
             match effect:
                 case Broadcast(message=message):
-                    self.bus.broadcast(self._wire.encode(message))
+                    if not self._is_announced(message):
+                        self.bus.broadcast(self._wire.encode(message))
                 case Tell(to=to, message=message):
                     if to == self.participant.config.me:
                         self._events.put(message)
@@ -423,7 +427,12 @@ class Engine:
         lists = proposal.kind == "epoch"
         if lists:
             self.bus.write(list_name(proposal), encode_members(proposal))
-        held = self.bus.compare_set(HEAD, expected, desired)
+        if proposal.kind == "commit":  # else many propose at once, and each would cost a message
+            word = self._wire.encode(Decision(proposal))
+            held = self.bus.decide(HEAD, expected, desired, word)
+            self._announced = proposal if held == desired else None
+        else:
+            held = self.bus.compare_set(HEAD, expected, desired)
         if held == desired:
             self._next.append(Decision(proposal, won=True))
             if lists and self._epoch is not None and list_name(self._epoch) != list_name(proposal):
@@ -432,6 +441,10 @@ class Engine:
             if lists and list_name(proposal) != list_name(decode_packed(held).record):
                 self.bus.delete(list_name(proposal))
             self._next.append(Decision(self._read_head(held)))
+
+    def _is_announced(self, message: BusMessage) -> bool:
+        """Whether the bus said so when it was decided."""
+        return isinstance(message, Decision) and message.record is self._announced
 
     # --- records, whole again ---
 
@@ -523,6 +536,11 @@ class Engine:
             return [effect.vote]
         by_peer = _by_peer(cast)
         return list(by_peer.values()) if len(by_peer) >= world else []
+
+
+def _can_wait(effect: Effect) -> bool:
+    """What only tidies up comes last: the main thread shall not wait for it."""
+    return isinstance(effect, DropBallot)
 
 
 def _by_peer(words: list[bytes]) -> dict[Peer, Vote]:

@@ -1122,10 +1122,26 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         timeout: timedelta | None = None,
     ) -> torch.futures.Future[Any]:
         """As torchft's; a rollback completes the future with ``default`` at once."""
+        if fut.done() and not torch.accelerator.is_available():
+            return self._settled(fut, default)
         outer = _CancellableFuture(default, self._futures.discard)
         self._futures.add(outer)
         super().wrap_future(fut, default, timeout).add_done_callback(outer.settle)
         return outer.future
+
+    def _settled(self, fut: torch.futures.Future[Any], default: Any) -> torch.futures.Future[Any]:
+        """A future that has its result or error already, without torchft's thread for timeouts.
+
+        With an accelerator a future is done when its work is queued there, so this is for the rest.
+        """
+        try:
+            fut.value()
+        except Exception as error:
+            self._logger.exception(f"a future failed, the step will not be committed: {error}")
+            self.report_error(error)
+            fut = torch.futures.Future()
+            fut.set_result(default)
+        return fut
 
     def num_participants(self) -> int:
         """Groups whose gradients count in the present txn."""

@@ -23,6 +23,8 @@ from fft.core.participant import Outcome
 from fft.spec import FsmSpec
 from fft.traceformat import FORMAT, chain
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def trace_path(directory: Path, peer: Peer) -> Path:
     """File of one participant: ``g<group>r<rank>i<incarnation>.jsonl``."""
@@ -90,9 +92,7 @@ class TraceWriter:
             text = ""
             for kind, fields in records:
                 self._seq += 1
-                body = json.dumps(
-                    {"seq": self._seq, "kind": kind, **when, **who, **fields}, separators=(",", ":")
-                )
+                body = _encode({"seq": self._seq, "kind": kind, **when, **who, **fields})
                 self._link = chain(self._link, body)
                 text += f'{body[:-1]},"h":"{self._link}"}}\n'
             _write_all(self._fd, text.encode())

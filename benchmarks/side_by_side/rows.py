@@ -9,9 +9,9 @@ PACE_S = 0.04
 """What a step of the rows with faults computes; with all else it takes some 45 ms."""
 AFTER = 25
 """Commits of the whole job before the fault. A monitor of FFT that has just begun needs some."""
-SETTLE_S = 6.0
+SETTLE_S = 1.0
 """From the first commit to the end or halt of a process: without `fft run` it is its monitor
-that tells the others, and that one loads torch to reach the bus."""
+that tells the others, and that one has just begun."""
 SETTLED = 10
 """Commits of every survivor after a fault; then the repetition is over."""
 STOPPED_S = 5.0

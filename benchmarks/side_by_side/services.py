@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.side_by_side.rows import System
-from fft.bus.tcpstore import host_store, serve_tcp
+from fft.bus.tcpserver import host_store, serve_tcp
 from fft.jobtoken import JobToken
 from fft.serve import once_free
 

@@ -24,7 +24,7 @@ from fft.bus.base import (
 )
 
 if TYPE_CHECKING:
-    from fft.bus.tcpstore import TcpBusServer
+    from fft.bus.tcpserver import TcpBusServer
     from fft.jobtoken import JobToken
 
 __all__ = [
@@ -118,7 +118,7 @@ def _nats_bus(url: str, timeout: float) -> ErrorBus:
 
 
 def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:
-    """Serve a `tcp://` bus from this process; see `fft.bus.tcpstore.serve_tcp`."""
-    from fft.bus import tcpstore
+    """Serve a `tcp://` bus from this process; see `fft.bus.tcpserver.serve_tcp`."""
+    from fft.bus import tcpserver
 
-    return tcpstore.serve_tcp(host, port, job)
+    return tcpserver.serve_tcp(host, port, job)

@@ -200,6 +200,20 @@ class ErrorBus(ABC):
         `expected` is not None and the register has no value.
         """
 
+    def decide(
+        self, key: str, expected: bytes | None, desired: bytes, announcement: bytes
+    ) -> bytes | None:
+        """`compare_set`; if this call wins, `announcement` is broadcast in ``protocol`` as well.
+
+        For a value that one caller at a time is expected to propose: where it costs less than the
+        two by themselves, a call that does not win may cost the listeners a message.
+        An error may come after the decision: then it may be announced, or not.
+        """
+        held = self.compare_set(key, expected, desired)
+        if held == desired:
+            self.broadcast(announcement)
+        return held
+
     @abstractmethod
     def ballot(
         self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1

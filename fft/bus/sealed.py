@@ -44,7 +44,7 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 from fft.bus.base import (
     HEAD,
@@ -70,6 +70,8 @@ MAX_SESSIONS = 65_536
 """Senders that a listener knows at one time."""
 
 _TAG_BYTES = 32
+_KEYS = 256
+"""Derived keys that are kept."""
 _NUMBER = rb"(0|[1-9][0-9]{0,18})"
 _HEADER = re.compile(
     rb"fft1 ([!-~]{1,64}) ([0-9a-f]{16}) %b %b ([0-9a-f]{64})" % (_NUMBER, _NUMBER)
@@ -164,6 +166,7 @@ class SealedBus(ErrorBus):
         self._scope = ("fft1", purpose, inner.url.rpartition("/")[2], inner.generation)
         who = who or f"{socket.gethostname()}:{os.getpid()}"
         self._who = re.sub(r"[^!-~]", "_", who)[:64]
+        self._key = lru_cache(_KEYS)(self._derived)
         self._session = secrets.token_hex(8)
         self._max_sessions = max_sessions
         self._lock = threading.Lock()
@@ -204,20 +207,22 @@ class SealedBus(ErrorBus):
         put: Callable[[bytes], None],
         topic: Topic = "protocol",
     ) -> None:
-        key = self._key("message", channel)
         with self._sending[topic]:  # numbers must be heard in the order in which they are given
-            if not self._following:
-                self.read(HEAD)
-            number = self._numbers.get(channel, 0) + 1
-            self._numbers[channel] = number
-            said = b"fft1 %b %b %d %d" % (
-                self._who.encode(),
-                self._session.encode(),
-                number,
-                self._epoch,
-            )
-            tag = mac(key, said + b"\n" + payload).hex().encode()
-            put(said + b" " + tag + b"\n" + payload)
+            put(self._message(channel, payload))
+
+    def _message(self, channel: str, payload: bytes) -> bytes:
+        if not self._following:
+            self.read(HEAD)
+        number = self._numbers.get(channel, 0) + 1
+        self._numbers[channel] = number
+        said = b"fft1 %b %b %d %d" % (
+            self._who.encode(),
+            self._session.encode(),
+            number,
+            self._epoch,
+        )
+        tag = mac(self._key("message", channel), said + b"\n" + payload).hex().encode()
+        return said + b" " + tag + b"\n" + payload
 
     def subscribe(
         self,
@@ -300,11 +305,26 @@ class SealedBus(ErrorBus):
         self._inner.write(key, self._tagged(value, "register", key))
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        before, after = self._compared(key, expected, desired)
+        return self._value(key, self._inner.compare_set(key, before, after))
+
+    def decide(
+        self, key: str, expected: bytes | None, desired: bytes, announcement: bytes
+    ) -> bytes | None:
+        before, after = self._compared(key, expected, desired)
+        check_bytes(announcement, "a message")
+        with self._sending["protocol"]:  # of a call that does not win the number is left out
+            said = self._message(_channel("protocol"), announcement)
+            held = self._inner.decide(key, before, after, said)
+        return self._value(key, held)
+
+    def _compared(
+        self, key: str, expected: bytes | None, desired: bytes
+    ) -> tuple[bytes | None, bytes]:
         check_key(key)
         check_bytes(desired, "a register value")
         before = None if expected is None else self._tagged(expected, "register", key)
-        after = self._tagged(desired, "register", key)
-        return self._value(key, self._inner.compare_set(key, before, after))
+        return before, self._tagged(desired, "register", key)
 
     def ballot(
         self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
@@ -335,7 +355,7 @@ class SealedBus(ErrorBus):
 
     # --- keys, and what is known ---
 
-    def _key(self, *name: str) -> bytes:
+    def _derived(self, *name: str) -> bytes:
         return self._token.key(*self._scope, *name)
 
     def _tagged(self, value: bytes, *name: str) -> bytes:

@@ -32,35 +32,31 @@ counts nor lists queues.
 **Numbers** are the store's signed 64-bit counters taken modulo 2**64 and compared by their
 distance (serial-number arithmetic), so running past the range is nothing special.
 
-**Connections.** A TCPStore client never connects again, and after an operation that timed out the
-late answer would be taken for the answer to the next question. So the first failure makes the
-bus object unusable for good. Pass the old `generation` to `open_bus` to recognise a bus that was
-started again empty. torch writes its own warnings about a lost server to stderr.
+**Connections.** `fft.bus.tcpclient` speaks to the server; torch is not loaded here. Requests that
+do not wait for each other's answers go out together. The first failure makes the bus object
+unusable for good. Pass the old `generation` to `open_bus` to recognise a bus that was started
+again empty.
 
 **Name service.** On every new connection torch looks up the client's name in the server's only
-thread, and the server's name in the client. `serve_tcp` listens on an IPv4 socket when the host is
-one, so that loopback peers are found in /etc/hosts; with torch's own IPv6 socket each of them
-would be a DNS question, and one lost packet would stop the bus for 5 s. For clients on other
-hosts, see that their addresses resolve quickly where the bus is served.
+thread. `serve_tcp` listens on an IPv4 socket when the host is one, so that loopback peers are
+found in /etc/hosts; with torch's own IPv6 socket each of them would be a DNS question, and one
+lost packet would stop the bus for 5 s. For clients on other hosts, see that their addresses
+resolve quickly where the bus is served.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import secrets
-import socket
 import struct
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
-
+from fft.bus import tcpclient
 from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
@@ -83,22 +79,21 @@ from fft.bus.base import (
     overrun_text,
     report_lost,
 )
-from fft.bus.tcpconnection import Connection, TCPStore
+from fft.bus.tcpclient import Request, StoreClient
 
 _GRACE_S: Final = 0.5  # how long a taken slot may stay empty before it is given up
 _WATCH_S: Final = 0.1  # how often a subscription looks at a slot that may hold it up
 _PAUSE_S: Final = (0.5, 1.0)  # how often it looks whether there is one; at random, as many do it
 _SELDOM_S: Final = (4.0, 8.0)  # the same in topics that can wait for a writer that died
 _STALL_S: Final = 0.05  # a writer that took longer to get its number looks before it writes
-_IDLE = timedelta(days=1)  # a listener's wait; torch warns on stderr each time one runs out
-_NUDGE_WAIT_S: Final = 0.4
 _JOIN_WAIT_S: Final = 0.4
+_FEW: Final = 8  # voters so few that reading their votes costs less than a further round trip
 _SWEEP: Final = 4096  # messages, or ballots removed, between two sweeps for what others left
 _RETRIES: Final = 100
 _NUMBERS: Final = 2**64
 _SLOTS: Final = "q/"
 
-_MESSAGE, _NUDGE, _TOMBSTONE = b"M", b"N", b"T"
+_MESSAGE, _TOMBSTONE = b"M", b"T"
 _VALUE = b"="  # before every register value: the store cannot tell an empty one from none
 _ABSENT = b"?"  # no value begins with this, so comparing with it reads and never writes
 _VOTE = struct.Struct("!HII")  # bytes in the tag, in the vote, and its weight; then both
@@ -122,8 +117,7 @@ class _Listener(Subscription):
         self._bus = bus
         self._on_message = on_message
         self._on_lost = on_lost
-        self._connection = bus._dial()
-        self._connection.store.set_timeout(_IDLE)
+        self._client = bus._dial()
         self._lock = threading.Lock()
         self._ended = False  # lost or closed: whichever comes first
         self._stop = threading.Event()
@@ -134,11 +128,11 @@ class _Listener(Subscription):
 
     def discard(self) -> None:
         """Give the connection back; instead of `start`."""
-        self._connection.drop()
+        self._client.close()
 
     def cut(self) -> None:
         """Have the listener notice that the bus is lost, or that it was closed."""
-        self._connection.cut()
+        self._client.cut()
 
     @abstractmethod
     def _hear(self) -> None:
@@ -154,16 +148,14 @@ class _Listener(Subscription):
         except BusError as error:
             self._lose(error)
         finally:
-            self._connection.drop()
+            self._client.close()
             self._stop.set()
 
-    def _ask(self, operation: Callable[[Any], Any]) -> Any:
-        """Run `operation` on the listener's store; None if there is nothing, or when closed."""
+    def _ask(self, *requests: Request) -> Any:
+        """What the server answers to the last of the requests; None when closed."""
         try:
-            return operation(self._connection.store)
-        except dist.DistStoreError:  # an empty queue, or a day went by
-            return None
-        except RuntimeError as error:
+            return self._client.ask(*requests)[-1]
+        except OSError as error:
             if self._stop.is_set():
                 return None
             raise self._bus._unreachable(error) from error
@@ -185,7 +177,7 @@ class _Listener(Subscription):
 
     def _end(self) -> None:
         """End the threads, within 1 s; `_stop` is set."""
-        self._connection.cut()
+        self._client.cut()
         self._join(self._listener, _JOIN_WAIT_S)
 
     @staticmethod
@@ -209,20 +201,11 @@ class _TcpInbox(_Listener):
 
     def _hear(self) -> None:
         # Taken first: where many messages wait, each costs the server one operation.
-        frame = self._ask(lambda store: store.queue_pop(self._queue, False))
+        frame = self._ask(tcpclient.pop(self._queue))
         if frame is None and not self._stop.is_set():
-            self._ask(lambda store: store.wait([self._queue]))
-        elif frame is not None and frame[:1] == _MESSAGE and not self._stop.is_set():
-            deliver(self._on_message, bytes(frame[1:]))
-
-    def _end(self) -> None:
-        if self._listener is threading.current_thread():  # it ends with its callback
-            return
-        with contextlib.suppress(BusError):  # torch writes to stderr when a connection is cut
-            self._bus._push(self._queue, _NUDGE)
-            self._join(self._listener, _NUDGE_WAIT_S)
-        if self._listener.is_alive():
-            super()._end()
+            self._ask(tcpclient.wait([self._queue]))
+        elif frame is not None and not self._stop.is_set():
+            deliver(self._on_message, frame.removeprefix(_MESSAGE))
 
 
 class _TcpSubscription(_Listener):
@@ -241,7 +224,7 @@ class _TcpSubscription(_Listener):
         try:
             self._next = (self._ring.head() + 1) % _NUMBERS
         except BusError:
-            self._connection.drop()
+            self.discard()
             raise
         self._watcher = threading.Thread(target=self._watch, name="fft-bus-watch", daemon=True)
 
@@ -258,12 +241,14 @@ class _TcpSubscription(_Listener):
             deliver(self._on_message, frame[1:])
 
     def _wait_for(self, number: int) -> bytes | None:
-        """The content of slot `number` once it has any; None to try again.
+        """The content of slot `number` once it has any; None when closed.
 
-        One `multi_get` reads the slot and then `head`: the order the ring's rule asks for.
+        One request reads the slot and then `head`: the order the ring's rule asks for.
         """
         keys = [self._ring.slot(number), self._bus._key(self._ring.head_name)]
-        found = self._ask(lambda store: store.multi_get(keys))
+        if self._ask(tcpclient.wait(keys)) is None:
+            return None
+        found = self._ask(tcpclient.get_all(keys))
         if found is None:
             return None
         frame, head = found
@@ -286,15 +271,11 @@ class _TcpSubscription(_Listener):
                 if held_up:
                     self._ring.bury(position, head)
                 position, head, since = self._next, self._ring.head(), time.monotonic()
-            if self._listener.is_alive():
-                self._ring.send(_NUDGE)  # so that our listener wakes and sees the stop
         except BusError:  # the listener, cut loose, says why
-            self._connection.cut()
+            self._client.cut()
 
     def _end(self) -> None:
-        self._join(self._listener, _NUDGE_WAIT_S)
-        if self._listener.is_alive():  # it is in a callback, or the server is silent
-            super()._end()
+        super()._end()
         self._join(self._watcher, 0.1)
 
 
@@ -315,26 +296,35 @@ class Ring:
         """Put `frame` into the next slot. Raises `BusOverrun` if this writer was stalled."""
         for _ in range(_RETRIES):
             asked = time.monotonic()
-            number = self.take_number()
-            if time.monotonic() - asked > _STALL_S and self._passed(number):
-                continue  # given up for sure before anything was written
-            if self.write_slot(number, frame):
+            if self.fill(self.take_number(), asked, frame):
                 return
         raise BusOverrun(overrun_text("writer"))
+
+    def fill(self, number: int, asked: float, frame: bytes) -> bool:
+        """Write into a slot whose number was asked for at that time; False: it was given up."""
+        if time.monotonic() - asked > _STALL_S and self._passed(number):
+            return False  # for sure, and before anything was written
+        return self.write_slot(number, frame)
 
     def take_number(self) -> int:
         return self._bus._add(self.head_name, 1)
 
     def write_slot(self, number: int, frame: bytes) -> bool:
         """Write a message into its slot; False if the slot was given up before."""
-        if self._bus._swap(self.slot_name(number), b"", frame) != frame:
+        bus = self._bus
+        held, _, head = bus._ask(
+            tcpclient.compare_set(self.slot(number), b"", frame),
+            tcpclient.delete(self.slot(number - RING_MESSAGES)),
+            tcpclient.add(bus._key(self.head_name), 0),
+        )
+        if held != frame:
             return False
-        self._bus._delete(self.slot_name(number - RING_MESSAGES))
-        if self._passed(number):  # so the slot may have been given up, removed and made again
-            self._bus._delete(self.slot_name(number))
+        if _lag(head % _NUMBERS, number) >= RING_MESSAGES:
+            # so the slot may have been given up, removed and made again
+            bus._delete(self.slot_name(number))
             raise BusOverrun(overrun_text("writer"))
         if number % _SWEEP == 0:
-            self._bus._sweep()
+            bus._sweep()
         return True
 
     def _passed(self, number: int) -> bool:
@@ -388,8 +378,7 @@ class TcpBus(ErrorBus):
         self._listeners: set[_Listener] = set()
         self._removed = 0  # ballots
         self._rings = {topic: Ring(self, topic) for topic in TOPICS}
-        self._connection: Connection | None = self._dial()
-        self._connection.limit(timeout)
+        self._client: StoreClient | None = self._dial(timeout)
         try:
             self.generation = self._find_generation()
         except BusError:
@@ -443,19 +432,45 @@ class TcpBus(ErrorBus):
     def write(self, key: str, value: bytes) -> None:
         check_key(key)
         check_bytes(value, "a register value", MAX_VALUE_BYTES + self.extra)
-        self._do(lambda store: store.set(self._key("r/" + key), _VALUE + value))
-        self._filled("r/" + key)  # the store answers to this only, and in order
+        name = self._key("r/" + key)
+        # the store answers to the second only, and in order
+        self._ask(tcpclient.put(name, _VALUE + value), tcpclient.check(name))
 
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        asking = self._comparison(key, expected, desired)
+        return self._held(key, expected, desired, self._ask(asking)[0])
+
+    def decide(
+        self, key: str, expected: bytes | None, desired: bytes, announcement: bytes
+    ) -> bytes | None:
+        """The announcement's number is taken with the decision; who does not win gives it up."""
+        check_bytes(announcement, "a message", MAX_MESSAGE_BYTES + self.extra)
+        ring, asked, held = self._rings["protocol"], time.monotonic(), None
+        asking = self._comparison(key, expected, desired)
+        answer, taken = self._ask(asking, tcpclient.add(self._key(ring.head_name), 1))
+        number, frame = taken % _NUMBERS, _MESSAGE + announcement
+        try:
+            held = self._held(key, expected, desired, answer)
+        finally:
+            if held != desired:
+                ring.bury(number, number)
+        if held == desired and not ring.fill(number, asked, frame):
+            ring.send(frame)
+        return held
+
+    def _comparison(self, key: str, expected: bytes | None, desired: bytes) -> Request:
         check_key(key)
         check_bytes(desired, "a register value", MAX_MESSAGE_BYTES + self.extra)
         before = b"" if expected is None else _VALUE + expected
-        after = _VALUE + desired
-        held = self._swap("r/" + key, before, after)
+        return tcpclient.compare_set(self._key("r/" + key), before, _VALUE + desired)
+
+    def _held(self, key: str, expected: bytes | None, desired: bytes, answer: bytes) -> bytes:
+        """The value held after a comparison with this answer."""
         # Without a value the store repeats what was expected: not to be taken for an answer.
-        if before and held == before and (after != before or self._peek("r/" + key) is None):
+        repeats = expected is not None and answer == _VALUE + expected
+        if repeats and (desired != expected or self._peek("r/" + key) is None):
             raise BusForgot(f"register {key!r} on {self.url} is gone; its value was known")
-        return held[1:]
+        return answer[1:]
 
     def ballot(
         self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
@@ -466,10 +481,15 @@ class TcpBus(ErrorBus):
         check_voters(voters, weight)
         name = tag.encode()
         frame = _VOTE.pack(len(name), len(vote), weight) + name + vote
-        self._do(lambda store: store.append(self._key("b/" + slot), frame))
-        if self._add(_tally(slot, tag), weight) < voters:
+        ballot = self._key("b/" + slot)
+        counted, *read = self._ask(
+            tcpclient.append(ballot, frame),
+            tcpclient.add(self._key(_tally(slot, tag)), weight),
+            *([_look(ballot)] if voters <= _FEW else []),
+        )
+        if counted % _NUMBERS < voters:
             return None
-        cast = self._peek("b/" + slot)
+        cast = _seen(read[0]) if read else self._peek("b/" + slot)
         if cast is None:
             return None  # deleted since; whoever deletes a ballot has done with it
         mine = [(v, w) for t, v, w in _split_votes(cast) if t == name]
@@ -489,9 +509,8 @@ class TcpBus(ErrorBus):
         cast = self._peek("b/" + slot)
         if cast is None:
             return False
-        self._delete("b/" + slot)
-        for tag in {t for t, _, _ in _split_votes(cast)}:
-            self._delete(_tally(slot, tag.decode()))
+        tallies = [_tally(slot, tag.decode()) for tag in {t for t, _, _ in _split_votes(cast)}]
+        self._ask(*(tcpclient.delete(self._key(name)) for name in ("b/" + slot, *tallies)))
         self._removed += 1
         if self._removed % _SWEEP == 0:
             self._sweep()
@@ -500,8 +519,8 @@ class TcpBus(ErrorBus):
     def _remove_inbox(self, inbox: str) -> None:
         """Empty the queue: the store then forgets it. As many as are there now, no more."""
         queue = self._key("i/" + inbox)
-        for _ in range(self._do(lambda store: store.queue_len(queue))):
-            if self._do(lambda store: _pop(store, queue)) is None:
+        for _ in range(self._ask(tcpclient.length(queue))[0]):
+            if self._ask(tcpclient.pop(queue)) == [None]:
                 return
 
     def key_count(self, messages: bool = True) -> int:
@@ -514,14 +533,13 @@ class TcpBus(ErrorBus):
     def close(self) -> None:
         with self._lock:
             self._closing = True
-            ending, connection = list(self._listeners), self._connection
+            ending, client = list(self._listeners), self._client
         for listener in ending:
             listener.close()
         with self._lock:
-            self._connection = None
-        if connection is not None:
-            connection.cut()
-            connection.drop()
+            self._client = None
+        if client is not None:
+            client.close()
 
     # ---- the message rings
 
@@ -554,8 +572,11 @@ class TcpBus(ErrorBus):
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    def _dial(self) -> Connection:
-        return Connection(self._host, self._port, self.url, self._timeout)
+    def _dial(self, limit: float | None = None) -> StoreClient:
+        try:
+            return StoreClient(self._host, self._port, self._timeout, limit)
+        except OSError as error:
+            raise BusUnreachable(self.url, str(error)) from error
 
     def _find_generation(self) -> str:
         fresh = _VALUE + secrets.token_hex(16).encode()
@@ -566,82 +587,68 @@ class TcpBus(ErrorBus):
             self._listeners.discard(listener)
 
     def _unreachable(self, error: Exception) -> BusUnreachable:
-        """The error to raise for torch's `error`: the first reason found stays the reason.
+        """The error to raise for `error`: the first reason found stays the reason.
 
         Every listener is cut loose, so that it hears of it too.
         """
         with self._lock:
             if self._failure is None:
-                self._failure = (str(error).splitlines() or [type(error).__name__])[0]
+                self._failure = str(error) or type(error).__name__
             listeners = list(self._listeners)
         for listener in listeners:
             listener.cut()
         return BusUnreachable(self.url, self._failure)
 
-    def _live(self) -> Connection:
-        connection = self._connection
-        if connection is None:
+    def _live(self) -> StoreClient:
+        client = self._client
+        if client is None:
             raise BusClosed(f"the bus {self.url} was closed; open it again with open_bus")
         if self._failure is not None:
             raise BusUnreachable(self.url, self._failure)
-        return connection
+        return client
 
-    def _do(self, operation: Callable[[Any], Any]) -> Any:
-        """Run `operation` on the store; its first failure is the bus's last word."""
-        connection = self._live()
-        store = connection.store
-        if store is None:
-            raise BusClosed(f"the bus {self.url} was closed meanwhile")
+    def _ask(self, *requests: Request) -> list[Any]:
+        """The answers of the server, in one round trip; the first failure is its last word."""
+        client = self._live()
         try:
-            return operation(store)
-        except RuntimeError as error:
-            if self._connection is None:
+            return client.ask(*requests)
+        except OSError as error:
+            if self._client is None:
                 raise BusClosed(f"the bus {self.url} was closed meanwhile") from error
-            connection.cut()
             raise self._unreachable(error) from error
 
     def _push(self, queue: str, frame: bytes) -> None:
-        self._do(lambda store: store.queue_push(queue, frame))
+        self._ask(tcpclient.push(queue, frame))
 
     def _add(self, name: str, amount: int) -> int:
-        return int(self._do(lambda store: store.add(self._key(name), amount))) % _NUMBERS
+        return int(self._ask(tcpclient.add(self._key(name), amount))[0]) % _NUMBERS
 
     def _swap(self, name: str, expected: bytes, desired: bytes) -> bytes:
-        key = self._key(name)
-        return bytes(self._do(lambda store: store.compare_set(key, expected, desired)))
+        return bytes(self._ask(tcpclient.compare_set(self._key(name), expected, desired))[0])
 
     def _peek(self, name: str) -> bytes | None:
-        """What `name` holds, now. (The store's own `get` waits for a key that is not there.)"""
-        held = self._swap(name, _ABSENT, _ABSENT)
-        return None if held == _ABSENT else held
+        """What `name` holds, now."""
+        return _seen(self._ask(_look(self._key(name)))[0])
 
     def _filled(self, name: str) -> bool:
-        return bool(self._do(lambda store: store.check([self._key(name)])))
+        return bool(self._ask(tcpclient.check(self._key(name)))[0])
 
     def _delete(self, name: str) -> bool:
-        return bool(self._do(lambda store: store.delete_key(self._key(name))))
+        return bool(self._ask(tcpclient.delete(self._key(name)))[0])
 
     def _keys(self, below: str) -> list[str]:
         start = self._key(below)
-        return [key for key in self._do(stored_keys) if key.startswith(start)]
+        return [key for key in self._ask(tcpclient.list_keys())[0] if key.startswith(start)]
 
 
-def stored_keys(store: Any) -> list[str]:
-    """All keys of a TCPStore, or those below the prefix of a PrefixStore.
-
-    torch's ``list_keys`` keeps the interpreter's lock until the store has answered: of one whose
-    host has vanished, for good. ``num_keys`` waits too, but stops no other thread.
-    """
-    store.num_keys()
-    return list(store.list_keys())
+def _look(key: str) -> Request:
+    """Reads and never writes. (The store's own reading waits for a key that is not there.)"""
+    return tcpclient.compare_set(key, _ABSENT, _ABSENT)
 
 
-def _pop(store: Any, queue: str) -> bytes | None:
-    """The next message of a queue; None if it is empty."""
-    try:
-        return bytes(store.queue_pop(queue, False))
-    except dist.QueueEmptyError:
-        return None
+def _seen(held: bytes) -> bytes | None:
+    """The answer to `_look`."""
+    return None if held == _ABSENT else held
 
 
 def _tally(slot: str, tag: str) -> str:
@@ -678,60 +685,3 @@ def parse_url(url: str) -> tuple[str, int, str]:
         raise BusError(f"bus URL {url!r}: write tcp://host:port/job")
     check_job(parts.path.removeprefix("/"), url)
     return host, port, parts.path.removeprefix("/")
-
-
-class TcpBusServer:
-    """A TCPStore server in this process, and the URL of one job on it."""
-
-    def __init__(self, store: Any, url: str) -> None:
-        self._store = store
-        self.url = url
-
-    def close(self) -> None:
-        """Stop serving; every client's next operation fails. Idempotent."""
-        self._store = None
-
-    def __enter__(self) -> TcpBusServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:
-    """Serve a bus on `host` only, at `port` (0: a free one), for `job` (None: a random name).
-
-    Raises `BusError` if the address is not to be had.
-    """
-    job = job if job is not None else "job-" + secrets.token_hex(4)
-    check_job(job, f"tcp://{host}:{port}/{job}")
-    store, port = host_store(host, port)
-    reach = f"[{host}]" if ":" in host else host
-    return TcpBusServer(store, f"tcp://{reach}:{port}/{job}")
-
-
-def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
-    """A TCPStore server in this process that listens on `host` only, and its port.
-
-    It is given its listening socket: torch's own would be one for IPv6, on which the server's only
-    thread asks the name service about every loopback client. Raises `BusError` if the address is
-    not to be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise BusError(
-            f"cannot serve on {host}:{port}: {error}; choose another host or port"
-        ) from error
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=30),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
-    return store, port

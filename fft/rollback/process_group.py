@@ -42,9 +42,8 @@ from torchft.process_group import (
     ProcessGroupWrapper,
 )
 
-from fft.bus.tcpconnection import store_client
 from fft.rollback import sockets
-from fft.rollback.rendezvous import RendezvousStore
+from fft.rollback.rendezvous import RendezvousStore, store_client
 from fft.rollback.sockets import Address
 
 logger = logging.getLogger(__name__)

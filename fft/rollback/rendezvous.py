@@ -8,21 +8,25 @@ rendezvous.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-from fft.bus.tcpstore import stored_keys
+from fft.racing import raced
 
 # Pauses between two looks for a key, in seconds. A look costs about 25 us. The store's own wait is
 # no choice: it cannot be cancelled, and one that runs out logs two warnings.
 _FIRST_PAUSE = 0.0002
 _LONGEST_PAUSE = 0.002
+
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
 
 
 class RendezvousCancelled(RuntimeError):
@@ -149,3 +153,33 @@ class RendezvousStore(Store):
     def _write(self, key: str) -> None:
         self._check()
         self._written.add(key)
+
+
+def store_client(host: str, port: int, timeout: float) -> Any:
+    """A new client of torch's, or an `OSError` that says why not, within `timeout` seconds.
+
+    A plain connection is tried first, because torch logs and retries when nobody listens. torch's
+    own connecting has two waits that it does not bound: it asks the name service for the server's
+    name (one lost packet costs 5 s), and it waits for the server's answer. So tries are raced; one
+    that is left behind ends with its lookup or its connection.
+    """
+    socket.create_connection((host, port), timeout).close()
+    limit = timedelta(seconds=timeout)
+
+    def connect() -> Any:
+        try:
+            return _TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        except RuntimeError as error:
+            raise ConnectionError(str(error).splitlines()[0]) from error
+
+    return raced(connect, timeout, "fft-store-connect")
+
+
+def stored_keys(store: Any) -> list[str]:
+    """All keys of a TCPStore, or those below the prefix of a PrefixStore.
+
+    torch's ``list_keys`` keeps the interpreter's lock until the store has answered: of one whose
+    host has vanished, for good. ``num_keys`` waits too, but stops no other thread.
+    """
+    store.num_keys()
+    return list(store.list_keys())

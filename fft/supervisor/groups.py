@@ -98,7 +98,9 @@ class Group:
 
         Raises OSError if a process cannot be started.
         """
-        from fft.bus.tcpstore import host_store  # here, so that a bad plan is refused without torch
+        from fft.bus.tcpserver import (
+            host_store,  # here, so that a bad plan is refused without torch
+        )
 
         self.restart_at = self.return_at_step = None
         self.evicted = False

@@ -362,6 +362,20 @@ def test_a_register_that_is_gone_is_no_win(connect: Connect, desired: bytes) -> 
     assert bus.read("k") is None
 
 
+def test_a_decision_is_announced_by_who_wins_it_and_by_nobody_else(connect: Connect) -> None:
+    a, b = connect(), connect()
+    heard = [Heard(a), Heard(b)]
+    assert a.decide("k", None, b"1", b"one") == b"1"
+    assert b.decide("k", None, b"2", b"lost") == b"1"
+    assert b.decide("k", b"1", b"2", b"two") == b"2"
+    with pytest.raises(BusForgot, match="'gone'"):
+        a.decide("gone", b"1", b"2", b"forgotten")
+    b.broadcast(b"end")
+    for listener in heard:
+        listener.wait(3)
+        assert listener.messages == [b"one", b"two", b"end"]
+
+
 def test_compare_set_has_one_winner_and_all_see_it(connect: Connect) -> None:
     clients = [connect() for _ in range(6)]
     start = threading.Barrier(len(clients))

@@ -16,6 +16,7 @@ from bus_helpers import LONG_S, NOISE_S, Child, Heard, until
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
+from fft.bus.tcpclient import length, put
 from fft.bus.tcpstore import Ring, TcpBus
 
 Start = Callable[..., Child]
@@ -48,9 +49,9 @@ class StalledRing(Ring):
         return super().write_slot(number, frame)
 
 
-def test_importing_the_bus_imports_no_torch() -> None:
-    code = "import fft.bus, fft.bus.memory, sys; fft.bus.open_bus('memory://x').close(); "
-    code += "sys.exit('torch' in sys.modules)"
+def test_neither_the_buses_nor_a_monitor_load_torch(tcp_url: str) -> None:
+    code = "import fft.monitor, fft.bus, sys; fft.bus.open_bus('memory://x').close(); "
+    code += f"fft.bus.open_bus('{tcp_url}').close(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -150,7 +151,7 @@ def test_a_listener_whose_slot_is_gone_is_told(tcp_url: str) -> None:
 def test_slots_of_dead_removers_are_swept(tcp_url: str) -> None:
     with TcpBus(tcp_url) as bus:
         ring = bus._rings["protocol"]
-        bus._do(lambda store: store.set(ring.slot(ring.head() - RING_MESSAGES - 5), b"Mold"))
+        bus._ask(put(ring.slot(ring.head() - RING_MESSAGES - 5), b"Mold"))
         for _ in range(3):
             bus.broadcast(b"")
         leftover = bus.key_count()
@@ -162,7 +163,7 @@ def test_slots_of_dead_removers_are_swept(tcp_url: str) -> None:
 def test_message_numbers_run_past_their_range(tcp_url: str, top: int) -> None:
     signed = top - 2**64 if top >= 2**63 else top
     with TcpBus(tcp_url) as bus, open_bus(tcp_url) as other:
-        bus._do(lambda store: store.set(bus._key("head"), str(signed)))
+        bus._ask(put(bus._key("head"), b"%d" % signed))
         credit = threading.Semaphore(500)
         listeners = [Heard(bus, lambda payload: credit.release()), Heard(other)]
         count = RING_MESSAGES + 200
@@ -179,7 +180,7 @@ def test_message_numbers_run_past_their_range(tcp_url: str, top: int) -> None:
 
 def test_a_dead_writer_at_the_end_of_the_range(tcp_url: str) -> None:
     with TcpBus(tcp_url) as bus:
-        bus._do(lambda store: store.set(bus._key("head"), str(2**63 - 2)))
+        bus._ask(put(bus._key("head"), b"%d" % (2**63 - 2)))
         listener = Heard(bus)
         assert bus._rings["protocol"].take_number() == 2**63 - 1
         bus.broadcast(b"after")
@@ -191,7 +192,7 @@ def test_a_dead_writer_at_the_end_of_the_range(tcp_url: str) -> None:
 def test_next_number_runs_past_its_range(tcp_url: str, top: int) -> None:
     signed = top - 2**64 if top >= 2**63 else top
     with TcpBus(tcp_url) as bus:
-        bus._do(lambda store: store.set(bus._key("c/n"), str(signed)))
+        bus._ask(put(bus._key("c/n"), b"%d" % signed))
         numbers = [bus.next_number("n") for _ in range(6)]
         assert numbers == [(top + i) % 2**64 for i in range(1, 7)]
 
@@ -355,7 +356,7 @@ def test_a_killed_inbox_listener_leaves_its_mail_to_whoever_removes_it(
             bus.send("theirs", b"%d" % number)
 
         def left() -> int:
-            return int(bus._do(lambda store: store.queue_len(bus._key("i/theirs"))))
+            return int(bus._ask(length(bus._key("i/theirs")))[0])
 
         until(lambda: left() == 10, "all have arrived")
         bus.delete("theirs")

@@ -20,7 +20,7 @@ from stage import Noisy, Numbers, batch_of, parameters, weights
 from torchft import ProcessGroupGloo
 
 import fft
-from fft.bus.tcpstore import host_store
+from fft.bus.tcpserver import host_store
 
 HOLD_S = 60.0
 

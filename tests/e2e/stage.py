@@ -24,7 +24,7 @@ from torchft import ProcessGroupGloo
 
 import fft
 from fft.audit import AuditReport, audit_dir, read_lines
-from fft.bus.tcpstore import host_store
+from fft.bus.tcpserver import host_store
 
 PG_TIMEOUT = timedelta(seconds=60)
 JOIN_S = 60.0

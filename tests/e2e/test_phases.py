@@ -20,7 +20,7 @@ import yaml
 
 from fft.audit import audit_dir
 from fft.bus import serve_tcp
-from fft.bus.tcpstore import host_store
+from fft.bus.tcpserver import host_store
 from fft.report import Incident, incidents
 
 STEPS = 8

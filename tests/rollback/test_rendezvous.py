@@ -20,7 +20,7 @@ from fft.rollback.rendezvous import RendezvousStore
 
 SERVER = """
 import sys
-from fft.bus.tcpstore import host_store
+from fft.bus.tcpserver import host_store
 store, port = host_store()
 print(port, flush=True)
 sys.stdin.read()

@@ -1,0 +1,74 @@
+"""The server of a `tcp://` bus: a TCPStore of torch's, in this process. Loads torch.
+
+torch logs warnings about lost connections to stderr.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fft.bus.base import BusError, check_job
+
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
+
+
+class TcpBusServer:
+    """A TCPStore server in this process, and the URL of one job on it."""
+
+    def __init__(self, store: Any, url: str) -> None:
+        self._store = store
+        self.url = url
+
+    def close(self) -> None:
+        """Stop serving; every client's next operation fails. Idempotent."""
+        self._store = None
+
+    def __enter__(self) -> TcpBusServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:
+    """Serve a bus on `host` only, at `port` (0: a free one), for `job` (None: a random name).
+
+    Raises `BusError` if the address is not to be had.
+    """
+    job = job if job is not None else "job-" + secrets.token_hex(4)
+    check_job(job, f"tcp://{host}:{port}/{job}")
+    store, port = host_store(host, port)
+    reach = f"[{host}]" if ":" in host else host
+    return TcpBusServer(store, f"tcp://{reach}:{port}/{job}")
+
+
+def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
+    """A TCPStore server in this process that listens on `host` only, and its port.
+
+    It is given its listening socket: torch's own would be one for IPv6, on which the server's only
+    thread asks the name service about every loopback client. Raises `BusError` if the address is
+    not to be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise BusError(
+            f"cannot serve on {host}:{port}: {error}; choose another host or port"
+        ) from error
+    port = listening.getsockname()[1]
+    store = _TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, port
