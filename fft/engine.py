@@ -2,9 +2,9 @@
 
 Events come from the bus (the protocol and the participant's own inbox), the main thread and timers
 through one queue; each is handled by the core, traced, and then its effects are carried out, in
-order (what only tidies up comes last), here. Commands of operators come the same way, and go to the host. What only the main thread
-may do (restore, heal, apply, begin) is handed to it through a slot that holds the newest command.
-Touches bus, trace and threads; knows nothing of torch.
+order (what only tidies up comes last), here. Commands of operators come the same way, and go to the
+host. What only the main thread may do (restore, heal, apply, begin) is handed to it through a slot
+that holds the newest command. Touches bus, trace and threads; knows nothing of torch.
 
 Nothing here costs the job's bus more than it must: records cross it without their members
 (``fft.wire``), and the ranks of a group vote on a bus of their own first, from where one of them
