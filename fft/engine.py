@@ -2,9 +2,10 @@
 
 Events come from the bus (the protocol and the participant's own inbox), the main thread and timers
 through one queue; each is handled by the core, traced, and then its effects are carried out, in
-order (what only tidies up comes last), here. Commands of operators come the same way, and go to the
-host. What only the main thread may do (restore, heal, apply, begin) is handed to it through a slot
-that holds the newest command. Touches bus, trace and threads; knows nothing of torch.
+order, here; what only tidies up waits until there is nothing else to do. Commands of operators come
+the same way, and go to the host. What only the main thread may do (restore, heal, apply, begin) is
+handed to it through a slot that holds the newest command. Touches bus, trace and threads; knows
+nothing of torch.
 
 Nothing here costs the job's bus more than it must: records cross it without their members
 (``fft.wire``), and the ranks of a group vote on a bus of their own first, from where one of them
@@ -146,6 +147,8 @@ class Engine:
         )
         self._next: deque[Event] = deque()
         """Answers of the bus to this thread's own calls; handled before anything else."""
+        self._chores: deque[Callable[[], None]] = deque()
+        """What tidies up; done when no event waits, so that nobody waits for it."""
         self._timers: list[tuple[float, int, Timer]] = []
         self._slot: Command | None = None
         self._changed = threading.Condition()
@@ -310,6 +313,7 @@ class Engine:
                     self._host.command(event)
                 else:
                     self._handle(self._whole(event) if isinstance(event, Packed) else event)
+            self._tidy_up(lambda: True)
         except BaseException as error:  # the main thread must hear of it, whatever it is
             logger.exception("the FFT engine thread failed")
             with self._changed:
@@ -320,6 +324,7 @@ class Engine:
             self._host.abort_groups(f"engine failed: {error!r}")
 
     def _take_event(self) -> Event | OperatorCommand | Packed | None:
+        self._tidy_up(lambda: not self._next and self._events.empty())
         if self._next:
             return self._next.popleft()
         while self._timers:
@@ -332,6 +337,10 @@ class Engine:
                 continue
         return self._events.get()
 
+    def _tidy_up(self, may: Callable[[], bool]) -> None:
+        while self._chores and may():
+            self._chores.popleft()()
+
     def _handle(self, event: Event) -> None:
         before, now = self.local, time.monotonic()
         after, out = self.participant.handle(before, event, now)
@@ -341,7 +350,7 @@ class Engine:
         elif out.verdict == "refused" or (out.verdict == "row" and out.reason):
             logger.error("protocol error: %s (%s)", out.reason, event)
         self.trace.outcome(before, after, event, out, now)
-        for effect in sorted(out.effects, key=_can_wait):
+        for effect in out.effects:
             self._carry_out(effect)
         if isinstance(event, Decision) and event.record is not None:
             self._tidy(event.record)
@@ -366,8 +375,10 @@ class Engine:
                     self.ended.set()
                 if isinstance(effect, Restore | Finish):
                     self._host.interrupt(getattr(effect, "cause", "") or "this participant stops")
-            case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
+            case Broadcast() | Tell() | ReadHead() | Decide() | CastVote():
                 self._use_bus(effect)
+            case DropBallot():
+                self._chores.append(partial(self._use_bus, effect))
             case _:
                 assert_never(effect)
 
@@ -528,19 +539,24 @@ class Engine:
         try:
             slot, tag = _slot(effect.token), _tag(effect.token)
             cast = bus.ballot(slot, tag, encode_votes([effect.vote]), world) or []
-            if effect.vote.peer.rank == 0:
-                bus.delete(_old_slot(effect.token))
         except BusError as error:
-            logger.warning("votes of the group go to the job's bus from now on: %s", error)
-            self._group_bus = None
+            self._lose_group_bus(error)
             return [effect.vote]
+        if effect.vote.peer.rank == 0:
+            self._chores.append(partial(self._drop_group_ballot, effect.token))
         by_peer = _by_peer(cast)
         return list(by_peer.values()) if len(by_peer) >= world else []
 
+    def _drop_group_ballot(self, token: Token) -> None:
+        try:
+            if self._group_bus is not None:
+                self._group_bus.delete(_old_slot(token))
+        except BusError as error:
+            self._lose_group_bus(error)
 
-def _can_wait(effect: Effect) -> bool:
-    """What only tidies up comes last: the main thread shall not wait for it."""
-    return isinstance(effect, DropBallot)
+    def _lose_group_bus(self, error: BusError) -> None:
+        logger.warning("votes of the group go to the job's bus from now on: %s", error)
+        self._group_bus = None
 
 
 def _by_peer(words: list[bytes]) -> dict[Peer, Vote]:

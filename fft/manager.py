@@ -1584,7 +1584,8 @@ def _text(error: BaseException) -> str:
     """One line that says what happened; without gloo's source path and its general advice."""
     first = (str(error).splitlines() or [""])[0]
     plain = re.sub(r"^\[/\S+?:\d+\] ", "", first).split(". This is typically")[0]
-    return f"{type(error).__name__}: {plain}"[:500]
+    # the name of a file may come with half a character, which no message carries
+    return f"{type(error).__name__}: {plain}"[:500].encode("utf-8", "replace").decode()
 
 
 def _error(command: Finish) -> FftError:

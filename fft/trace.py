@@ -17,13 +17,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from fft.core.local import Config, Local, members
 from fft.core.messages import Event, Peer, event_to_json
 from fft.core.participant import Outcome
 from fft.spec import FsmSpec
 from fft.traceformat import FORMAT, chain
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+def _encode(line: dict[str, Any]) -> str:
+    try:
+        return to_json(line, inf_nan_mode="constants").decode()
+    except PydanticSerializationError:  # half a character, as in the name of a file
+        return json.dumps(line, separators=(",", ":"))
 
 
 def trace_path(directory: Path, peer: Peer) -> Path:
@@ -92,7 +99,8 @@ class TraceWriter:
             text = ""
             for kind, fields in records:
                 self._seq += 1
-                body = _encode({"seq": self._seq, "kind": kind, **when, **who, **fields})
+                line = {"seq": self._seq, "kind": kind, **when, **who, **fields}
+                body = _encode(line)
                 self._link = chain(self._link, body)
                 text += f'{body[:-1]},"h":"{self._link}"}}\n'
             _write_all(self._fd, text.encode())

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "core"))
 from jobs import HSDP, Job
 
-from fft.audit import AuditError, audit_dir
+from fft.audit import AuditError, audit_dir, read_lines
 from fft.core.local import Local
 from fft.core.messages import Event
 from fft.core.participant import Outcome
@@ -138,6 +138,21 @@ def test_damage_is_named_with_file_and_line(traces: Path, how: str) -> None:
     assert whole.violation is not None
     assert whole.violation.startswith(f"{path.name}:10: ")
     assert "VIOLATION" in report.render()
+
+
+@pytest.mark.parametrize("text", ["größer", "half a \udcff character", "two\nlines", "\u2028"])
+def test_whatever_a_note_says_the_chain_holds_and_it_is_read_back(
+    tmp_path: Path, text: str
+) -> None:
+    job = TracedJob(tmp_path)
+    node = next(iter(job.nodes.values()))
+    said = {"loss": float("inf"), "none": None, "text": text, text: [1, 2.5, True]}
+    job.writers[node.peer].note("metrics", said, node.local)
+    job.step()
+    job.close()
+    (note,) = read_lines(tmp_path, lambda line: line["kind"] == "note")
+    assert note["data"] == said
+    assert audit_dir(tmp_path).ok
 
 
 def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:

@@ -356,3 +356,49 @@ def test_without_a_quorum_the_step_fails_and_in_the_end_the_process(tmp_path: Pa
         causes = [r["cause"] for r in records(made.traces) if r["kind"] == "abort"]
         assert any("no quorum of the lighthouse in 2 s" in cause for cause in causes), causes
         made.audit()
+
+
+PLAN = """
+faults:
+  - {name: exception, kind: exception, step: 4, group: 1, rank: 1, phase: backward}
+  - {name: one-rank, kind: kill, step: 8, group: 1, rank: 1, phase: backward}
+"""
+
+
+def run_job(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """2 groups x 2 FSDP2 ranks under ``fft run``, with the lighthouse in charge."""
+    (root / "plan.yaml").write_text(PLAN)
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
+    command += ["--faults", str(root / "plan.yaml"), "--trace-dir", str(root / "traces")]
+    command += ["--stop-after-plan", "5", "--timeout", "220", *options]
+    env = {**os.environ, "FFT_MEMBERSHIP": "lighthouse"}
+    return subprocess.run(
+        [*command, str(HERE / "kill_script.py")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S + 40,
+        env=env,
+    )
+
+
+@pytest.mark.long
+def test_groups_of_several_ranks_ask_by_their_first_rank(tmp_path: Path) -> None:
+    """Rank 1 of a group fails, then is killed: neither rank 0 nor the lighthouse noticed that."""
+    done = run_job(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    traces = tmp_path / "traces"
+    report = audit_dir(traces)
+    assert report.ok, report.render()
+    formed = [members(r) for r in records(traces) if r["members"]]
+    assert formed == [["0", "1"], ["0", "1"], ["0"], ["0", "1"]]
+    failed, killed = (r["cause"] for r in aborts(traces))
+    assert "1/1#1" in failed and "1/1#1 died" in killed
+
+
+@pytest.mark.long
+def test_groups_of_several_ranks_cannot_do_without_it_either(tmp_path: Path) -> None:
+    """The control of the test above: it is the lighthouse that they depend on."""
+    done = run_job(tmp_path, "--no-lighthouse", "--max-restarts", "0")
+    assert done.returncode != 0
+    logs = "".join(path.read_text() for path in (tmp_path / "traces").glob("**/*.log"))
+    assert "membership='lighthouse' needs torchft's lighthouse" in logs + done.stdout + done.stderr

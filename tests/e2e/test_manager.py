@@ -123,6 +123,20 @@ def test_batch_norm_noise_and_data_are_as_if_the_fault_had_not_been(tmp_path: Pa
     assert ends[0] == ends[1]
 
 
+def test_an_error_that_names_a_file_with_half_a_character_is_rolled_back_too(two: Job) -> None:
+    done: list[int] = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if member.group == "1" and txn.step == 1 and not done:
+            done.append(txn.step)
+            raise FileNotFoundError("no data-\udcff.bin")
+
+    same_weights(*two.run(lambda m: m.train(3, body=body)))
+    (abort,) = aborts(two.traces)
+    assert "no data-?.bin" in abort["cause"]
+    two.audit()
+
+
 def test_a_rollback_that_comes_before_the_txn_began_here_keeps_the_last_commit(
     tmp_path: Path,
 ) -> None:
