@@ -1470,11 +1470,17 @@ class _QuietLogger:
 class _TxnWork(_ManagedWork):  # type: ignore[misc]
     """torchft's managed work; its future is there after a failed wait too, as DDP needs."""
 
+    is_over = False
+    """It was waited for, with success, and there is no accelerator's stream to wait in again."""
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As torchft's: False, and the error reported, if the work failed."""
+        if self.is_over and self._managed_fut_tail._fut is not None:
+            return True
         pacer = self._manager._pacer
         with nullcontext() if pacer is None else pacer.waiting:
             done = bool(super().wait(timeout))
+        self.is_over = done and not torch.accelerator.is_available()
         tail = self._managed_fut_tail
         if tail._fut is None:
             tail._fut = torch.futures.Future()

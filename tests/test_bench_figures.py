@@ -11,6 +11,7 @@ import pytest
 from benchmarks.side_by_side import page
 from benchmarks.side_by_side.__main__ import chosen, in_turn
 from benchmarks.side_by_side.events import Pen, Reader, lines
+from benchmarks.side_by_side.legs import LEGS, SKIPPED, legs
 from benchmarks.side_by_side.measure import Outcome, outcome, percentile
 from benchmarks.side_by_side.results import Results, Task
 from benchmarks.side_by_side.rows import FFT, QUICK, ROWS, SYSTEMS, TORCHFT, TUNED, Row
@@ -263,3 +264,27 @@ def test_ratios_need_both(tmp_path: Path) -> None:
     fft, plain = results.of(EXCEPTION, FFT), results.of(EXCEPTION, TORCHFT)
     assert page.ratio(fft, plain, lambda one: one.next_commit_ms) == "∞"
     assert page.ratio(fft, [], lambda one: one.next_commit_ms) == "-"
+
+
+def handled(on: str, at_ms: float, txn: int, took_ms: float = 0.2, **more: Any) -> dict[str, Any]:
+    """A line of a trace: an event of that txn, and how long the engine was at it."""
+    told: dict[str, Any] = {"type": on, "token": [1, txn], **more}
+    if on == "decision":
+        told["record"] = {"kind": "commit", "epoch": 1, "txn": txn}
+    times = {"at": at_ms / 1e3, "mono": (at_ms + took_ms) / 1e3}
+    return {"kind": "transition", "on": on, "event": told, **times}
+
+
+def test_the_legs_of_a_step_are_between_the_last_of_each_kind() -> None:
+    lines = [{"kind": "header"}]
+    for txn in range(1, SKIPPED + 4):
+        lines += [handled("prepared", 0, txn), handled("prepared", 1, txn, 0.3)]
+        lines += [handled("ballot", 2, txn), handled("decision", 3, txn, won=True)]
+        lines += [handled("decision", 3.5, txn, won=False)]
+        lines += [handled("applied", 5, txn), handled("applied", 5.5, txn, 0.1)]
+    lines += [handled("prepared", 9, SKIPPED + 4)]  # cut short: not counted
+    found = legs(lines)
+    assert list(found) == list(LEGS)
+    wanted = [1, 0.3, 0.7, 0.2, 0.8, 0.5, 0.2, 1.8, 0.1]
+    assert list(found.values()) == pytest.approx(wanted, abs=1e-3)
+    assert legs(lines[:SKIPPED]) == {}

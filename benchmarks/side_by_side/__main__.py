@@ -27,9 +27,11 @@ from rich.progress import (
 from rich.table import Table
 
 from benchmarks.side_by_side import machine, nvrx, page
+from benchmarks.side_by_side.legs import legs
 from benchmarks.side_by_side.measure import Outcome, outcome
 from benchmarks.side_by_side.results import Results, Task
 from benchmarks.side_by_side.rows import QUICK, ROWS, SYSTEMS, Row, System
+from fft.audit import read_lines
 from fft.errors import FftError
 
 TRIES = 3
@@ -115,6 +117,8 @@ def repetition(task: Task, results: Results, console: Console) -> Outcome | None
         found = outcome(task.row, events)
         results.keep_events(task, events)
         results.add_outcome(task, found)
+        if task.row.fault is None and task.system.manager == "fft":
+            results.add_legs(task, legs(read_lines(home / "traces")))
         _tidy(home)
         return found
     return None
@@ -146,6 +150,7 @@ def show(results: Results, console: Console) -> None:
         ("fault → next commit, ms", page.HEADLINE, page.headline(results)),
         ("all columns, ms", page.FAULTS, page.fault_rows(results)),
         ("without a fault, ms", page.QUIET, page.quiet_rows(results)),
+        ("where FFT's own time goes, ms", page.LEGS_OF, page.leg_rows(results)),
     ):
         if rows:
             table = Table(title=title)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.pages import fill, markdown
+from benchmarks.side_by_side.legs import LEGS
 from benchmarks.side_by_side.machine import in_words
 from benchmarks.side_by_side.measure import Outcome
 from benchmarks.side_by_side.results import Results
@@ -33,6 +34,7 @@ QUIET = (
     "row", "system", "n", "step p50", "÷ torchft", "step p99", "÷ torchft", "protocol p50",
     "÷ torchft", "protocol p99", "÷ torchft", "memory MiB", "less torchft",
 )  # fmt: skip
+LEGS_OF = ("row", "system", "n", *LEGS.values())
 Figure = Callable[[Outcome], float | int | None]
 Cells = tuple[str, ...]
 
@@ -195,6 +197,21 @@ def _quiet_row(results: Results, row: Row, system: System) -> Cells:
     return (*cells, f"{mine - theirs:+.0f}")
 
 
+def leg_rows(results: Results) -> list[Cells]:
+    """Where the protocol's time of a step goes, by FFT's traces."""
+    return [
+        (
+            row.title,
+            system.title,
+            str(len(found)),
+            *(_value([of[leg] for of in found], 2) for leg in LEGS),
+        )
+        for row in ROWS.values()
+        for system in row.systems
+        if (found := results.legs_of(row, system))
+    ]
+
+
 def in_full(results: Results) -> list[str]:
     """What stands between the markers."""
     lines = [f"Measured on {in_words(machine)}." for machine in results.machines()]
@@ -210,6 +227,10 @@ def in_full(results: Results) -> list[str]:
     if quiet:
         lines += ["", "### Without a fault", "", "Times in ms: median (range) of repetitions.", ""]
         lines += markdown(QUIET, quiet)
+    if found := leg_rows(results):
+        lines += ["", "### Where the protocol's time goes in FFT", ""]
+        lines += ["By its traces, in ms: the median step, and the range of repetitions.", ""]
+        lines += markdown(LEGS_OF, found)
     return lines
 
 

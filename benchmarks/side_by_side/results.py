@@ -51,6 +51,19 @@ class Results:
         """A repetition that was done."""
         self.add({"kind": "repetition", **_key(task), **found.plain()})
 
+    def add_legs(self, task: Task, found: dict[str, float]) -> None:
+        """Where the protocol's time went in it, in ms."""
+        self.add({"kind": "legs", **_key(task), "legs": found})
+
+    def legs_of(self, row: Row, system: System) -> list[dict[str, float]]:
+        """Of all repetitions that have them."""
+        return [
+            r["legs"]
+            for r in self.records
+            if r["kind"] == "legs" and r["row"] == row.name and r["system"] == system.name
+            if r["legs"]
+        ]
+
     def add_absence(self, row: Row, system: System, why: str) -> None:
         """A system that cannot be measured here."""
         self.add({"kind": "absent", "row": row.name, "system": system.name, "why": why})
