@@ -144,6 +144,8 @@ class Launch:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": str(ROOT),
             "RUST_LOG": "error",
+            # a lookup of a name that loses its packet is no system's doing, and takes 5 s else
+            "RES_OPTIONS": "timeout:1 attempts:1",
             "BENCH_DIR": str(self.directory),
             "BENCH_WORDS": f"{self._home.name}/words",
             "BENCH_PLAN": json.dumps(self.row.plan(self.system)),

@@ -144,7 +144,7 @@ def _quiet(groups: int, ranks: int, pace_s: float, systems: tuple[System, ...] =
     title = f"no fault, {groups} × {ranks}{' FSDP2' if ranks > 1 else ''}, {work}"
     name = f"quiet-{groups}x{ranks}-{'50ms' if pace_s else 'zero'}"
     model: Model = "fsdp" if ranks > 1 else "plain"
-    steps = 120 if pace_s else 400
+    steps = 120 if pace_s else 250
     return Row(name, title, systems, None, groups, ranks, model, pace_s, steps)
 
 
