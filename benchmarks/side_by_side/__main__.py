@@ -192,7 +192,8 @@ def main() -> None:
         from benchmarks.side_by_side import plot
 
         page.write(results)
-        plot.draw(results, page.PLOT)
+        if page.fault_rows(results):
+            plot.draw(results, page.PLOT)
         console.print(f"page: {page.PAGE}")
     sys.exit(not good)
 

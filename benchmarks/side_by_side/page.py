@@ -224,6 +224,8 @@ def in_full(results: Results) -> list[str]:
         lines += ["", f"![Fault to next commit]({PLOT.relative_to(DOCS)})"]
         lines += ["", "### All columns of the rows with a fault", "", "Times in ms.", ""]
         lines += markdown(FAULTS, faults)
+    else:
+        lines += ["", "The rows with a fault have not been measured yet."]
     if quiet:
         lines += ["", "### Without a fault", "", "Times in ms: median (range) of repetitions.", ""]
         lines += markdown(QUIET, quiet)
