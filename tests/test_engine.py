@@ -31,7 +31,7 @@ from fft.core.participant import Participant
 from fft.engine import HEAD, Engine
 from fft.machine import Table
 from fft.trace import TraceWriter
-from fft.wire import Wire, encode_members, inbox_name, list_name
+from fft.wire import Packed, Wire, decode, encode_members, inbox_name, list_name
 
 
 @pytest.fixture
@@ -108,6 +108,22 @@ def test_one_rank_without_the_bus_of_its_group_costs_time_and_not_the_job(
     odd.group_bus.close()
     job.train(8)
     assert odd.committed[-1].epoch > 1, "steps are aborted, and done again"
+
+
+def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
+    """By the operation that decides it, and not again by who has won."""
+    job = Job(stack, url, 3, 1).start()
+    heard: list[int] = []
+
+    def hear(payload: bytes) -> None:
+        event = decode(payload)
+        if isinstance(event, Packed) and event.record.kind == "commit":
+            heard.append(event.record.step)
+
+    job.open().subscribe(hear, lambda error: None)
+    job.train(10)
+    until(lambda: 10 in heard, "the last commit is heard")
+    assert heard[: heard.index(10)] == list(range(heard[0], 10))
 
 
 def test_words_to_one_are_heard_by_one(stack: ExitStack, url: str) -> None:
