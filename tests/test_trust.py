@@ -103,6 +103,18 @@ class Attacked:
             self.job.train(steps)
             self.heads.append(self.raw.read(HEAD) or b"")
         until(lambda: {m.engine.local.state for m in self.job.members} == {"NORMAL"}, "all wait")
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Have each heard by all: of a session that is silent since, one old word would be taken.
+
+        Whoever joined before the others listened, and decided nothing, would be such a one.
+        """
+        engines = [m.engine for m in self.job.members]
+        fenced = {engine: engine.fenced + len(engines) for engine in engines}
+        for engine in engines:
+            engine.bus.broadcast(encode(Death("nobody", 0, 1, "nowhere", "test", "none")))
+        until(lambda: all(engine.fenced >= fenced[engine] for engine in engines), "all are heard")
 
     def refused(self) -> Counter[str]:
         """By all engines together."""
