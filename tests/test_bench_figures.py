@@ -87,6 +87,7 @@ def test_a_survivor_that_does_not_commit_again_makes_it_never() -> None:
     dead = event("died", FAULT_MS + 500, -1, of=[1, 0], pid_of=101)
     found = outcome(EXCEPTION, [*before(), fault(), dead, *after(70), over(2000)])
     assert found.never and found.next_commit_ms is None and found.whole_ms is None
+    assert found.waited_s is not None
     assert found.gap_ms == 2010  # of who stands still, until the end
     assert found.died == 1
 
@@ -288,3 +289,13 @@ def test_the_legs_of_a_step_are_between_the_last_of_each_kind() -> None:
     wanted = [1, 0.3, 0.7, 0.2, 0.8, 0.5, 0.2, 1.8, 0.1]
     assert list(found.values()) == pytest.approx(wanted, abs=1e-3)
     assert legs(lines[:SKIPPED]) == {}
+
+
+def test_what_never_came_is_not_waited_for_in_full_again_and_again(tmp_path: Path) -> None:
+    """Two repetitions in vain give the third a shorter wait; one that came to a commit does not."""
+    row, results = ROWS["exception-forward"], Results(tmp_path)
+    waits = []
+    for number in range(1, 5):
+        waits.append(row.limit_s(TORCHFT, results.in_vain(row, TORCHFT)))
+        results.add_outcome(Task(row, TORCHFT, number), Outcome(never=number != 3, waited_s=1.0))
+    assert waits == [75.0, 75.0, 20.0, 75.0]

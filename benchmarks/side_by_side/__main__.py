@@ -110,7 +110,8 @@ def repetition(task: Task, results: Results, console: Console) -> Outcome | None
         home = results.directory / "work" / f"{task.name}{'' if number == 0 else f'-{number}'}"
         shutil.rmtree(home, ignore_errors=True)  # of a repetition that was cut short
         try:
-            events = Launch(task.row, task.system, home.resolve()).run()
+            in_vain = results.in_vain(task.row, task.system)
+            events = Launch(task.row, task.system, home.resolve(), in_vain).run()
         except (LaunchError, FftError, RuntimeError, OSError) as error:  # hours may be left to do
             console.print(f"{task.name}: {error!r}", style="red", markup=False)
             continue

@@ -43,10 +43,11 @@ class LaunchError(Exception):
 
 
 class Launch:
-    """One repetition in ``directory``, which must be fresh."""
+    """One repetition in ``directory``, which must be fresh. ``in_vain``: see `Row.limit_s`."""
 
-    def __init__(self, row: Row, system: System, directory: Path) -> None:
+    def __init__(self, row: Row, system: System, directory: Path, in_vain: int = 0) -> None:
         self.row, self.system, self.directory = row, system, directory
+        self._limit_s = row.limit_s(system, in_vain)
         directory.mkdir(parents=True)
         self._pen = Pen(directory, LAUNCHER, LAUNCHER)
         self._reader = Reader(directory)
@@ -237,7 +238,7 @@ class Launch:
             self._check_start()
             return False
         since = time.monotonic() - at / 1e9
-        if since > self.row.limit_s(self.system):
+        if since > self._limit_s:
             return True
         pids = survivors(self.row, self.events)
         living = [pid for pid in pids if pid not in self._dead_at]

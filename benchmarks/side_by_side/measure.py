@@ -26,6 +26,8 @@ class Outcome:
 
     never: bool = False
     """A survivor did not commit again within the limit."""
+    waited_s: float | None = None
+    """How long one was waited for, if never."""
     next_commit_ms: float | None = None
     """Fault → next commit of the last survivor."""
     whole_ms: float | None = None
@@ -114,6 +116,7 @@ def _broken(row: Row, events: Sequence[Event]) -> Outcome:
     after = [e for e in events if e["m"] > at]
     return Outcome(
         never=never,
+        waited_s=(end - at) / 1e9 if never else None,
         next_commit_ms=None if never else (max(e[0]["m"] for e in first) - at) / _NS_PER_MS,
         whole_ms=None if whole is None else (whole - at) / _NS_PER_MS,
         gap_ms=max((_gap(events, pid, at, end) for pid in pids), default=None),

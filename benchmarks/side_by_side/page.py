@@ -63,7 +63,7 @@ def next_commit(found: Sequence[Outcome]) -> str:
     """The first column: how often never, else how long."""
     never = sum(one.never for one in found)
     if never == len(found):
-        return "never"
+        return f"never (waited {_cell(found, lambda one: one.waited_s)} s)"
     text = _cell([one for one in found if not one.never], lambda one: one.next_commit_ms)
     return f"{text}; never {never} of {len(found)}" if never else text
 

@@ -85,6 +85,11 @@ class Results:
             if r["kind"] == "repetition" and r["row"] == row.name and r["system"] == system.name
         ]
 
+    def in_vain(self, row: Row, system: System) -> int:
+        """How many repetitions there are, if in none of them a survivor came to a commit."""
+        found = self.of(row, system)
+        return len(found) if all(one.never for one in found) else 0
+
     def absence(self, row: Row, system: System) -> str | None:
         """Why there are none, if that is known."""
         found = [

@@ -20,6 +20,8 @@ LIGHTHOUSE_AWAY_S = 2.0
 NEVER_S = 20.0
 NEVER_DEFAULT_S = 75.0
 """Plain torchft may need its 60 s."""
+IN_VAIN = 2
+"""After so many repetitions that all waited in vain, those that follow wait NEVER_S."""
 
 Manager = Literal["fft", "torchft", "nvrx"]
 Loop = Literal["drop-in", "transactions"]
@@ -105,11 +107,14 @@ class Row:
         """(group, rank) that is broken: the last group, so that group 0 with the stores stays."""
         return self.groups - 1, self.ranks - 1
 
-    def limit_s(self, system: System) -> float:
-        """After so long without a recovery it is called never."""
+    def limit_s(self, system: System, in_vain: int = 0) -> float:
+        """After so long without a recovery it is called never.
+
+        ``in_vain``: so many repetitions found that already, and no other found anything else.
+        """
         if self.fault is not None and self.fault.kind == "bus":
             return 60.0  # bus_limit, and what comes of it
-        slow = system.manager == "torchft" and not system.tuned
+        slow = system.manager == "torchft" and not system.tuned and in_vain < IN_VAIN
         return max(NEVER_DEFAULT_S if slow else NEVER_S, self.whole_s)
 
     def plan(self, system: System) -> dict[str, Any]:
