@@ -20,7 +20,7 @@ be watched, nor another one that got its number. The monitor looks at the pulse 
 
 It shares neither the interpreter lock nor the session of the trainer, so neither a thread that
 keeps the lock nor SIGSTOP nor Ctrl-C reaches it. Standard output is never waited for: what does not
-fit into the pipe is dropped. torch is imported only if the bus at the given URL needs it.
+fit into the pipe is dropped. torch is not imported.
 """
 
 from __future__ import annotations

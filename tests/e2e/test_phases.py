@@ -79,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     (root / "config.json").write_text(json.dumps(config))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env["FFT_MONITOR"] = "0"  # of one per rank and case, each a process that loads torch
+    env["FFT_MONITOR"] = "0"  # else one per rank and case, each a process that starts
     children = []
     for group, rank in RANKS:
         log = (root / f"g{group}r{rank}.log").open("wb")
