@@ -63,6 +63,8 @@ class Outcome:
 def outcome(row: Row, events: Iterable[Event]) -> Outcome:
     """All figures of a repetition."""
     ordered = sorted(events, key=lambda event: int(event["m"]))
+    over = next((n for n, event in enumerate(ordered) if event["e"] == "over"), len(ordered))
+    ordered = ordered[: over + 1]  # after it the launcher ends them, one by one
     return _quiet(row, ordered) if row.fault is None else _broken(row, ordered)
 
 

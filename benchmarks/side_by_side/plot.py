@@ -13,9 +13,9 @@ from benchmarks.side_by_side.rows import ROWS
 
 _NEVER_MS = 200_000.0
 _COLOURS = {"fft": "tab:green", "torchft": "tab:red", "nvrx": "tab:blue"}
-_HOLLOW = "o^Dvs"
+_HOLLOW = "op^Dvs"
 _MARKS = {
-    "fft": "o", "fft-txn": "^", "fft-run": "D", "fft-txn-run": "v", "torchft": "x",
+    "fft": "o", "fft-nats": "p", "fft-txn": "^", "fft-run": "D", "fft-txn-run": "v", "torchft": "x",
     "torchft-tuned": "+", "nvrx": "s",
 }  # fmt: skip
 

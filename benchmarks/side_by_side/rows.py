@@ -40,10 +40,12 @@ class System:
     supervised: bool = False
     """By `fft run`; else deaths are noticed by whoever is left."""
     loop: Loop = "drop-in"
+    bus: Literal["tcp", "nats"] = "tcp"
 
 
 FFT = System("fft", "FFT", "fft")
 FFT_TXN = System("fft-txn", "FFT, transactions", "fft", loop="transactions")
+FFT_NATS = System("fft-nats", "FFT, bus on NATS", "fft", bus="nats")
 FFT_RUN = System("fft-run", "FFT under fft run", "fft", supervised=True)
 FFT_TXN_RUN = System(
     "fft-txn-run", "FFT under fft run, transactions", "fft", supervised=True, loop="transactions"
@@ -51,7 +53,7 @@ FFT_TXN_RUN = System(
 TORCHFT = System("torchft", "torchft, default", "torchft")
 TUNED = System("torchft-tuned", "torchft, tuned", "torchft", tuned=True)
 NVRX = System("nvrx", "NVRx in-process restart", "nvrx", tuned=True)
-SYSTEMS = {s.name: s for s in (FFT, FFT_TXN, FFT_RUN, FFT_TXN_RUN, TORCHFT, TUNED, NVRX)}
+SYSTEMS = {s.name: s for s in (FFT, FFT_TXN, FFT_NATS, FFT_RUN, FFT_TXN_RUN, TORCHFT, TUNED, NVRX)}
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,8 @@ ROWS: dict[str, Row] = {
             gap_steps=2,
             whole_s=10,
         ),
-        Row("bus", "bus restart", (FFT,), Fault("bus"), whole_s=10),
+        Row("bus", "bus restart, tcp (default)", (FFT,), Fault("bus"), whole_s=10),
+        Row("bus-nats", "bus restart, NATS", (FFT_NATS,), Fault("bus"), whole_s=10),
         Row(
             "fsdp-exception",
             "one rank of an FSDP2 group: exception in backward",

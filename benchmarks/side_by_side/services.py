@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.side_by_side.rows import System
-from fft.bus.tcpserver import host_store, serve_tcp
+from fft.bus.natsserver import NatsServers
+from fft.bus.tcpserver import TcpBusServer, host_store, serve_tcp
 from fft.jobtoken import JobToken
 from fft.serve import once_free
 
@@ -29,7 +30,9 @@ class Services:
         self._settings = TUNED if system.tuned else DEFAULT
         self._lighthouse = self._make_lighthouse(0)
         self._lighthouse_port = urlsplit(self._lighthouse.address()).port or 0
-        self._bus = serve_tcp(HOST) if system.manager == "fft" else None
+        self._bus: TcpBusServer | NatsServers | None = None
+        if system.manager == "fft":
+            self._bus = NatsServers(HOST) if system.bus == "nats" else serve_tcp(HOST)
         self._token = JobToken.fresh()
         self._stores: list[Any] = []
 
@@ -63,8 +66,12 @@ class Services:
         self._lighthouse = once_free(lambda: self._make_lighthouse(port), RuntimeError)
 
     def restart_bus(self) -> None:
-        """End it, and start one there that knows nothing."""
+        """End it without a word, and start one there; of two kinds only NATS kept anything."""
         assert self._bus is not None, "only FFT has a bus"
+        if isinstance(self._bus, NatsServers):
+            self._bus.kill(0)
+            self._bus.start(0)
+            return
         port = urlsplit(self._bus.url).port or 0
         job = urlsplit(self._bus.url).path.lstrip("/")
         self._bus.close()
