@@ -214,7 +214,7 @@ def leg_rows(results: Results) -> list[Cells]:
 
 def in_full(results: Results) -> list[str]:
     """What stands between the markers."""
-    lines = [f"Measured on {in_words(machine)}." for machine in results.machines()]
+    lines = [f"- Measured on {in_words(machine)}." for machine in results.machines()]
     quiet, faults = quiet_rows(results), fault_rows(results)
     if not (quiet or faults):
         return ["Not measured yet."]
