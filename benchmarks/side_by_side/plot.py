@@ -38,10 +38,16 @@ def draw(results: Results, path: Path) -> None:
         for number, row in enumerate(rows):
             at = row.systems.index(system) if system in row.systems else 0
             shift = (at - (len(row.systems) - 1) / 2) * 0.16
-            for one in results.of(row, system):
-                places.append(number + shift)
-                ms = None if one.never else figure_of(row)(one)
-                times.append(_NEVER_MS if ms is None else ms)
+            found = results.of(row, system)
+            at_ms = [_NEVER_MS if one.never else figure_of(row)(one) or _NEVER_MS for one in found]
+            places += [number + shift] * len(found)
+            times += at_ms
+            if any(one.splits for one in found):  # soon, and not on all groups
+                place = (max(at_ms), number + shift)
+                axes.annotate(
+                    "split", place, (5, 0), textcoords="offset points",
+                    va="center", fontsize=6,
+                )  # fmt: skip
         colour, mark = _COLOURS[system.manager], _MARKS[system.name]
         hollow = {"markerfacecolor": "none"} if mark in _HOLLOW else {}
         axes.plot(times, places, mark, color=colour, markersize=5, label=system.title, **hollow)
