@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.pages import fill, markdown
-from benchmarks.side_by_side.legs import LEGS
+from benchmarks.side_by_side.legs import FIRST, LEGS
 from benchmarks.side_by_side.machine import in_words
 from benchmarks.side_by_side.measure import Outcome
 from benchmarks.side_by_side.results import Results
@@ -34,7 +34,7 @@ QUIET = (
     "row", "system", "n", "step p50", "÷ torchft", "step p99", "÷ torchft", "protocol p50",
     "÷ torchft", "protocol p99", "÷ torchft", "memory MiB", "less torchft",
 )  # fmt: skip
-LEGS_OF = ("row", "system", "n", *LEGS.values())
+LEGS_OF = ("row", "system", "n", *LEGS.values(), "first leg ÷ torchft's protocol")
 Figure = Callable[[Outcome], float | int | None]
 Cells = tuple[str, ...]
 
@@ -205,11 +205,18 @@ def leg_rows(results: Results) -> list[Cells]:
             system.title,
             str(len(found)),
             *(_value([of[leg] for of in found], 2) for leg in LEGS),
+            _of_theirs(results, row, statistics.median(of[FIRST] for of in found)),
         )
         for row in ROWS.values()
         for system in row.systems
         if (found := results.legs_of(row, system))
     ]
+
+
+def _of_theirs(results: Results, row: Row, ms: float) -> str:
+    """As a part of torchft's protocol: what nobody can save who waits for all groups."""
+    theirs = median_of(results.of(row, TORCHFT), lambda one: one.cost_p50_ms)
+    return f"{ms / theirs:.2f}" if theirs else "-"
 
 
 def in_full(results: Results) -> list[str]:
