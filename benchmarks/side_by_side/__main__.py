@@ -106,12 +106,12 @@ def repetition(task: Task, results: Results, console: Console) -> Outcome | None
     """Do it, and keep what came of it. None: it says nothing, twice."""
     from benchmarks.side_by_side.launch import Launch, LaunchError  # loads torch
 
+    limit_s = task.row.limit_s(task.system, results.in_vain(task.row, task.system))
     for number in range(TRIES):
         home = results.directory / "work" / f"{task.name}{'' if number == 0 else f'-{number}'}"
         shutil.rmtree(home, ignore_errors=True)  # of a repetition that was cut short
         try:
-            in_vain = results.in_vain(task.row, task.system)
-            events = Launch(task.row, task.system, home.resolve(), in_vain).run()
+            events = Launch(task.row, task.system, home.resolve(), limit_s).run()
         except (LaunchError, FftError, RuntimeError, OSError) as error:  # hours may be left to do
             console.print(f"{task.name}: {error!r}", style="red", markup=False)
             continue

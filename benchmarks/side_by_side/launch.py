@@ -43,11 +43,10 @@ class LaunchError(Exception):
 
 
 class Launch:
-    """One repetition in ``directory``, which must be fresh. ``in_vain``: see `Row.limit_s`."""
+    """One repetition in ``directory``, which must be fresh. ``limit_s``: see `Row.limit_s`."""
 
-    def __init__(self, row: Row, system: System, directory: Path, in_vain: int = 0) -> None:
-        self.row, self.system, self.directory = row, system, directory
-        self._limit_s = row.limit_s(system, in_vain)
+    def __init__(self, row: Row, system: System, directory: Path, limit_s: float) -> None:
+        self.row, self.system, self.directory, self._limit_s = row, system, directory, limit_s
         directory.mkdir(parents=True)
         self._pen = Pen(directory, LAUNCHER, LAUNCHER)
         self._reader = Reader(directory)

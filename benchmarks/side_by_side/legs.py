@@ -24,7 +24,7 @@ LEGS = {
     "applied handled": "handled",
 }
 """In their order; with what the page calls them."""
-FIRST = "spread"
+FIRST = next(iter(LEGS))
 SKIPPED = 30
 """Steps at the start that are not measured."""
 _MS = 1e3

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.side_by_side.measure import Outcome
 from benchmarks.side_by_side.page import figure_of, systems_of
 from benchmarks.side_by_side.results import Results
-from benchmarks.side_by_side.rows import ROWS
+from benchmarks.side_by_side.rows import ROWS, Row
 
 _NEVER_MS = 200_000.0
 _COLOURS = {"fft": "tab:green", "torchft": "tab:red", "nvrx": "tab:blue"}
-_HOLLOW = "op^Dvs"
 _MARKS = {
     "fft": "o", "fft-nats": "p", "fft-txn": "^", "fft-run": "D", "fft-txn-run": "v", "torchft": "x",
     "torchft-tuned": "+", "nvrx": "s",
 }  # fmt: skip
+
+
+def _mark_ms(row: Row, one: Outcome) -> float:
+    ms = figure_of(row)(one)
+    return _NEVER_MS if one.never or ms is None else ms
 
 
 def draw(results: Results, path: Path) -> None:
@@ -39,18 +44,16 @@ def draw(results: Results, path: Path) -> None:
             at = row.systems.index(system) if system in row.systems else 0
             shift = (at - (len(row.systems) - 1) / 2) * 0.16
             found = results.of(row, system)
-            at_ms = [_NEVER_MS if one.never else figure_of(row)(one) or _NEVER_MS for one in found]
+            at_ms = [_mark_ms(row, one) for one in found]
             places += [number + shift] * len(found)
             times += at_ms
             if any(one.splits for one in found):  # soon, and not on all groups
                 place = (max(at_ms), number + shift)
                 axes.annotate(
-                    "split", place, (5, 0), textcoords="offset points",
-                    va="center", fontsize=6,
-                )  # fmt: skip
+                    "split", place, (5, 0), textcoords="offset points", va="center", fontsize=6
+                )
         colour, mark = _COLOURS[system.manager], _MARKS[system.name]
-        hollow = {"markerfacecolor": "none"} if mark in _HOLLOW else {}
-        axes.plot(times, places, mark, color=colour, markersize=5, label=system.title, **hollow)
+        axes.plot(times, places, mark, color=colour, mfc="none", markersize=5, label=system.title)
     axes.set_xscale("log")
     axes.axvline(_NEVER_MS / 1.6, color="grey", linewidth=0.8)
     axes.text(_NEVER_MS, -0.8, "never", ha="center", va="bottom", fontsize=8)

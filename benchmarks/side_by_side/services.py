@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from benchmarks.side_by_side.rows import System
 from fft.bus.natsserver import NatsServers
-from fft.bus.tcpserver import TcpBusServer, host_store, serve_tcp
+from fft.bus.tcpserver import host_store
 from fft.jobtoken import JobToken
-from fft.serve import once_free
+from fft.serve import once_free, start_services
 
 HOST = "127.0.0.1"
 DEFAULT = {"join_timeout_ms": 60_000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5_000}
@@ -30,9 +30,10 @@ class Services:
         self._settings = TUNED if system.tuned else DEFAULT
         self._lighthouse = self._make_lighthouse(0)
         self._lighthouse_port = urlsplit(self._lighthouse.address()).port or 0
-        self._bus: TcpBusServer | NatsServers | None = None
-        if system.manager == "fft":
-            self._bus = NatsServers(HOST) if system.bus == "nats" else serve_tcp(HOST)
+        has_bus = system.manager == "fft"
+        self._bus = (
+            start_services(HOST, bus_kind=system.bus, with_lighthouse=False) if has_bus else None
+        )
         self._token = JobToken.fresh()
         self._stores: list[Any] = []
 
@@ -45,7 +46,7 @@ class Services:
         """For every worker."""
         found = {"TORCHFT_LIGHTHOUSE": f"http://{HOST}:{self._lighthouse_port}"}
         if self._bus is not None:
-            found |= {"FFT_BUS": self._bus.url, "FFT_TOKEN": self._token.text()}
+            found |= {**self._bus.settings(), "FFT_TOKEN": self._token.text()}
         return found
 
     def store(self) -> int:
@@ -68,14 +69,12 @@ class Services:
     def restart_bus(self) -> None:
         """End it without a word, and start one there; of two kinds only NATS kept anything."""
         assert self._bus is not None, "only FFT has a bus"
-        if isinstance(self._bus, NatsServers):
-            self._bus.kill(0)
-            self._bus.start(0)
-            return
-        port = urlsplit(self._bus.url).port or 0
-        job = urlsplit(self._bus.url).path.lstrip("/")
-        self._bus.close()
-        self._bus = serve_tcp(HOST, port, job)
+        server = self._bus.bus
+        if isinstance(server, NatsServers):
+            server.kill(0)
+            server.start(0)
+        else:
+            self._bus.restart_bus()
 
     def close(self) -> None:
         """End all of it."""
