@@ -33,8 +33,6 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Work
-from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 from torchft.manager import (
     REPLICA_ID_KEY,
     ExceptionWithTraceback,
@@ -99,6 +97,7 @@ from fft.machine import Table
 from fft.monitor import MonitorConfig
 from fft.pacer import Pacer, interval_from
 from fft.preemption import INTERVAL_S, Notice, NoticeSource, Poller, source_of
+from fft.reducer import BUCKET_MB, CommHook, Reducer
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
 from fft.rollback.state import StepState
@@ -106,6 +105,7 @@ from fft.rollback.transfer import StateTransfer
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
 from fft.trace import TraceWriter, header
+from fft.updates import StepWatch, Updates
 from fft.watched import Watched, supervisor_socket
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,8 @@ _FRAMES = 4
 """Calls of the main thread that are named when it is too late to leave with a commit."""
 _STOP_LEARNING_S = 5.0
 """For a fetch that is wanted no longer to end."""
+SCALER = "grad_scaler"
+"""Name of the scaler's state among what is registered."""
 _LONGEST_CAUSE = 1500
 """Characters that the others are told; a message has its limits."""
 
@@ -227,12 +229,15 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
             self._futures: set[_CancellableFuture] = set()
             self._works: list[Work] = []
-            self._hooks: list[RemovableHandle] = []
-            """On parameters; the garbage collector does not see that they keep us alive."""
+            self._reducers: list[Reducer] = []
+            """Their hooks on parameters keep us alive, which the garbage collector does not see."""
             self._manifest = _ManifestBuilder()
             self._state: StepState | None = None
-            self._optimizers: list[torch.optim.Optimizer] = []
-            self._schedulers: list[Any] = []
+            self._updates = Updates()
+            self._steps: StepWatch | None = None
+            """Of a loop that steps its optimizer itself; from its first commit on."""
+            self._position: Record | None = None
+            """The record that the state on this rank is that of."""
             self._source: DataSource | None = None
             self._served: Record | None = None
             """The epoch whose first state is served."""
@@ -452,6 +457,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         lr_scheduler: Any | Sequence[Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         generators: Sequence[torch.Generator] | None = None,
+        scaler: Any | None = None,
     ) -> None:
         """Name the state of the job: what a rollback puts back and what a joiner fetches.
 
@@ -462,36 +468,86 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             extra: name → object with ``state_dict`` / ``load_state_dict``, for anything else.
             generators: random generators that the body draws from; None: the global ones of
                 torch, numpy and random.
+            scaler: a ``torch.amp.GradScaler``. The body scales the loss, and may call
+                ``scaler.unscale_(optimizer)`` to clip; the transaction does the rest. Where any
+                rank finds an inf or NaN, the step is skipped on all: the scale backs off, no
+                optimizer and no scheduler is stepped.
         """
         models = [model] if isinstance(model, nn.Module) else list(model)
         single = isinstance(optimizer, torch.optim.Optimizer)
-        self._optimizers = [optimizer] if single else list(optimizer)  # type: ignore[list-item,arg-type]
-        if lr_scheduler is None:
-            self._schedulers = []
-        else:
-            several = isinstance(lr_scheduler, Sequence)
-            self._schedulers = list(lr_scheduler) if several else [lr_scheduler]
-        self._state = StepState(
-            models, self._optimizers, self._schedulers, dict(extra or {}), generators
-        )
+        optimizers: list[Any] = [optimizer] if single else list(optimizer)  # type: ignore[arg-type]
+        schedulers: list[Any] = []
+        if lr_scheduler is not None:
+            schedulers = (
+                list(lr_scheduler) if isinstance(lr_scheduler, Sequence) else [lr_scheduler]
+            )
+        others = dict(extra or {})
+        if scaler is not None:
+            if SCALER in others:
+                raise FftError(f"extra={{{SCALER!r}: …}} and scaler=: give one of them")
+            others[SCALER] = scaler
+        self._updates.close()
+        self._updates = Updates(optimizers, schedulers, scaler)
+        self._state = StepState(models, optimizers, schedulers, others, generators)
         if self._injector is not None:
             for module in models:
                 self._injector.attach(module)
 
-    def sync_gradients(self, model: nn.Module) -> None:
+    def sync_gradients(
+        self,
+        model: nn.Module,
+        bucket_cap_mb: float = BUCKET_MB,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         """Average the gradients of ``model`` across the replica groups during backward.
 
-        FSDP2 modules reduce their shards through their all-reduce hook; other modules reduce each
-        parameter's gradient as soon as it is there.
+        When ``backward()`` returns, ``.grad`` is what the optimizer will apply, as with torch's
+        DistributedDataParallel: clip it, scale it, add to it. FSDP2 modules have their shards
+        reduced. Several models: call it for each.
+
+        Args:
+            model: plain, or by its FSDP2 root. Frozen parameters are left out; those that get a
+                gradient on no group keep ``grad = None``.
+            bucket_cap_mb: MiB of gradients that are reduced at once.
+            reduce_dtype: reduce in this type, such as ``torch.bfloat16``, at half the traffic of
+                float32 and with its rounding; None: in that of the gradient.
         """
-        sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        for module in sharded:
-            module.set_all_reduce_hook(self._reduce_now)
-        if not sharded:
-            for parameter in model.parameters():
-                hooked: Any = parameter  # torch does not type this method
-                hook = hooked.register_post_accumulate_grad_hook(self._reduce_grad)
-                self._hooks.append(hook)
+        self._reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype))
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Reduce the buckets of the last ``sync_gradients`` by ``hook(state, bucket)``.
+
+        As ``DistributedDataParallel.register_comm_hook``: ``bucket.buffer()`` holds the gradients,
+        the hook returns a Future of what shall be in their place. It reduces by
+        ``manager.allreduce``, so pass the manager as ``state``, or in it. Whatever the hook keeps
+        from step to step belongs to the state: ``register(..., extra=…)``.
+        """
+        if not self._reducers:
+            raise FftError("call sync_gradients(model) before register_comm_hook()")
+        self._reducers[-1].register_comm_hook(state, hook)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it ``backward()`` only accumulates gradients; the next one outside reduces all.
+
+        As ``DistributedDataParallel.no_sync``. Saves the reductions between; without it the result
+        is that of the same mean. Under FSDP2 shards are still reduced within the group, unless you
+        also use ``set_requires_gradient_sync(False)``.
+        """
+        before = [(reducer, reducer.quiet(True)) for reducer in self._reducers]
+        try:
+            yield
+        finally:
+            for reducer, quiet in before:
+                reducer.quiet(quiet)
+
+    def on_commit(self, function: Callable[[], object]) -> None:
+        """Call ``function()`` once for each committed step, after the optimizers and schedulers.
+
+        For what must happen once a step and belongs to the state, such as an EMA of the weights
+        (register its state as ``extra``). An exception in it leaves the state torn, and is raised.
+        """
+        self._updates.on_commit(function)
 
     def shard_mesh(self) -> DeviceMesh:
         """Device mesh over the ranks of this replica group, for ``fully_shard``."""
@@ -622,13 +678,22 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         """Do what the engine asks until a txn may begin. None: drained."""
         engine = self._engine or self._start()
         self._finish_apply()
+        torn = self._steps is not None and self._steps.was_torn
+        if torn:  # noticed late: by a second optimizer, after the first one was counted
+            why = "optimizer.step() was begun and did not finish"
+            assert self._steps is not None
+            self._steps.begin()
+            engine.post(HealFailed(engine.local.token.epoch, why, torn=True))
         while True:
             with self._waiting():
                 command = engine.wait_command()
             engine.take(command)
             match command:
                 case Restore():
+                    torn = False
                     self._restore(command)
+                case StartTxn() if torn:
+                    continue  # the rollback comes
                 case Heal():
                     with self._waiting():  # it has limits of its own
                         self._heal(command)
@@ -659,6 +724,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._served = None
         self._errored: ExceptionWithTraceback | None = None
         self._works.clear()
+        for reducer in self._reducers:
+            reducer.begin()
         self._reduced = None
         self._manifest = _ManifestBuilder()
         self._step = plan.step
@@ -760,6 +827,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     def _note_commit(self, record: Record, plan: StartTxn) -> None:
         self._step = record.step if record.kind == "commit" else plan.step + 1
+        self._position = record
         self._batches_committed += plan.participants
         self._commit_failures = 0
         self._body_failures = (-1, 0)
@@ -771,6 +839,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def _finish_apply(self) -> None:
         """The optimizer step that COMMIT asked for is behind us: tell the engine."""
         if self._applying is None or self._engine is None:
+            return
+        if self._steps is not None and self._steps.was_torn:
+            self._steps.begin()
+            self._apply_failed(RuntimeError("optimizer.step() was begun and did not finish"))
             return
         token, self._applying = self._engine.local.token, None
         if self._watched is not None:
@@ -791,12 +863,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         try:
             if self._injector is not None:
                 self._injector.at("apply")
-            for optimizer in self._optimizers:
-                optimizer.step()
-            for scheduler in self._schedulers:
-                scheduler.step()
-            for optimizer in self._optimizers:
-                optimizer.zero_grad(set_to_none=True)
+            self._updates.apply()
         except Exception as error:
             logger.exception("optimizer step failed after COMMIT; this state is torn")
             self._apply_failed(error)
@@ -816,6 +883,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             with self._waiting():
                 group.quiesce(self._timeout)
         self._works.clear()
+        for reducer in self._reducers:
+            reducer.reset()
+        self._updates.forget()
         if self._state is not None:
             if self._state.captured:
                 self._state.restore()
@@ -858,6 +928,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def _healed(self, record: Record, size: int, source: str) -> None:
         assert self._engine is not None
         self._step = record.step
+        self._position = record
         self._batches_committed = record.batches
         digest = None
         if self._digest == "commit" and self._state is not None:
@@ -1049,6 +1120,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         command = self._prepare()
         if command is not None:
             self._applying = command
+            if self._steps is None:
+                self._steps = StepWatch()
+            self._steps.begin()
             return True
         self._commit_failures += 1
         if self._max_retries is not None and self._commit_failures > self._max_retries:
@@ -1060,18 +1134,24 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     @guarded
     def report_error(self, e: Exception) -> None:
-        """Report an error of this rank: the txn is rolled back on every rank of every group."""
+        """Report an error of this rank: the txn is rolled back on every rank of every group.
+
+        Between two txns there is nothing to roll back: what failed then, such as the averaging of
+        a loss, failed, and the next txn begins without it, as under torchft. Only the error of an
+        update that was begun after ``should_commit()`` costs this rank its state.
+        """
         engine = self._engine
         if engine is None:
             super().report_error(e)
             return
-        if self._applying is not None:
+        if self._applying is not None and (self._steps is None or not self._steps.is_done):
             self._apply_failed(e)
             return
         self._errored = _Reported(e)
-        token = self._txn.token if self._txn is not None else engine.local.token
-        if not isinstance(e, (TxnAborted, GroupAborted)):
-            engine.post(Fault(token, _text(e), type(e).__name__))
+        if self._txn is None:
+            logger.warning("failed between two txns, which changes no state: %s", _text(e))
+        elif not isinstance(e, (TxnAborted, GroupAborted)):
+            engine.post(Fault(self._txn.token, _text(e), type(e).__name__))
 
     @guarded
     def allreduce(
@@ -1081,6 +1161,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         reduce_op: Any = ReduceOp.AVG,
     ) -> Work:
         """torchft's fault tolerant all-reduce; what it reduced goes into the vote's manifest."""
+        if self._txn is None and not self._raise_on_abort:
+            self._finish_apply()  # so that whoever waits in it can be freed by a rollback
         if self._injector is not None:
             self._injector.at("before_allreduce")
         if self._raise_on_abort and (error := self._errored) is not None:
@@ -1102,18 +1184,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._injector.at("during_allreduce")
         return work
 
-    def _reduce_now(self, tensor: torch.Tensor) -> None:
-        """All-reduce hook of FSDP2."""
-        self.allreduce(tensor).wait()
+    def reduced(self) -> None:
+        """For the reducers: raise if a reduction of this txn failed and the body shall unwind."""
         self._works.clear()
         if (error := self._errored) is not None and self._raise_on_abort:
             raise TxnAborted(str(error.original_exception))
         if self._injector is not None:
             self._injector.at("after_allreduce")
-
-    def _reduce_grad(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self.allreduce(parameter.grad)
 
     def wrap_future(
         self,
@@ -1154,9 +1231,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """torchft's, plus lineage and data cursor."""
-        engine = self._engine
-        lineage = engine.local.lineage if engine is not None else self._lineage
-        cursor = engine.local.cursor if engine is not None else self._cursor
+        at = self._position  # not where the engine stands: it hears of an update when it is over
+        lineage, cursor = (self._lineage, self._cursor) if at is None else (at.lineage, at.cursor)
         return {**super().state_dict(), "lineage": lineage, "cursor": cursor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1185,9 +1261,12 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._stop_learning()
         self._end_drain()
         self._station.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for reducer in self._reducers:
+            reducer.close()
+        self._reducers.clear()
+        self._updates.close()
+        if self._steps is not None:
+            self._steps.close()
         for group in self._groups():
             group.close()
         if self._injector is not None:
@@ -1212,6 +1291,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     @guarded
     def _open_body(self) -> None:
+        self._updates.in_body = True
         if self._interrupter is None or self._engine is None:
             return
         self._interrupter.enter()
@@ -1220,6 +1300,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     @guarded
     def _close_body(self) -> None:
+        self._updates.in_body = False
         if self._interrupter is not None:
             self._interrupter.leave()
 
