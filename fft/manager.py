@@ -100,7 +100,7 @@ from fft.preemption import INTERVAL_S, Notice, NoticeSource, Poller, source_of
 from fft.reducer import BUCKET_MB, CommHook, Reducer
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
-from fft.rollback.state import StepState
+from fft.rollback.state import StepState, TornState
 from fft.rollback.transfer import StateTransfer
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
@@ -775,6 +775,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._await_reductions()
             self._await_quorum(plan)
         self._inject("vote")
+        if self._state is not None:
+            self._state.note_edits()
         if self._has_state():
             yes = self._errored is None
             cause = "" if self._errored is None else _text(self._errored.original_exception)
@@ -888,7 +890,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._updates.forget()
         if self._state is not None:
             if self._state.captured:
-                self._state.restore()
+                self._put_back(command.token)
             else:  # aborted before this rank began the txn: its state is that of the last commit
                 self._state.unwind()
         assert self._engine is not None
@@ -896,6 +898,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             with self._waiting():
                 self._quorums.pause()
         self._engine.post(Restored(command.token))
+
+    def _put_back(self, token: Token) -> None:
+        assert self._engine is not None and self._state is not None
+        try:
+            self._state.restore()
+        except TornState as error:  # it can be had from a peer
+            logger.warning("%s; this rank fetches the state", error)
+            self._engine.post(HealFailed(token.epoch, _text(error), torn=True))
 
     def _groups(self) -> list[AbortableGroup]:
         return [self._replicate] + ([self._shard] if self._shard is not None else [])
@@ -1612,7 +1622,8 @@ class _ManifestBuilder:
     def add(self, tensor: torch.Tensor, op: Any) -> None:
         """Note one reduction, in issue order."""
         self._count += 1
-        self._bytes += tensor.nbytes
+        if not tensor.is_sparse:  # else how much it is differs between the groups
+            self._bytes += tensor.nbytes
         self._shapes.update(f"{op}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
 
     def build(self) -> Manifest:

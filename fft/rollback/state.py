@@ -1,8 +1,10 @@
 """The state of one rank: what a rollback puts back, and what a heal carries over.
 
-A step that does not commit has changed no parameter and no optimizer state, so `capture` copies
-neither: it keeps what a forward and a backward change (buffers, RNG states, what the user
-registered) and what code around them may change (LR schedules, hyperparameters). `export` and
+A step that does not commit has changed no optimizer state, and mostly no parameter, so `capture`
+copies neither: it keeps what a forward and a backward change (buffers, RNG states, what the user
+registered) and what code around them may change (LR schedules, hyperparameters). Bodies that do
+change parameters, such as clamps of weights, are seen to do so in their first step, of which
+all parameters are kept; from then on those are, and only those. `export` and
 `load` are the whole state of this rank, for a peer that lost its own. Touches the modules,
 optimizers and generators it was given, by reference, and never a process group.
 """
@@ -31,6 +33,10 @@ class StateMismatch(FftError):
     """A state does not fit this rank's model or optimizer; names the first place that differs."""
 
 
+class TornState(FftError):
+    """A rolled back body had changed parameters of which nothing was kept; names them."""
+
+
 class Stateful(Protocol):
     """Anything with the two methods torch uses for state."""
 
@@ -51,6 +57,10 @@ class _Buffer:
 
 @dataclass
 class _Capture:
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Copies of those that a body may change."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of all parameters: torch's counts of edits in place."""
     buffers: list[_Buffer] = field(default_factory=list)
     rng: list[Callable[[], None]] = field(default_factory=list)
     hyper: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -87,18 +97,44 @@ class StepState:
         self._extra = extra if extra is not None else {}
         self._generators = generators
         self._captured: _Capture | None = None
+        self._parameters: dict[str, torch.Tensor] = {}
+        """Every parameter by name, as the first step found them."""
+        self._edited: set[str] | None = None
+        """Parameters that bodies have changed; None: no body has come to its end yet."""
 
     # -- one step
 
     def capture(self) -> None:
         """Remember what `restore` puts back. At the start of a step, on the training thread."""
+        self._parameters = self._parameters or self._names()
+        kept = self._parameters if self._edited is None else self._edited
         self._captured = _Capture(
+            parameters={name: _local(self._parameters[name]).clone() for name in kept},
+            versions={name: _edit_count(p) for name, p in self._parameters.items()},
             buffers=list(_capture_buffers(self._models)),
             rng=_capture_rng(self._generators),
             hyper=[[_hyper(g) for g in o.param_groups] for o in self._optimizers],
             schedules=[copy.deepcopy(s.state_dict()) for s in self._schedulers],
             extra={name: copy.deepcopy(s.state_dict()) for name, s in self._extra.items()},
         )
+
+    def note_edits(self) -> None:
+        """The body is over: keep the parameters that it has changed, from the next step on."""
+        saved = self._captured
+        if saved is None:
+            return
+        found = self._edits(saved)
+        if self._edited is None:  # all are kept, so that edits past torch's counts are seen, too
+            local = {name: _local(self._parameters[name]) for name in saved.parameters}
+            found |= {n for n, value in saved.parameters.items() if not _equal(value, local[n])}
+        self._edited = found | (self._edited or set())
+
+    def _edits(self, saved: _Capture) -> set[str]:
+        return {
+            name
+            for name, parameter in self._parameters.items()
+            if _edit_count(parameter) != saved.versions[name]
+        }
 
     def restore(self) -> None:
         """Put everything back to the last `capture`, and drop all gradients. Idempotent.
@@ -107,11 +143,17 @@ class StepState:
 
         Raises:
             RuntimeError: nothing was captured.
+            TornState: the body changed parameters for the first time; all the rest is put back.
         """
         saved = self._captured
         if saved is None:
             raise RuntimeError("restore() before the first capture()")
         self.unwind()
+        lost = self._edits(saved) - set(saved.parameters)
+        with torch.no_grad():
+            for name, value in saved.parameters.items():
+                _local(self._parameters[name]).copy_(value)
+        saved.versions = {name: _edit_count(p) for name, p in self._parameters.items()}
         _restore_buffers(saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -122,6 +164,12 @@ class StepState:
             self._extra[name].load_state_dict(copy.deepcopy(values))
         for put_back in saved.rng:
             put_back()
+        if lost:
+            self._edited = (self._edited or set()) | lost
+            raise TornState(
+                f"the body has changed {', '.join(sorted(lost)[:5])} for the first time, in a step "
+                "that is rolled back; from now on they are kept, like those of the first step"
+            )
 
     @property
     def captured(self) -> bool:
@@ -492,6 +540,16 @@ def _check_optimizer(
 
 
 # -- plain data
+
+
+def _edit_count(tensor: torch.Tensor) -> int:
+    """torch's count of edits in place of this rank's part, whichever view they go through."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and type hold the same bits."""
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

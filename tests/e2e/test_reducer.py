@@ -1,0 +1,371 @@
+"""Gradients are reduced when ``backward()`` returns: real groups, in threads, over gloo.
+
+What each group finds in ``.grad`` inside its body is compared, bit by bit, with the mean of what
+the groups compute by themselves. With two groups that mean is exact: a sum of two, and its half.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage import Member, Numbers, job
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fft
+from fft.errors import FftError
+
+Gradients = dict[str, torch.Tensor | None]
+Body = Callable[[nn.Module, torch.Tensor], None]
+"""Forward and backward of one group, with its sample numbers."""
+
+
+class Net(nn.Module):
+    """A tied weight, one that nobody uses, and one that only odd samples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.odd = nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 64, bias=False)
+        self.head.weight = self.embed.weight
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.hidden(self.embed(numbers % 64)))
+        if int(numbers[0]) % 2:
+            x = self.odd(x)
+        return self.head(x).square().mean()
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """Copies of all gradients."""
+    return {
+        n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()
+    }
+
+
+def alone(model: nn.Module, body: Body, numbers: list[torch.Tensor]) -> Gradients:
+    """The mean of the groups' gradients, computed here."""
+    found = []
+    for part in numbers:
+        single = copy.deepcopy(model)
+        body(single, part)
+        found.append(gradients(single))
+    mean: Gradients = {}
+    for name in found[0]:
+        parts = [g[name] for g in found if g[name] is not None]
+        mean[name] = sum(p.to_dense() if p.is_sparse else p for p in parts) / 2 if parts else None
+    return mean
+
+
+class Run(fft.CursorLoader):
+    """Sample numbers in order, so that a group's are those of its place."""
+
+    def __init__(self) -> None:
+        super().__init__(Numbers(), batch_size=3)
+
+    def indices(self, number: int) -> list[int]:
+        return [3 * number, 3 * number + 1, 3 * number + 2]
+
+
+def reduced(
+    traces: Path, model: nn.Module, body: Body, prepare: Callable[[Any, nn.Module], None]
+) -> tuple[list[Gradients], list[torch.Tensor]]:
+    """Of one step of two groups: the gradients inside each body, after it, and their samples."""
+    seen: dict[str, tuple[Gradients, torch.Tensor]] = {}
+
+    def work(member: Member) -> None:
+        own = copy.deepcopy(model)
+        member.manager.register(own, torch.optim.SGD(own.parameters(), lr=0.0))
+        prepare(member.manager, own)
+        for txn in member.manager.transactions(Run(), max_steps=1):
+            with txn:
+                body_of(member, own, txn.batch)
+                seen[member.group] = gradients(own), txn.batch
+
+    def body_of(member: Member, own: nn.Module, batch: torch.Tensor) -> None:
+        bodies[member.group] = member.manager
+        body(own, batch)
+
+    bodies: dict[str, Any] = {}
+    with job(traces, 2) as made:
+        made.run(work, register=False, digest="never")
+        made.audit()
+    return [seen[g][0] for g in "01"], [seen[g][1] for g in "01"]
+
+
+def assert_equal(got: Gradients, wanted: Gradients) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        mine = got[name]
+        assert (mine is None) == (value is None), name
+        if value is not None and mine is not None:
+            dense = mine.to_dense() if mine.is_sparse else mine
+            assert torch.equal(dense, value), name
+
+
+def sync(manager: Any, model: nn.Module, **how: Any) -> None:
+    manager.sync_gradients(model, **how)
+
+
+def one_backward(model: nn.Module, numbers: torch.Tensor) -> None:
+    model(numbers).backward()
+
+
+def test_gradients_are_the_mean_when_backward_returns(tmp_path: Path) -> None:
+    found, numbers = reduced(tmp_path, Net(), one_backward, sync)
+    wanted = alone(Net(), one_backward, numbers)
+    assert wanted["unused.weight"] is None, "nobody used it"
+    assert wanted["odd.weight"] is not None, "one group did"
+    assert any(int(part[0]) % 2 for part in numbers) != all(int(part[0]) % 2 for part in numbers)
+    for mine in found:
+        assert_equal(mine, wanted)
+
+
+def test_small_buckets_give_the_same_bits(tmp_path: Path) -> None:
+    def tiny(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+
+    found, numbers = reduced(tmp_path, Net(), one_backward, tiny)
+    for mine in found:
+        assert_equal(mine, alone(Net(), one_backward, numbers))
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_two_backwards_accumulate(tmp_path: Path, quiet: bool) -> None:
+    managers: dict[int, Any] = {}
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        sync(manager, model)
+        managers[id(model)] = manager
+
+    def twice(model: nn.Module, numbers: torch.Tensor) -> None:
+        manager = managers.get(id(model))
+        if quiet and manager is not None:
+            with manager.no_sync():
+                model(numbers).backward()
+        else:
+            model(numbers).backward()
+        model(numbers + 7).backward()
+
+    found, numbers = reduced(tmp_path, Net(), twice, prepare)
+    assert_equal(found[0], found[1])
+    if quiet:  # reduced once, so the sum is formed as it is alone
+        assert_equal(found[0], alone(Net(), twice, numbers))
+    else:  # the mean of the first part is added to, so rounding differs by a last bit
+        for name, value in alone(Net(), twice, numbers).items():
+            torch.testing.assert_close(found[0][name], value)
+
+
+def test_what_only_the_quiet_backward_has_reached_is_reduced_too(tmp_path: Path) -> None:
+    managers: dict[int, Any] = {}
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        sync(manager, model)
+        managers[id(model)] = manager
+
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        part = model.odd(model.embed(numbers % 64)).square().mean()
+        if (manager := managers.get(id(model))) is None:
+            part.backward()
+        else:
+            with manager.no_sync():
+                part.backward()
+        model.hidden(model.embed(numbers % 64)).square().mean().backward()
+
+    found, numbers = reduced(tmp_path, Net(), body, prepare)
+    for mine in found:
+        assert_equal(mine, alone(Net(), body, numbers))
+
+
+def test_frozen_parameters_are_left_out(tmp_path: Path) -> None:
+    model = Net()
+    for parameter in [*model.hidden.parameters(), *model.unused.parameters()]:
+        parameter.requires_grad = False
+    found, numbers = reduced(tmp_path, model, one_backward, sync)
+    assert found[0]["hidden.weight"] is None
+    for mine in found:
+        assert_equal(mine, alone(model, one_backward, numbers))
+
+
+def test_a_model_without_a_trained_parameter_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with job(tmp_path, 1) as made:
+        manager = made.member("0", register=False).manager
+        with pytest.raises(FftError, match="no parameter"):
+            manager.sync_gradients(model)
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(4096, 4, sparse=True), nn.Linear(4, 4))
+
+    def body(net: nn.Module, numbers: torch.Tensor) -> None:
+        net(numbers % 5).square().mean().backward()
+
+    found, numbers = reduced(tmp_path, model, body, sync)
+    wanted = alone(model, body, numbers)
+    assert found[0]["0.weight"] is not None and found[0]["0.weight"].is_sparse
+    for mine in found:
+        assert_equal(mine, wanted)
+
+
+def test_reduced_in_another_type(tmp_path: Path) -> None:
+    def half(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, reduce_dtype=torch.bfloat16)
+
+    found, numbers = reduced(tmp_path, Net(), one_backward, half)
+    parts = [alone(Net(), one_backward, [part, part]) for part in numbers]
+    for name, value in found[0].items():
+        both = [p[name] for p in parts]
+        if all(part is None for part in both):
+            assert value is None
+            continue
+        assert value is not None and value.dtype == torch.float32
+        rounded = [p.bfloat16() for p in both if p is not None]
+        assert torch.equal(value, (sum(rounded) / 2).float()), name  # type: ignore[union-attr]
+    assert_equal(found[0], found[1])
+
+
+def test_a_communication_hook_reduces_each_bucket(tmp_path: Path) -> None:
+    buckets: list[tuple[int, int, bool]] = []
+
+    def compress(state: Any, bucket: Any) -> torch.futures.Future[Any]:
+        buckets.append((bucket.index(), len(bucket.parameters()), bucket.is_last()))
+        small = bucket.buffer().to(torch.bfloat16)
+        work = state.allreduce(small)
+        work.wait()
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(small.float())
+        return done
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, bucket_cap_mb=512 / 2**20)
+        manager.register_comm_hook(manager, compress)
+
+    found, numbers = reduced(tmp_path / "hook", Net(), one_backward, prepare)
+    assert len(buckets) > 2 and sum(last for _, _, last in buckets) == 2
+    assert found[0]["unused.weight"] is None
+
+    def half(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, reduce_dtype=torch.bfloat16)
+
+    wanted, again = reduced(tmp_path / "type", Net(), one_backward, half)
+    assert [n.tolist() for n in numbers] == [n.tolist() for n in again]
+    for mine in found:
+        assert_equal(mine, wanted[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(tmp_path: Path, reentrant: bool) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(1, 8)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+            x = self.first(numbers.float()[:, None] / 64)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x.square().mean()
+
+    torch.manual_seed(1)
+    model = Deep()
+    found, numbers = reduced(tmp_path, model, one_backward, sync)
+    for mine in found:
+        assert_equal(mine, alone(model, one_backward, numbers))
+
+
+def test_memory_formats_are_kept(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    def body(net: nn.Module, numbers: torch.Tensor) -> None:
+        image = torch.sin(numbers.float())[:, None, None, None].expand(3, 3, 5, 5)
+        net(image.contiguous(memory_format=torch.channels_last)).square().mean().backward()
+
+    found, numbers = reduced(tmp_path, model, body, sync)
+    for mine in found:
+        assert_equal(mine, alone(model, body, numbers))
+
+
+def test_a_parameter_unfrozen_between_two_txns_is_reduced(tmp_path: Path) -> None:
+    seen: dict[str, list[Gradients]] = {"0": [], "1": []}
+
+    def work(member: Member) -> None:
+        model = Net()
+        model.hidden.requires_grad_(False)
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(Run(), max_steps=2):
+            with txn:
+                model(txn.batch).backward()
+                seen[member.group].append(gradients(model))
+            model.hidden.requires_grad_(True)
+
+    with job(tmp_path, 2) as made:
+        made.run(work, register=False, digest="never")
+    assert seen["0"][0]["hidden.weight"] is None
+    assert seen["0"][1]["hidden.weight"] is not None
+    assert_equal(seen["0"][1], seen["1"][1])
+
+
+def test_one_unfrozen_inside_a_body_is_refused_by_name(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        model = Net()
+        model.hidden.requires_grad_(False)
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(Run(), max_steps=2):
+            with txn:
+                model.hidden.requires_grad_(True)
+                model(txn.batch).backward()
+
+    with job(tmp_path, 1) as made, pytest.raises(FftError) as caught:
+        made.run(work, register=False, digest="never", max_body_failures=1)
+    assert "'hidden.weight' got a gradient, but it was frozen" in str(caught.value.__cause__)
+
+
+def test_edits_of_gradients_are_seen(tmp_path: Path) -> None:
+    edited: dict[str, list[bool]] = {}
+
+    def edit(model: nn.Module, how: str) -> None:
+        gradient = model.hidden.weight.grad
+        assert gradient is not None
+        if how == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        elif how == "replace":
+            model.hidden.weight.grad = gradient * 1
+        elif how == "data":
+            gradient.data.mul_(0.5)
+
+    def work(member: Member, exact: bool) -> None:
+        model = Net()
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        member.manager.sync_gradients(model)
+        (reducer,) = member.manager._reducers
+        ways = iter(["nothing", "clip", "replace", "data"])
+        found = edited.setdefault(f"{member.group}{exact}", [])
+        for txn in member.manager.transactions(Run(), max_steps=4):
+            with txn:
+                reducer.begin(exact)
+                model(txn.batch).backward()
+                edit(model, next(ways))
+                found.append(reducer.edited())
+
+    for exact in (False, True):
+        with job(tmp_path / str(exact), 2) as made:
+            made.run(lambda member, e=exact: work(member, e), register=False, digest="never")
+    assert edited["0False"] == edited["1False"] == [False, True, True, False]
+    assert edited["0True"] == edited["1True"] == [False, True, False, True]
