@@ -1,0 +1,284 @@
+"""The update after a commit: done once and whole, or this state is torn. And what a body may do.
+
+Real groups in threads, over gloo; the traces are asked what was applied and what was fetched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage import Member, Numbers, aborts, batch_of, events, fetches, job, parameters, records
+from torchft.optim import OptimizerWrapper
+
+import fft
+from fft.errors import FftError
+
+STEPS = 6
+
+
+def _loader() -> fft.CursorLoader:
+    return fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+
+
+def _loss(member: Member, numbers: torch.Tensor) -> torch.Tensor:
+    x = batch_of(numbers)
+    return member.model(x).sub(x.mean(1, keepdim=True)).square().mean()
+
+
+# --- FFT's loop -----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_right_after_a_commit_is_of_that_commit(tmp_path: Path) -> None:
+    taken: list[dict[str, Any]] = []
+
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=40):
+            with txn:
+                _loss(member, txn.batch).backward()
+            if member.group == "0":
+                taken.append(member.manager.state_dict())
+
+    with job(tmp_path, 2) as made:
+        made.run(work)
+    commits = {r["step"]: r for r in records(tmp_path) if r["kind"] == "commit"}
+    assert len(taken) == 40
+    for state in taken:
+        record = commits[state["step"]]
+        assert (state["lineage"], state["cursor"]) == (record["lineage"], record["cursor"])
+
+
+def test_stepping_the_optimizer_in_the_body_is_refused_with_the_mend(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=2):
+            with txn:
+                _loss(member, txn.batch).backward()
+                member.optimizer.step()
+
+    with job(tmp_path, 1) as made, pytest.raises(FftError) as caught:
+        made.run(work, max_body_failures=1)
+    assert "take the call out of the body" in str(caught.value.__cause__)
+
+
+def test_what_is_done_on_commit_is_done_once_a_step(tmp_path: Path) -> None:
+    seen: dict[str, list[int]] = {"0": [], "1": []}
+
+    def work(member: Member) -> None:
+        average = torch.optim.swa_utils.AveragedModel(member.model)
+        member.manager.register(member.model, member.optimizer, extra={"ema": average})
+
+        def after() -> None:
+            average.update_parameters(member.model)
+            seen[member.group].append(member.manager.current_step())
+
+        member.manager.on_commit(after)
+        failed = False
+        for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+            with txn:
+                _loss(member, txn.batch).backward()
+                if txn.step == 3 and member.group == "1" and not failed:
+                    failed = True
+                    raise RuntimeError("once")
+        averages.append([p.tolist() for p in average.module.parameters()])
+
+    averages: list[Any] = []
+    with job(tmp_path, 2) as made:
+        made.run(work)
+        made.audit()
+    assert seen["0"] == seen["1"] == list(range(1, STEPS + 1))
+    assert averages[0] == averages[1]
+
+
+def test_a_body_that_changes_parameters_is_rolled_back_with_them(tmp_path: Path) -> None:
+    """Weight clamping as in WGAN, and by ``.data`` as older code writes it."""
+
+    def run(folder: Path, fails: bool, by_data: bool) -> list[Any]:
+        def work(member: Member) -> None:
+            pending = {0, 3} if fails else set()
+            for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+                with txn:
+                    first = member.model.first.weight
+                    if by_data:
+                        first.data.mul_(0.9)
+                    else:
+                        with torch.no_grad():
+                            first.mul_(0.9)
+                    _loss(member, txn.batch).backward()
+                    if member.group == "1" and txn.step in pending:
+                        pending.remove(txn.step)
+                        raise RuntimeError("after the change")
+
+        with job(folder, 2) as made:
+            members = made.run(work)
+            made.audit()
+        assert len(aborts(folder)) >= 2 * fails
+        assert fetches(folder) == []
+        return [parameters(member.model) for member in members]
+
+    for by_data in (False, True):
+        undisturbed = run(tmp_path / f"quiet{by_data}", False, by_data)
+        assert run(tmp_path / f"faults{by_data}", True, by_data) == undisturbed
+
+
+def test_a_parameter_changed_late_and_rolled_back_is_fetched_again(tmp_path: Path) -> None:
+    """Nothing was kept of it; its state is torn, said so, and healed."""
+
+    def work(member: Member) -> None:
+        failed = False
+        for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+            with txn:
+                if txn.step == 3 and member.group == "1" and not failed:
+                    failed = True
+                    with torch.no_grad():
+                        member.model.first.weight.mul_(0.5)
+                    raise RuntimeError("after the change")
+                _loss(member, txn.batch).backward()
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work)
+        made.audit()
+    assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("1", "0")]
+    assert parameters(members[0].model) == parameters(members[1].model)
+    (failed,) = events(tmp_path, "heal_failed")
+    assert failed["event"]["torn"] and "model0.first.weight" in failed["event"]["cause"]
+
+
+# --- torchft's loop -------------------------------------------------------------------------------
+
+
+class Moody(torch.optim.SGD):
+    """Fails once, half way through its step, when told to."""
+
+    error: BaseException | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.error is not None:
+            error, self.error = self.error, None
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise error
+        super().step(closure)
+
+
+def _by_hand(member: Member, step: int) -> bool:
+    """Forward, backward and vote, as torchft's users write it."""
+    manager = member.manager
+    manager.start_quorum()
+    member.optimizer.zero_grad()
+    _loss(member, torch.arange(4) + 8 * step + 4 * int(member.group)).backward()
+    for parameter in member.model.parameters():
+        manager.allreduce(parameter.grad).wait()
+    return bool(manager.should_commit())
+
+
+def _registered(member: Member) -> None:
+    member.manager.register(member.model, member.optimizer)
+
+
+def test_a_step_that_failed_and_was_caught_is_not_taken_for_applied(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        _registered(member)
+        while (step := member.manager.current_step()) < STEPS:
+            if _by_hand(member, step):
+                if step == 2 and member.group == "1":
+                    member.optimizer.error = RuntimeError("half way")  # type: ignore[attr-defined]
+                try:
+                    member.optimizer.step()
+                except RuntimeError as error:
+                    assert str(error) == "half way"
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, optimizer=Moody, digest="commit")
+        made.audit()
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("1", "0")]
+
+
+def test_an_interrupt_in_the_step_then_shutdown_is_a_torn_state(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        _registered(member)
+        while (step := member.manager.current_step()) < 3:
+            if _by_hand(member, step):
+                if step == 2:
+                    member.optimizer.error = KeyboardInterrupt()  # type: ignore[attr-defined]
+                member.optimizer.step()
+
+    with job(tmp_path, 1) as made:
+        member = made.member("0", register=False, optimizer=Moody)
+        member.start(work).end()
+        assert isinstance(member.error, KeyboardInterrupt)
+    assert len(events(tmp_path, "applied")) == 2
+    assert len(events(tmp_path, "apply_failed")) == 1
+
+
+def test_a_second_optimizer_that_fails_tears_the_state_too(tmp_path: Path) -> None:
+    """Even if the loss was averaged between the two steps, which counts the first as the update."""
+
+    def work(member: Member) -> None:
+        _registered(member)
+        second = Moody(member.model.parameters(), lr=1e-3)
+        while (step := member.manager.current_step()) < STEPS:
+            if _by_hand(member, step):
+                member.optimizer.step()
+                member.manager.allreduce(torch.ones(1)).wait()
+                if step == 2 and member.group == "1":
+                    second.error = RuntimeError("half way")
+                try:
+                    second.step()
+                except RuntimeError as error:
+                    assert str(error) == "half way"
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, digest="never")
+        made.audit()
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("1", "0")]
+
+
+def test_metrics_that_fail_after_the_step_cost_nothing(tmp_path: Path) -> None:
+    lost: list[str] = []
+
+    def work(member: Member) -> None:
+        _registered(member)
+        while (step := member.manager.current_step()) < STEPS:
+            if not _by_hand(member, step):
+                continue
+            member.optimizer.step()
+            if step == 2 and member.group == "1":
+                member.manager._replicate.cut()  # as a network would
+            member.manager.allreduce(torch.ones(1)).wait()
+            if member.manager.errored() is not None:
+                lost.append(member.group)
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, digest="commit")
+        made.audit()
+    assert lost, "the average of step 2 failed"
+    assert fetches(tmp_path) == []
+    assert events(tmp_path, "apply_failed") == []
+    assert parameters(members[0].model) == parameters(members[1].model)
+
+
+def test_the_wrapper_of_torchft_is_watched_too(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        _registered(member)
+        wrapped = OptimizerWrapper(member.manager, member.optimizer)
+        while (step := member.manager.current_step()) < STEPS:
+            wrapped.zero_grad()
+            _loss(member, torch.arange(4) + 8 * step + 4 * int(member.group)).backward()
+            for parameter in member.model.parameters():
+                member.manager.allreduce(parameter.grad).wait()
+            if step == 2 and member.group == "0":
+                member.optimizer.error = RuntimeError("half way")  # type: ignore[attr-defined]
+            try:
+                wrapped.step()
+            except RuntimeError as error:
+                assert str(error) == "half way"
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, optimizer=Moody, digest="commit")
+        made.audit()
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("0", "1")]
