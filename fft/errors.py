@@ -23,6 +23,10 @@ class Fenced(FftError):
     """A newer incarnation took this identity; this process must stop."""
 
 
+class Diverged(FftError):
+    """Replicas hold different states; the message names ranks, digests and step."""
+
+
 class NoEpoch(FftError):
     """No epoch was formed within the quorum timeout; its coordinator knows why, and says so."""
 

@@ -74,6 +74,10 @@ class Policies(_Strict):
     min_reductions: int = Field(
         1, ge=0, description="reductions that a YES needs, so that a phantom step cannot commit"
     )
+    on_divergence: Literal["stop", "heal"] = Field(
+        "stop",
+        description="replicas differ: end the job, or have whoever differs from most fetch anew",
+    )
 
 
 class FsmSpec(_Strict):

@@ -6,9 +6,10 @@ this event) and returns the effects in the order in which they must be carried o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from fft.core.equality import differing, odd_ones, tell
 from fft.core.local import (
     Config,
     Local,
@@ -19,6 +20,7 @@ from fft.core.local import (
     hello,
     is_member,
     joiners,
+    learners,
     member_at,
     member_peers,
     members,
@@ -34,6 +36,7 @@ from fft.core.messages import (
     AbortGroups,
     Ack,
     Apply,
+    Ballot,
     Begin,
     Broadcast,
     BusDown,
@@ -287,6 +290,16 @@ def note_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         s.joining -= {p for g in event.record.members for p in g.peers()}
         if event.record.kind == "abort" and event.record.cause:
             s.cause = event.record.cause
+        if c.me in event.record.odd:
+            s.lineage = ""
+    return ()
+
+
+@action
+def mark_doubtful(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The decision of my txn was missed: if states were compared in it, mine may be an odd one."""
+    if s.vote is not None and s.vote.digest is not None:
+        s.lineage = ""
     return ()
 
 
@@ -318,11 +331,12 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
 def _abort_record(s: Local, c: Config) -> Record:
     assert s.head is not None
     cause = f"{c.me}: {s.cause or 'no decision in time'}"[:2000]
-    return _successor(s, c, kind="abort", step=s.head.step, cause=cause)
+    return _successor(s, c, kind="abort", step=s.head.step, cause=cause, skip=s.skip)
 
 
-def _commit_record(s: Local, c: Config, votes: Iterable[Vote]) -> Record:
-    lineage, cursor = committed(s, c)
+def _commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
+    skip = any(v.skip for v in votes)
+    after = committed(s, c, skip)
     present = {g.group for g in members(s)}
     leavers = {v.peer.group for v in votes if v.leaving}
     leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
@@ -330,10 +344,11 @@ def _commit_record(s: Local, c: Config, votes: Iterable[Vote]) -> Record:
         s,
         c,
         kind="commit",
-        step=s.step + 1,
-        lineage=lineage,
-        cursor=cursor,
-        batches=s.batches + participants(s, c),
+        step=after.step,
+        lineage=after.lineage,
+        cursor=after.cursor,
+        batches=after.batches,
+        skip=skip,
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
     )
@@ -344,6 +359,16 @@ def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Propose ABORT for the txn I stand at."""
     s.proposed = True
     yield Decide(s.head, _abort_record(s, c))
+
+
+@action
+def propose_apart(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose ABORT, for states differ: it names the odd ones, or ends the job."""
+    assert isinstance(event, Ballot)
+    odd = odd_ones(event.votes) if c.on_divergence == "heal" else None
+    s.cause = f"replicas differ after step {s.step}: {tell(differing(event.votes))}"[:1900]
+    s.proposed = True
+    yield Decide(s.head, replace(_abort_record(s, c), odd=odd or (), diverged=odd is None))
 
 
 @action
@@ -361,7 +386,9 @@ def propose_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Vote YES."""
     assert isinstance(event, Prepared)
-    s.vote = Vote(c.me, event.manifest, leaving=c.me in s.leaving)
+    # The state of a learner has come since the txn began: it is what it was compared with.
+    digest = None if c.me.group in learners(s) else event.digest
+    s.vote = Vote(c.me, event.manifest, c.me in s.leaving, event.skip, digest)
     yield CastVote(s.token, s.vote, len(member_peers(s)))
 
 
@@ -369,7 +396,10 @@ def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember why this rank cannot go on with the txn."""
     cause = getattr(event, "cause", "")
-    if isinstance(event, Prepared) and event.yes:
+    s.skip = isinstance(event, Prepared) and event.yes and event.skip
+    if s.skip:
+        cause = "the user skipped this step here, before its reductions"
+    elif isinstance(event, Prepared) and event.yes:
         cause = (
             f"{event.manifest.count} gradient reductions in this txn, but a YES needs "
             f"{c.min_reductions}: a step that reduced nothing must not be committed"
@@ -384,24 +414,30 @@ def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     votes = event.votes  # type: ignore[union-attr]  # the row is for ballots
     counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in votes)
     s.cause = f"the votes' manifests do not fit together ({counts})"[:1900]
+    if skipping := [str(v.peer) for v in votes if v.skip]:
+        s.skip = True
+        s.cause = f"the user skipped this step on {', '.join(skipping)}; {s.cause}"[:1900]
     return ()
 
 
 @action
 def apply(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Run the optimizer step."""
+    """Run the optimizer step, or what belongs to a skip."""
     assert s.head is not None
-    yield Apply(s.head)
+    mine = s.head.kind == "commit" and s.head.token == s.token
+    # Of a decision that was missed, a later record's lineage tells.
+    s.skip = s.head.skip if mine else s.head.lineage == committed(s, c, skip=True).lineage
+    yield Apply(s.head, s.skip)
 
 
 @action
 def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The committed step is in the state; stand at the next txn."""
-    s.lineage, s.cursor = committed(s, c)
-    s.step += 1
-    s.batches += participants(s, c)
+    """What was committed, a step or a skip, is in the state; stand at the next txn."""
+    after = committed(s, c, s.skip)
+    s.step, s.lineage = after.step, after.lineage
+    s.cursor, s.batches = after.cursor, after.batches
     s.commits += 1
-    s.vote, s.rollbacks = None, 0
+    s.vote, s.skip, s.rollbacks = None, False, 0
     if s.head is not None and not s.head.change:
         s.token = Token(s.token.epoch, s.token.txn + 1)
     return ()
@@ -411,7 +447,7 @@ def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """The committed step could not be applied: this state is lost. Stand at the next txn."""
     s.lineage = ""
-    s.vote = None
+    s.vote, s.skip = None, False
     s.cause = f"optimizer step failed after COMMIT: {getattr(event, 'cause', '')}"
     if s.head is not None and not s.head.change:
         s.token = Token(s.token.epoch, s.token.txn + 1)
@@ -422,7 +458,7 @@ def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def start_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Let the main thread begin the txn I stand at."""
     able = contributors(s, c)
-    s.vote, s.proposed, s.cause = None, False, ""
+    s.vote, s.proposed, s.skip, s.cause = None, False, False, ""
     at: Local | Record = s
     if not s.healed:  # a learner's body takes the others' place in the job, not its own
         assert s.epoch is not None
@@ -457,7 +493,7 @@ def abort_groups(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Have the main thread unwind and put back the start of the step."""
-    s.restored, s.restoring, s.vote = False, s.token, None
+    s.restored, s.restoring, s.vote, s.skip = False, s.token, None, False
     yield Restore(s.token, s.cause)
 
 
@@ -597,7 +633,12 @@ _LONGEST_PAUSE = 64.0
 
 @action
 def pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """After several rollbacks without a commit between, wait before the next epoch: 1, 2, 4 …"""
+    """After several rollbacks without a commit between, wait before the next epoch: 1, 2, 4 …
+
+    A step that the user skipped is no failure, and counts as none.
+    """
+    if s.head is not None and s.head.skip:
+        return
     s.rollbacks += 1
     if s.rollbacks > _FREE_ROLLBACKS:
         s.paused = True
@@ -751,6 +792,19 @@ def stop_no_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         f"no live replica group holds the state of committed step {step}, and none came within "
         f"{limit:g} s; restore a checkpoint under a new job name",
         error="NoState",
+    )
+
+
+@action
+def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: replicas differ."""
+    assert s.head is not None
+    yield Finish(
+        f"{s.head.cause}. Equal replicas must stay equal: look for parameters that are changed "
+        "outside of the optimizer step, gradients that are used before their reduction is over or "
+        "that take no part in one, values that differ between groups (seeds, data, environment), "
+        "and faulty memory. Go on from a checkpoint under a new job name",
+        error="Diverged",
     )
 
 

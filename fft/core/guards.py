@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fft.core.equality import differing
 from fft.core.local import (
     Config,
     Local,
@@ -76,6 +77,12 @@ def manifests_fit(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def digests_fit(s: Local, c: Config, event: Event) -> bool:
+    """Ranks of one number brought equal digests of their states, as far as they brought any."""
+    return isinstance(event, Ballot) and not differing(event.votes)
+
+
+@guard
 def decided_commit(s: Local, c: Config, event: Event) -> bool:
     """The register says COMMIT for the txn I stand at."""
     record = _record(event)
@@ -130,7 +137,7 @@ def settled_commit(s: Local, c: Config, event: Event) -> bool:
         record is not None
         and record.token > s.token
         and s.vote is not None
-        and record.lineage == committed(s, c)[0]
+        and record.lineage in (committed(s, c).lineage, committed(s, c, skip=True).lineage)
     )
 
 
@@ -354,6 +361,12 @@ def answers_joiners(s: Local, c: Config, event: Event) -> bool:
 def asked_to_leave(s: Local, c: Config, event: Event) -> bool:
     """A drain has named my group."""
     return c.me in s.leaving
+
+
+@guard
+def job_diverged(s: Local, c: Config, event: Event) -> bool:
+    """The last decision ends the job: replicas differ, and nobody can tell who is right."""
+    return s.head is not None and s.head.diverged
 
 
 @guard

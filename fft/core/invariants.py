@@ -11,9 +11,9 @@ between parameter groups) has nothing to decide while a spec has one parameter g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from fft.core.local import Local, member_peers
 from fft.core.messages import (
@@ -30,10 +30,12 @@ from fft.core.messages import (
     Finish,
     Healed,
     Join,
+    Manifest,
     Peer,
     Prepared,
     Ready,
     Record,
+    StartTxn,
     Stop,
     Timer,
     Token,
@@ -275,6 +277,12 @@ def agreement(move: Move) -> Iterator[Claim]:
     if (record := move.record) is not None:
         text = f"{move.peer} saw another value of register record {record.n} than others"
         yield Same(("record", record.n), record, text)
+    after = move.after
+    for event in move.before.deferred if after.state != "EXIT" else ():
+        if isinstance(event, Decision) and event.record is not None:
+            known = event in after.deferred or (after.head and after.head.n >= event.record.n)
+            text = f"{move.peer} forgot record {event.record.n}, which it had put off"
+            yield Holds(bool(known), text)
 
 
 @invariant
@@ -285,27 +293,44 @@ def validity(move: Move) -> Iterator[Claim]:
         yield Holds(event.yes, f"{move.peer} voted YES in txn {token} in spite of: {event.cause}")
         text = f"{move.peer} voted YES in txn {token} without the state that it begins with"
         yield Holds(move.after.healed, text)
-        yield Know(("yes", token, move.peer), event.manifest.count)
+        digest = move.after.vote.digest if move.after.vote else None
+        yield Know(("yes", token, move.peer), _Yes(event.manifest, event.skip, digest))
     if obeyed(move) != "commit":
         return
-    members = member_peers(move.before)
-    yield Holds(bool(members), f"{move.peer} committed txn {token} outside every epoch")
-    for peer in members:
+    voters = member_peers(move.before)
+    yield Holds(bool(voters), f"{move.peer} committed txn {token} outside every epoch")
+    for peer in voters:
         text = f"txn {token} was committed, but {peer} did not vote YES in it"
         yield Given((("yes", token, peer),), text)
+    votes = tuple(("yes", token, peer) for peer in voters)
     yield Given(
-        tuple(("yes", token, peer) for peer in members),
+        votes,
         f"txn {token} was committed with different numbers of reductions, or with none",
-        lambda *counts: len(set(counts)) == 1 and counts[0] > 0,
+        lambda *yes: len({y.manifest.count for y in yes}) == 1 and yes[0].manifest.count > 0,
         needed=False,
     )
+    yield Given(
+        votes,
+        f"txn {token} was committed though ranks of one number did different reductions",
+        lambda *yes: len({(p.rank, y.manifest) for p, y in zip(voters, yes, strict=True)})
+        == len({p.rank for p in voters}),
+        needed=False,
+    )
+
+
+class _Yes(NamedTuple):
+    """What a YES says."""
+
+    manifest: Manifest
+    skip: bool
+    digest: str | None
 
 
 @invariant
 def exactly_once(move: Move) -> Iterator[Claim]:
     """3: a step is applied after its COMMIT, once, and the lineage tells it."""
     if (record := move.record) is not None and record.kind == "commit":
-        yield Know(("committed", record.token), record.n)
+        yield Know(("committed", record.token), record.skip)
     for step in move.out.steps:
         if step.source in _COMMITTING and step.dest not in (step.source, "EXIT"):
             text = f"{move.peer} left {step.source} of txn {move.before.token} without applying it"
@@ -316,8 +341,8 @@ def exactly_once(move: Move) -> Iterator[Claim]:
     text = f"{move.peer} applied txn {before.token}, which was never committed"
     yield Given((("committed", before.token),), text)
     text = f"{move.peer} applied a step and went from step {before.step} to {after.step}"
-    yield Holds(after.step == before.step + 1, text)
-    expected = next_lineage(before.lineage, before.token, after.step, after.cursor)
+    yield Holds(after.step == before.step + (not before.skip), text)
+    expected = next_lineage(before.lineage, before.token, after.step, after.cursor, before.skip)
     yield Holds(after.lineage == expected, f"{move.peer} broke the lineage chain")
     where = (before.step, before.lineage)
     text = f"{move.peer} applied txn {before.token} at {where} and at {{was}}"
@@ -328,8 +353,18 @@ def exactly_once(move: Move) -> Iterator[Claim]:
 def samples_once(move: Move) -> Iterator[Claim]:
     """3: each slice of data is consumed by exactly one committed txn, none is left out."""
     record, before = move.record, move.before
+    for effect in move.out.effects:
+        if isinstance(effect, StartTxn):
+            yield from _takes_its_place(move, effect)
     if record is not None:
         yield Know(("record", record.n), record)
+        if record.kind == "commit":
+            yield Given(
+                (("start", record.token),),
+                f"record {record.n} commits other data than txn {record.token} began with",
+                lambda start: record.cursor == start[0] + start[1],
+                needed=False,
+            )
         yield Given(
             (("record", record.n - 1), ("record", record.n)),
             f"record {record.n} ({record.kind}) does not go on where the data before it end",
@@ -347,9 +382,26 @@ def samples_once(move: Move) -> Iterator[Claim]:
         yield Same(("data from", before.cursor), token, text)
 
 
+def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
+    """Which slice a group takes in a txn: those that contribute have one each, in their order."""
+    token, begun = start.token, (start.cursor, start.participants)
+    text = f"{move.peer} began txn {token} with (cursor, participants) {begun}, another with"
+    yield Same(("start", token), begun, text + " {was}")
+    epoch = move.after.epoch
+    late = epoch.learners if epoch and token.txn == 1 else ()
+    able = [g.group for g in epoch.members if g.group not in late] if epoch else []
+    mine = able.index(move.peer.group) if move.peer.group in able else None
+    if mine is not None and mine >= start.participants:
+        mine = None  # a spare
+    text = f"{move.peer} has slice {start.index} of {start.participants} in txn {token}, not {mine}"
+    yield Holds(start.index == mine and 0 < start.participants <= len(able), text)
+
+
 def _cursor_goes_on(before: Record, after: Record) -> bool:
-    moved = after.cursor - before.cursor
-    return moved > 0 if after.kind == "commit" else moved == 0
+    moved, batches = after.cursor - before.cursor, after.batches - before.batches
+    if after.kind != "commit":
+        return moved == batches == 0
+    return moved > 0 and batches == (0 if after.skip else moved)
 
 
 @invariant
@@ -377,12 +429,80 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
         token = move.before.token
         text = f"after txn {token} {move.peer} has lineage {after.lineage}, another has {{was}}"
         yield Same(("lineage", token), after.lineage, text)
+    held = (after.step, after.cursor, after.batches)
+    text = f"{move.peer} has (step, cursor, batches) {held}, another of its lineage {{was}}"
+    yield Same(("held", after.lineage), held, text)
     if event.digest is not None:
         text = (
             f"at step {after.step} the state of {move.peer} (digest {event.digest}) differs from "
             "another's ({was}) although their lineage is equal"
         )
         yield Same(("digest", after.lineage, move.peer.rank), event.digest, text)
+
+
+@invariant
+def divergence(move: Move) -> Iterator[Claim]:
+    """12: no txn is committed whose voters' states differ; whose state is given up is no majority.
+
+    As far as votes bring digests.
+    """
+    token, members, outcome = move.before.token, member_peers(move.before), obeyed(move)
+    head, votes = move.after.head, tuple(("yes", token, peer) for peer in members)
+    if outcome == "commit":
+        text = f"txn {token} was committed though the states of replicas differ"
+        yield Given(votes, text, lambda *yes: not _apart(members, yes), needed=False)
+    elif outcome == "abort" and head is not None and (head.odd or head.diverged):
+        odd, at = head.odd, head.n
+        text = f"record {at} ends the job, though no replicas differ"
+        if head.diverged:
+            yield Given(votes, text, lambda *yes: bool(_apart(members, yes)), needed=False)
+        text = f"record {at} gives up {', '.join(map(str, odd))}, which are no minority"
+        if odd:
+            yield Given(votes, text, lambda *yes: _are_few(odd, members, yes), needed=False)
+        if move.peer in odd:
+            text = f"{move.peer} keeps a state that record {at} gives up"
+            yield Holds(move.after.lineage == "", text)
+
+
+def _apart(members: Sequence[Peer], yes: Sequence[_Yes]) -> set[int]:
+    """Numbers of the ranks whose states differ, by the digests that there are."""
+    held: dict[int, set[str]] = {}
+    for peer, vote in zip(members, yes, strict=True):
+        if vote.digest is not None:
+            held.setdefault(peer.rank, set()).add(vote.digest)
+    return {rank for rank, found in held.items() if len(found) > 1}
+
+
+def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[_Yes]) -> bool:
+    """Whether those who are not odd have one digest each rank number, and are more than half."""
+    for rank in {peer.rank for peer in odd}:
+        held = {p: y.digest for p, y in zip(members, yes, strict=True) if p.rank == rank}
+        held = {peer: digest for peer, digest in held.items() if digest is not None}
+        rest = [digest for peer, digest in held.items() if peer not in odd]
+        if len(set(rest)) != 1 or 2 * len(rest) <= len(held):
+            return False
+    return True
+
+
+@invariant
+def skip(move: Move) -> Iterator[Claim]:
+    """13: what one user skips all skip: no step is counted, and nobody waits or is blamed for it."""
+    before, after, token = move.before, move.after, move.before.token
+    if obeyed(move) == "commit":
+        members = member_peers(before)
+        said = "a skip" if after.skip else "a step"
+        yield Given(
+            tuple(("yes", token, peer) for peer in members),
+            f"{move.peer} takes txn {token} for {said}, against the votes",
+            lambda *yes: any(vote.skip for vote in yes) == after.skip,
+            needed=False,
+        )
+        yield Same(("skip", token), after.skip, f"{move.peer} takes txn {token} for {said}")
+    took = after.head is not None and after.head != before.head and after.head.kind == "abort"
+    if took and after.head is not None and after.head.skip:
+        text = f"{move.peer} counts txn {token} as a failure, though its user skipped it"
+        waits = after.paused and not before.paused
+        yield Holds(after.rollbacks <= before.rollbacks and not waits, text)
 
 
 @invariant
@@ -436,13 +556,34 @@ def live_set(move: Move) -> Iterator[Claim]:
         yield Same(("epoch", new.epoch), new, text)
         inside = any(peer in g.peers() for g in new.members)
         yield Holds(inside, f"{peer} entered epoch {new.epoch} uninvited")
+    for effect in move.out.effects:
+        if isinstance(effect, Decide) and effect.proposal.kind == "epoch":
+            left = sorted(_left_out(after, effect.proposal))
+            names = ", ".join(map(str, left))
+            text = f"{peer} leaves {names} out of epoch {effect.proposal.epoch}, and nothing is"
+            yield Holds(not left, text + " said against them")
     if move.entered("NORMAL") and before.state == "HEALING":
         epoch = after.token.epoch
+        if isinstance(move.event, Begin):
+            text = f"{peer} left the barrier of epoch {epoch} at the word for {move.event.epoch}"
+            yield Holds(move.event.epoch == epoch, text)
         for member in member_peers(after):
             text = f"{peer} left the barrier of epoch {epoch} without {member}"
             if not isinstance(move.event, Begin):  # the coordinator: all have told it
                 yield Holds(after.ready.get(member) == epoch, text)
             yield Given((("in barrier", epoch, member),), text)
+
+
+def _left_out(s: Local, proposal: Record) -> Iterator[Peer]:
+    """Members whose group is not in the next epoch, though none of it was lost, or leaves."""
+    gone, inside = s.dead | s.suspected | s.joining, proposal.peer_set
+    for group in s.epoch.members if s.epoch else ():
+        peers = group.peers()
+        said = [s.hellos.get((p.group, p.rank)) for p in peers]
+        stuck = any(h is not None and h.unwinding for h in said)
+        if not (stuck or gone & set(peers) or inside & set(peers)):
+            if group.group not in (_leavers(s.head) if s.head else ()):
+                yield from peers
 
 
 @invariant
@@ -547,6 +688,7 @@ def decided(move: Move) -> Iterator[Claim]:
         yield Holds(
             before.vote is None
             or before.state in _COMMITTING
+            or obeyed(move) is not None
             or fenced
             or isinstance(move.event, Stop),
             f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
+from typing import Literal
 
 from fft.core.messages import (
     Death,
@@ -43,6 +44,7 @@ class Config:
     expected_groups: int = 1
     min_reductions: int = 1
     fixed_with_spares: bool = False
+    on_divergence: Literal["stop", "heal"] = "stop"
 
 
 @dataclass(slots=True)
@@ -89,6 +91,8 @@ class Local:
     rollbacks: int = 0
     """Since the last commit."""
     paused: bool = False
+    skip: bool = False
+    """The txn I stand at is a skip: by its COMMIT, or by my ABORT of it."""
     bus_down: bool = False
     """An operation on the bus failed, and nothing was heard from it since."""
     deaf: bool = False
@@ -181,10 +185,22 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
     )
 
 
-def committed(s: Local, c: Config) -> tuple[str, int]:
-    """(lineage, cursor) that committing the present txn leads to."""
-    cursor = s.cursor + participants(s, c)
-    return next_lineage(s.lineage, s.token, s.step + 1, cursor), cursor
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A training state, as the protocol knows it."""
+
+    step: int
+    lineage: str
+    cursor: int
+    batches: int
+
+
+def committed(s: Local, c: Config, skip: bool = False) -> Base:
+    """The state that committing the present txn leads to, as a step or as a ``skip``."""
+    count = participants(s, c)
+    step, cursor = s.step + (not skip), s.cursor + count
+    lineage = next_lineage(s.lineage, s.token, step, cursor, skip)
+    return Base(step, lineage, cursor, s.batches + (0 if skip else count))
 
 
 def leavers(s: Local) -> tuple[str, ...]:
@@ -263,18 +279,11 @@ def joiners(s: Local, c: Config) -> list[str]:
     return [r[0].peer.group for r in whole_groups(s, c) if not inside & {h.peer for h in r}]
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The state the next epoch starts from."""
-
-    step: int
-    lineage: str
-    cursor: int
-    batches: int
-
-
 def base_of(s: Local, groups: list[list[Hello]]) -> Base:
-    """The committed head; before the first epoch, the furthest group (first in order on a tie)."""
+    """What the next epoch starts from: the committed head.
+
+    Before the first epoch, the furthest group (first in order on a tie).
+    """
     if s.head is not None:
         return Base(s.head.step, s.head.lineage, s.head.cursor, s.head.batches)
     best = max(groups, key=lambda ranks: min(h.step for h in ranks))[0]

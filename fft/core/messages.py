@@ -65,6 +65,10 @@ class Vote:
     peer: Peer
     manifest: Manifest
     leaving: bool = False
+    skip: bool = False
+    """The user applies nothing in this txn: committed, it is a skip for all."""
+    digest: str | None = None
+    """Of the voter's parameters and optimizer state as the txn began, where it was taken."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -137,6 +141,13 @@ class Record:
     change: bool = False
     """Commit records only: the epoch ends with this commit."""
     leavers: tuple[str, ...] = ()
+    skip: bool = False
+    """COMMIT: the txn has its data, but no optimizer step. ABORT: the user skipped the step, and
+    nobody is to blame."""
+    odd: tuple[Peer, ...] = ()
+    """Abort records only: whose state is not that of most, by the votes' digests; it is lost."""
+    diverged: bool = False
+    """Abort records only: replicas differ, and nobody can tell who is right; the job ends."""
     cause: Text = ""
 
     @property
@@ -160,9 +171,12 @@ class Record:
         return {(g.group, r.rank): r for g in self.members for r in g.ranks}
 
 
-def next_lineage(lineage: str, token: Token, step: int, cursor: int) -> str:
-    """Lineage after committing ``token`` as ``step``, the cursor moving to ``cursor``."""
-    text = f"{lineage}|{token.epoch}.{token.txn}|{step}|{cursor}"
+def next_lineage(lineage: str, token: Token, step: int, cursor: int, skip: bool = False) -> str:
+    """Lineage after committing ``token``, the cursor moving to ``cursor``.
+
+    ``step``: committed steps after that; ``skip``: the txn was none of them.
+    """
+    text = f"{lineage}|{token.epoch}.{token.txn}|{step}|{cursor}{'|skip' if skip else ''}"
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
@@ -280,12 +294,18 @@ class Start:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Prepared:
-    """The body is finished. ``yes``: every reduction completed, none can still write."""
+    """The body is finished. ``yes``: every reduction completed, none can still write.
+
+    ``skip``: the user wants no optimizer step in this txn. ``digest``: of the parameters and the
+    optimizer state that the txn began with, where one was taken.
+    """
 
     token: Token
     yes: bool
     manifest: Manifest = Manifest()
     cause: Text = ""
+    skip: bool = False
+    digest: str | None = None
     type: Literal["prepared"] = "prepared"
 
 
@@ -535,9 +555,14 @@ class StartTxn:
 
 @dataclass(frozen=True)
 class Apply:
-    """Main thread: the txn is committed; run the optimizer step; then ``Applied``."""
+    """Main thread: the txn is committed; run the optimizer step; then ``Applied``.
+
+    ``skip``: it is committed as a skip; run what belongs to one (the scaler), no optimizer step.
+    ``record`` may be a later one than the txn's own, which was missed.
+    """
 
     record: Record
+    skip: bool = False
 
 
 @dataclass(frozen=True)

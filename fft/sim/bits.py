@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from fft.core.messages import Peer, Token
 
 
+CORRUPT = "corrupted"
+
+
 def _mix(*parts: object) -> str:
     return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=6).hexdigest()
 
@@ -59,6 +62,19 @@ class Bits:
         elif self.stain is not None:
             marks = (*marks, ("spoilt gradients", self.stain))
         return Bits(_mix(self.content, token.epoch, token.txn), marks=marks)
+
+    def skipped(self, token: Token) -> Bits:
+        """The txn is committed as a skip: what belongs to one (the scaler's word) is done."""
+        return Bits(_mix(self.content, token.epoch, token.txn, "skip"), marks=self.marks)
+
+    def corrupted(self, who: Peer) -> Bits:
+        """Something has changed the content that nobody was to change."""
+        return replace(self, marks=(*self.marks, (CORRUPT, who)))
+
+    @property
+    def told(self) -> str | None:
+        """The digest after a step; none while only votes could tell that the state is corrupted."""
+        return None if any(what == CORRUPT for what, _ in self.marks) else self.digest
 
     def torn(self, who: Peer) -> Bits:
         """A step or a fetch was half done."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from fft.core.invariants import INVARIANTS, Claim, Given, Holds, Know, Move, Same
 from fft.core.local import GENESIS, Config, member_peers
 from fft.core.messages import (
+    AbortGroups,
     Ack,
     Applied,
     Apply,
@@ -70,7 +71,10 @@ from fft.spec import FsmSpec
 KINDS = (
     "fault",  # the body raises, before or after its vote
     "no",  # the body ends with a NO
-    "skip",  # the body took part in no reduction, or in more than its peers, and says YES
+    "misfit",  # the body took part in no reduction, or in others than its peers, and says YES
+    "skip",  # the user skips the step, after its reductions or before
+    "corrupt",  # a state changes that nobody was to change
+    "bare",  # a vote without a digest, where others have one
     "torn",  # the optimizer step fails half way
     "heal",  # rebuilding groups or fetching state fails, though everybody lives
     "crash",  # a process ends; a monitor tells
@@ -121,12 +125,18 @@ class Scope:
     """All groups begin with the same weights; else the first epoch copies one group's."""
     least: int = 1
     """Groups without which nothing goes on."""
+    digests: bool = False
+    """Votes bring digests of the states."""
+    heals: bool = False
+    """Whose state differs from most fetches it anew; else the job ends where states differ."""
 
     def describe(self) -> str:
         """One line for people."""
         what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
         begin = "from the first txn" if self.formed else "from process start"
         least = f", {self.least} at least" if self.least > 1 else ""
+        least += ", states compared" if self.digests else ""
+        least += " and healed" if self.heals else ""
         return (
             f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
             f"{self.faults} faults of: {what or 'none'}"
@@ -313,6 +323,7 @@ class Model:
                 min_groups=self.scope.least,
                 expected_groups=self.scope.groups,
                 min_reductions=self.spec.policies.min_reductions,
+                on_divergence="heal" if self.scope.heals else "stop",
             )
             found = self._participants[who, inc] = self._class(self._table, config)
         return found
@@ -621,7 +632,8 @@ class Model:
             if not self.only or name in self.only
             for claim in function(move)
         )
-        effects = tuple(self.effects.id(_bare(e)) for e in out.effects if _matters(e))
+        frees = any(isinstance(e, AbortGroups) for e in out.effects)
+        effects = tuple(self.effects.id(_bare(e, frees)) for e in out.effects if _matters(e))
         kept = frozenset(n for n, serial in after.timers.items() if serial <= before.timer_serial)
         number = self.locals.id(freeze(after))
         return _Handled(number, effects, self.claims.id(claims), refused, out, kept)
@@ -637,15 +649,17 @@ class Model:
 
     def _privately(self, node: Node, who: int, effect: AnyEffect) -> Node:
         match effect:
+            case Restore(cause=cause) if cause == _BLOCKED and node.task is not None:
+                return node._replace(source=None, task=("blocked",))  # nothing frees it
             case Restore(token=token):
                 node = node._replace(source=None)
                 match node.task:
                     case ("heal", epoch, int()):
                         return node._replace(task=("restore", token, epoch))
                 return node._replace(task=("restore", token))
-            case Apply():
+            case Apply(skip=skip):
                 token = Token(*thaw(self.locals[node.local]).token)
-                return node._replace(task=("apply", token))
+                return node._replace(task=("apply", token, skip))
             case _Begin(token=token):
                 assert node.bits is not None
                 bits = node.bits.begin(self.peer(who, node.inc), token)
@@ -951,7 +965,7 @@ class _Here:
         (name, *args), bits = node.task, node.bits
         idle = node._replace(task=None)
         if name == "apply":
-            yield from self._apply(idle, bits, args[0])
+            yield from self._apply(idle, bits, *args)
         elif node.pending:
             return
         elif name == "restore":
@@ -967,9 +981,10 @@ class _Here:
         local = thaw(self.model.locals[self.node.local])
         return int(local.step if local.healed or local.epoch is None else local.epoch.step)
 
-    def _apply(self, idle: Node, bits: Bits, token: Token) -> Iterator[Act]:
-        events, after = self.model.events, bits.applied(self.me, token)
-        done = events.id(Applied(token, after.digest))
+    def _apply(self, idle: Node, bits: Bits, token: Token, skip: bool) -> Iterator[Act]:
+        events = self.model.events
+        after = bits.skipped(token) if skip else bits.applied(self.me, token)
+        done = events.id(Applied(token, after.told))
         yield self.put("applies", idle._replace(bits=after, done=done))
         if self.may("torn"):
             done = events.id(ApplyFailed(token, ""))
@@ -978,16 +993,28 @@ class _Here:
             )
 
     def _body(self, idle: Node, token: Token) -> Iterator[Act]:
+        assert idle.bits is not None
+        digest = idle.bits.digest if self.model.scope.digests else None
+        yes = Prepared(token, True, _REDUCED, digest=digest)
         if idle.source is None or not self.model.world.patient:
-            yield self.event("body ends", idle, Prepared(token, True, Manifest(1)))
+            yield self.event("body ends", idle, yes)
+        if digest is not None and self.may("bare") and idle.source is None:
+            bare = dataclasses.replace(yes, digest=None)
+            yield self.event("body ends without a digest", idle, bare, "bare")
+        if self.may("skip") and idle.source is None:
+            skips = dataclasses.replace(yes, skip=True)
+            yield self.event("body skips", idle, skips, "skip")
+            early = dataclasses.replace(skips, manifest=Manifest())
+            yield self.event("body skips early", idle, early, "skip")
         if self.may("no"):
             yield self.event("body ends with NO", idle, Prepared(token, False), "no")
-        if self.may("skip") and idle.source is None:
-            assert idle.bits is not None
+        if self.may("misfit") and idle.source is None:
             spoilt = idle._replace(bits=idle.bits.spoil(self.me))
-            yield self.event("body reduces nothing", spoilt, Prepared(token, True), "skip")
-            more = Prepared(token, True, Manifest(2))
-            yield self.event("body reduces twice", spoilt, more, "skip")
+            yield self.event("body reduces nothing", spoilt, Prepared(token, True), "misfit")
+            more = Prepared(token, True, dataclasses.replace(_REDUCED, count=2))
+            yield self.event("body reduces twice", spoilt, more, "misfit")
+            other = Prepared(token, True, dataclasses.replace(_REDUCED, shapes="y"))
+            yield self.event("body reduces something else", spoilt, other, "misfit")
 
     def healing(self, nodes: list[Node]) -> Iterator[Act]:
         """Groups are rebuilt, and state is fetched from a member that is there."""
@@ -1005,7 +1032,7 @@ class _Here:
         if ready and idle.source is not None:
             yield self.event("connects", idle, Connected(epoch))
         elif ready:
-            event = Healed(epoch, 0 if source is None else 1, "", bits.digest)
+            event = Healed(epoch, 0 if source is None else 1, "", bits.told)
             yield self.event("heals", idle._replace(bits=bits), event)
         if gone or self.may("heal"):
             torn = source is not None
@@ -1023,7 +1050,7 @@ class _Here:
         if serves:
             assert peer.bits is not None
             bits = bits.learnt(peer.bits)
-            event = Healed(epoch, 1, "", bits.digest)
+            event = Healed(epoch, 1, "", bits.told)
             yield self.event("learns", node._replace(bits=bits, source=None), event)
         if not serves or self.may("heal"):
             torn = node._replace(task=None, source=None, bits=bits.torn(self.me))
@@ -1068,6 +1095,10 @@ class _Here:
                 Suspect(self.me.group, self.me.rank, 1, _host(self.me), "x")
             )
             yield self._act("is said to hang", _Turn(self.node, self.shared, [seen]), "hang")
+        if self.may("corrupt") and (self.node.task or ("",))[0] == "txn":
+            assert self.node.bits is not None
+            odd = self.node._replace(bits=self.node.bits.corrupted(self.me))
+            yield self.put("state is corrupted", odd, "corrupt")
         if self.may("drain") and self.me.rank == 0:
             asked = self.model.events.id(Drain((self.me.group,), "x"))
             yield self._act("is asked to leave", _Turn(self.node, self.shared, [asked]), "drain")
@@ -1142,6 +1173,9 @@ def _host(peer: Peer) -> str:
 
 
 _NEVER = 1 << 30
+_BLOCKED = "blocked"
+_REDUCED = Manifest(1, 4, "x")
+"""What all bodies reduce, but for those at fault."""
 
 
 def _tidy(shared: Shared, epoch: int) -> Shared:
@@ -1175,15 +1209,19 @@ class _Fetch:
 AnyEffect = Effect | _Begin | _Fetch
 
 
-def _bare(effect: Effect) -> AnyEffect:
-    """The effect without texts, which nobody acts on, and without places in the member list."""
+def _bare(effect: Effect, frees: bool) -> AnyEffect:
+    """The effect without texts, which nobody acts on, and without places in the member list.
+
+    ``frees``: whether the process groups are aborted besides; else a main thread that is in one
+    stays there.
+    """
     match effect:
         case Decide(after=after, proposal=proposal):
             return Decide(after, dataclasses.replace(proposal, cause=""))
         case Broadcast(message=Leave() | Death() as message):
             return Broadcast(dataclasses.replace(message, cause=""))
         case Restore(token=token):
-            return Restore(token, "")
+            return Restore(token, "" if frees else _BLOCKED)
         case StartTxn(token=token):
             return _Begin(token)
         case Heal(record=record, index=index, fetch_from=source):
@@ -1197,7 +1235,9 @@ def _bare(effect: Effect) -> AnyEffect:
 def _alive(key: Any, epoch: int, record: int, cursor: int, lineages: frozenset[str]) -> bool:
     """Whether a later move can still speak of ``key``."""
     match key[0]:
-        case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of":
+        case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of" | "skip":
+            return bool(key[1].epoch >= epoch)
+        case "start":
             return bool(key[1].epoch >= epoch)
         case "epoch" | "in barrier" | "members":
             return bool(key[1] >= epoch)
@@ -1205,6 +1245,6 @@ def _alive(key: Any, epoch: int, record: int, cursor: int, lineages: frozenset[s
             return bool(key[1] >= record)
         case "data from":
             return bool(key[1] >= cursor)
-        case "digest":
+        case "digest" | "held":
             return key[1] in lineages
     raise ValueError(f"how long does fact {key} matter?")

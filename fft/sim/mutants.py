@@ -403,14 +403,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "phantom_step",
         "Who took part in no reduction may vote YES.",
         "validity",
-        small(groups=1, skip=1),
+        small(groups=1, misfit=1),
         participant=planted({"votes_yes": _yes_unless_failed}),
     ),
     Mutant(
         "manifests_not_compared",
         "Votes commit though their ranks took part in different numbers of reductions.",
         "validity",
-        small(skip=1),
+        small(misfit=1),
         participant=planted({"manifests_fit": _always}),
     ),
     Mutant(

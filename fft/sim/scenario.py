@@ -12,6 +12,8 @@ and a shipped table, with every fault allowed. A file is a header and blocks::
     formed: yes             # begin in the first txn; no: where the processes start
     alike: yes              # all groups begin with the same weights
     least: 1                # groups without which nothing goes on
+    digests: no             # yes: votes bring digests of the states
+    heals: no               # yes: whose state differs from most fetches it; else the job ends
     expect: ok              # or the property that the last command must break
 
     A/0 raises
@@ -36,6 +38,8 @@ in turn; ``all``: everyone)::
     A/0 fails               the operation is lost with the bus
     A/0 fails, though done  the operation is done, but its answer is lost
     A/0 body ends | body ends with NO | body reduces nothing | raises
+    A/0 body skips | body skips early            the user skips the step: early, before reducing
+    A/0 body ends without a digest | state is corrupted
     A/0 applies | applies half | handles applied | restores | heals | fails to heal
     A/0 connects | learns | fails to learn       a learner, which fetches in its first txn
     A/0 timer NAME          fires, early if need be
@@ -108,6 +112,8 @@ _DEFAULTS = {
     "formed": "yes",
     "alike": "yes",
     "least": "1",
+    "digests": "no",
+    "heals": "no",
     "expect": "ok",
     "mutant": "",
     "world": "",
@@ -271,6 +277,8 @@ def _model(header: dict[str, str], folder: Path) -> Model:
         formed=_yes(header, "formed"),
         alike=_yes(header, "alike"),
         least=_number(header, "least"),
+        digests=_yes(header, "digests"),
+        heals=_yes(header, "heals"),
     )
     return Model(spec, scope, participant, world, tuple(header["only"].split()))
 
@@ -735,6 +743,7 @@ def save_counterexample(
         "least": str(scope.least),
         "expect": violation.name,
     }
+    header |= {key: "yes" for key in ("digests", "heals") if getattr(scope, key)}
     if model.only:
         header["only"] = " ".join(sorted(model.only))
     if mutant is not None:

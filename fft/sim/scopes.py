@@ -19,7 +19,7 @@ DEFAULT = (
         "processes",
         commits=2,
         faults=2,
-        budget=budget("no", "skip", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2),
+        budget=budget("no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2),
     ),
     Scope("learner", commits=2, faults=3, budget=budget("crash", "restart", "heal")),
     Scope(
@@ -98,7 +98,7 @@ DEEP = (
         "processes, 3 faults",
         commits=2,
         faults=3,
-        budget=budget("no", "skip", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2),
+        budget=budget("no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2),
     ),
     Scope(
         "everything, 3 faults",
@@ -125,7 +125,7 @@ DEEP = (
         groups=3,
         commits=1,
         faults=1,
-        budget=budget("fault", "no", "skip", "early", "outage"),
+        budget=budget("fault", "no", "misfit", "early", "outage"),
     ),
     Scope("hang, 3 faults", commits=0, faults=3, budget=budget("fault", "lapse", "hang")),
     Scope("too few, shards", ranks=2, commits=1, faults=1, least=2, budget=budget("drain")),
