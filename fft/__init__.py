@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fft.data import CursorLoader
     from fft.manager import ManagerFFT, Transaction
     from fft.preemption import FileNotice, HttpNotice, Notice
-    from fft.rollback.process_group import ShardProcessGroupGloo
+    from fft.rollback.shard import ShardProcessGroupGloo
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ _HOME = {
     "HttpNotice": "fft.preemption",
     "ManagerFFT": "fft.manager",
     "Notice": "fft.preemption",
-    "ShardProcessGroupGloo": "fft.rollback.process_group",
+    "ShardProcessGroupGloo": "fft.rollback.shard",
     "Transaction": "fft.manager",
 }
 

@@ -98,7 +98,7 @@ from fft.monitor import MonitorConfig
 from fft.pacer import Pacer, interval_from
 from fft.preemption import INTERVAL_S, Notice, NoticeSource, Poller, source_of
 from fft.reducer import BUCKET_MB, CommHook, Reducer
-from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.rollback import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
 from fft.rollback.state import StepState, TornState
 from fft.rollback.transfer import StateTransfer
@@ -225,8 +225,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._bus_url = url
             self._bus_operation = table["bus_operation"].seconds
             self._bus = open_job_bus(url, self._token, self._bus_operation)
-            self._replicate = AbortableGroup(pg)
-            self._shard = AbortableGroup(shard_pg) if shard_pg is not None else None
+            self._replicate = AbortableGroup(pg, "replicate")
+            self._shard = AbortableGroup(shard_pg, "shard") if shard_pg is not None else None
             self._futures: set[_CancellableFuture] = set()
             self._works: list[Work] = []
             self._reducers: list[Reducer] = []

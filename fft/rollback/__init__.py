@@ -1,15 +1,18 @@
 """What a rollback does to torch: abort process groups, and put a step's state back.
 
-`process_group` and `state` are the parts others use; `rendezvous` and `sockets` serve the first.
+`process_group`, `shard` and `state` are the parts others use; the rest serves the first.
 """
 
 from __future__ import annotations
 
-from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.rollback.places import CollectiveFailed, GroupAborted
+from fft.rollback.process_group import AbortableGroup
+from fft.rollback.shard import ShardProcessGroupGloo
 from fft.rollback.state import StateMismatch, StepState
 
 __all__ = [
     "AbortableGroup",
+    "CollectiveFailed",
     "GroupAborted",
     "ShardProcessGroupGloo",
     "StateMismatch",

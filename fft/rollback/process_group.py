@@ -3,7 +3,7 @@
 `AbortableGroup` adopts a torchft process group object, the user's own. For gloo it makes the
 device itself, so that it knows the addresses of the group's connections and can shut exactly those
 down: nothing else frees a thread that waits in a gloo collective. Other backends abort their own
-way. `ShardProcessGroupGloo` is the group that FSDP2 shards over on CPU.
+way. What is pending, and how it is waited for, is in `works`; what tracks it, in `backend`.
 
 Touches the adopted object (never its class or module), the group's own sockets, and the keys of
 the group's own rendezvous. One short-lived thread runs while a group is configured.
@@ -12,30 +12,21 @@ the group's own rendezvous. One short-lived thread runs while a group is configu
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import logging
 import os
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    ReduceScatterOptions,
-    _register_process_group,
-    _unregister_process_group,
-)
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName, PrefixStore, Work
+from torch.distributed.distributed_c10d import PrefixStore
 from torchft.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
@@ -43,8 +34,13 @@ from torchft.process_group import (
 )
 
 from fft.rollback import sockets
+from fft.rollback.backend import TrackedBackend
+from fft.rollback.freeing import time_left
+from fft.rollback.places import GroupAborted
 from fft.rollback.rendezvous import RendezvousStore, store_client
+from fft.rollback.shard import ShardProcessGroupGloo
 from fft.rollback.sockets import Address
+from fft.rollback.works import Era, TrackedWork, forget_ended
 
 logger = logging.getLogger(__name__)
 
@@ -53,45 +49,13 @@ _ADDRESS_KEY = "fft/listeners/{rank}"
 # neither raises the op's error nor blocks an accelerator stream.
 _FIRST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.002
-# c10d's OpType of gloo Works that are complete only once somebody has waited for them: SEND, RECV,
-# RECVANYSOURCE.
-_COMPLETE_BY_WAIT = frozenset({12, 13, 14})
-# How long, at most, a wait for a gloo op goes on after an abort that gloo has not told it of.
-_SLICE = timedelta(milliseconds=50)
-_SLICE_IS_OVER = "Operation timed out!"  # what torch says when a Work's wait(timeout) ends early
 _OP_THREAD = "pt_gloo_runloop"  # torch's name for the threads that carry out gloo's ops
 _LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and write its connections
 _ROUNDS_NS = 5_000_000
 # How long close() waits for what the last configure() left behind, in seconds.
 _CLOSE_LIMIT = 5.0
-_mesh_numbers = itertools.count()
 _stranded_backends: list[tuple[object, deque[Any]]] = []
 _stranded_lock = threading.Lock()
-
-
-class GroupAborted(RuntimeError):
-    """The process group was aborted, and nobody has configured it since. Says the cause."""
-
-
-@dataclass
-class _Era:
-    """One configuration of a group: from one configure() to the next."""
-
-    rank: int = 0
-    world_size: int = 1
-    cause: str | None = None
-    settled: threading.Event = field(default_factory=threading.Event)
-    backend: object | None = None
-    error: Exception | None = None
-    store: RendezvousStore | None = None
-    client: Any = None
-    store_addr: str = ""
-    own: frozenset[Address] = frozenset()
-    peers: frozenset[Address] = frozenset()
-    works: deque[Work | _GlooWork] = field(default_factory=deque)
-    entering: int = 0
-    stranded: bool = False
-    """Aborted with ops that gloo has forgotten: they write nothing, but end only by timeout."""
 
 
 @dataclass
@@ -124,127 +88,6 @@ class _Still:
         # A loop that has been asleep had nothing to read; one that waits for a core may yet.
         rounds = [ran - before.ran.get(task, ran) for task, ran in self.ran.items()]
         return bool(rounds) and min(rounds) >= _ROUNDS_NS
-
-
-class _AbortedBackend:
-    """Stands where the backend was: knows the group's shape and refuses everything else."""
-
-    def __init__(self, era: _Era) -> None:
-        self._era = era
-
-    def size(self) -> int:
-        return self._era.world_size
-
-    def rank(self) -> int:
-        return self._era.rank
-
-    def abort(self) -> None:
-        """Nothing is left to abort."""
-
-    def shutdown(self) -> None:
-        """Nothing is left to shut down."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise GroupAborted(self._era.cause or "the process group was aborted")
-
-
-class _GlooWork(Work):
-    """A gloo Work that an abort frees in any case.
-
-    gloo forgets the waiter of a transfer that is under way, or just being queued, when the
-    connection ends: it sleeps until the op's own timeout. So ``wait`` waits in slices, and looks
-    for an abort between them. ``by_wait``: a Work of `_COMPLETE_BY_WAIT`, complete when its
-    ``wait`` has ended, however it did.
-    """
-
-    def __init__(
-        self, work: Work, era: _Era, by_wait: bool, waiting: AbstractContextManager[None]
-    ) -> None:
-        super().__init__()
-        self._work = work
-        self._era = era
-        self._around = waiting
-        self._by_wait = by_wait
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._over = False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        with self._lock:
-            if self._by_wait and self._era.cause is not None and not self._over:
-                raise GroupAborted(self._era.cause)
-            self._waiting += 1
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        try:
-            with self._around:
-                return self._wait(deadline)
-        finally:
-            with self._lock:
-                self._waiting -= 1
-
-    def _wait(self, deadline: float | None) -> bool:
-        while True:
-            left = _SLICE if deadline is None else min(_SLICE, _left(deadline))
-            try:
-                done = self._work.wait(left)
-            except RuntimeError as error:
-                if str(error) != _SLICE_IS_OVER:
-                    self._over = True
-                    raise
-                if self._era.cause is not None:
-                    raise GroupAborted(self._era.cause) from None
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise
-            else:
-                self._over = True
-                return done
-
-    def end(self) -> None:
-        """After an abort: wait on behalf of one who never will, so that the op is over."""
-        with self._lock:
-            if self._over or self._waiting or not self._by_wait:
-                return
-            self._waiting += 1
-        try:
-            self._wait(time.monotonic())
-        except RuntimeError as error:  # it was aborted
-            logger.debug("aborted op ended with: %s", error)
-        finally:
-            with self._lock:
-                self._waiting -= 1
-
-    def is_completed(self) -> bool:
-        if self._by_wait:
-            with self._lock:
-                return self._over and not self._waiting
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def synchronize(self) -> None:
-        self._work.synchronize()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future()
-
-    def _get_op_type(self) -> int:
-        kind: int = self._work._get_op_type()  # type: ignore[attr-defined]
-        return kind
 
 
 @dataclass(frozen=True)
@@ -288,6 +131,7 @@ class AbortableGroup:
     Args:
         pg: the group, not yet configured. It is hooked as an object: its ``configure``, ``abort``
             and ``shutdown`` lead here from now on, until `close`.
+        name: what it is called in errors: "shard", for "on the shard group".
 
     All methods may be called from any thread. If several members of one process group live in
     one process, an abort by one of them also ends the connections between the others.
@@ -296,8 +140,9 @@ class AbortableGroup:
         ValueError: `pg` has been configured already, so its connections cannot be told any more.
     """
 
-    def __init__(self, pg: ProcessGroup) -> None:
+    def __init__(self, pg: ProcessGroup, name: str = "process") -> None:
         self.pg = pg
+        self.name = name
         self.waiting: AbstractContextManager[None] = nullcontext()
         """Entered around every wait for an op of gloo, by whoever waits; not within itself."""
         self._target: Any = _innermost(pg)
@@ -307,8 +152,8 @@ class AbortableGroup:
         self._gloo = self._wrapper and _can_tell_sockets(self._target)
         self._lock = threading.Lock()
         self._configuring = threading.Lock()
-        self._era = _Era()
-        self._past: list[_Era] = []
+        self._era = Era(name)
+        self._past: list[Era] = []
         # Store clients by host:port, kept for the next rendezvous there. A new connection makes
         # torch look up host names on both ends, the store's only thread included: seconds, where
         # a name server is slow to answer.
@@ -392,6 +237,7 @@ class AbortableGroup:
         if not first:
             return
         era.settled.set()
+        era.attendants.close()
         store = era.store
         if store is not None:
             store.cancel(cause)
@@ -399,6 +245,8 @@ class AbortableGroup:
             # Reading first: gloo then closes the connection by itself, whereas a write that fails
             # before it has done so would leave its waiter asleep.
             sockets.shut_down(era.own, era.peers, writing=False)
+            for work in list(era.works):
+                work.free()
         else:
             self._native_abort()
             self._entomb(era)
@@ -426,10 +274,10 @@ class AbortableGroup:
         deadline = time.monotonic() + timeout.total_seconds()
         pause = _FIRST_PAUSE
         seen: _Still | None = None
-        while self._count(era) and not era.stranded:
+        while era.count() and not era.stranded:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{_describe(era)} still pending {timeout.total_seconds():g} s after abort "
+                    f"{era.describe()} still pending {timeout.total_seconds():g} s after abort "
                     f"({era.cause})"
                 )
             time.sleep(pause)
@@ -443,7 +291,7 @@ class AbortableGroup:
                     era.stranded = closely and now.is_for_good(seen)
         self._entomb(era)
 
-    def _look(self, era: _Era, closely: bool) -> _Still | None:
+    def _look(self, era: Era, closely: bool) -> _Still | None:
         """How the group's ops stand; None if one of them moves.
 
         ``closely``: at connections, too, that gloo has not closed: mostly it is about to.
@@ -451,7 +299,7 @@ class AbortableGroup:
         # an op that was just starting may have made a connection since
         open_ = sockets.shut_down(era.own, era.peers, writing=True)
         for work in list(era.works):
-            if isinstance(work, _GlooWork):
+            if isinstance(work, TrackedWork):
                 work.end()
         if era.entering or (open_ and not closely):
             return None
@@ -461,7 +309,7 @@ class AbortableGroup:
 
     def pending(self) -> int:
         """How many ops issued through the group since the last configure() are not complete."""
-        return self._count(self._era)
+        return self._era.count()
 
     def close(self) -> None:
         """Abort, drop the backend, delete this member's rendezvous keys, unhook the object."""
@@ -481,16 +329,17 @@ class AbortableGroup:
 
     # -- configuring
 
-    def _begin(self, call: _Call) -> _Era:
+    def _begin(self, call: _Call) -> Era:
         if self._wrapper:
             call.note_in(self._target)
-        era = _Era(call.rank, call.world_size)
+        era = Era(self.name, call.rank, call.world_size)
         with self._lock:
             self._past.append(self._era)
             self._era = era
+        self._entomb(era)
         return era
 
-    def _build(self, era: _Era, call: _Call, deadline: float, device: int | None) -> None:
+    def _build(self, era: Era, call: _Call, deadline: float, device: int | None) -> None:
         """Thread body: meet and build. Outlives its configure() only if that one gave up."""
         backend: object | None = None
         try:
@@ -504,7 +353,7 @@ class AbortableGroup:
             if kept:
                 era.backend = backend
                 if self._wrapper:
-                    self._target._pg = backend
+                    self._target._pg = TrackedBackend(backend, era, self._gloo, self._get_waiting)
         era.settled.set()
         if kept:
             for past in self._take_past():
@@ -515,13 +364,13 @@ class AbortableGroup:
         if era.store is not None:
             era.store.reclaim(everyone=False)
 
-    def _make(self, era: _Era, call: _Call, deadline: float) -> object:
+    def _make(self, era: Era, call: _Call, deadline: float) -> object:
         if not self._wrapper:
             self._native_configure(*call.as_args())
             return self._target
         era.store_addr, _, prefix = call.store_addr.partition("/")
         era.client = self._take_client(era.store_addr, deadline)
-        store = RendezvousStore(PrefixStore(prefix, era.client), _left(deadline))
+        store = RendezvousStore(PrefixStore(prefix, era.client), time_left(deadline))
         with self._lock:
             era.store = store
             if era.cause is not None:
@@ -546,7 +395,7 @@ class AbortableGroup:
             devices, self._devices = self._devices, []
         return devices or [sockets.listener_of(create) for create in _device_makers()]
 
-    def _give_up(self, era: _Era, limit: timedelta) -> TimeoutError:
+    def _give_up(self, era: Era, limit: timedelta) -> TimeoutError:
         store = era.store
         waiting = store.missing if store is not None else ("the store's answer",)
         error = TimeoutError(
@@ -556,7 +405,7 @@ class AbortableGroup:
         self.abort(str(error))
         return error
 
-    def _raise_failure(self, era: _Era) -> None:
+    def _raise_failure(self, era: Era) -> None:
         if era.cause is not None:
             raise GroupAborted(era.cause) from era.error
         if era.error is not None:
@@ -576,11 +425,11 @@ class AbortableGroup:
                 logger.debug("store %s: connecting anew (%s)", address, error)
         host, _, port = address.rpartition(":")
         try:
-            return store_client(host.strip("[]"), int(port), _left(deadline).total_seconds())
+            return store_client(host.strip("[]"), int(port), time_left(deadline).total_seconds())
         except OSError as error:
             raise ConnectionError(f"the group's store at {address}: {error}") from error
 
-    def _retire(self, era: _Era, everyone: bool) -> None:
+    def _retire(self, era: Era, everyone: bool) -> None:
         """Drop what an ended configuration still holds, and its keys (RendezvousStore.reclaim)."""
         if era.stranded:
             _keep_stranded(era)
@@ -593,16 +442,20 @@ class AbortableGroup:
                 self._clients = {era.store_addr: self._clients.get(era.store_addr, [])}
                 self._clients[era.store_addr].append(client)
 
-    def _take_past(self) -> list[_Era]:
+    def _take_past(self) -> list[Era]:
         with self._lock:
             past, self._past = self._past, []
         return past
 
-    def _entomb(self, era: _Era) -> None:
+    def _get_waiting(self) -> AbstractContextManager[None]:
+        return self.waiting
+
+    def _entomb(self, era: Era) -> None:
+        """Refuse every op, until another backend is there."""
         if self._wrapper:
             with self._lock:
                 if self._era is era:
-                    self._target._pg = _AbortedBackend(era)
+                    self._target._pg = TrackedBackend(None, era)
 
     # -- hooks on the adopted object
 
@@ -612,179 +465,12 @@ class AbortableGroup:
             "abort": self._hooked_abort,
             "shutdown": self.close,
         }
-        if self._wrapper:
-            hooks["_run_context"] = self._entry(self._target._run_context)
-            hooks["_wrap_work"] = self._tracker(self._target._wrap_work)
         for name, function in hooks.items():
             setattr(self._target, name, function)
             self._hooks.append(name)
 
     def _hooked_abort(self, errored: bool = True) -> None:
         self.abort("abort() was called on the process group")
-
-    def _entry(self, native: Callable[[], Any]) -> Callable[[], Any]:
-        """In place of torchft's `_run_context`, which every op enters to be issued."""
-
-        @contextmanager
-        def enter() -> Iterator[None]:
-            with self._lock:
-                era = self._era
-                if era.cause is not None:
-                    raise GroupAborted(era.cause)
-                era.entering += 1
-            try:
-                with native():
-                    yield
-            finally:
-                with self._lock:
-                    era.entering -= 1
-
-        return enter
-
-    def _tracker(self, native: Callable[[Work, object], Work]) -> Callable[[Work, object], Work]:
-        """In place of torchft's `_wrap_work`, which every op's Work passes."""
-
-        def track(work: Any, opts: object) -> Work:
-            with self._lock:
-                era = self._era
-                if self._gloo:
-                    by_wait = work._get_op_type() in _COMPLETE_BY_WAIT
-                    work = _GlooWork(work, era, by_wait, self.waiting)
-                _forget_completed(era.works)
-                era.works.append(work)
-            return native(work, opts)
-
-        return track
-
-    def _count(self, era: _Era) -> int:
-        with self._lock:
-            _forget_completed(era.works)
-            return len(era.works) + era.entering
-
-
-class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
-    """The process group that FSDP2 shards over on CPU: rebuilt under the model, not replaced.
-
-    torchft's gloo group plus the operations that FSDP2 needs and torchft does not pass on.
-    """
-
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        super().__init__(timeout)
-        self._group_name: str | None = None
-        self._shape: tuple[int, int] | None = None
-
-    def rank(self) -> int:
-        """Rank in the group as configured last; 0 before."""
-        return self._rank or 0
-
-    def check_shape(self, rank: int, world_size: int) -> None:
-        """Raise ValueError if a mesh was made of this group with another rank or size."""
-        if self._shape not in (None, (rank, world_size)):
-            raise ValueError(
-                f"the model is sharded as rank {self._shape[0]} of {self._shape[1]}; the group "
-                f"cannot become rank {rank} of {world_size}: build a new model on a new group"
-            )
-
-    def mesh(self, name: str = "shard") -> DeviceMesh:
-        """A one-dimensional CPU mesh over this group, its dimension called `name`.
-
-        Needs no default process group. The mesh stays good over later configurations of the same
-        shape. Raises RuntimeError before the first configure().
-        """
-        if self._rank is None or self._pg is None:
-            raise RuntimeError("configure() the shard process group before mesh()")
-        self._shape = (self._rank, self.size())
-        group_name = GroupName(self._group_name or f"fft-{name}-{next(_mesh_numbers)}")
-        if self._group_name is None:
-            self._set_group_name(group_name)
-            _register_process_group(group_name, self)
-        mesh = DeviceMesh(
-            "cpu",
-            torch.arange(self.size(), dtype=torch.int),
-            mesh_dim_names=(name,),
-            _init_backend=False,
-            _rank=self._rank,
-        )
-        mesh._dim_group_names = [group_name]
-        mesh._pg_registry[group_name] = self
-        return mesh
-
-    def unregister(self) -> None:
-        """Take the group's name out of torch's registry; meshes made of it are void after."""
-        if self._group_name is not None:
-            _unregister_process_group(GroupName(self._group_name))
-            self._group_name = None
-            self._shape = None
-
-    def _issue(self, name: str, *args: Any) -> Work:
-        opts = self._opts_hook(args[-1])
-        with self._run_context():
-            work: Work = getattr(self.parent, name)(*args[:-1], opts)
-            wrapped: Work = self._wrap_work(work, opts)
-            return wrapped
-
-    def _allgather_base(
-        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
-    ) -> Work:
-        return self._issue("_allgather_base", output, input, opts or AllgatherOptions())
-
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
-    ) -> Work:
-        return self._issue("all_gather_single", output, input, opts or AllgatherOptions())
-
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
-    ) -> Work:
-        return self.reduce_scatter_single(output, input, opts)
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
-    ) -> Work:
-        # What gloo's own does, an all-reduce of a copy, but on a Work that can be aborted: gloo's
-        # waits without any limit.
-        copy = input.detach().clone(memory_format=torch.contiguous_format)
-        reduce = AllreduceOptions()
-        if opts is not None:
-            reduce.reduceOp = opts.reduceOp
-        return _ScatterWork(self.allreduce([copy], reduce), copy, output, self.rank())
-
-
-class _ScatterWork(Work):
-    """An all-reduce of which this rank keeps its part, when it has waited for it."""
-
-    def __init__(self, work: Work, reduced: torch.Tensor, output: torch.Tensor, rank: int) -> None:
-        super().__init__()
-        self._work = work
-        self._reduced: torch.Tensor | None = reduced
-        self._output = output
-        self._rank = rank
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        done = self._work.wait() if timeout is None else self._work.wait(timeout)
-        if self._reduced is not None:
-            size = self._output.numel()
-            part = self._reduced.reshape(-1).narrow(0, self._rank * size, size)
-            self._output.detach().copy_(part.view(self._output.shape))
-            self._reduced = None
-        return done
-
-    def is_completed(self) -> bool:
-        if self._reduced is None:
-            return True
-        return self._work.is_completed() and not self._work.is_success()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return [self._output]
-
-    def synchronize(self) -> None:
-        self.wait()
 
 
 def _innermost(pg: Any) -> Any:
@@ -818,7 +504,7 @@ def _device_makers() -> list[Callable[[], Any]]:
     return [lambda name=name: gloo.create_device(interface=name) for name in names]  # type: ignore[misc]
 
 
-def _exchange(store: RendezvousStore, era: _Era) -> frozenset[Address]:
+def _exchange(store: RendezvousStore, era: Era) -> frozenset[Address]:
     """Publish this member's listeners and return those of all the others; waits for them."""
     store.set(_ADDRESS_KEY.format(rank=era.rank), json.dumps(sorted(era.own)))
     keys = [_ADDRESS_KEY.format(rank=r) for r in range(era.world_size) if r != era.rank]
@@ -834,7 +520,7 @@ def _gloo_group(
     options._devices = devices
     options._threads = 2 * len(devices)
     # for connecting, where gloo waits up to five times as long; ops get the group's own below
-    options._timeout = _left(deadline) / 5
+    options._timeout = time_left(deadline) / 5
     backend: Any = dist.ProcessGroupGloo(store, call.rank, call.world_size, options)
     backend._set_default_timeout(timeout)
     backend._set_sequence_number_for_group()
@@ -853,15 +539,7 @@ def _gloo_group(
     return pg
 
 
-def _forget_completed(works: deque[Work | _GlooWork]) -> None:
-    """Drop completed Works, wherever they stand, and their tensors with them."""
-    for _ in range(len(works)):
-        work = works.popleft()
-        if not work.is_completed():
-            works.append(work)
-
-
-def _keep_stranded(era: _Era) -> None:
+def _keep_stranded(era: Era) -> None:
     """Never drop a backend with a sleeping op: that would join its thread, for the op's timeout.
 
     A stranded op costs two threads, a listener and its tensors. Backends whose ops have timed out
@@ -869,26 +547,13 @@ def _keep_stranded(era: _Era) -> None:
     """
     with _stranded_lock:
         for backend, works in list(_stranded_backends):
-            _forget_completed(works)
+            forget_ended(works)
             if not works:
                 _stranded_backends.remove((backend, works))
                 ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
         # one reference more than Python knows of: at its exit the interpreter drops the others
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
         _stranded_backends.append((era.backend, era.works))
-
-
-def _describe(era: _Era) -> str:
-    kinds = Counter(str(getattr(w, "_get_op_type", lambda: "op")()) for w in era.works)
-    parts = [f"{n} x {kind}" for kind, n in sorted(kinds.items())]
-    if era.entering:
-        parts.append(f"{era.entering} calls being issued")
-    return ", ".join(parts) or "nothing"
-
-
-def _left(deadline: float) -> timedelta:
-    """Time until `deadline` (monotonic seconds), at least a millisecond."""
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
 def _current_accelerator() -> int | None:

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-LIMIT = 120.0  # seconds that one set of processes may take, torch's import included
+LIMIT = 240.0  # seconds that one set of processes may take, torch's import included
 NOISE_S = 15.0
 """What a busy machine may add to a wait; a test that bounds one excludes a group's 60 s."""
 

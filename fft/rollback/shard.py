@@ -1,0 +1,198 @@
+"""The process group that a model is sharded over on CPU.
+
+torchft's gloo group, and every operation that FSDP2, DTensor, pipelining or their users need and
+torchft does not pass on. Touches torch's registries of process groups, between `mesh` and
+`unregister`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName, Work, _world
+from torchft.process_group import ProcessGroupGloo
+
+_mesh_numbers = itertools.count()
+
+
+class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
+    """The process group that FSDP2 shards over on CPU: rebuilt under the model, not replaced.
+
+    torchft's gloo group with all of gloo's operations but ``monitored_barrier``. Outside of an
+    `AbortableGroup` they are as gloo has them.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        self._group_name: str | None = None
+        self._shape: tuple[int, int] | None = None
+
+    def rank(self) -> int:
+        """Rank in the group as configured last; 0 before."""
+        return self._rank or 0
+
+    def check_shape(self, rank: int, world_size: int) -> None:
+        """Raise ValueError if a mesh was made of this group with another rank or size."""
+        if self._shape not in (None, (rank, world_size)):
+            raise ValueError(
+                f"the model is sharded as rank {self._shape[0]} of {self._shape[1]}; the group "
+                f"cannot become rank {rank} of {world_size}: build a new model on a new group"
+            )
+
+    def mesh(self, name: str = "shard") -> DeviceMesh:
+        """A one-dimensional CPU mesh over this group, its dimension called `name`.
+
+        Needs no default process group. The mesh stays good over later configurations of the same
+        shape. From now on functional collectives find the group by its name, and functions of
+        ``torch.distributed`` take its ranks for global ones. Raises RuntimeError before the first
+        configure().
+        """
+        if self._rank is None or self._pg is None:
+            raise RuntimeError("configure() the shard process group before mesh()")
+        self._shape = (self._rank, self.size())
+        group_name = GroupName(self._group_name or f"fft-{name}-{next(_mesh_numbers)}")
+        if self._group_name is None:
+            self._set_group_name(group_name)
+            _register_process_group(group_name, self)
+            _world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
+        mesh = DeviceMesh(
+            "cpu",
+            torch.arange(self.size(), dtype=torch.int),
+            mesh_dim_names=(name,),
+            _init_backend=False,
+            _rank=self._rank,
+        )
+        mesh._dim_group_names = [group_name]
+        mesh._pg_registry[group_name] = self
+        return mesh
+
+    def unregister(self) -> None:
+        """Take the group's name out of torch's registry; meshes made of it are void after."""
+        if self._group_name is not None:
+            _unregister_process_group(GroupName(self._group_name))
+            _world.pg_group_ranks.pop(self, None)
+            self._group_name = None
+            self._shape = None
+
+    # -- operations, by torch's older names and by the newer ones
+
+    def _pass_on(self, name: str, *args: Any) -> Work:
+        with self._run_context():
+            work: Work = getattr(self.parent, name)(*args[:-1], self._opts_hook(args[-1]))
+            wrapped: Work = self._wrap_work(work, args[-1])
+            return wrapped
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
+    ) -> Work:
+        return self._pass_on("_allgather_base", output, input, opts or AllgatherOptions())
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        opts = opts or AllgatherOptions()
+        return self._pass_on("allgather_into_tensor_coalesced", outputs, inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        return self._pass_on("allgather_coalesced", outputs, inputs, opts or AllgatherOptions())
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        return self._pass_on("_reduce_scatter_base", output, input, opts or ReduceScatterOptions())
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        opts = opts or ReduceScatterOptions()
+        return self._pass_on("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        return self._pass_on("reduce_scatter", outputs, inputs, opts or ReduceScatterOptions())
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: AllToAllOptions | None = None,
+    ) -> Work:
+        opts = opts or AllToAllOptions()
+        return self._pass_on("alltoall_base", output, input, output_splits, input_splits, opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: AllToAllOptions | None = None,
+    ) -> Work:
+        return self._pass_on("alltoall", outputs, inputs, opts or AllToAllOptions())
+
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: GatherOptions | None = None,
+    ) -> Work:
+        return self._pass_on("gather", outputs, inputs, opts or GatherOptions())
+
+    def scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: ScatterOptions | None = None,
+    ) -> Work:
+        return self._pass_on("scatter", outputs, inputs, opts or ScatterOptions())
+
+    def reduce(self, tensors: list[torch.Tensor], opts: ReduceOptions | None = None) -> Work:
+        return self._pass_on("reduce", tensors, opts or ReduceOptions())
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
+        with self._run_context():
+            work: Work = self._wrap_work(self.parent.recv_anysource(tensors, tag), None)
+            return work
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: it waits where nothing can free it."""
+        raise NotImplementedError("monitored_barrier() cannot be aborted: use barrier()")

@@ -1,0 +1,444 @@
+"""The operations that FFT's process groups pass on, as users call them: one `Row` for each.
+
+Two ranks. Rank 1 is the one that cannot go on alone. Rank ``r`` gives ``x(r)``; what comes of it
+is written out, so that no other implementation is needed to know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+RANKS = 2
+X = ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0])
+SUM = [10.0, 12.0, 14.0, 16.0]
+
+
+def x(rank: int) -> torch.Tensor:
+    return torch.tensor(X[rank])
+
+
+def empty(*size: int) -> torch.Tensor:
+    return torch.zeros(size or (4,))
+
+
+@dataclass
+class Place:
+    """Where an op is called: one rank's group, and what is known of it."""
+
+    pg: Any
+    rank: int
+    name: str
+    mesh: Any = None
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    """What the op under way writes, noted before anybody waits for it."""
+
+    def out(self, *size: int) -> torch.Tensor:
+        self.outputs.append(empty(*size))
+        return self.outputs[-1]
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.outputs.append(tensor)
+        return tensor
+
+
+Result = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to call one operation."""
+
+    name: str
+    run: Callable[[Place], Result]
+    """Call it, wait for it, return what came of it."""
+    want: tuple[list[list[float]], list[list[float]]]
+    """What comes of it, flat, on rank 0 and on rank 1."""
+    shard_only: bool = False
+    """torchft's gloo group does not pass it on, or it needs a mesh."""
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(
+    want: Any, shard_only: bool = False, name: str = ""
+) -> Callable[[Callable[[Place], Result]], Callable[[Place], Result]]:
+    """Decorator: the function is a row. ``want``: for both ranks, or a tuple of one for each."""
+
+    def note(run: Callable[[Place], Result]) -> Callable[[Place], Result]:
+        key = name or run.__name__
+        ROWS[key] = Row(key, run, want if isinstance(want, tuple) else (want, want), shard_only)
+        return run
+
+    return note
+
+
+GATHERED = X[0] + X[1]
+HALVES = ([SUM[:2]], [SUM[2:]])
+EXCHANGED = ([[0.0, 1.0, 10.0, 11.0]], [[2.0, 3.0, 12.0, 13.0]])
+
+
+# -- c10d
+
+
+@row([SUM])
+def all_reduce(at: Place) -> Result:
+    dist.all_reduce(t := at.note(x(at.rank)), group=at.pg)
+    return [t]
+
+
+@row([SUM])
+def all_reduce_async(at: Place) -> Result:
+    work = dist.all_reduce(t := at.note(x(at.rank)), group=at.pg, async_op=True)
+    work.wait()
+    return [t]
+
+
+@row([SUM])
+def all_reduce_by_its_future(at: Place) -> Result:
+    work = dist.all_reduce(t := at.note(x(at.rank)), group=at.pg, async_op=True)
+    return list(work.get_future().wait()) if t is not None else []
+
+
+@row([SUM, SUM])
+def all_reduce_coalesced(at: Place) -> Result:
+    tensors = [at.note(x(at.rank)), at.note(x(at.rank))]
+    at.pg.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()
+    return tensors
+
+
+@row([SUM, SUM])
+def coalescing_manager(at: Place) -> Result:
+    tensors = [at.note(x(at.rank)), at.note(x(at.rank))]
+    works = [dist.all_reduce(t, group=at.pg, async_op=True) for t in tensors]
+    for work in works:
+        work.wait()
+    return tensors
+
+
+@row([X[0]])
+def broadcast(at: Place) -> Result:
+    dist.broadcast(t := at.note(x(at.rank)), group=at.pg, group_src=0)
+    return [t]
+
+
+@row(([[]], [SUM]), shard_only=True)
+def reduce(at: Place) -> Result:
+    dist.reduce(t := at.note(x(at.rank)), group=at.pg, group_dst=1)
+    return [t if at.rank == 1 else empty(0)]
+
+
+@row([X[0], X[1]])
+def all_gather(at: Place) -> Result:
+    dist.all_gather(outs := [at.out(), at.out()], x(at.rank), group=at.pg)
+    return outs
+
+
+@row([GATHERED], shard_only=True)
+def all_gather_into_tensor(at: Place) -> Result:
+    dist.all_gather_into_tensor(out := at.out(8), x(at.rank), group=at.pg)
+    return [out]
+
+
+@row([GATHERED, GATHERED])
+def all_gather_into_tensor_coalesced(at: Place) -> Result:
+    outs, ins = [at.out(8), at.out(8)], [x(at.rank), x(at.rank)]
+    at.pg.allgather_into_tensor_coalesced(outs, ins, dist.AllgatherOptions()).wait()
+    return outs
+
+
+@row([X[0], X[1]], shard_only=True)
+def all_gather_coalesced(at: Place) -> Result:
+    outs = [at.out(), at.out()]
+    at.pg.allgather_coalesced([[out] for out in outs], [x(at.rank)]).wait()
+    return outs
+
+
+@row(([[], []], [X[0], X[1]]), shard_only=True)
+def gather(at: Place) -> Result:
+    outs = [at.out(), at.out()] if at.rank == 1 else None
+    dist.gather(x(at.rank), outs, group=at.pg, group_dst=1)
+    return outs or [empty(0), empty(0)]
+
+
+@row(([X[0]], [X[1]]), shard_only=True)
+def scatter(at: Place) -> Result:
+    ins = [x(0), x(1)] if at.rank == 0 else None
+    dist.scatter(out := at.out(), ins, group=at.pg, group_src=0)
+    return [out]
+
+
+@row(HALVES, shard_only=True)
+def reduce_scatter(at: Place) -> Result:
+    dist.reduce_scatter(out := at.out(2), list(x(at.rank).split(2)), group=at.pg)
+    return [out]
+
+
+@row(HALVES, shard_only=True)
+def reduce_scatter_tensor(at: Place) -> Result:
+    dist.reduce_scatter_tensor(out := at.out(2), x(at.rank), group=at.pg)
+    return [out]
+
+
+@row(([SUM[:2], [10.0]], [SUM[2:], [12.0]]), shard_only=True)
+def reduce_scatter_tensor_coalesced(at: Place) -> Result:
+    outs, ins = [at.out(2), at.out(1)], [x(at.rank), x(at.rank)[:2]]
+    at.pg.reduce_scatter_tensor_coalesced(outs, ins, dist.ReduceScatterOptions()).wait()
+    return outs
+
+
+@row(EXCHANGED, shard_only=True)
+def all_to_all(at: Place) -> Result:
+    outs = [at.out(2), at.out(2)]
+    dist.all_to_all(outs, list(x(at.rank).split(2)), group=at.pg)
+    return [torch.cat(outs)]
+
+
+@row(EXCHANGED)
+def all_to_all_single(at: Place) -> Result:
+    dist.all_to_all_single(out := at.out(), x(at.rank), group=at.pg)
+    return [out]
+
+
+@row([[]])
+def barrier(at: Place) -> Result:
+    at.pg.barrier(dist.BarrierOptions()).wait()
+    return [empty(0)]
+
+
+@row(([X[1]], [[]]))
+def send(at: Place) -> Result:
+    if at.rank == 0:
+        at.pg.recv([out := at.out()], 1, 0).wait()
+        return [out]
+    at.pg.send([x(1)], 0, 0).wait()
+    return [empty(0)]
+
+
+@row(([[]], [X[0]]))
+def recv(at: Place) -> Result:
+    if at.rank == 1:
+        at.pg.recv([out := at.out()], 0, 0).wait()
+        return [out]
+    at.pg.send([x(0)], 1, 0).wait()
+    return [empty(0)]
+
+
+@row(([[]], [X[0]]), shard_only=True)
+def send_and_recv_of_dist(at: Place) -> Result:
+    if at.rank == 1:
+        dist.recv(out := at.out(), group=at.pg, group_src=0)
+        return [out]
+    dist.send(x(0), group=at.pg, group_dst=1)
+    return [empty(0)]
+
+
+@row(([[]], [[*X[0], 0.0]]), shard_only=True)
+def recv_from_any(at: Place) -> Result:
+    if at.rank == 1:
+        source = dist.recv(out := at.out(), group=at.pg)
+        return [torch.cat([out, torch.tensor([float(source)])])]
+    dist.send(x(0), group=at.pg, group_dst=1)
+    return [empty(0)]
+
+
+@row(([X[1]], [X[0]]), shard_only=True)
+def batch_isend_irecv(at: Place) -> Result:
+    other, out = 1 - at.rank, at.out()
+    ops = [
+        dist.P2POp(dist.isend, x(at.rank), group=at.pg, group_peer=other),
+        dist.P2POp(dist.irecv, out, group=at.pg, group_peer=other),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return [out]
+
+
+# -- functional collectives, which find the group by its name, and wait in native code
+
+raw = torch.ops._c10d_functional
+wait = funcol.wait_tensor
+
+
+@row([SUM])
+def functional_all_reduce(at: Place) -> Result:
+    return [wait(at.note(raw.all_reduce(x(at.rank), "sum", at.name)))]
+
+
+@row([SUM])
+def functional_all_reduce_in_place(at: Place) -> Result:
+    return [wait(raw.all_reduce_(at.note(x(at.rank)), "sum", at.name))]
+
+
+@row([SUM, SUM])
+def functional_all_reduce_coalesced(at: Place) -> Result:
+    outs = raw.all_reduce_coalesced([x(at.rank), x(at.rank)], "sum", at.name)
+    return [wait(at.note(out)) for out in outs]
+
+
+@row([GATHERED])
+def functional_all_gather(at: Place) -> Result:
+    return [wait(at.note(raw.all_gather_into_tensor(x(at.rank), RANKS, at.name)))]
+
+
+@row([GATHERED, GATHERED])
+def functional_all_gather_coalesced(at: Place) -> Result:
+    outs = raw.all_gather_into_tensor_coalesced([x(at.rank), x(at.rank)], RANKS, at.name)
+    return [wait(at.note(out)) for out in outs]
+
+
+@row(HALVES, shard_only=True)
+def functional_reduce_scatter(at: Place) -> Result:
+    return [wait(at.note(raw.reduce_scatter_tensor(x(at.rank), "sum", RANKS, at.name)))]
+
+
+@row(([SUM[:2], [10.0]], [SUM[2:], [12.0]]), shard_only=True)
+def functional_reduce_scatter_coalesced(at: Place) -> Result:
+    ins = [x(at.rank), x(at.rank)[:2]]
+    outs = raw.reduce_scatter_tensor_coalesced(ins, "sum", RANKS, at.name)
+    return [wait(at.note(out)) for out in outs]
+
+
+@row(EXCHANGED)
+def functional_all_to_all(at: Place) -> Result:
+    return [wait(at.note(raw.all_to_all_single(x(at.rank), [2, 2], [2, 2], at.name)))]
+
+
+@row([X[0]])
+def functional_broadcast(at: Place) -> Result:
+    return [wait(at.note(raw.broadcast(x(at.rank), 0, at.name)))]
+
+
+@row(([[]], [X[0]]))
+def functional_isend_irecv(at: Place) -> Result:
+    if at.rank == 1:
+        return [wait(at.note(raw.irecv(at.out(), 0, 0, at.name)))]
+    wait(raw.isend(x(0), 1, 0, at.name))
+    return [empty(0)]
+
+
+@row(([X[1]], [X[0]]))
+def functional_batch_p2p(at: Place) -> Result:
+    other, tensors = 1 - at.rank, [x(at.rank), at.out()]
+    outs = raw.batch_p2p_ops(["isend", "irecv"], [other, other], [0, 0], tensors, at.name)
+    return [[wait(out) for out in outs][1]]
+
+
+@row([SUM], shard_only=True)
+def async_collective_tensor(at: Place) -> Result:
+    return [funcol.all_reduce(x(at.rank), "sum", at.mesh) + 0]
+
+
+@row([[0.0, 1.0, 10.0, 11.0, 2.0, 3.0, 12.0, 13.0]], shard_only=True)
+def all_gather_tensor(at: Place) -> Result:
+    return [funcol.all_gather_tensor(x(at.rank).view(2, 2), 1, at.mesh).T.contiguous().T + 0]
+
+
+@row(HALVES, shard_only=True)
+def reduce_scatter_tensor_functional(at: Place) -> Result:
+    return [funcol.reduce_scatter_tensor(x(at.rank), "sum", 0, at.mesh) + 0]
+
+
+@row(([X[1]], [X[0]]), shard_only=True)
+def permute_tensor(at: Place) -> Result:
+    return [funcol.permute_tensor(x(at.rank), [1, 0], at.mesh) + 0]
+
+
+@row(([[0.0, 2.0, 4.0, 6.0]], [[20.0, 22.0, 24.0, 26.0]]), shard_only=True)
+def autograd_all_gather(at: Place) -> Result:
+    """The gradient of the gathered values, weighted by themselves, comes back summed."""
+    leaf = x(at.rank).requires_grad_()
+    out = funcol.all_gather_tensor_autograd(leaf, 0, at.mesh)
+    (out * out.detach()).sum().backward()
+    return [leaf.grad]
+
+
+@row([SUM * 2], shard_only=True)
+def autograd_reduce_scatter(at: Place) -> Result:
+    leaf = torch.cat([x(at.rank), x(at.rank)]).requires_grad_()
+    out = funcol.reduce_scatter_tensor_autograd(leaf, "sum", 0, at.mesh)
+    (out * out.detach()).sum().backward()
+    return [leaf.grad]
+
+
+@row(([X[0]], [X[1]]), shard_only=True)
+def autograd_all_to_all(at: Place) -> Result:
+    leaf = x(at.rank).requires_grad_()
+    out = all_to_all_single_autograd(leaf, [2, 2], [2, 2], at.mesh)
+    (out * out.detach()).sum().backward()
+    return [leaf.grad]
+
+
+# -- DTensor
+
+
+def sharded(at: Place) -> DTensor:
+    return DTensor.from_local(x(at.rank).view(2, 2), at.mesh, [Shard(0)], run_check=False)
+
+
+def partial(at: Place) -> DTensor:
+    return DTensor.from_local(x(at.rank), at.mesh, [Partial()], run_check=False)
+
+
+@row([GATHERED], shard_only=True)
+def dtensor_gathered(at: Place) -> Result:
+    return [sharded(at).redistribute(at.mesh, [Replicate()]).to_local() + 0]
+
+
+@row([GATHERED], shard_only=True)
+def dtensor_full_tensor(at: Place) -> Result:
+    return [sharded(at).full_tensor()]
+
+
+@row([SUM], shard_only=True)
+def dtensor_reduced(at: Place) -> Result:
+    return [partial(at).full_tensor()]
+
+
+@row(HALVES, shard_only=True)
+def dtensor_reduce_scattered(at: Place) -> Result:
+    return [partial(at).redistribute(at.mesh, [Shard(0)]).to_local() + 0]
+
+
+@row(([[0.0, 2.0, 10.0, 12.0]], [[1.0, 3.0, 11.0, 13.0]]), shard_only=True)
+def dtensor_sharded_otherwise(at: Place) -> Result:
+    return [sharded(at).redistribute(at.mesh, [Shard(1)]).to_local() + 0]
+
+
+@row(([X[0][:2]], [X[0][2:]]), shard_only=True)
+def dtensor_distributed(at: Place) -> Result:
+    return [distribute_tensor(x(at.rank), at.mesh, [Shard(0)]).to_local() + 0]
+
+
+@row([X[0]], shard_only=True)
+def dtensor_replicated(at: Place) -> Result:
+    return [distribute_tensor(x(at.rank), at.mesh, [Replicate()]).to_local() + 0]
+
+
+@row(([[5.0, 0.6, 0.0]], [[5.0, 0.0, 0.8]]), shard_only=True)
+def clip_grad_norm(at: Place) -> Result:
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), at.mesh, [Replicate()])
+                             .redistribute(at.mesh, [Shard(0)]))
+    local = torch.tensor([[3.0, 0.0], [0.0, 4.0]])[at.rank]
+    parameter.grad = DTensor.from_local(local, at.mesh, [Shard(0)], run_check=False)
+    norm = nn.utils.clip_grad_norm_([parameter], 1.0).full_tensor()
+    return [torch.cat([norm.view(1), parameter.grad.to_local()])]
+
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def _compiled(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return funcol.all_reduce(tensor * 2, "sum", name) / 2
+
+
+@row([SUM])
+def compiled(at: Place) -> Result:
+    return [_compiled(x(at.rank), at.name) + 0]
