@@ -85,6 +85,7 @@ from fft.data import DataSource, as_source, in_any_order, loaded
 from fft.diagnosis.station import Station
 from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
+from fft.equality import EqualityChecks
 from fft.errors import BodyKeepsFailing, Drained, FftError, NoQuorum, TxnAborted
 from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
@@ -111,11 +112,13 @@ from fft.watched import Watched, supervisor_socket
 logger = logging.getLogger(__name__)
 
 Digest = Literal["never", "commit"]
+Learners = Literal["auto", "always", "never"]
 
 _FRAMES = 4
 """Calls of the main thread that are named when it is too late to leave with a commit."""
 _STOP_LEARNING_S = 5.0
 """For a fetch that is wanted no longer to end."""
+_UNFINISHED = "optimizer.step() was begun and did not finish"
 SCALER = "grad_scaler"
 """Name of the scaler's state among what is registered."""
 _LONGEST_CAUSE = 1500
@@ -138,6 +141,17 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         digest: ``commit``: trace a digest of this rank's parameters and optimizer state after
             every commit, so that the audit can compare replicas bit by bit. Costs one pass over
             them. (Module buffers may differ between replicas: batch-norm statistics are local.)
+        check_replicas: every so many steps replicas compare a fingerprint of parameters and
+            optimizer state in their votes; a power of 2. None: as often as costs 1 % of the time;
+            0: never. Needs ``register``.
+        on_divergence: what follows if they differ. ``stop``: the job ends with ``Diverged``.
+            ``heal``: who differs from most fetches their state; without a majority, stop. None:
+            as the spec says (``policies``), which is ``stop`` as shipped.
+        learners: a group that joins computes its first step on weights that are not the job's,
+            while its state is on its way. ``auto``: not where bodies change reduced gradients, by
+            clipping, say, since that might depend on the weights: then it waits for the state.
+            ``always``: it need not wait, for they depend on the gradients alone. ``never``: it
+            always waits.
         max_body_failures: re-raise when this rank's own body fails so often in a row at one step.
         monitor: whether a process beside this one watches it: rolls back when the main thread
             hangs, ends the process when that does not help, and tells of its death. None: unless
@@ -170,6 +184,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         expected_groups: int | None = None,
         timeouts: Mapping[str, float] | None = None,
         digest: Digest = "never",
+        check_replicas: int | None = None,
+        on_divergence: Literal["stop", "heal"] | None = None,
+        learners: Learners = "auto",
         max_body_failures: int = 5,
         monitor: bool | None = None,
         progress_interval: float | None = None,
@@ -242,6 +259,16 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._served: Record | None = None
             """The epoch whose first state is served."""
             self._learning: Learning | None = None
+            self._learners = learners
+            self._on_divergence = on_divergence
+            self._has_learned = False
+            """The body of this txn began before the state was there."""
+            self._checks: EqualityChecks | None = None
+            self._check_every = check_replicas
+            self._equality: str | None = None
+            """Digest of the state that this txn began with, if it is to be compared."""
+            self._torn: str | None = None
+            """Why the state of this rank is lost, which the engine is to hear with the rollback."""
             self._digest = digest
             self._max_body_failures = max_body_failures
             self._body_failures = (-1, 0)
@@ -310,6 +337,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             min_groups=self._min_replica_size,
             expected_groups=self._expected,
             min_reductions=self._spec.policies.min_reductions,
+            on_divergence=self._on_divergence or self._spec.policies.on_divergence,
             fixed_with_spares=self._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES,
         )
         participant = Participant(Table(self._spec), config)
@@ -489,6 +517,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._updates.close()
         self._updates = Updates(optimizers, schedulers, scaler)
         self._state = StepState(models, optimizers, schedulers, others, generators)
+        self._checks = EqualityChecks(self._state.fingerprint, self._check_every)
         if self._injector is not None:
             for module in models:
                 self._injector.attach(module)
@@ -678,22 +707,21 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         """Do what the engine asks until a txn may begin. None: drained."""
         engine = self._engine or self._start()
         self._finish_apply()
-        torn = self._steps is not None and self._steps.was_torn
-        if torn:  # noticed late: by a second optimizer, after the first one was counted
-            why = "optimizer.step() was begun and did not finish"
-            assert self._steps is not None
+        if self._steps is not None and self._steps.was_torn:
+            # noticed late: by a second optimizer, after the first one was counted
+            self._torn = _UNFINISHED
             self._steps.begin()
-            engine.post(HealFailed(engine.local.token.epoch, why, torn=True))
         while True:
             with self._waiting():
                 command = engine.wait_command()
             engine.take(command)
             match command:
                 case Restore():
-                    torn = False
                     self._restore(command)
-                case StartTxn() if torn:
-                    continue  # the rollback comes
+                case StartTxn() if self._torn is not None:  # and the rollback comes
+                    engine.post(Fault(command.token, self._torn, "apply"))
+                case Heal() if self._torn is not None:
+                    engine.post(HealFailed(command.record.epoch, self._torn, torn=True))
                 case Heal():
                     with self._waiting():  # it has limits of its own
                         self._heal(command)
@@ -724,8 +752,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._served = None
         self._errored: ExceptionWithTraceback | None = None
         self._works.clear()
+        self._has_learned = self._learning is not None
         for reducer in self._reducers:
-            reducer.begin()
+            reducer.begin(exact=self._has_learned)
         self._reduced = None
         self._manifest = _ManifestBuilder()
         self._step = plan.step
@@ -734,6 +763,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._state is not None and self._source is None:
             self._state.capture()  # else after the items are drawn, which may use random numbers
         self._txn = plan
+        # of a learner the state is still on its way
+        checks = None if self._has_learned else self._checks
+        self._equality = None if checks is None else checks.digest(plan.step)
         if self._pacer is not None:
             self._pacer.begin()
         if self._watched is not None:
@@ -764,8 +796,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if (why := self._quorums.wait(plan.token)) is not None:
             self._errored = _Reported(NoQuorum(why))
 
-    def _prepare(self) -> Apply | None:
-        """Vote and wait for the decision. The record to apply, or None: rolled back."""
+    def _prepare(self, skip: bool = False) -> Apply | None:
+        """Vote and wait for the decision. The record to apply, or None: rolled back.
+
+        ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
+        """
         plan, engine = self._txn, self._engine
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
@@ -778,9 +813,12 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._state is not None:
             self._state.note_edits()
         if self._has_state():
+            edited = self._check_edits()
+            skip = (self._errored is None and self._updates.must_skip()) or skip
             yes = self._errored is None
             cause = "" if self._errored is None else _text(self._errored.original_exception)
-            engine.post(Prepared(plan.token, yes, self._manifest.build(), cause))
+            manifest, digest = self._manifest.build(), self._equality
+            engine.post(Prepared(plan.token, yes, manifest, cause, skip, digest, edited))
             self._inject("after_vote")
         with self._waiting():
             command = engine.wait_command()
@@ -803,6 +841,22 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return True
         with self._waiting():  # the fetch has limits of its own
             return self._learn()
+
+    def _check_edits(self) -> bool:
+        """Whether this body has changed reduced gradients. Not by weights that are not the job's.
+
+        A learner that has done so says NO: after the rollback it waits for the state first.
+        """
+        edited = not self._reducers or any(reducer.edited() for reducer in self._reducers)
+        if edited and self._has_learned and self._learners != "always" and self._errored is None:
+            self.report_error(
+                RuntimeError(
+                    "the body changed reduced gradients while the state of this group was still on "
+                    "its way; it computes this step again with the state (learners='always' says "
+                    "that the change depends on gradients alone)"
+                )
+            )
+        return edited and self._learners != "always"
 
     def _await_reductions(self) -> None:
         for work in self._works:
@@ -828,15 +882,17 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self.report_error(fault)
 
     def _note_commit(self, record: Record, plan: StartTxn) -> None:
-        self._step = record.step if record.kind == "commit" else plan.step + 1
+        self._step = record.step
         self._position = record
-        self._batches_committed += plan.participants
+        self._batches_committed = record.batches
         self._commit_failures = 0
         self._body_failures = (-1, 0)
         if self._pacer is not None:
             self._pacer.committed(self._step, len(plan.members) * self._group_world_size)
         if self._state is not None:
             self._state.forget()
+        if self._checks is not None:
+            self._checks.committed()
 
     def _finish_apply(self) -> None:
         """The optimizer step that COMMIT asked for is behind us: tell the engine."""
@@ -844,7 +900,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return
         if self._steps is not None and self._steps.was_torn:
             self._steps.begin()
-            self._apply_failed(RuntimeError("optimizer.step() was begun and did not finish"))
+            self._apply_failed(RuntimeError(_UNFINISHED))
             return
         token, self._applying = self._engine.local.token, None
         if self._watched is not None:
@@ -865,7 +921,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         try:
             if self._injector is not None:
                 self._injector.at("apply")
-            self._updates.apply()
+            if command.skip:
+                self._updates.skip()
+            else:
+                self._updates.apply()
         except Exception as error:
             logger.exception("optimizer step failed after COMMIT; this state is torn")
             self._apply_failed(error)
@@ -890,22 +949,23 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._updates.forget()
         if self._state is not None:
             if self._state.captured:
-                self._put_back(command.token)
+                self._put_back()
             else:  # aborted before this rank began the txn: its state is that of the last commit
                 self._state.unwind()
         assert self._engine is not None
         if self._quorums is not None and self._engine.local.stuck:
             with self._waiting():
                 self._quorums.pause()
-        self._engine.post(Restored(command.token))
+        torn, self._torn = self._torn, None
+        self._engine.post(Restored(command.token, torn is not None, torn or ""))
 
-    def _put_back(self, token: Token) -> None:
-        assert self._engine is not None and self._state is not None
+    def _put_back(self) -> None:
+        assert self._state is not None
         try:
             self._state.restore()
         except TornState as error:  # it can be had from a peer
             logger.warning("%s; this rank fetches the state", error)
-            self._engine.post(HealFailed(token.epoch, _text(error), torn=True))
+            self._torn = _text(error)
 
     def _groups(self) -> list[AbortableGroup]:
         return [self._replicate] + ([self._shard] if self._shard is not None else [])
@@ -952,6 +1012,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         cannot be read before it is known where the others are.
         """
         late = command.fetch_from is not None and self._peer.group in command.record.learners
+        late = late and self._learners != "never"
         own = self._state is not None and self._transfer is not None and not self._user_state_dicts
         return late and own and in_any_order(self._source)
 
@@ -1111,9 +1172,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._txn is not None:
             if self._errored is None and self._manifest.empty:
                 return
-            # torchft lets a step be started over; its txn cannot go on with dropped gradients.
-            self.report_error(RuntimeError("the step was started over before it was voted on"))
-            self._prepare()
+            # The user skips this step, as after a scaler that found an inf: all do, together.
+            command = self._prepare(skip=True)
+            if command is not None:
+                assert command.skip, "one vote for a skip makes it one"
+                self._applying = command
+                self._updates.skip()
+                self._finish_apply()
         if self._begin() is None:
             raise Drained("this replica group has drained")
 
@@ -1133,7 +1198,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             if self._steps is None:
                 self._steps = StepWatch()
             self._steps.begin()
-            return True
+            if command.skip:  # another rank skips this step
+                self._finish_apply()
+            return not command.skip
         self._commit_failures += 1
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(

@@ -64,11 +64,13 @@ class Packed:
 
 @dataclass(frozen=True, config=_CONFIG)
 class _Ballots:
-    """YES votes with one manifest."""
+    """YES votes that differ only in who voted."""
 
     manifest: Manifest
-    staying: tuple[Peer, ...]
-    leaving: tuple[Peer, ...]
+    peers: tuple[Peer, ...]
+    leaving: bool = False
+    skip: bool = False
+    digest: str | None = None
 
 
 class MissingList(FftError):
@@ -112,23 +114,20 @@ def list_name(record: Record) -> str:
 
 
 def encode_votes(votes: Iterable[Vote]) -> bytes:
-    """Votes → one word for a ballot; equal manifests are said once."""
-    by_manifest: dict[Manifest, list[Vote]] = {}
+    """Votes → one word for a ballot; what several have in common is said once."""
+    alike: dict[tuple[Manifest, bool, bool, str | None], list[Peer]] = {}
     for vote in votes:
-        by_manifest.setdefault(vote.manifest, []).append(vote)
+        key = (vote.manifest, vote.leaving, vote.skip, vote.digest)
+        alike.setdefault(key, []).append(vote.peer)
     word = tuple(
-        _Ballots(
-            manifest,
-            tuple(v.peer for v in some if not v.leaving),
-            tuple(v.peer for v in some if v.leaving),
-        )
-        for manifest, some in by_manifest.items()
+        _Ballots(manifest, tuple(peers), leaving, skip, digest)
+        for (manifest, leaving, skip, digest), peers in alike.items()
     )
-    return _word().dump_json(word)
+    return _word().dump_json(word, exclude_defaults=True)
 
 
 def decode_votes(data: bytes) -> tuple[Vote, ...]:
-    """A word of a ballot → votes, those who stay before those who leave.
+    """A word of a ballot → votes, those that are alike together.
 
     Raises:
         UnreadableMessage: not in the form of such a word.
@@ -138,10 +137,9 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
     except ValidationError as error:
         raise unreadable(error) from None
     return tuple(
-        Vote(peer, some.manifest, leaving)
+        Vote(peer, some.manifest, some.leaving, some.skip, some.digest)
         for some in word
-        for peers, leaving in ((some.staying, False), (some.leaving, True))
-        for peer in peers
+        for peer in some.peers
     )
 
 

@@ -27,7 +27,6 @@ from fft.core.local import (
     missing_mates,
     my_place,
     next_epoch,
-    participants,
     peers_meant,
     waited_for,
     whole_groups,
@@ -65,6 +64,7 @@ from fft.core.messages import (
     Ready,
     Record,
     Restore,
+    Restored,
     SetTimer,
     StartTxn,
     Suspect,
@@ -388,6 +388,7 @@ def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Prepared)
     # The state of a learner has come since the txn began: it is what it was compared with.
     digest = None if c.me.group in learners(s) else event.digest
+    s.edits = event.edited
     s.vote = Vote(c.me, event.manifest, c.me in s.leaving, event.skip, digest)
     yield CastVote(s.token, s.vote, len(member_peers(s)))
 
@@ -499,7 +500,10 @@ def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_restored(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The main thread is unwound and the start of the step is back."""
+    """The main thread is unwound and the start of the step is back, unless it says otherwise."""
+    assert isinstance(event, Restored)
+    if event.torn:
+        s.lineage, s.cause = "", event.cause
     s.restored, s.restoring, s.stuck = True, None, False
     return ()
 

@@ -34,6 +34,7 @@ from fft.core.messages import (
     Manifest,
     Prepared,
     Record,
+    Restored,
     Suspect,
     Token,
 )
@@ -248,6 +249,12 @@ def not_proposed(s: Local, c: Config, event: Event) -> bool:
 def is_restored(s: Local, c: Config, event: Event) -> bool:
     """The main thread has put back the start of the step."""
     return s.restored
+
+
+@guard
+def says_torn(s: Local, c: Config, event: Event) -> bool:
+    """The start of the step could not be put back as a whole."""
+    return isinstance(event, Restored) and event.torn
 
 
 @guard

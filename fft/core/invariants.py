@@ -312,8 +312,10 @@ def validity(move: Move) -> Iterator[Claim]:
     yield Given(
         votes,
         f"txn {token} was committed though ranks of one number did different reductions",
-        lambda *yes: len({(p.rank, y.manifest) for p, y in zip(voters, yes, strict=True)})
-        == len({p.rank for p in voters}),
+        lambda *yes: (
+            len({(p.rank, y.manifest) for p, y in zip(voters, yes, strict=True)})
+            == len({p.rank for p in voters})
+        ),
         needed=False,
     )
 

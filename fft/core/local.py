@@ -91,6 +91,8 @@ class Local:
     rollbacks: int = 0
     """Since the last commit."""
     paused: bool = False
+    edits: bool = False
+    """My last body that voted has changed reduced gradients, by whatever."""
     skip: bool = False
     """The txn I stand at is a skip: by its COMMIT, or by my ABORT of it."""
     bus_down: bool = False
@@ -320,8 +322,9 @@ def next_epoch(s: Local, c: Config) -> Record | None:
         by=c.me,
         members=entries,
         # After a rollback who is behind has lost its state, and the same gradients shall count
-        # again; who joins after a commit has none to give yet.
-        learners=behind if after_commit and enough else (),
+        # again; who joins after a commit has none to give yet. Where bodies change gradients, a
+        # learner would change them by weights that are not the job's.
+        learners=behind if after_commit and enough and not s.edits else (),
     )
 
 

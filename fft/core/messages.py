@@ -306,6 +306,8 @@ class Prepared:
     cause: Text = ""
     skip: bool = False
     digest: str | None = None
+    edited: bool = False
+    """The body has changed reduced gradients, by whatever."""
     type: Literal["prepared"] = "prepared"
 
 
@@ -348,9 +350,14 @@ class Fault:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Restored:
-    """The main thread has unwound and put the state back to the start of the step."""
+    """The main thread has unwound and put the state back to the start of the step.
+
+    ``torn``: but for something of which nothing was kept; ``cause`` says what.
+    """
 
     token: Token
+    torn: bool = False
+    cause: Text = ""
     type: Literal["restored"] = "restored"
 
 

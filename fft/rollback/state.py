@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fft.errors import FftError
+from fft.fingerprint import fingerprint
 
 _PLAIN = (str, bytes, bool, int, float, type(None))
 
@@ -271,6 +272,17 @@ class StepState:
         }
         _hash(hasher, parts)
         return hasher.hexdigest()
+
+    def fingerprint(self) -> str:
+        """Cheap fingerprint of this rank's parameters and optimizer state (`fft.fingerprint`)."""
+        _reshard(self._models)
+        names = self._parameters or self._names()
+        tensors: list[torch.Tensor] = [_local(p) for p in names.values()]
+        for optimizer in self._optimizers:
+            for parameter in names.values():
+                state = optimizer.state.get(parameter, {})
+                tensors += [_local(v) for _, v in sorted(state.items()) if torch.is_tensor(v)]
+        return fingerprint(tensors)
 
     def _names(self) -> dict[str, torch.Tensor]:
         """Every parameter by name; those that no model has, by their place in the optimizer."""

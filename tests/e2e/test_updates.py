@@ -141,8 +141,8 @@ def test_a_parameter_changed_late_and_rolled_back_is_fetched_again(tmp_path: Pat
         made.audit()
     assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("1", "0")]
     assert parameters(members[0].model) == parameters(members[1].model)
-    (failed,) = events(tmp_path, "heal_failed")
-    assert failed["event"]["torn"] and "model0.first.weight" in failed["event"]["cause"]
+    (torn,) = [e["event"] for e in events(tmp_path, "restored") if e["event"]["torn"]]
+    assert "model0.first.weight" in torn["cause"]
 
 
 # --- torchft's loop -------------------------------------------------------------------------------

@@ -426,8 +426,9 @@ def dtensor_replicated(at: Place) -> Result:
 
 @row(([[5.0, 0.6, 0.0]], [[5.0, 0.0, 0.8]]), shard_only=True)
 def clip_grad_norm(at: Place) -> Result:
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), at.mesh, [Replicate()])
-                             .redistribute(at.mesh, [Shard(0)]))
+    parameter = nn.Parameter(
+        distribute_tensor(torch.zeros(4), at.mesh, [Replicate()]).redistribute(at.mesh, [Shard(0)])
+    )
     local = torch.tensor([[3.0, 0.0], [0.0, 4.0]])[at.rank]
     parameter.grad = DTensor.from_local(local, at.mesh, [Shard(0)], run_check=False)
     norm = nn.utils.clip_grad_norm_([parameter], 1.0).full_tensor()

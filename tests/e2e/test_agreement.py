@@ -1,0 +1,237 @@
+"""What all ranks must decide alike: to skip a step, and whether replicas are still equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage import Member, Numbers, aborts, batch_of, events, fetches, job, parameters, records
+from torch import nn
+from torchft.optim import OptimizerWrapper
+
+import fft
+from fft.audit import read_lines
+from fft.errors import Diverged, FftError
+
+STEPS = 6
+Scaler = torch.amp.GradScaler
+
+
+def _loader() -> fft.CursorLoader:
+    return fft.CursorLoader(Numbers(), batch_size=4, seed=1)
+
+
+def _loss(member: Member, numbers: torch.Tensor) -> torch.Tensor:
+    x = batch_of(numbers)
+    return member.model(x).sub(x.mean(1, keepdim=True)).square().mean()
+
+
+def _skips(traces: Path) -> list[bool]:
+    return [r["skip"] for r in records(traces) if r["kind"] == "commit"]
+
+
+# --- skipped steps --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_scaler_drives_the_transactions_and_backs_off_on_all_ranks(
+    tmp_path: Path, unscale: bool
+) -> None:
+    states: dict[str, Any] = {}
+
+    def work(member: Member) -> None:
+        scaler = Scaler("cpu", init_scale=2.0**8, growth_interval=3)
+        schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 2, 0.5)
+        member.manager.register(member.model, member.optimizer, schedule, scaler=scaler)
+        for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+            with txn:
+                loss = _loss(member, txn.batch)
+                if txn.attempt in (2, 4) and member.group == "1":
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+                if unscale:
+                    scaler.unscale_(member.optimizer)
+                    nn.utils.clip_grad_norm_(member.model.parameters(), 1.0)
+        states[member.group] = scaler.state_dict(), schedule.last_epoch
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work)
+        made.audit()
+    assert _skips(tmp_path) == [False, True, False, True] + [False] * 4
+    assert aborts(tmp_path) == []
+    assert states["0"] == states["1"]
+    assert states["0"][0]["scale"] == 2.0**8 / 4 * 2  # grown once, after three good steps
+    assert states["0"][1] == STEPS, "a skipped step is none of the schedule's"
+    assert parameters(members[0].model) == parameters(members[1].model)
+
+
+def test_a_scaled_step_that_is_rolled_back_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+    def run(folder: Path, fails: bool) -> list[Any]:
+        def work(member: Member) -> None:
+            scaler = Scaler("cpu", init_scale=2.0**8)
+            member.manager.register(
+                member.model,
+                member.optimizer,
+                scaler=scaler,
+                generators=[member.model.generator],
+            )
+            pending = {0, 3} if fails else set()
+            for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+                with txn:
+                    scaler.scale(_loss(member, txn.batch)).backward()
+                    scaler.unscale_(member.optimizer)
+                    if member.group == "1" and txn.step in pending:
+                        pending.remove(txn.step)
+                        raise RuntimeError("after unscaling")
+
+        with job(folder, 2) as made:
+            return [parameters(member.model) for member in made.run(work)]
+
+    assert run(tmp_path / "faults", True) == run(tmp_path / "quiet", False)
+
+
+def test_a_scaler_that_skips_in_torchfts_loop_skips_on_all_groups(tmp_path: Path) -> None:
+    """The overflow is in one group's loss; the reduced gradients have it everywhere."""
+    tries: dict[str, int] = {}
+
+    def work(member: Member) -> None:
+        scaler = Scaler("cpu", init_scale=2.0**8)
+        manager, model = member.manager, member.model
+        wrapped = OptimizerWrapper(manager, member.optimizer)
+        while (step := manager.current_step()) < STEPS:
+            tries[member.group] = count = tries.get(member.group, 0) + 1
+            wrapped.zero_grad()
+            loss = _loss(member, torch.arange(4) + 8 * step + 4 * int(member.group))
+            if count % 3 == 0 and member.group == "1":
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            for parameter in model.parameters():
+                manager.allreduce(parameter.grad).wait()
+            scaler.unscale_(wrapped)
+            scaler.step(wrapped)
+            scaler.update()
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, digest="never")
+        made.audit()
+    assert tries == {"0": 8, "1": 8}
+    assert sum(_skips(tmp_path)) == 2
+    assert aborts(tmp_path) == []
+    assert parameters(members[0].model) == parameters(members[1].model)
+
+
+def test_what_is_skipped_before_its_reductions_goes_on_with_another_batch(tmp_path: Path) -> None:
+    tries: dict[str, int] = {}
+
+    def work(member: Member) -> None:
+        manager = member.manager
+        wrapped = OptimizerWrapper(manager, member.optimizer)
+        while (step := manager.current_step()) < STEPS:
+            tries[member.group] = count = tries.get(member.group, 0) + 1
+            wrapped.zero_grad()
+            if count % 2 and member.group == "1":
+                continue  # `if not loss.isfinite(): continue`
+            _loss(member, torch.arange(4) + 8 * step + 4 * int(member.group)).backward()
+            for parameter in member.model.parameters():
+                manager.allreduce(parameter.grad).wait()
+            wrapped.step()
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, digest="never")
+        made.audit()
+    assert tries == {"0": STEPS, "1": 2 * STEPS}
+    assert aborts(tmp_path) == []
+    assert parameters(members[0].model) == parameters(members[1].model)
+
+
+# --- equal replicas -------------------------------------------------------------------------------
+
+
+def _corrupted(member: Member, at: int, who: str) -> None:
+    """Train; group ``who`` has one bit of its weights flipped before a step, as by bad memory."""
+    done = False
+    for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+        with txn:
+            _loss(member, txn.batch).backward()
+        if txn.committed and member.manager.current_step() == at and member.group == who:
+            if not done:
+                weight = member.model.first.weight.data.view(-1)
+                weight.view(torch.int32)[3] ^= 1
+            done = True
+
+
+def test_one_flipped_bit_stops_the_job_by_default(tmp_path: Path) -> None:
+    with job(tmp_path, 2) as made:
+        members = [made.member(str(g), check_replicas=2, digest="never") for g in range(2)]
+        for member in members:
+            member.start(lambda m: _corrupted(m, 3, "1"))
+        for member in members:
+            member.end()
+        for member in members:
+            assert isinstance(member.error, Diverged), member.error
+            assert "1/0#1" in str(member.error) and "step 4" in str(member.error)
+
+
+def test_the_odd_replica_of_three_is_healed_if_that_is_asked_for(tmp_path: Path) -> None:
+    with job(tmp_path, 3) as made:
+        members = made.run(
+            lambda m: _corrupted(m, 3, "2"), check_replicas=1, on_divergence="heal", digest="never"
+        )
+    assert [fetch[0] for fetch in fetches(tmp_path)] == ["2"]
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert parameters(members[0].model) == parameters(members[2].model)
+
+
+def test_how_often_replicas_are_compared_follows_from_what_it_costs(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=70):
+            with txn:
+                _loss(member, txn.batch).backward()
+
+    with job(tmp_path, 2) as made:
+        made.run(work, digest="never")
+        made.audit()
+    taken = [e["event"] for e in events(tmp_path, "prepared") if e["event"]["digest"]]
+    assert len(taken) >= 4, "at the steps 0, 16, …, on two ranks"
+    with job(tmp_path / "bad", 1) as made, pytest.raises(FftError, match="power of 2"):
+        made.member("0", check_replicas=3)
+
+
+# --- learners -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("learners", "waits"), [("auto", True), ("always", False)])
+def test_gradients_edited_by_weights_are_right_for_who_joins(
+    tmp_path: Path, learners: Any, waits: bool
+) -> None:
+    """Decay by hand: gradients that depend on weights. A learner's are not those of the job."""
+    started: list[Member] = []
+
+    def body(member: Member, by_weights: bool) -> None:
+        for parameter in member.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(parameter.detach() if by_weights else parameter.grad, alpha=0.1)
+
+    def work(member: Member) -> None:
+        loader = _loader()
+        for txn in member.manager.transactions(loader, max_steps=60):
+            with txn:
+                _loss(member, txn.batch).backward()
+                body(member, by_weights=waits)
+            if member.group == "0" and txn.step == 5:
+                started.append(made.member("1", learners=learners).start(work))
+
+    with job(tmp_path, 1) as made:
+        first = made.member("0", learners=learners).start(work)
+        first.end()
+        started[0].end()
+        for member in (first, started[0]):
+            if member.error is not None:
+                raise member.error
+        made.audit()
+    assert parameters(first.model) == parameters(started[0].model)
+    learned = [r["learners"] for r in records(tmp_path) if r["kind"] == "epoch" and r["learners"]]
+    assert learned == ([] if waits else [["1"]])
+    assert any(line.get("note") == "consumed" for line in read_lines(tmp_path))
