@@ -127,12 +127,13 @@ class Holds:
 class Given:
     """``test`` holds of the values of ``keys``. Unknown keys: wrong if ``needed``, else no claim.
 
-    What is needed has happened before the move that claims it.
+    What is needed has happened before the move that claims it. A test that says None had nothing
+    to compare: no claim either.
     """
 
     keys: tuple[Key, ...]
     text: str
-    test: Callable[..., bool] = lambda *values: True
+    test: Callable[..., bool | None] = lambda *values: True
     needed: bool = True
 
 
@@ -231,8 +232,9 @@ class Judge:
             if self._traced is not None and peer not in self._traced:
                 finding.expect(False, f"there is no trace of {peer}, a member", place)
                 return
-        holds = not missing and claim.test(*(self._facts[key] for key in claim.keys))
-        finding.expect(holds, claim.text, place)
+        holds = False if missing else claim.test(*(self._facts[key] for key in claim.keys))
+        if holds is not None:
+            finding.expect(holds, claim.text, place)
 
 
 def judge(history: History, names: Iterable[str] | None = None) -> list[Finding]:
@@ -293,8 +295,7 @@ def validity(move: Move) -> Iterator[Claim]:
         yield Holds(event.yes, f"{move.peer} voted YES in txn {token} in spite of: {event.cause}")
         text = f"{move.peer} voted YES in txn {token} without the state that it begins with"
         yield Holds(move.after.healed, text)
-        digest = move.after.vote.digest if move.after.vote else None
-        yield Know(("yes", token, move.peer), _Yes(event.manifest, event.skip, digest))
+    yield from _voted(move)
     if obeyed(move) != "commit":
         return
     voters = member_peers(move.before)
@@ -326,6 +327,14 @@ class _Yes(NamedTuple):
     manifest: Manifest
     skip: bool
     digest: str | None
+
+
+def _voted(move: Move) -> Iterator[Claim]:
+    """For later claims: the YES of the move, if it is one."""
+    if move.entered("PREPARED") and isinstance(event := move.event, Prepared):
+        digest = move.after.vote.digest if move.after.vote else None
+        yes = _Yes(event.manifest, event.skip, digest)
+        yield Know(("yes", move.before.token, move.peer), yes)
 
 
 @invariant
@@ -360,6 +369,12 @@ def samples_once(move: Move) -> Iterator[Claim]:
             yield from _takes_its_place(move, effect)
     if record is not None:
         yield Know(("record", record.n), record)
+        yield Given(
+            (("record", record.n - 1), ("record", record.n)),
+            f"record {record.n} ({record.kind}) does not go on where the data before it end",
+            _cursor_goes_on,
+            needed=False,
+        )
         if record.kind == "commit":
             yield Given(
                 (("start", record.token),),
@@ -367,12 +382,6 @@ def samples_once(move: Move) -> Iterator[Claim]:
                 lambda start: record.cursor == start[0] + start[1],
                 needed=False,
             )
-        yield Given(
-            (("record", record.n - 1), ("record", record.n)),
-            f"record {record.n} ({record.kind}) does not go on where the data before it end",
-            _cursor_goes_on,
-            needed=False,
-        )
     token = before.token
     decided = record is not None and obeyed(move) == "commit" and record.token == token
     if decided or _applied(move):
@@ -448,11 +457,12 @@ def divergence(move: Move) -> Iterator[Claim]:
 
     As far as votes bring digests.
     """
+    yield from _voted(move)
     token, members, outcome = move.before.token, member_peers(move.before), obeyed(move)
     head, votes = move.after.head, tuple(("yes", token, peer) for peer in members)
     if outcome == "commit":
         text = f"txn {token} was committed though the states of replicas differ"
-        yield Given(votes, text, lambda *yes: not _apart(members, yes), needed=False)
+        yield Given(votes, text, lambda *yes: _are_alike(members, yes), needed=False)
     elif outcome == "abort" and head is not None and (head.odd or head.diverged):
         odd, at = head.odd, head.n
         text = f"record {at} ends the job, though no replicas differ"
@@ -475,6 +485,12 @@ def _apart(members: Sequence[Peer], yes: Sequence[_Yes]) -> set[int]:
     return {rank for rank, found in held.items() if len(found) > 1}
 
 
+def _are_alike(members: Sequence[Peer], yes: Sequence[_Yes]) -> bool | None:
+    """Whether no states differ; None: no two digests are of one rank number."""
+    ranks = [p.rank for p, vote in zip(members, yes, strict=True) if vote.digest is not None]
+    return None if len(ranks) == len(set(ranks)) else not _apart(members, yes)
+
+
 def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[_Yes]) -> bool:
     """Whether those who are not odd have one digest each rank number, and are more than half."""
     for rank in {peer.rank for peer in odd}:
@@ -489,6 +505,7 @@ def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[_Yes]
 @invariant
 def skip(move: Move) -> Iterator[Claim]:
     """13: what one user skips all skip: no step is counted, and nobody waits or is blamed for it."""
+    yield from _voted(move)
     before, after, token = move.before, move.after, move.before.token
     if obeyed(move) == "commit":
         members = member_peers(before)

@@ -74,6 +74,7 @@ class Node:
     """The txn that the main thread is in."""
     finished: Finish | None = None
     applied: list[Record] = field(default_factory=list)
+    skipped: list[Record] = field(default_factory=list)
     fetched: int = 0
     heals: list[Heal] = field(default_factory=list)
     learning: Heal | None = None
@@ -192,13 +193,20 @@ class Cluster:
 
     # --- main threads ---
 
-    def compute(self, nodes: Iterable[Node] | None = None, reductions: int = 1) -> None:
+    def compute(
+        self,
+        nodes: Iterable[Node] | None = None,
+        reductions: int = 1,
+        skip: bool = False,
+        digest: str | None = None,
+    ) -> None:
         """Every main thread that is in a txn finishes its body well."""
         for node in list(nodes or self.live()):
             if node.txn is not None:
                 manifest = Manifest(count=reductions, bytes=4 * reductions, shapes="x")
                 self.learn(node)
-                self.post(node, Prepared(node.txn.token, True, manifest))
+                done = Prepared(node.txn.token, True, manifest, skip=skip, digest=digest)
+                self.post(node, done)
 
     def learn(self, node: Node) -> None:
         """The state that a learner fetches is there."""
@@ -256,8 +264,8 @@ class Cluster:
                 self._heal(node, effect)
             case StartTxn():
                 node.txn = effect
-            case Apply(record=record):
-                self._apply(node, record)
+            case Apply():
+                self._apply(node, effect)
             case Finish():
                 node.finished = effect
                 node.inbox.clear()
@@ -287,11 +295,11 @@ class Cluster:
 
     apply_fails: frozenset[Peer] = frozenset()
 
-    def _apply(self, node: Node, record: Record) -> None:
+    def _apply(self, node: Node, effect: Apply) -> None:
         token = node.local.token
         if node.peer in self.apply_fails:
             self.apply_fails -= {node.peer}
             self.post(node, ApplyFailed(token, "cuda error"))
             return
-        node.applied.append(record)
+        (node.skipped if effect.skip else node.applied).append(effect.record)
         self.post(node, Applied(token))

@@ -743,7 +743,8 @@ class Model:
                         return facts, (name, text)
                 case Given(keys=keys, text=text, test=test, needed=needed):
                     missing = [key for key in keys if key not in known]
-                    if (missing and needed) or not (missing or test(*(known[k] for k in keys))):
+                    holds = not needed if missing else test(*(known[k] for k in keys))
+                    if holds is False:
                         return facts, (name, text)
         return self.facts.id(frozenset(known.items())), None
 

@@ -17,11 +17,14 @@ import yaml
 
 from fft.core.actions import ACTIONS, Action
 from fft.core.guards import GUARDS, Guard
-from fft.core.local import Config, Local, learners, member_peers, next_epoch
+from fft.core.local import Config, Local, committed, learners, member_peers, next_epoch
 from fft.core.messages import (
+    Apply,
     Ballot,
+    Begin,
     CastVote,
     Decide,
+    Decision,
     Effect,
     Event,
     GroupEntry,
@@ -29,6 +32,7 @@ from fft.core.messages import (
     Peer,
     Prepared,
     Record,
+    StartTxn,
     Token,
 )
 from fft.core.participant import Outcome, Participant
@@ -110,12 +114,24 @@ def small(
     commits: int = 1,
     formed: bool = True,
     alike: bool = True,
+    digests: bool = False,
+    heals: bool = False,
     **budget: int,
 ) -> Scope:
     """A scope with these faults, all of which may happen in one run."""
     faults = sum(budget.values())
     kinds = tuple(sorted(budget.items()))
-    return Scope("mutant", groups, 1, commits, faults, kinds, formed, alike)
+    return Scope(
+        "mutant",
+        groups,
+        commits=commits,
+        faults=faults,
+        budget=kinds,
+        formed=formed,
+        alike=alike,
+        digests=digests,
+        heals=heals,
+    )
 
 
 def planted(
@@ -236,6 +252,64 @@ def _apply_at_once(raw: Raw) -> None:
         row["effects"] = [name for name in row["effects"] if name != "apply"]
 
 
+def _counts_fit(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Ballot) and len({v.manifest.count for v in event.votes}) == 1
+
+
+# --- skips ----------------------------------------------------------------------------------------
+
+
+def _commit_as_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    assert isinstance(event, Ballot)
+    votes = tuple(replace(vote, skip=False) for vote in event.votes)
+    return ACTIONS["propose_commit"](s, c, replace(event, votes=votes))
+
+
+def _count_always(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    skipped = s.skip
+    ACTIONS["note_applied"](s, c, event)
+    s.step += skipped
+    return ()
+
+
+def _missed_is_a_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    (effect,) = ACTIONS["apply"](s, c, event)
+    if s.head is not None and s.head.token != s.token:
+        s.skip = False
+    assert isinstance(effect, Apply)
+    yield replace(effect, skip=s.skip)
+
+
+def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
+    settled = GUARDS["settled_commit"](s, c, event)
+    assert isinstance(event, Decision)
+    return settled and event.record is not None and event.record.lineage == committed(s, c).lineage
+
+
+def _pause_for_all(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    head = s.head
+    s.head = None if head is None else replace(head, skip=False)
+    yield from ACTIONS["pause"](s, c, event)
+    s.head = head
+
+
+# --- states that differ ---------------------------------------------------------------------------
+
+
+def _keep_odd_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    lineage = s.lineage
+    ACTIONS["note_head"](s, c, event)
+    s.lineage = lineage
+    return ()
+
+
+def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    for effect in ACTIONS["propose_apart"](s, c, event):
+        assert isinstance(effect, Decide)
+        most = tuple(p for p in member_peers(s) if p not in effect.proposal.odd)
+        yield replace(effect, proposal=replace(effect.proposal, odd=most))
+
+
 def _same_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     token = s.token
     ACTIONS["note_applied"](s, c, event)
@@ -267,7 +341,42 @@ class _NoIncarnations(Participant):
         return None if out and out.verdict == "fenced" and "replaced by" in out.reason else out
 
 
+class _FirstDeferredOnly(Participant):
+    def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
+        if s.state != tried_in:
+            s.deferred = s.deferred[:1]
+        super()._retry_deferred(s, out, tried_in, now)
+
+
 # --- epochs ---------------------------------------------------------------------------------------
+
+
+def _begins(**wrong: Callable[[StartTxn], object]) -> dict[str, Action]:
+    """``start_txn`` with other values."""
+
+    def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+        (effect,) = ACTIONS["start_txn"](s, c, event)
+        assert isinstance(effect, StartTxn)
+        values: dict[str, Any] = {name: value(effect) for name, value in wrong.items()}
+        yield replace(effect, **values)
+
+    return {"start_txn": act}
+
+
+def _any_begin(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Begin)
+
+
+def _own_batches(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    batches = s.batches
+    ACTIONS["note_healed"](s, c, event)
+    s.batches = batches
+    return ()
+
+
+def _leave_blocked(raw: Raw) -> None:
+    for row in on(raw, "NORMAL", "decision"):
+        row["effects"] = [name for name in row["effects"] if name != "abort_groups"]
 
 
 def _wait_for_all(s: Local, c: Config, event: Event) -> bool:
@@ -414,6 +523,13 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted({"manifests_fit": _always}),
     ),
     Mutant(
+        "shapes_not_compared",
+        "Votes commit though ranks of one number reduced other tensors, as many.",
+        "validity",
+        small(misfit=1),
+        participant=planted({"manifests_fit": _counts_fit}),
+    ),
+    Mutant(
         "votes_counted_per_step",
         "The ballot of a step keeps the votes of an attempt that was rolled back.",
         "validity",
@@ -444,6 +560,64 @@ MUTANTS: tuple[Mutant, ...] = (
         instead(
             "COMMIT", "decision", to="ROLLBACK_SYNC", effects=["note_head", "say_ack", *ROLL_BACK]
         ),
+    ),
+    # skips
+    Mutant(
+        "skip_ignored",
+        "Who proposes COMMIT does not look whether somebody skips the step.",
+        "skip",
+        small(skip=1),
+        participant=planted(actions={"propose_commit": _commit_as_step}),
+    ),
+    Mutant(
+        "skip_counted_as_step",
+        "A txn that was committed as a skip counts as a step.",
+        "exactly_once",
+        small(skip=1),
+        participant=planted(actions={"note_applied": _count_always}),
+    ),
+    Mutant(
+        "skip_not_recognised",
+        "A lineage does not tell who missed the decision that the txn was committed as a skip.",
+        "protocol",
+        small(skip=1, lose=1),
+        participant=planted({"settled_commit": _settled_by_a_step}),
+    ),
+    Mutant(
+        "missed_skip_is_a_step",
+        "Who missed the decision of a skip, and learns that it was committed, runs the step.",
+        "skip",
+        small(skip=1, lose=1),
+        participant=planted(actions={"apply": _missed_is_a_step}),
+    ),
+    Mutant(
+        "skip_counts_as_failure",
+        "A rollback because the user skipped the step counts towards the pauses.",
+        "skip",
+        small(skip=1),
+        participant=planted(actions={"pause": _pause_for_all}),
+    ),
+    # states that differ
+    Mutant(
+        "digests_not_compared",
+        "Votes commit though they tell that states of replicas differ.",
+        "divergence",
+        small(corrupt=1, digests=True),
+        participant=planted({"digests_fit": _always}),
+    ),
+    Mutant(
+        "odd_one_not_healed",
+        "Whose state differs from most goes on with it.",
+        "divergence",
+        small(groups=3, corrupt=1, digests=True, heals=True),
+        participant=planted(actions={"note_head": _keep_odd_state}),
+    ),
+    Mutant(
+        "majority_given_up",
+        "Those whose states agree fetch the state of the one that differs.",
+        "divergence",
+        small(groups=3, corrupt=1, digests=True, heals=True),
+        participant=planted(actions={"propose_apart": _give_up_most}),
     ),
     # in doubt
     Mutant(
@@ -524,7 +698,35 @@ MUTANTS: tuple[Mutant, ...] = (
         small(),
         participant=planted(actions={"note_applied": _unseen_in_lineage}),
     ),
+    Mutant(
+        "first_deferred_only",
+        "Of several decisions that were put off during the optimizer step only the first is obeyed.",
+        "agreement",
+        small(fault=1, early=1, commits=2),
+        participant=_FirstDeferredOnly,
+    ),
     # the next epoch
+    Mutant(
+        "epoch_without_waiting",
+        "The next epoch is proposed before all live members have stopped.",
+        "live_set",
+        small(no=1),
+        participant=planted({"all_stopped": _always}),
+    ),
+    Mutant(
+        "begin_of_any_epoch",
+        "A member leaves its barrier at the word for any epoch.",
+        "live_set",
+        small(formed=False, commits=0, early=1, lose=2),
+        participant=planted({"begun": _any_begin}),
+    ),
+    Mutant(
+        "groups_not_aborted",
+        "Who is in a body when ABORT is decided does not abort its process groups.",
+        "eventually",
+        small(no=1),
+        _leave_blocked,
+    ),
     Mutant(
         "waits_for_the_dead",
         "The next epoch waits for the acknowledgements of dead members, too.",
@@ -640,6 +842,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "replicas_equal",
         small(groups=3, drain=1, torn=1),
         participant=planted({"misjudged": _never}),
+    ),
+    Mutant(
+        "batches_not_healed",
+        "Who fetches a state keeps its own count of batches.",
+        "replicas_equal",
+        small(torn=1),
+        participant=planted(actions={"note_healed": _own_batches}),
+    ),
+    Mutant(
+        "first_slice_for_all",
+        "Every group takes the first slice of a txn's data.",
+        "samples_once",
+        small(formed=False, commits=0),
+        participant=planted(actions=_begins(index=lambda start: 0)),
+    ),
+    Mutant(
+        "contributors_miscounted",
+        "A txn begins with one contributor more than it has.",
+        "samples_once",
+        small(formed=False, commits=0),
+        participant=planted(actions=_begins(participants=lambda start: start.participants + 1)),
+    ),
+    Mutant(
+        "other_data_begun",
+        "A txn begins with data that are not those it commits.",
+        "samples_once",
+        small(formed=False, commits=0),
+        participant=planted(actions=_begins(cursor=lambda start: start.cursor + 1)),
     ),
     Mutant(
         "cursor_moves_on_abort",

@@ -74,7 +74,7 @@ def say_record(record: Record | None) -> str:
         text += ", skipped"
     if record.odd or record.diverged:
         odd = " ".join(map(name, record.odd))
-        return f"{text}: " + (f"{odd} differs from most" if odd else "replicas differ")
+        return f"{text} ({f'{odd} differs from most' if odd else 'replicas differ'})"
     if record.leavers:
         return f"{text}, with which {' '.join(record.leavers)} leaves"
     return f"{text}, the last of its epoch" if record.change else text

@@ -138,6 +138,7 @@ class Job(Cluster):
 
 def wander(job: Job, rng: random.Random, actions: int) -> None:
     """Random deliveries, faults, crashes, restarts, drains, suspicions and bus outages."""
+    whims = random.Random(actions)
     for _ in range(actions):
         live = job.live()
         if not live:
@@ -149,7 +150,8 @@ def wander(job: Job, rng: random.Random, actions: int) -> None:
             if waiting:
                 job.deliver(rng.choice(waiting))
         elif dice < 0.92:
-            job.compute([node], reductions=1)
+            skip = whims.random() < 0.1
+            job.compute([node], reductions=whims.randint(0, 1) if skip else 1, skip=skip)
         elif dice < 0.945:
             job.fail(node)
         elif dice < 0.955:

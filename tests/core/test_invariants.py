@@ -29,6 +29,8 @@ from fft.core.messages import (
     Applied,
     ApplyFailed,
     Ballot,
+    Begin,
+    Decide,
     Fault,
     Finish,
     Healed,
@@ -37,6 +39,7 @@ from fft.core.messages import (
     Peer,
     Prepared,
     Ready,
+    StartTxn,
     Stop,
     Token,
     Vote,
@@ -55,7 +58,8 @@ Make = Callable[[Move], Move]
 @cache
 def _life(ranks: int) -> Job:
     job = Job(2, ranks).until_running()
-    job.step()
+    job.compute(digest="that of all")
+    job.settle()
     job.fail(job.node("0"))
     job.settle()
     job.step()
@@ -217,6 +221,162 @@ def one_reduced_more_than_its_peer(h: History) -> None:
 @breaks("validity", f"txn {FIRST} was committed with different numbers of reductions, or with none")
 def all_reduced_nothing(h: History) -> None:
     change_all(h, enters("PREPARED", FIRST), event(manifest=Manifest(0)))
+
+
+@breaks(
+    "validity", f"txn {FIRST} was committed though ranks of one number did different reductions"
+)
+def one_reduced_other_tensors_than_its_peer(h: History) -> None:
+    change(h, B, enters("PREPARED", FIRST), event(manifest=Manifest(1, 4, "other")))
+
+
+@breaks("skip", f"{B} takes txn {FIRST} for a step, against the votes")
+def a_skip_is_taken_for_a_step(h: History) -> str:
+    change(h, B, enters("PREPARED", FIRST), event(skip=True))
+    return next(m.place for m in h.moves[B] if enters("COMMIT", FIRST)(m))
+
+
+@breaks("skip", f"{B} takes txn {FIRST} for a skip, against the votes")
+def one_takes_a_step_for_a_skip(h: History) -> str:
+    return change(h, B, enters("COMMIT", FIRST), after(skip=True))
+
+
+@breaks("skip", f"{A} counts txn {ABORTED} as a failure, though its user skipped it")
+def a_skip_counts_as_a_failure(h: History) -> str:
+    def skips(m: Move) -> Move:
+        assert m.after.head is not None
+        return after(head=replace(m.after.head, skip=True))(m)
+
+    return change(h, A, brings("abort", ABORTED), skips)
+
+
+@breaks("exactly_once", f"{A} applied a step and went from step 0 to 1")
+def a_skip_counts_as_a_step(h: History) -> str:
+    return change(h, A, of(Applied, FIRST), before(skip=True))
+
+
+def digests(h: History, a: str | None, b: str | None, token: Token = FIRST) -> None:
+    """What the two groups' votes bring."""
+    for peer, digest in ((A, a), (B, b)):
+
+        def brings_it(m: Move, digest: str | None = digest) -> Move:
+            assert m.after.vote is not None
+            return after(vote=replace(m.after.vote, digest=digest))(m)
+
+        change(h, peer, enters("PREPARED", token), brings_it)
+
+
+@breaks("divergence", f"txn {FIRST} was committed though the states of replicas differ")
+def states_that_differ_are_committed(h: History) -> str:
+    digests(h, "a", "b")
+    return next(m.place for m in h.moves[B] if enters("COMMIT", FIRST)(m))
+
+
+def gives_up(**fields: Any) -> Make:
+    """The head taken says so."""
+
+    def make(m: Move) -> Move:
+        assert m.after.head is not None
+        return after(head=replace(m.after.head, **fields))(m)
+
+    return make
+
+
+def both_vote_in_the_aborted(h: History, a: str, b: str) -> None:
+    """As if the txn that was aborted had had a full ballot."""
+    for peer, digest in ((A, a), (B, b)):
+        voted = next(m for m in h.moves[peer] if enters("PREPARED", FIRST)(m))
+        assert voted.after.vote is not None
+        voted = replace(voted, before=replace(voted.before, token=ABORTED))
+        at = next(i for i, m in enumerate(h.moves[peer]) if brings("abort", ABORTED)(m))
+        vote = replace(voted.after.vote, digest=digest)
+        h.moves[peer].insert(at, after(vote=vote)(voted))
+
+
+@breaks("divergence", "record 3 ends the job, though no replicas differ")
+def the_job_ends_without_a_reason(h: History) -> str:
+    both_vote_in_the_aborted(h, "a", "a")
+    return change(h, A, brings("abort", ABORTED), gives_up(diverged=True))
+
+
+@breaks("divergence", f"record 3 gives up {B}, which are no minority")
+def one_of_two_is_given_up(h: History) -> str:
+    both_vote_in_the_aborted(h, "a", "b")
+    return change(h, A, brings("abort", ABORTED), gives_up(odd=(B,)))
+
+
+@breaks("divergence", f"{B} keeps a state that record 3 gives up")
+def one_keeps_what_is_given_up(h: History) -> str:
+    return change(h, B, brings("abort", ABORTED), gives_up(odd=(B,)))
+
+
+@breaks("agreement", f"{B} forgot record 3, which it had put off")
+def a_decision_that_was_put_off_is_forgotten(h: History) -> str:
+    decision = next(m.event for m in h.moves[B] if brings("abort", ABORTED)(m))
+    return change(h, B, of(Applied, FIRST), before(deferred=(decision,)))
+
+
+@breaks(
+    "replicas_equal",
+    f"{B} has (step, cursor, batches) (1, 2, 0), another of its lineage (1, 2, 2)",
+)
+def one_counts_other_batches(h: History) -> str:
+    return change(h, B, of(Applied, FIRST), after(batches=0))
+
+
+def begins(**fields: Any) -> Make:
+    """The txn begins with other values."""
+
+    def make(m: Move) -> Move:
+        effects = [replace(e, **fields) if isinstance(e, StartTxn) else e for e in m.out.effects]
+        return replace(m, out=replace(m.out, effects=effects))
+
+    return make
+
+
+def starts(token: Token) -> Which:
+    """Moves that let a txn begin."""
+    return lambda m: any(isinstance(e, StartTxn) and e.token == token for e in m.out.effects)
+
+
+@breaks("samples_once", f"{B} has slice 0 of 2 in txn {SECOND}, not 1")
+def one_takes_the_slice_of_another(h: History) -> str:
+    return change(h, B, starts(SECOND), begins(index=0))
+
+
+@breaks(
+    "samples_once",
+    f"{B} began txn {SECOND} with (cursor, participants) (3, 2), another with (2, 2)",
+)
+def one_begins_elsewhere_in_the_data(h: History) -> str:
+    return change(h, B, starts(SECOND), begins(cursor=3))
+
+
+@breaks("samples_once", f"record 2 commits other data than txn {FIRST} began with")
+def all_begin_with_other_data_than_they_commit(h: History) -> None:
+    change_all(h, starts(FIRST), begins(cursor=1))
+
+
+@breaks("live_set", f"{A} leaves {B} out of epoch 2, and nothing is said against them")
+def a_live_member_is_left_out(h: History) -> str:
+    def alone(m: Move) -> Move:
+        effects = [
+            replace(e, proposal=replace(e.proposal, members=e.proposal.members[:1]))
+            if isinstance(e, Decide)
+            else e
+            for e in m.out.effects
+        ]
+        return replace(m, out=replace(m.out, effects=effects))
+
+    def proposes(m: Move) -> bool:
+        return any(isinstance(e, Decide) and e.proposal.epoch == 2 for e in m.out.effects)
+
+    return change(h, A, proposes, alone)
+
+
+@breaks("live_set", f"{B} left the barrier of epoch 2 at the word for 3")
+def one_begins_at_the_word_for_another_epoch(h: History) -> str:
+    return change(h, B, lambda m: isinstance(m.event, Begin) and starts(SECOND)(m), event(epoch=3))
 
 
 @breaks("exactly_once", f"{B} left COMMIT of txn {FIRST} without applying it")

@@ -29,6 +29,7 @@ from jobs import HSDP, Job, calm
 from fft.core.local import GENESIS, Local
 from fft.core.messages import (
     Applied,
+    Apply,
     ApplyFailed,
     Begin,
     Broadcast,
@@ -73,6 +74,10 @@ class Oracle:
     """What those who vote YES in a txn hold."""
     learning: dict[Peer, int] = field(default_factory=dict)
     """Who computes without the state, and in which epoch: it must come before the vote."""
+    skips: set[Token] = field(default_factory=set)
+    """Txns in which somebody votes for a skip."""
+    ran: dict[tuple[Peer, Token], bool] = field(default_factory=dict)
+    """Whether who applies a txn runs the optimizer step for it."""
     book: dict[str, tuple[Token, ...] | None] = field(
         default_factory=lambda: {"": None, GENESIS: ()}
     )
@@ -83,7 +88,7 @@ class Oracle:
         """The state that the first ``n`` records of the register lead to."""
         commits = [r for r in self.register[:n] if r.kind == "commit"]
         cursor = commits[-1].cursor if commits else 0
-        return Held(len(commits), tuple(r.token for r in commits), cursor)
+        return Held(sum(not r.skip for r in commits), tuple(r.token for r in commits), cursor)
 
     def commit(self, token: Token) -> int:
         """Where in the register ``token`` was committed."""
@@ -98,8 +103,10 @@ class Oracle:
         )
 
     def applied(self, peer: Peer, token: Token) -> None:
-        """An optimizer step ran: it must be the next commit of the register, and voted for."""
+        """An optimizer step ran, or was skipped by all who voted for that, as the register says."""
         n = self.commit(token)
+        assert self.register[n].skip == (token in self.skips), f"{token}: not as it was voted for"
+        assert self.ran[peer, token] != self.register[n].skip, f"{peer} ran the step of a skip"
         assert self.held[peer] == self.after(n), f"{peer} applied {token} to another state"
         assert peer in self.yes[token], f"{peer} applied {token} without having voted YES"
         self.held[peer] = self.after(n + 1)
@@ -127,8 +134,9 @@ class Oracle:
             assert known, f"{peer} says that it is ready, with another state"
             self.learning[peer] = epoch
 
-    def votes(self, peer: Peer, token: Token) -> None:
+    def votes(self, peer: Peer, token: Token, skip: bool) -> None:
         """It votes YES: it must hold what all hold who do."""
+        self.skips |= {token} if skip else set()
         held = self.held[peer]
         assert self.ballots.setdefault(token, held) == held, f"{peer} voted with another state"
         self.yes.setdefault(token, set()).add(peer)
@@ -174,8 +182,10 @@ class Watched(Job):
                 self.oracle.torn(node.peer)
         for effect in out.effects:
             match effect:
-                case CastVote(token=token):
-                    self.oracle.votes(node.peer, token)
+                case CastVote(token=token, vote=vote):
+                    self.oracle.votes(node.peer, token, vote.skip)
+                case Apply(skip=skip):
+                    self.oracle.ran[node.peer, node.local.token] = not skip
                 case Heal(record=record, fetch_from=source):
                     self.oracle.fetching[node.peer, record.epoch] = source is not None
                 case Broadcast(message=Ready() | Begin() as word) | Tell(message=Ready() as word):
@@ -208,7 +218,7 @@ class Watched(Job):
             took = {(p.group, s.cursor + s.index) for p, s in starts.items() if s.index is not None}
             slices = range(self.oracle.after(n).cursor, record.cursor)
             assert sorted(slice_ for _, slice_ in took) == list(slices), f"{took} of {slices}"
-            assert {s.step for s in starts.values()} == {record.step - 1}
+            assert {s.step for s in starts.values()} == {record.step - (not record.skip)}
         self.judged = len(self.history)
 
     def who_computes_agrees(self) -> None:
@@ -312,10 +322,10 @@ class Life(RuleBasedStateMachine):
         if (node := self.node(peer)) is not None:
             self.job.lose_decisions(node)
 
-    @happens(peer=peers, reductions=st.sampled_from([1, 1, 1, 2, 0]))
-    def finish_body(self, peer: Peer, reductions: int) -> None:
+    @happens(peer=peers, reductions=st.sampled_from([1, 1, 1, 2, 0]), skip=SELDOM)
+    def finish_body(self, peer: Peer, reductions: int, skip: bool) -> None:
         if (node := self.node(peer)) is not None:
-            self.job.compute([node], reductions)
+            self.job.compute([node], reductions, skip)
 
     @happens(peer=peers)
     def finish_body_badly(self, peer: Peer) -> None:

@@ -500,6 +500,17 @@ def manifests_that_differ() -> Job:
     return job
 
 
+def states_that_differ(*digests: str, **config: Any) -> Job:
+    """Each group brings its digest; later a group comes that has heard nothing of it."""
+    job = Job(len(digests), **config).until_running()
+    for node, digest in zip(job.live(), digests, strict=True):
+        job.compute([node], digest=digest)
+    job.settle()
+    job.start_group("9")
+    job.settle()
+    return job
+
+
 def vote_cast_twice() -> Job:
     """A ballot counts entries, so a vote that was cast again can fill it."""
     job = Job(2).until_running()
@@ -804,6 +815,8 @@ LIVES: dict[str, Callable[[], Job]] = {
     "an abort that is lost, the bus comes back": lambda: an_abort_that_is_lost("bus_retry"),
     "fault between epochs": fault_between_epochs,
     "manifests that differ": manifests_that_differ,
+    "states that differ": lambda: states_that_differ("a", "b"),
+    "one state that differs": lambda: states_that_differ("a", "b", "a", on_divergence="heal"),
     "vote cast twice": vote_cast_twice,
     "commit missed": lambda: commit_missed(torn=False),
     "commit missed, then torn": lambda: commit_missed(torn=True),

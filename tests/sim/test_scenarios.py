@@ -103,7 +103,10 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
     said = {
         "fault": "raises",
         "no": "body ends with NO",
-        "skip": "reduces nothing",
+        "misfit": "reduces nothing",
+        "skip": "body skips",
+        "corrupt": "state is corrupted",
+        "bare": "without a digest",
         "torn": "applies half",
         "heal": "fails to heal",
         "crash": "ends (crash)",
