@@ -98,7 +98,9 @@ from fft.lighthouse import Beacon, Membership, Quorums, construct, membership_of
 from fft.machine import Table
 from fft.monitor import MonitorConfig
 from fft.pacer import Pacer, interval_from
+from fft.placelog import PlaceLog
 from fft.preemption import INTERVAL_S, Notice, NoticeSource, Poller, source_of
+from fft.repeats import ANY, BodyFailures
 from fft.rollback.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
 from fft.rollback.state import StepState
@@ -137,6 +139,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             every commit, so that the audit can compare replicas bit by bit. Costs one pass over
             them. (Module buffers may differ between replicas: batch-norm statistics are local.)
         max_body_failures: re-raise when this rank's own body fails so often in a row at one step.
+            None: 2 times by the same error (class, words and every call), 5 times in all.
         monitor: whether a process beside this one watches it: rolls back when the main thread
             hangs, ends the process when that does not help, and tells of its death. None: unless
             ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains.
@@ -168,7 +171,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         expected_groups: int | None = None,
         timeouts: Mapping[str, float] | None = None,
         digest: Digest = "never",
-        max_body_failures: int = 5,
+        max_body_failures: int | None = None,
         monitor: bool | None = None,
         progress_interval: float | None = None,
         membership: Membership | None = None,
@@ -238,8 +241,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             """The epoch whose first state is served."""
             self._learning: Learning | None = None
             self._digest = digest
-            self._max_body_failures = max_body_failures
-            self._body_failures = (-1, 0)
+            self._max_body_failures = ANY if max_body_failures is None else max_body_failures
+            self._body_failures = BodyFailures(max_body_failures)
+            self._finish: Finish | None = None
+            """The engine's last word: whoever asks for a txn after it hears it again."""
             self._lineage, self._cursor = "", 0
             self._drain_asked = False
             self._expected = expected_groups or int(
@@ -291,6 +296,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         store: Any = self._store
         self._store_addr = f"{store.host}:{store.port}"
         self._trace = TraceWriter(self._trace_dir, self._peer)
+        self._places = PlaceLog(self._trace)
 
     def _start(self) -> Engine:
         """Join the job. Late, so that a checkpoint can be loaded before."""
@@ -624,7 +630,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._finish_apply()
         while True:
             with self._waiting():
-                command = engine.wait_command()
+                command = self._finish or engine.wait_command()
             engine.take(command)
             match command:
                 case Restore():
@@ -636,6 +642,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                     self._enter(command)
                     return command
                 case Finish():
+                    self._finish = command
                     self._leave_txn()
                     if command.error is not None:
                         raise _error(command)
@@ -724,6 +731,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return command
         if isinstance(command, Finish) and command.error is not None:
             engine.take(command)
+            self._finish = command
             self._leave_txn()
             raise _error(command)
         return None
@@ -762,7 +770,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._step = record.step if record.kind == "commit" else plan.step + 1
         self._batches_committed += plan.participants
         self._commit_failures = 0
-        self._body_failures = (-1, 0)
+        self._body_failures.committed()
         if self._pacer is not None:
             self._pacer.committed(self._step, len(plan.members) * self._group_world_size)
         if self._state is not None:
@@ -785,6 +793,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return
         self._applying = None
         self._engine.post(ApplyFailed(self._engine.local.token, _text(error)))
+        self._places.note(error, self._engine.local)
 
     def _run_optimizers(self, command: Apply) -> None:
         self._applying = command
@@ -850,6 +859,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         except Exception as error:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._engine.post(HealFailed(epoch, _text(error), torn=touched))
+            self._places.note(error, self._engine.local)
             if touched:  # it came and does not fit in here: again would only stop the others again
                 raise
             return
@@ -902,6 +912,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         except Exception as error:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
             engine.post(HealFailed(record.epoch, _text(error), torn=touched))
+            self._places.note(error, engine.local)
             if touched:
                 raise
             return False
@@ -1068,10 +1079,12 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._applying is not None:
             self._apply_failed(e)
             return
-        self._errored = _Reported(e)
+        first, self._errored = self._errored is None, _Reported(e)
         token = self._txn.token if self._txn is not None else engine.local.token
         if not isinstance(e, (TxnAborted, GroupAborted)):
             engine.post(Fault(token, _text(e), type(e).__name__))
+            if first:  # after it is told, for this reads source files
+                self._places.note(e, engine.local)
 
     @guarded
     def allreduce(
@@ -1227,14 +1240,22 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         """An exception left the body: report it; give up if it keeps coming at one step."""
         if isinstance(error, (TxnAborted, GroupAborted)) or self._errored is not None:
             return
-        step, count = self._body_failures
-        self._body_failures = (plan.step, count + 1 if step == plan.step else 1)
-        if self._body_failures[1] >= self._max_body_failures:
-            raise BodyKeepsFailing(
-                f"the body failed {self._body_failures[1]} times in a row at step {plan.step}; "
-                "the last error is the cause of this one"
-            ) from error
+        why = self._body_failures.failed(plan.step, plan.members, error)
+        if (batch := self._which_batch(plan)) not in getattr(error, "__notes__", ()):
+            error.add_note(batch)
+        if why is not None and self._engine is not None:
+            self._places.note(error, self._engine.local)
+            raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
         self.report_error(error)
+
+    def _which_batch(self, plan: StartTxn) -> str:
+        """In words, for who looks for what was wrong with it."""
+        where = f"in the txn of step {plan.step}, on {self._peer}"
+        if plan.index is None:
+            return f"{where}, with a batch that does not count"
+        number = plan.cursor + plan.index
+        item = number * self._group_world_size + self._group_rank
+        return f"{where}, with slice {number} of the data (item {item})"
 
 
 class Transaction:
