@@ -114,12 +114,18 @@ class Child:
         """Send a signal; a child that is already dead is left alone."""
         pidfd.send(self.fd, number)
 
-    def verdict(self) -> str:
-        """One line on how it ended, and the last lines of its log."""
+    def verdict(self, known: set[tuple[str, str]]) -> str:
+        """One line on how it ended, and the last lines of its log.
+
+        Not these if it ended by one of the errors that are ``known``, to which its own is added.
+        """
         where = f"group {self.group} rank {self.rank} (pid {self.pid}, start {self.start})"
-        lines = [f"{where} ended with {cause_of(self.code)}; its log: {self.log}"]
-        lines += [f"    {line}" for line in _tail(self.log)]
-        return "\n".join(lines)
+        line = f"{where} ended with {cause_of(self.code)}; its log: {self.log}"
+        if (words := self.last_words) is not None:
+            if words.signature in known:
+                return f"{line}; by the same error, at {words.where}"
+            known.add(words.signature)
+        return "\n".join([line, *(f"    {line}" for line in _tail(self.log))])
 
 
 def _started(

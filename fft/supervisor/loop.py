@@ -661,6 +661,7 @@ class Supervisor:
 
     def _judge(self) -> Verdict:
         lines, remarks = list(self._problems), list[str]()
+        known: set[tuple[str, str]] = set()
         for group in self._groups.values():
             if group.evicted or self._hopeless:  # as asked; or it is said already
                 continue
@@ -668,10 +669,10 @@ class Supervisor:
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
-                late = self._over is not None and not child.failed_by_itself
-                (remarks if late else lines).append(
-                    self._cut_short(child) if late else child.verdict()
-                )
+                if self._over is None or child.failed_by_itself:
+                    lines.append(child.verdict(known))
+                else:
+                    remarks.append(self._cut_short(child))
         is_ours = not isinstance(self._services, Joined)
         if remarks and is_ours and not any(group.finished for group in self._groups.values()):
             lines.append("no group lived to its own end after the last step")
