@@ -47,6 +47,7 @@ from torchft.utils import synchronize
 from torchft.work import _DummyWork
 
 import fft.errors
+from fft.alone import Alone, is_alone
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import (
     Answer,
@@ -127,6 +128,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     Args:
         bus: URL of the error bus, ``tcp://host:port/job`` or ``memory://name`` (``FFT_BUS``).
+            None, where no launcher says of other processes either: this one is the whole job.
         spec: name or path of the FSM spec (``FFT_SPEC``, else ``hsdp``).
         trace_dir: where the trace goes (``FFT_TRACE_DIR``); None: no trace, no audit.
         shard_pg: the process group the model is sharded over inside the replica group, if any;
@@ -179,7 +181,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     ) -> None:
         self._spec = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
         url = bus or os.environ.get("FFT_BUS")
-        if not url:
+        called = inspect.signature(Manager).bind(
+            pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
+        )
+        self._alone: Alone | None = None
+        if not url and not is_alone(called):
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
         self._token = JobToken.from_env()
         chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
@@ -200,9 +206,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._reduced: torch.Tensor | None = None
         """The last tensor reduced in this txn, where faults may be injected."""
         self._raise_on_abort = False
-        called = inspect.signature(Manager).bind(
-            pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
-        )
+        if not url:
+            self._alone = Alone(called)
+            url, expected_groups = self._alone.bus_url, 1
+            # a breakpoint is a hang
+            monitor = os.environ.get("FFT_MONITOR") == "1" if monitor is None else monitor
         transfer = None
         if called.arguments.get("checkpoint_transport") is None:
             limit = called.arguments.get("timeout", timedelta(seconds=TORCHFT_DEFAULT_S))
@@ -213,6 +221,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         except BaseException:
             if transfer is not None:
                 transfer.shutdown()
+            if self._alone is not None:
+                self._alone.close()
             raise
         try:
             self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -271,8 +281,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             # torchft has begun to serve and to send heartbeats, which nobody else could end now.
             self._end_drain()
             super().shutdown()
-            for made in ("_bus", "_trace"):
-                if hasattr(self, made):
+            for made in ("_bus", "_trace", "_alone"):
+                if getattr(self, made, None) is not None:
                     getattr(self, made).close()
             raise
 
@@ -1220,6 +1230,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._bus.close()
         self._trace.close()
         super().shutdown(wait)
+        if self._alone is not None:
+            self._alone.close()
 
     # --- for Transaction ---
 
