@@ -1,7 +1,7 @@
-"""A script that nobody has launched: a job of one group of one rank, with its services in-process.
+"""A script that nobody has launched: a job of one group of one rank, with services in-process.
 
-For debugging with ``python train.py``. Owns a rendezvous store of torch's, which listens on loopback
-while it lives; the bus is in memory.
+For debugging with ``python train.py``. Owns a rendezvous store of torch's, which listens on
+loopback while it lives; the bus is in memory.
 """
 
 from __future__ import annotations

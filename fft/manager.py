@@ -603,9 +603,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             reader = weakref.WeakMethod(self.drain)
             self._pollers.append(Poller(source, lambda n: _pass_on(reader, n), interval_s))
             return
-        previous = signal.getsignal(source)
+        previous, owner = signal.getsignal(source), os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != owner:  # a forked worker, to whom our way of ending means nothing
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+                signal.raise_signal(number)
+                return
             if self._watched is not None and self._watched.pulse.doomed:
                 signal.signal(number, signal.SIG_DFL)  # no request: this process hung
                 signal.raise_signal(number)
