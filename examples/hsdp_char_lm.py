@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000, help="stop after so many, at the latest")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
+    # Not there when it is run by plain python: then it is the only process of its job.
+    group, rank = os.environ.get("REPLICA_GROUP_ID", "0"), int(os.environ.get("RANK", "0"))
 
     # The two process groups: inside the replica group, and across the groups. A fault aborts
     # their collectives; these time limits are for what nobody notices.

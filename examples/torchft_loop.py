@@ -41,7 +41,7 @@ def make_manager(which: str, model: nn.Module, optimizer: torch.optim.Optimizer)
         load_state_dict=load_state_dict,
         state_dict=state_dict,
         min_replica_size=1,
-        replica_id=f"loop_{os.environ['REPLICA_GROUP_ID']}_",
+        replica_id=f"loop_{os.environ.get('REPLICA_GROUP_ID', '0')}_",
         timeout=LIMIT,
     )
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 def train(manager: Manager, optimizer: Optimizer, model: nn.Module, steps: int) -> None:
     """torchft's loop: the quorum begins with ``zero_grad``, the vote is in ``step``."""
-    draw = torch.Generator().manual_seed(int(os.environ["REPLICA_GROUP_ID"]))
+    draw = torch.Generator().manual_seed(int(os.environ.get("REPLICA_GROUP_ID", "0")))
     while manager.current_step() < steps:
         x = torch.randn(32, 16, generator=draw)
         y = x.square().mean(dim=1, keepdim=True)

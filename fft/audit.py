@@ -24,6 +24,8 @@ from fft.machine import Table
 from fft.spec import FsmSpec
 from fft.traceformat import FORMAT, chain
 
+_GAP = "gap"
+"""A line in the place of lines that could not be written: what came after it is not audited."""
 _HANDLED = {"transition", "fenced", "refused", "deferred"}
 
 
@@ -41,6 +43,12 @@ class Trace:
     torn: bool = False
     """The last lines were cut off, as by SIGKILL; the event that they tell of is left out."""
     damage: str | None = None
+
+    @property
+    def gaps(self) -> list[str]:
+        """Where lines could not be written, and how many."""
+        lost = [(n, line.get("lost")) for n, line in self.lines if line["kind"] == _GAP]
+        return [f"{self.path.name}:{n}: {count} lines are missing here" for n, count in lost]
 
 
 def read_trace(path: Path) -> Trace:
@@ -82,7 +90,10 @@ def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
 
 @dataclass(slots=True)
 class AuditReport:
-    """Result of an audit. ``ok``: every file whole, every replay equal, every guarantee held."""
+    """Result of an audit. ``ok``: every file whole, every replay equal, every guarantee held.
+
+    ``gaps``: where a process could not write its trace. What it did from there on nobody knows.
+    """
 
     directory: Path
     files: int
@@ -92,11 +103,12 @@ class AuditReport:
     commits: int
     epochs: int
     bytes_healed: int
+    gaps: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
-        return all(f.violation is None for f in self.findings)
+        """Whether nothing was found, and nothing is missing."""
+        return not self.gaps and all(f.violation is None for f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -109,6 +121,7 @@ class AuditReport:
             "epochs": self.epochs,
             "bytes_healed": self.bytes_healed,
             "torn_last_lines": self.torn,
+            "gaps": self.gaps,
             "invariants": [
                 {"name": f.name, "checks": f.checks, "violation": f.violation, "place": f.place}
                 for f in self.findings
@@ -128,7 +141,10 @@ class AuditReport:
             lines.append(f"  {f.name:<16} {f.checks:>7} checks  {verdict}")
             if f.violation is not None:
                 lines.append(f"      {f.place}: {f.violation}")
-        lines.append("verdict: " + ("no violation" if self.ok else "VIOLATION"))
+        lines += [f"  INCOMPLETE: {gap}; the rest of this trace is left out" for gap in self.gaps]
+        violated = any(f.violation is not None for f in self.findings)
+        whole = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
+        lines.append("verdict: " + ("VIOLATION" if violated else whole))
         return "\n".join(lines)
 
 
@@ -177,6 +193,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         commits=sum(r.kind == "commit" for r in records),
         epochs=sum(r.kind == "epoch" for r in records),
         bytes_healed=sum(healed),
+        gaps=[gap for t in traces for gap in t.gaps],
     )
 
 
@@ -217,6 +234,8 @@ def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
                 return
             yield move, first[0], _difference(lines, move)
             told = []
+        if line["kind"] == _GAP:
+            return
         if line["kind"] in _HANDLED:
             told = [(number, line)]
 
@@ -249,7 +268,7 @@ def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
 
 
 def _replay(trace: Trace, finding: Finding, history: History) -> None:
-    if not trace.lines:
+    if not trace.lines or trace.lines[0][1]["kind"] == _GAP:
         return
     place = f"{trace.path.name}:1"
     try:
@@ -268,6 +287,8 @@ def _replay(trace: Trace, finding: Finding, history: History) -> None:
     except (UnreadableMessage, KeyError, AssertionError) as error:
         finding.expect(False, f"the event after this line cannot be handled: {error!r}", place)
     for number, line in trace.lines:
+        if line["kind"] == _GAP:
+            break
         if line.get("kind") == "note" and line.get("note") == "consumed":
             data = line["data"]
             if data["slice"] is not None:

@@ -263,10 +263,12 @@ def audit(
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
     """Show each fault of a run: how it was noticed, how long it took, what it cost."""
-    from fft.report import fault_table
+    from fft.report import fault_table, place_table
 
     with _plain_errors():
-        _console().print(fault_table(directory))
+        tables = [fault_table(directory), place_table(directory)]
+    for table in filter(None, tables):
+        _console().print(table)
 
 
 @app.command()

@@ -24,6 +24,7 @@ standard library where that can be, and would leave the lock held for ever: logg
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -90,6 +91,7 @@ class Interrupter:
             raise FftError("an Interrupter works on the main thread only")
         self._number = number
         self._main = threading.get_ident()
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._open = False
         self._atomic = 0
@@ -166,6 +168,10 @@ class Interrupter:
             signal.signal(self._number, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked worker: no body is ever unwound there
+            signal.signal(number, self._previous)
+            signal.raise_signal(number)
+            return
         cause = self._cause
         ours, self._in_flight = self._in_flight, False
         if not ours and callable(self._previous):

@@ -115,7 +115,7 @@ class Hold:
 
     def __init__(self, fd: int) -> None:
         self._page = _Page(fd)
-        self._owner = threading.get_ident()
+        self._owner = os.getpid(), threading.get_ident()
         if (code := _libc().pthread_mutex_trylock(self._page.mutex)) != 0:
             raise OSError(code, os.strerror(code))
         self._page.note(held=True)
@@ -123,8 +123,11 @@ class Hold:
         atexit.register(self.release)  # an end in good order is told by its exit code
 
     def release(self) -> None:
-        """What follows is no death. Without effect on another thread. Idempotent."""
-        if self._held and threading.get_ident() == self._owner:
+        """What follows is no death. Idempotent.
+
+        Without effect on another thread, and in a forked child, which holds nothing.
+        """
+        if self._held and (os.getpid(), threading.get_ident()) == self._owner:
             self._held = False
             self._page.note(held=False)
             _libc().pthread_mutex_unlock(self._page.mutex)

@@ -45,6 +45,7 @@ from torchft.utils import synchronize
 from torchft.work import _DummyWork
 
 import fft.errors
+from fft.alone import Alone, is_alone
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.commands import (
     Answer,
@@ -97,8 +98,10 @@ from fft.lighthouse import Beacon, Membership, Quorums, construct, membership_of
 from fft.machine import Table
 from fft.monitor import MonitorConfig
 from fft.pacer import Pacer, interval_from
+from fft.placelog import PlaceLog
 from fft.preemption import INTERVAL_S, Notice, NoticeSource, Poller, source_of
 from fft.reducer import BUCKET_MB, CommHook, Reducer
+from fft.repeats import ANY, BodyFailures
 from fft.rollback import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.rollback.sockets import lose_connections
 from fft.rollback.state import StepState, TornState
@@ -130,6 +133,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     Args:
         bus: URL of the error bus, ``tcp://host:port/job`` or ``memory://name`` (``FFT_BUS``).
+            None, where no launcher says of other processes either: this one is the whole job.
         spec: name or path of the FSM spec (``FFT_SPEC``, else ``hsdp``).
         trace_dir: where the trace goes (``FFT_TRACE_DIR``); None: no trace, no audit.
         shard_pg: the process group the model is sharded over inside the replica group, if any;
@@ -153,6 +157,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             ``always``: it need not wait, for they depend on the gradients alone. ``never``: it
             always waits.
         max_body_failures: re-raise when this rank's own body fails so often in a row at one step.
+            None: 2 times by the same error (class, words and every call), 5 times in all.
         monitor: whether a process beside this one watches it: rolls back when the main thread
             hangs, ends the process when that does not help, and tells of its death. None: unless
             ``FFT_MONITOR=0`` (a debugger stops main threads, too), if the main thread trains.
@@ -187,7 +192,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         check_replicas: int | None = None,
         on_divergence: Literal["stop", "heal"] | None = None,
         learners: Learners = "auto",
-        max_body_failures: int = 5,
+        max_body_failures: int | None = None,
         monitor: bool | None = None,
         progress_interval: float | None = None,
         membership: Membership | None = None,
@@ -195,7 +200,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     ) -> None:
         self._spec = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
         url = bus or os.environ.get("FFT_BUS")
-        if not url:
+        called = inspect.signature(Manager).bind(
+            pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
+        )
+        self._alone: Alone | None = None
+        if not url and not is_alone(called):
             raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
         self._token = JobToken.from_env()
         chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
@@ -216,9 +225,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._reduced: torch.Tensor | None = None
         """The last tensor reduced in this txn, where faults may be injected."""
         self._raise_on_abort = False
-        called = inspect.signature(Manager).bind(
-            pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
-        )
+        if not url:
+            self._alone = Alone(called)
+            url, expected_groups = self._alone.bus_url, 1
+            # a breakpoint is a hang
+            monitor = os.environ.get("FFT_MONITOR") == "1" if monitor is None else monitor
         transfer = None
         if called.arguments.get("checkpoint_transport") is None:
             limit = called.arguments.get("timeout", timedelta(seconds=TORCHFT_DEFAULT_S))
@@ -229,6 +240,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         except BaseException:
             if transfer is not None:
                 transfer.shutdown()
+            if self._alone is not None:
+                self._alone.close()
             raise
         try:
             self._quorum_future: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -270,8 +283,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._torn: str | None = None
             """Why the state of this rank is lost, which the engine is to hear with the rollback."""
             self._digest = digest
-            self._max_body_failures = max_body_failures
-            self._body_failures = (-1, 0)
+            self._max_body_failures = ANY if max_body_failures is None else max_body_failures
+            self._body_failures = BodyFailures(max_body_failures)
+            self._finish: Finish | None = None
+            """The engine's last word: whoever asks for a txn after it hears it again."""
             self._lineage, self._cursor = "", 0
             self._drain_asked = False
             self._expected = expected_groups or int(
@@ -298,8 +313,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             # torchft has begun to serve and to send heartbeats, which nobody else could end now.
             self._end_drain()
             super().shutdown()
-            for made in ("_bus", "_trace"):
-                if hasattr(self, made):
+            for made in ("_bus", "_trace", "_alone"):
+                if getattr(self, made, None) is not None:
                     getattr(self, made).close()
             raise
 
@@ -323,6 +338,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         store: Any = self._store
         self._store_addr = f"{store.host}:{store.port}"
         self._trace = TraceWriter(self._trace_dir, self._peer)
+        self._places = PlaceLog(self._trace)
 
     def _start(self) -> Engine:
         """Join the job. Late, so that a checkpoint can be loaded before."""
@@ -672,9 +688,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             reader = weakref.WeakMethod(self.drain)
             self._pollers.append(Poller(source, lambda n: _pass_on(reader, n), interval_s))
             return
-        previous = signal.getsignal(source)
+        previous, owner = signal.getsignal(source), os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != owner:  # a forked worker, to whom our way of ending means nothing
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+                signal.raise_signal(number)
+                return
             if self._watched is not None and self._watched.pulse.doomed:
                 signal.signal(number, signal.SIG_DFL)  # no request: this process hung
                 signal.raise_signal(number)
@@ -713,7 +733,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._steps.begin()
         while True:
             with self._waiting():
-                command = engine.wait_command()
+                command = self._finish or engine.wait_command()
             engine.take(command)
             match command:
                 case Restore():
@@ -729,6 +749,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                     self._enter(command)
                     return command
                 case Finish():
+                    self._finish = command
                     self._leave_txn()
                     if command.error is not None:
                         raise _error(command)
@@ -831,6 +852,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return command
         if isinstance(command, Finish) and command.error is not None:
             engine.take(command)
+            self._finish = command
             self._leave_txn()
             raise _error(command)
         return None
@@ -886,7 +908,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._position = record
         self._batches_committed = record.batches
         self._commit_failures = 0
-        self._body_failures = (-1, 0)
+        self._body_failures.committed()
         if self._pacer is not None:
             self._pacer.committed(self._step, len(plan.members) * self._group_world_size)
         if self._state is not None:
@@ -915,6 +937,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return
         self._applying = None
         self._engine.post(ApplyFailed(self._engine.local.token, _text(error)))
+        self._places.note(error, self._engine.local)
 
     def _run_optimizers(self, command: Apply) -> None:
         self._applying = command
@@ -990,6 +1013,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         except Exception as error:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._engine.post(HealFailed(epoch, _text(error), torn=touched))
+            self._places.note(error, self._engine.local)
             if touched:  # it came and does not fit in here: again would only stop the others again
                 raise
             return
@@ -1044,6 +1068,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         except Exception as error:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
             engine.post(HealFailed(record.epoch, _text(error), torn=touched))
+            self._places.note(error, engine.local)
             if touched:
                 raise
             return False
@@ -1224,11 +1249,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._applying is not None and (self._steps is None or not self._steps.is_done):
             self._apply_failed(e)
             return
-        self._errored = _Reported(e)
+        first, self._errored = self._errored is None, _Reported(e)
         if self._txn is None:
             logger.warning("failed between two txns, which changes no state: %s", _text(e))
         elif not isinstance(e, (TxnAborted, GroupAborted)):
             engine.post(Fault(self._txn.token, _text(e), type(e).__name__))
+            if first:  # after it is told, for this reads source files
+                self._places.note(e, engine.local)
 
     @guarded
     def allreduce(
@@ -1363,6 +1390,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._bus.close()
         self._trace.close()
         super().shutdown(wait)
+        if self._alone is not None:
+            self._alone.close()
 
     # --- for Transaction ---
 
@@ -1385,14 +1414,22 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         """An exception left the body: report it; give up if it keeps coming at one step."""
         if isinstance(error, (TxnAborted, GroupAborted)) or self._errored is not None:
             return
-        step, count = self._body_failures
-        self._body_failures = (plan.step, count + 1 if step == plan.step else 1)
-        if self._body_failures[1] >= self._max_body_failures:
-            raise BodyKeepsFailing(
-                f"the body failed {self._body_failures[1]} times in a row at step {plan.step}; "
-                "the last error is the cause of this one"
-            ) from error
+        why = self._body_failures.failed(plan.step, plan.members, error)
+        if (batch := self._which_batch(plan)) not in getattr(error, "__notes__", ()):
+            error.add_note(batch)
+        if why is not None and self._engine is not None:
+            self._places.note(error, self._engine.local)
+            raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
         self.report_error(error)
+
+    def _which_batch(self, plan: StartTxn) -> str:
+        """In words, for who looks for what was wrong with it."""
+        where = f"in the txn of step {plan.step}, on {self._peer}"
+        if plan.index is None:
+            return f"{where}, with a batch that does not count"
+        number = plan.cursor + plan.index
+        item = number * self._group_world_size + self._group_rank
+        return f"{where}, with slice {number} of the data (item {item})"
 
 
 class Transaction:

@@ -170,8 +170,9 @@ class Monitor:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Who is watched and how, as handed over on the command line.
+    """Who is watched and how, as handed over in the first line of standard input.
 
+    Not on the command line, which everybody may read: the bus's URL may have a password in it.
     ``pulse``, ``pidfd``, ``lifeline`` and ``supervisor`` (a datagram socket) are inherited
     descriptors' numbers.
     """
@@ -187,11 +188,11 @@ class Charge:
     config: MonitorConfig
 
     def to_json(self) -> str:
-        """For the command line."""
+        """One line."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """Raises MonitorError for a text that `to_json` did not make."""
         try:
             data = json.loads(text)
@@ -370,13 +371,22 @@ class _Herald:
 
 def main() -> None:
     """What ``python -m fft.monitor`` runs."""
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m fft.monitor CHARGE; trainers start it by themselves")
+    control = sys.stdin.fileno()
+    if len(sys.argv) != 1 or os.isatty(control):
+        raise SystemExit("usage: python -m fft.monitor < CHARGE; trainers start it by themselves")
     try:
-        runner = Runner(Charge.from_json(sys.argv[1]), sys.stdout.fileno(), sys.stdin.fileno())
+        runner = Runner(Charge.from_json(_line(control)), sys.stdout.fileno(), control)
     except (MonitorError, ValueError, OSError) as error:
         raise SystemExit(f"the monitor cannot run: {error}") from None
     runner.run()
+
+
+def _line(fd: int) -> bytes:
+    """The first line, and nothing of what comes after it."""
+    line = b""
+    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
+        line += byte
+    return line
 
 
 # --- in the trainer --------------------------------------------------------------------------
@@ -419,13 +429,17 @@ class MonitorProcess:
         passed = (pulse.fd, own, line, supervisor)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, charge.to_json()],
+                [sys.executable, "-P", "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=_stdout(on_line is not None, out),
                 pass_fds=[fd for fd in passed if fd is not None],
                 env=_env(),
                 start_new_session=True,  # who ends the trainer's group must not end its monitor
             )
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended already
+                self._process.stdin.write(charge.to_json().encode() + b"\n")
+                self._process.stdin.flush()
         except BaseException:
             if self._hold is not None:
                 self._hold.release()

@@ -57,6 +57,8 @@ class JobView:
     ranks: dict[tuple[str, int], RankView] = field(default_factory=dict)
     injected: dict[str, Injected] = field(default_factory=dict)
     history: History = field(default_factory=History)
+    committed: bool = False
+    """Whether any process has committed a step."""
 
     def of(self, group: str) -> list[RankView]:
         """The ranks of ``group`` seen so far, in order."""
@@ -131,6 +133,7 @@ class TraceTail:
         self.view.history.take(_mapping(_mapping(record.get("event")).get("record")))
         if record.get("note") == "inject":
             self._take_injection(key, record)
+        self.view.committed |= record.get("kind") == "transition" and record.get("to") in _COMMITS
         known = self.view.ranks.get(key)
         if known is None or inc > known.inc:
             fault = known.fault if known else ""

@@ -1,10 +1,12 @@
-"""What the faults of a run cost, out of its traces: one row a rollback or membership change.
+"""What the faults of a run cost, out of its traces: one row a rollback or membership change; and
+where each error of a rank's own came from.
 
 Reads trace files only. Times are wall clock of one host, in milliseconds.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fft.audit import Trace, read_trace, trace_files
+from fft.audit import Trace, read_lines, read_trace, trace_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,44 @@ def fault_table(directory: str | Path) -> Table:
             str(i.bytes_healed),
         )
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class OwnError:
+    """Errors of one rank, of one class and place, in one step."""
+
+    group: str
+    rank: int
+    step: int
+    error: str
+    where: str
+    operation: str
+    times: int
+
+
+def own_errors(directory: str | Path) -> list[OwnError]:
+    """Where the errors of the ranks came from, in the order in which they came."""
+    found: Counter[tuple[str, int, int, str, str, str]] = Counter()
+    for line in read_lines(directory, lambda line: line.get("note") == "fault"):
+        data = line["data"]
+        error = f"{data['type']}: {data['message']}"
+        place = (error, data["where"], data["operation"])
+        found[(line["group"], line["rank"], line["step"], *place)] += 1
+    return [OwnError(*key, times) for key, times in found.items()]
+
+
+def place_table(directory: str | Path) -> Table | None:
+    """The errors as a table; None: there were none."""
+    table = Table(title="errors and where they came from")
+    for name in ("rank", "step", "times"):
+        table.add_column(name, justify="right")
+    for name in ("error", "where"):
+        table.add_column(name, overflow="fold")
+    for e in own_errors(directory):
+        where = f"{e.where}\n{e.operation}" if e.operation else e.where
+        rank = f"{e.group}/{e.rank}"
+        table.add_row(rank, str(e.step), str(e.times), Text(e.error), Text(where))
+    return table if table.rows else None
 
 
 def _ms(value: float | None) -> str:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fft import pidfd
+from fft import pidfd, runner
 from fft.lifeline import Lifeline, supported
+from fft.places import Place
 from fft.shim import tied
 
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
+_LONGEST_WORDS = 256 * 1024
 
 
 class Child:
@@ -47,13 +49,18 @@ class Child:
         self.log = log
         self.code: int | None = None
         self.told_dead = False
+        self.last_words: Place | None = None
+        """Once it is reaped: the error of its own by which it ended."""
         self._lifeline = Lifeline() if supported() else None
         if self._lifeline is not None:
             inherits = (*inherits, self._lifeline.fd)
             env = {**env, "FFT_LIFELINE_FD": str(self._lifeline.fd)}
+        self._paper = os.memfd_create(runner.LAST_WORDS)
         try:
-            self._process = _started(script, env, log, inherits)
+            env = {**env, "FFT_LAST_WORDS_FD": str(self._paper)}
+            self._process = _started(script, env, log, (*inherits, self._paper))
         except BaseException:
+            os.close(self._paper)
             if self._lifeline is not None:
                 self._lifeline.close()
             raise
@@ -89,21 +96,36 @@ class Child:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.code = self._process.wait()
+        if self.code > 0:
+            self.last_words = _read(self._paper)
+        os.close(self._paper)
         os.close(self.fd)
         if self._lifeline is not None:
             self._lifeline.close()
         return self.code
 
+    @property
+    def failed_by_itself(self) -> bool:
+        """Once it is reaped: whether its script failed, and no machine or peer."""
+        is_theirs = self.last_words is not None and self.last_words.may_pass
+        return (self.code or 0) > 0 and not is_theirs
+
     def signal(self, number: int) -> None:
         """Send a signal; a child that is already dead is left alone."""
         pidfd.send(self.fd, number)
 
-    def verdict(self) -> str:
-        """One line on how it ended, and the last lines of its log."""
+    def verdict(self, known: set[tuple[str, str]]) -> str:
+        """One line on how it ended, and the last lines of its log.
+
+        Not these if it ended by one of the errors that are ``known``, to which its own is added.
+        """
         where = f"group {self.group} rank {self.rank} (pid {self.pid}, start {self.start})"
-        lines = [f"{where} ended with {cause_of(self.code)}; its log: {self.log}"]
-        lines += [f"    {line}" for line in _tail(self.log)]
-        return "\n".join(lines)
+        line = f"{where} ended with {cause_of(self.code)}; its log: {self.log}"
+        if (words := self.last_words) is not None:
+            if words.signature in known:
+                return f"{line}; by the same error, at {words.where}"
+            known.add(words.signature)
+        return "\n".join([line, *(f"    {line}" for line in _tail(self.log))])
 
 
 def _started(
@@ -111,7 +133,7 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            tied([sys.executable, *script]),
+            tied([sys.executable, runner.__file__, *script]),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -119,6 +141,13 @@ def _started(
             pass_fds=tuple(inherits),
             start_new_session=True,  # a Ctrl-C on the terminal is for the supervisor alone
         )
+
+
+def _read(paper: int) -> Place | None:
+    try:
+        return Place.from_json(os.pread(paper, _LONGEST_WORDS, 0))
+    except ValueError:  # none were left, or it was killed as it wrote them
+        return None
 
 
 def cause_of(code: int | None) -> str:

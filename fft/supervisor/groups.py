@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from fft.commands import Evict
+from fft.places import Place
 from fft.supervisor.children import Child
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 _SUPERVISORS = frozenset(
-    {"FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_TOKEN", "FFT_TOKEN_FILE"}
+    {
+        *("FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_LAST_WORDS_FD"),
+        *("FFT_TOKEN", "FFT_TOKEN_FILE"),
+    }
 )
 """Settings that are never inherited."""
 
@@ -70,6 +74,12 @@ class Group:
     def finished(self) -> bool:
         """Whether all ranks of the last start ended by their own word."""
         return bool(self.children) and all(child.code == 0 for child in self.children)
+
+    @property
+    def last_words(self) -> Place | None:
+        """The error of its own by which a rank ended, and its mates with it."""
+        said = (child.last_words for child in self.children)
+        return next((words for words in said if words is not None), None)
 
     def doing(self) -> str:
         """The state of its processes, for the screen."""

@@ -29,6 +29,7 @@ from fft.core.messages import (
     MAX_MESSAGE,
     Death,
     Drain,
+    Record,
     Suspect,
     UnreadableMessage,
     decode,
@@ -44,8 +45,10 @@ from fft.serve import ServiceError, Services
 from fft.supervisor.children import Child, cause_of
 from fft.supervisor.commands import CommandEar
 from fft.supervisor.culprit import AFTER, Diagnoser
+from fft.supervisor.ending import last_epoch
 from fft.supervisor.groups import Group, base_env
 from fft.supervisor.joined import Joined
+from fft.supervisor.mistakes import Mistake, Mistakes
 from fft.supervisor.pace import PaceEar
 from fft.supervisor.watch import PlanWatch
 from fft.timeouts import HOST_LIMIT_S, bus_operation
@@ -53,6 +56,8 @@ from fft.timeouts import HOST_LIMIT_S, bus_operation
 _WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
+_OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join
+_LEAVE_S = 5.0  # for leaving in good order a job that is over, or cannot go on
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +171,12 @@ class Supervisor:
         self._ear: CommandEar | None = None
         self._pace: PaceEar | None = None
         self._hosts: HostWatch | None = None
+        self._mistakes = Mistakes(names, config.groups_in_all)
+        self._hopeless = False
+        """The script itself is wrong: how its groups were ended then says nothing."""
+        self._over: Record | None = None
+        """The last epoch, once all its groups have left with one commit."""
+        self._look_over_at = 0.0
         self._too_slow: set[str] = set()
         """Ranks whose groups were started again for it; not twice, for it has not helped."""
         self._diagnoser = Diagnoser(
@@ -255,6 +266,7 @@ class Supervisor:
         if self._drain_until is None:
             going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
             self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
+            self._look_whether_over()
         if self._watch is not None and self._drain_until is None and self._watch.due(view):
             self._drain("the fault plan is through", forward=False)
         if self._display is not None:
@@ -274,13 +286,17 @@ class Supervisor:
         now, limit = time.monotonic(), self._config.timeout
         if limit is not None and now > self._began + limit:
             self._kill_all(f"the job was not through within --timeout {limit:g} s")
+        elif self._hopeless and self._drain_until is not None and now > self._drain_until:
+            for group in self._groups.values():
+                self._kill(group.living, "the script is wrong")
         elif self._drain_until is not None and now > self._drain_until:
             seconds = self._config.drain_timeout
             self._kill_all(f"the job had not drained {seconds:g} s after it was asked to")
         for group in self._groups.values():
             if group.kill_at is not None and now >= group.kill_at:
                 group.kill_at = None
-                self._kill(group.living, "it was evicted")
+                over = "the job is over" if self._over is not None else "it was evicted"
+                self._kill(group.living, over)
 
     def _beat_for_children(self) -> None:
         if self._hosts is not None:
@@ -394,26 +410,88 @@ class Supervisor:
     def _on_group_down(self, group: Group) -> None:
         """All ranks of the group are gone: let it be, or have it started again."""
         group.close()
-        if self._tail.poll().committed_since(group.name, group.known_incs):
+        view = self._tail.poll()
+        self._forget_mistakes()
+        if view.committed_since(group.name, group.known_incs):
             group.pauses.progressed()
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
             return
-        if self._drain_until is not None or self._forgot:
+        if self._drain_until is not None or self._forgot or self._over is not None:
             return
         if group.finished:
             self._plan_return(group)
             return
+        mistake = self._mistakes.ended(group.name, group.last_words, view.committed)
+        if mistake is not None:
+            self._on_mistake(group, mistake)
+            return
+        self._look_whether_over(at_once=True)
+        if self._over is not None:
+            return
         if group.pauses.restarts < self._config.max_restarts:
             group.restart_at = time.monotonic() + group.pauses.next()
             return
+        self._give_up(group, f"group {group.name} was given up after its last restart")
+
+    def _give_up(self, group: Group, problem: str) -> None:
         group.given_up = True
-        self._problems.append(f"group {group.name} was given up after its last restart")
+        self._problems.append(problem)
         usable = sum(not other.given_up for other in self._groups.values())
         if usable < self._config.min_groups or self._watch is not None:
             self._drain(f"group {group.name} cannot be brought back", forward=True)
 
+    def _forget_mistakes(self) -> None:
+        for group in self._groups.values():
+            if group.living and self._tail.view.committed_since(group.name, group.known_incs):
+                self._mistakes.progressed(group.name)
+
+    def _on_mistake(self, group: Group, mistake: Mistake) -> None:
+        """The script is wrong; to start it again would not mend it."""
+        place = mistake.place
+        head = f"{place.type} at {place.where} ended group {group.name}; {mistake.reason}"
+        text = f"{head}:\n{place.text.rstrip()}"
+        if mistake.ends == "group":
+            self._give_up(group, f"{text}\n  group {group.name} was given up")
+            return
+        self._problems.append(f"{text}\n  the job was ended; each rank's output is in logs/")
+        self._hopeless = True
+        has_state = self._tail.view.committed
+        self._drain("the script is wrong", forward=True, within=_LEAVE_S if has_state else 0.0)
+
     # --- ending ------------------------------------------------------------------------
+
+    def _look_whether_over(self, at_once: bool = False) -> None:
+        """If all have left with one commit, let nobody wait for them: they do not come back."""
+        view, now = self._tail.view, time.monotonic()
+        waiting = any(
+            group.living and not view.committed_since(group.name, group.known_incs)
+            for group in self._groups.values()
+        )
+        if self._bus is None or self._over is not None or not (waiting or at_once):
+            return
+        if now < self._look_over_at and not at_once:
+            return
+        self._look_over_at = now + _OVER_S
+        try:
+            self._over = last_epoch(self._bus)
+        except (BusError, UnreadableMessage) as error:
+            logger.warning("cannot see whether the job is over: %s", error)
+        if self._over is not None:
+            self._end_who_waits(self._over)
+
+    def _end_who_waits(self, over: Record) -> None:
+        logger.info("the job is over: all have left with step %d", over.step)
+        here = socket.gethostname()
+        inside = {r.pid for entry in over.members for r in entry.ranks if r.host == here}
+        for group in self._groups.values():
+            group.restart_at = group.return_at_step = None
+            waiting = [child for child in group.living if child.pid not in inside]
+            for child in waiting:
+                child.signal(signal.SIGCONT)
+                child.signal(signal.SIGTERM)
+            if waiting:
+                group.kill_at = time.monotonic() + _LEAVE_S
 
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
@@ -422,10 +500,10 @@ class Supervisor:
             else:
                 self._kill_all("interrupted a second time")
 
-    def _drain(self, reason: str, *, forward: bool) -> None:
+    def _drain(self, reason: str, *, forward: bool, within: float = math.inf) -> None:
         """Ask all groups to leave together after a commit; nothing is started any more."""
         logger.info("draining the job: %s", reason)
-        self._drain_until = time.monotonic() + self._config.drain_timeout
+        self._drain_until = time.monotonic() + min(within, self._config.drain_timeout)
         self._broadcast(Drain(tuple(self._groups), by="supervisor"))
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
@@ -582,18 +660,31 @@ class Supervisor:
     # --- the end -----------------------------------------------------------------------
 
     def _judge(self) -> Verdict:
-        lines = list(self._problems)
+        lines, remarks = list(self._problems), list[str]()
+        known: set[tuple[str, str]] = set()
         for group in self._groups.values():
-            if group.evicted:  # as asked
+            if group.evicted or self._hopeless:  # as asked; or it is said already
                 continue
             failed = [child for child in group.children if child.code != 0]
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
-            lines += [child.verdict() for child in failed[:1]]
+            for child in failed[:1]:
+                if self._over is None or child.failed_by_itself:
+                    lines.append(child.verdict(known))
+                else:
+                    remarks.append(self._cut_short(child))
+        is_ours = not isinstance(self._services, Joined)
+        if remarks and is_ours and not any(group.finished for group in self._groups.values()):
+            lines.append("no group lived to its own end after the last step")
         if not lines and self._watch is not None:
             unfinished = self._watch.unfinished(self._tail.view)
             lines += [f"the fault plan was not finished: {unfinished}"] if unfinished else []
-        return Verdict(not lines, tuple(lines))
+        return Verdict(not lines, (*lines, *remarks))
+
+    def _cut_short(self, child: Child) -> str:
+        assert self._over is not None
+        how = f"group {child.group} ended with {cause_of(child.code)}"
+        return f"the job was over, all had left with one commit; {how}, and was not needed any more"
 
     def _end(self) -> None:
         """Leave nothing behind: no child, no store, no descriptor."""

@@ -130,7 +130,7 @@ def test_limits_that_cannot_be_kept_are_refused() -> None:
             MonitorConfig(**bad)
 
 
-def test_a_charge_comes_over_the_command_line_whole() -> None:
+def test_a_charge_is_handed_over_whole() -> None:
     for supervisor in (None, 6):
         charge = Charge(3, 4, None, supervisor, 5, "1", 0, "tcp://h:1/j", LIMITS)
         assert Charge.from_json(charge.to_json()) == charge
@@ -379,6 +379,18 @@ def test_lines_come_to_a_callback_until_it_is_closed() -> None:
 
 def _mapped(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_password_of_a_bus_is_in_no_command_line() -> None:
+    pulse = Pulse(time.monotonic)
+    url = "nats://somebody:secret@127.0.0.1:9/job"
+    monitor = MonitorProcess(pulse, LIMITS, group="0", rank=0, bus_url=url, out=None)
+    try:
+        line = Path(f"/proc/{monitor.pid}/cmdline").read_bytes()
+        assert b"fft.monitor" in line and b"secret" not in line
+    finally:
+        monitor.close()
+        pulse.close()
 
 
 def test_a_line_goes_to_one_place() -> None:

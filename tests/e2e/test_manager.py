@@ -237,9 +237,69 @@ def test_a_body_that_keeps_failing_is_told_to_the_user(two: Job) -> None:
         member.end()
     assert isinstance(members[0].error, BodyKeepsFailing)
     assert isinstance(members[0].error.__cause__, ZeroDivisionError)
-    assert len(tries) == 5
+    assert len(tries) == 2
+    (batch,) = members[0].error.__cause__.__notes__
+    assert batch == "in the txn of step 2, on 0/0#1, with slice 4 of the data (item 4)"
     assert members[1].error is None and members[1].manager.current_step() == 6
+    faults = notes(two.traces, "fault")
+    assert {(n["group"], n["step"], n["data"]["type"]) for n in faults} == {
+        ("0", 2, "ZeroDivisionError")
+    }
+    assert all(n["data"]["where"].startswith(f"{__file__}:") for n in faults)
+    assert "always at this step" in faults[0]["data"]["traceback"]
     two.audit()
+
+
+def test_errors_that_differ_are_tried_again_more_often(two: Job) -> None:
+    tries = []
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if member.group == "0" and txn.step == 2 and len(tries) < 4:
+            tries.append(txn.attempt)
+            raise ValueError(f"try {len(tries)}")
+
+    same_weights(*two.run(lambda m: m.train(4, body=body)))
+    assert len(tries) == 4
+    two.audit()
+
+
+def test_a_terminal_error_is_raised_again_to_who_asks_again(two: Job) -> None:
+    """A second process takes the identity; its owner is told so, as often as it asks."""
+    reached = threading.Event()
+    told: list[str] = []
+
+    def stubborn(member: Member) -> None:
+        member.train(None, body=lambda m, txn: reached.set())
+
+    def asks_again(member: Member) -> None:
+        try:
+            stubborn(member)
+        except Fenced:
+            for _ in range(2):
+                with pytest.raises(Fenced):
+                    member.manager.start_quorum()
+                told.append(member.group)
+
+    old = two.member("0").start(asks_again)
+    peer = two.member("1").start(stubborn)
+    assert reached.wait(30)
+    newer = two.member("0").start(lambda m: m.train(None))
+    old.end()
+    assert told == ["0", "0"] and old.error is None
+    for member in (newer, peer):
+        member.manager.drain()
+    for member in (newer, peer):
+        member.end()
+
+
+def test_who_has_drained_is_told_so_again(two: Job) -> None:
+    def work(member: Member) -> None:
+        member.train(2)
+        for _ in range(2):
+            with pytest.raises(Drained):
+                member.manager.start_quorum()
+
+    two.run(work)
 
 
 # --- identity, bus --------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ for line in stage.makefile():
     elif order == "tell":
         os.write(int(os.environ["FFT_SUPERVISOR_FD"]), rest.encode())
     elif order == "raise":
-        raise RuntimeError(rest)
+        raise {"cut": ConnectionError, "bug": RuntimeError, "other": KeyError}[rest](rest)
     elif order == "spawn":  # a helper that holds a connection of its own, and outlives us
         code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
         code += "s.sendall(b'{}\\\\n'); s.recv(1)"

@@ -41,9 +41,9 @@ elif word == "elsewhere":
     os._exit(0)
 elif word == "leave":
     sys.exit(3)
-elif word == "fork":
+elif word in ("fork", "fork and exit"):
     if os.fork() == 0:
-        os._exit(0)
+        os._exit(0) if word == "fork" else sys.exit(0)  # which runs what atexit has
     os.wait()
     print("waited", flush=True)
     sys.stdin.readline()
@@ -111,7 +111,10 @@ def test_an_end_in_good_order_is_no_death(child: Held, word: str) -> None:
     assert not child.died.is_set()
 
 
-@pytest.mark.parametrize(("word", "answer"), [("again", "held again"), ("fork", "waited")])
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [("again", "held again"), ("fork", "waited"), ("fork and exit", "waited")],
+)
 def test_taken_again_or_after_the_end_of_a_fork_it_still_tells(
     child: Held, word: str, answer: str
 ) -> None:

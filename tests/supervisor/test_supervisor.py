@@ -146,7 +146,7 @@ def test_a_group_that_keeps_dying_is_given_up_with_the_tail_of_its_log(
             if deaths:
                 pauses = entered - deaths[-1]
                 assert pauses >= (0, 0.5)[len(deaths) - 1]
-            actor.order("raise out of luck")
+            actor.order("raise cut")
             actor.gone()
             deaths.append(time.monotonic())
         verdict = job.verdict()
@@ -156,7 +156,7 @@ def test_a_group_that_keeps_dying_is_given_up_with_the_tail_of_its_log(
     assert not verdict.ok
     assert "group 0 was given up" in verdict.lines[0]
     assert f"group 0 rank 0 (pid {actor.pid}, start 3) ended with exit code 1" in verdict.lines[1]
-    assert verdict.lines[1].endswith("RuntimeError: out of luck")
+    assert verdict.lines[1].endswith("ConnectionError: cut")
 
 
 def test_progress_makes_the_next_death_a_first_one(run_job: StartJob, stage: Stage) -> None:

@@ -1,0 +1,73 @@
+"""A rank of a small job whose script is wrong: ``mistake_worker.py WHERE STEPS``.
+
+``WHERE`` the mistake is: ``start``, ``body``, ``body1`` (of group 1 alone), ``data``, ``after``
+the loop, or ``none``. `fft run` starts it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+if sys.argv[1] == "start":
+    undefined_name  # noqa: B018, F821
+
+import torch
+from torch import nn
+from torchft import ProcessGroupGloo
+
+import fft
+
+WHERE, STEPS, GROUP = sys.argv[1], int(sys.argv[2]), os.environ.get("REPLICA_GROUP_ID", "0")
+BAD_STEP, BAD_SAMPLE = 2, 5
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """Of which one cannot be had."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if WHERE == "data" and index == BAD_SAMPLE:
+            raise KeyError("no such sample")
+        return torch.full((4,), float(index))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
+    """With a mistake in it."""
+    if step >= BAD_STEP and (WHERE == "body" or (WHERE == "body1" and GROUP == "1")):
+        return model(x).no_such_method()
+    return model(x).square().mean()
+
+
+def main() -> None:
+    """Train."""
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id=GROUP,
+        init_sync=False,
+        timeouts={"join_window": 60.0},  # on a busy machine a group may start late
+    )
+    torch.manual_seed(3)
+    model = nn.Linear(4, 1)
+    manager.register(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    manager.sync_gradients(model)
+    try:
+        loader = fft.CursorLoader(Numbers(), batch_size=2)
+        for txn in manager.transactions(loader, max_steps=STEPS):
+            with txn:
+                loss_of(model, txn.batch, txn.step).backward()
+    finally:
+        manager.shutdown()
+    if WHERE == "after":
+        raise ValueError("what comes after the loop is wrong")
+    print(f"done at step {manager.current_step()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Workers that a trainer forks do not have its ways of ending: a signal ends them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FORKS = """
+import multiprocessing, os, signal, sys
+from datetime import timedelta
+import torch
+from torch import nn
+from torchft import ProcessGroupGloo
+import fft
+
+fork = multiprocessing.get_context("fork")
+
+
+def ended_by(number):
+    here, there = fork.Pipe()
+
+    def work():
+        there.send("up")
+        here.close()
+        signal.pause()
+
+    process = fork.Process(target=work)
+    process.start()
+    assert here.recv() == "up"
+    os.kill(process.pid, number)
+    process.join(20)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+manager = fft.ManagerFFT(pg=ProcessGroupGloo(timeout=timedelta(seconds=60)), load_state_dict=None,
+                         state_dict=None, min_replica_size=1, init_sync=False)
+manager.drain_on(signal.SIGTERM)
+model = nn.Linear(4, 1)
+manager.register(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+manager.sync_gradients(model)
+loader = fft.CursorLoader(torch.randn(64, 4), batch_size=4, seed=5)
+for txn in manager.transactions(loader, max_steps=2):
+    with txn:
+        print(txn.step, ended_by(signal.SIGTERM), ended_by(signal.SIGUSR2), flush=True)
+        model(txn.batch).square().mean().backward()
+assert not manager.drained or manager.current_step() == 2
+manager.shutdown()
+"""
+
+
+@pytest.mark.multiprocess
+def test_sigterm_and_sigusr2_end_a_forked_worker() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 -15 -12", "1 -15 -12"]

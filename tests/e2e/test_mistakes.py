@@ -1,0 +1,131 @@
+"""`fft run` on scripts that are wrong, and at the end of a job: it ends at once, and says why."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import notes, records, wait_until
+
+from fft.audit import audit_dir
+from fft.report import own_errors
+
+WORKER = Path(__file__).with_name("mistake_worker.py")
+LIMIT_S = 240
+
+pytestmark = pytest.mark.multiprocess
+
+
+def command(traces: Path, where: str, steps: int, groups: int = 2, *options: str) -> list[str]:
+    fft_run = [sys.executable, "-m", "fft.cli", "run", "--groups", str(groups), "--no-progress"]
+    fft_run += ["--no-lighthouse", "--trace-dir", str(traces), *options]
+    return [*fft_run, str(WORKER), where, str(steps)]
+
+
+def notes_of(traces: Path, name: str) -> list[dict[str, Any]]:
+    """Notes of a job that may not have begun."""
+    return notes(traces, name) if list(traces.glob("*.jsonl")) else []
+
+
+def run(
+    traces: Path, where: str, steps: int = 4, groups: int = 2, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """A job to its end; with the limit of the test, not of the job: nothing else may end it."""
+    started = command(traces, where, steps, groups, *options)
+    return subprocess.run(started, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def starts(traces: Path, group: int) -> int:
+    return len(list(traces.glob(f"logs/g{group}r0-*.log")))
+
+
+def test_a_typo_is_shown_once_and_nothing_is_tried_again(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", "start")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "NameError: name 'undefined_name' is not defined" in done.stderr
+    assert f'File "{WORKER}", line' in done.stderr
+    assert max(starts(tmp_path / "run", group) for group in (0, 1)) <= 2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_mistake_in_the_body_is_shown_with_the_batch(tmp_path: Path, groups: int) -> None:
+    traces = tmp_path / "run"
+    done = run(traces, "body", groups=groups)
+    assert done.returncode == 1
+    assert done.stderr.count("AttributeError: 'Tensor' object has no attribute") == 1
+    assert "in the txn of step 2, on " in done.stderr and "slice " in done.stderr
+    assert sum(starts(traces, group) for group in range(groups)) <= groups + 1
+    assert not list(traces.glob("diagnosis-*"))
+    found = own_errors(traces)
+    assert {(e.step, e.error.partition(":")[0]) for e in found} == {(2, "AttributeError")}
+    assert {e.where.rpartition(":")[0] for e in found} == {str(WORKER)}
+    logs = [path.read_text() for path in traces.glob("logs/*.log")]
+    assert any("an error of this rank in step 2: AttributeError at" in log for log in logs)
+    assert audit_dir(traces).ok
+
+
+def test_a_sample_that_cannot_be_had_ends_the_job(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", "data")
+    assert done.returncode == 1
+    assert done.stderr.count("KeyError: 'no such sample'") == 1
+    assert "__getitem__" in done.stderr
+
+
+def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: Path) -> None:
+    traces, errors = tmp_path / "run", tmp_path / "stderr"
+    with errors.open("w") as stream:
+        job = subprocess.Popen(command(traces, "body1", 1_000_000), stderr=stream)
+    try:
+        wait_until(lambda: len(notes_of(traces, "fault")) >= 4, "two ends of group 1", LIMIT_S)
+        step = records(traces)[-1]["step"]
+        wait_until(lambda: records(traces)[-1]["step"] > step + 20, "20 more steps", LIMIT_S)
+        job.send_signal(signal.SIGINT)
+        assert job.wait(LIMIT_S) == 1  # a group was given up
+    finally:
+        if job.poll() is None:
+            job.kill()
+            job.wait()
+    said = errors.read_text()
+    assert said.count("AttributeError: 'Tensor' object has no attribute") == 1
+    assert "group 1 was given up" in said
+    assert starts(traces, 0) == 1 and starts(traces, 1) == 2
+    assert audit_dir(traces).ok
+
+
+def test_what_fails_after_the_last_step_is_no_good_end(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", "after")
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: what comes after the loop is wrong") == 1
+    assert sum(starts(tmp_path / "run", group) for group in (0, 1)) <= 3
+
+
+def test_the_other_groups_finish_and_nobody_waits_for_one_that_was_killed(tmp_path: Path) -> None:
+    """It comes back when there is nobody left to join."""
+    traces, plan = tmp_path / "run", tmp_path / "plan.yaml"
+    kill = {"name": "late", "kind": "kill", "step": 3, "group": 1, "phase": "vote"}
+    plan.write_text(json.dumps({"faults": [kill]}))
+    began = time.monotonic()
+    done = run(traces, "none", 5, 2, "--faults", str(plan))
+    assert done.returncode == 0, done.stderr
+    assert len(notes(traces, "inject")) == 1
+    assert max(r["step"] for r in records(traces) if r["kind"] == "commit") == 5
+    assert starts(traces, 1) <= 2
+    assert time.monotonic() - began < 60, "it has waited for somebody who does not come"
+    assert audit_dir(traces).ok
+
+
+def test_a_group_killed_after_its_last_vote_is_not_started_again(tmp_path: Path) -> None:
+    traces, plan = tmp_path / "run", tmp_path / "plan.yaml"
+    kill = {"name": "last", "kind": "kill", "step": 4, "group": 1, "phase": "apply"}
+    plan.write_text(json.dumps({"faults": [kill]}))
+    done = run(traces, "none", 5, 2, "--faults", str(plan))
+    assert done.returncode == 0, done.stderr
+    assert "group 1 ended with SIGKILL, and was not needed any more" in done.stderr
+    assert starts(traces, 1) == 1

@@ -1,0 +1,255 @@
+"""A mistake in the script is told from a fault of a machine: the rule, and real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from supervisor_stage import Job, Stage
+from test_supervisor import at_work, supervised_children, trace
+
+from fft import runner
+from fft.places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
+from fft.repeats import BodyFailures
+from fft.supervisor.mistakes import Mistakes
+
+StartJob = Callable[..., AbstractContextManager[Job]]
+
+
+def place(kind: type[BaseException] = ValueError, where: str = "train.py:3 f") -> Place:
+    kinds = tuple(k.__name__ for k in kind.__mro__)
+    return Place(kinds[0], kinds, "no", where, "", "Traceback …")
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+def test_what_fails_in_all_groups_before_the_first_commit_is_a_mistake() -> None:
+    mistakes = Mistakes(["0", "1"], 2)
+    assert mistakes.ended("0", place(), False) is None
+    found = mistakes.ended("1", place(), False)
+    assert found is not None and found.ends == "job" and found.place == place()
+
+
+def test_what_fails_again_before_the_first_commit_is_a_mistake() -> None:
+    mistakes = Mistakes(["0", "1"], 4)
+    assert mistakes.ended("0", place(), False) is None
+    assert mistakes.ended("0", place(where="elsewhere.py:1 g"), False) is None
+    assert mistakes.ended("0", place(KeyError), False) is None
+    found = mistakes.ended("0", place(KeyError), False)
+    assert found is not None and found.ends == "job"
+
+
+def test_what_cannot_be_loaded_needs_no_second_start() -> None:
+    for kind in (SyntaxError, IndentationError, ImportError, ModuleNotFoundError):
+        found = Mistakes(["0", "1"], 2).ended("0", place(kind), False)
+        assert found is not None and found.ends == "job"
+
+
+def test_one_group_that_fails_while_others_commit_is_left_out_alone() -> None:
+    mistakes = Mistakes(["0", "1"], 2)
+    assert mistakes.ended("1", place(), True) is None
+    found = mistakes.ended("1", place(), True)
+    assert found is not None and found.ends == "group"
+
+
+def test_groups_that_fail_alike_after_commits_are_a_mistake_unless_one_got_over_it() -> None:
+    mistakes = Mistakes(["0", "1", "2"], 3)
+    assert mistakes.ended("0", place(), True) is None
+    mistakes.progressed("0")
+    assert mistakes.ended("1", place(), True) is None
+    found = mistakes.ended("2", place(), True)
+    assert found is not None and found.ends == "job" and "1, 2" in found.reason
+
+
+def test_signals_connections_and_exit_codes_of_a_running_job_are_no_mistakes() -> None:
+    for kind in (ConnectionResetError, TimeoutError, OSError):
+        mistakes = Mistakes(["0"], 1)
+        for _ in range(3):
+            assert mistakes.ended("0", place(kind), False) is None
+    mistakes = Mistakes(["0"], 1)
+    for _ in range(3):
+        assert mistakes.ended("0", None, False) is None
+        assert mistakes.ended("0", place(SystemExit), True) is None
+    assert mistakes.ended("0", place(FileNotFoundError), False) is not None
+
+
+# --- the failures of a body -----------------------------------------------------------------------
+
+
+def raised(make: Callable[[], object]) -> Exception:
+    try:
+        make()
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError
+
+
+def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> None:
+    def same() -> Exception:
+        return raised(lambda: object().missing)  # its words have an address in them
+
+    failures = BodyFailures(None)
+    assert failures.failed(3, "01", same()) is None
+    assert "2 times in a row by the same error" in str(failures.failed(3, "01", same()))
+    for between in (failures.committed, lambda: failures.failed(3, "0", same())):
+        failures.committed()
+        assert failures.failed(3, "01", same()) is None
+        between()
+        assert failures.failed(3, "01", same()) is None
+    failures.committed()
+    others = [ValueError(str(n)) for n in range(5)]
+    told = [failures.failed(3, "01", error) for error in others]
+    assert told[:4] == [None] * 4 and "5 times" in str(told[4])
+    failures.committed()
+    assert [failures.failed(3, "01", TimeoutError()) for _ in range(4)] == [None] * 4
+
+
+def test_a_limit_that_is_given_holds_for_every_sort() -> None:
+    failures = BodyFailures(3)
+    error = ValueError("always")
+    assert [failures.failed(0, "0", error) is None for _ in range(3)] == [True, True, False]
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def test_a_place_is_the_innermost_line_of_the_users_code() -> None:
+    def mine() -> None:
+        os.listdir("/no/such folder")
+
+    error = raised(mine)
+    found = place_of(error)
+    assert found.where == f"{__file__}:{mine.__code__.co_firstlineno + 1} mine"
+    assert found.type == "FileNotFoundError" and "OSError" in found.kinds and not found.may_pass
+    assert Place.from_json(found.to_json()) == found
+    assert may_pass(OSError(5, "input/output")) and not may_pass(error)
+    error.fft_place = "allreduce of (3,) in group 1"  # type: ignore[attr-defined]
+    assert place_of(error).operation == error.fft_place and may_pass(error)  # type: ignore[attr-defined]
+    first, second, other = [fingerprint(raised(f)) for f in (mine, mine, lambda: mine())]
+    assert first == second != other
+
+
+def test_a_long_traceback_loses_its_middle_and_half_characters_are_replaced() -> None:
+    found = place_of(raised(lambda: int("x" * 20_000 + "\udcff")))
+    assert len(found.text) < LONGEST_TEXT + 20
+    assert found.text.startswith("Traceback") and found.text.endswith("\n")
+    found.to_json().encode()
+
+
+def test_what_is_no_place_is_refused() -> None:
+    for text in ("", "{}", "[]", '{"type": "x"', place().to_json().replace('"no"', "3", 1)[:-9]):
+        with pytest.raises(ValueError):
+            Place.from_json(text)
+
+
+# --- the runner -----------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from pathlib import Path
+assert sys.modules["__main__"].__dict__ is globals() and __name__ == "__main__"
+assert Path(__file__) == Path({path!r}) and __spec__ is None
+assert sys.path[0] == {folder!r}, sys.path
+import trace, beside
+assert "fft" not in trace.__file__ and "fft" not in sys.modules
+print(sys.argv[1:], beside.VALUE)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "1 / 0",
+        "sys.exit(3)",
+        "sys.exit('words')",
+        "def f(:",
+        "import no_such_module",
+        "sys.excepthook = lambda *a: print('mine', a[0].__name__); raise KeyError(1)",
+        "raise KeyboardInterrupt",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+)
+def test_a_script_under_the_runner_ends_as_under_python(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(path=str(script), folder=str(tmp_path), end=end))
+    (tmp_path / "beside.py").write_text("VALUE = 7")
+    ends = []
+    for before in ([], [runner.__file__]):
+        command = [sys.executable, *before, str(script), "a", "--b"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+        ends.append((done.returncode, done.stdout))
+        if end != "raise KeyboardInterrupt":  # whose traceback has the runner in it
+            ends[-1] += (done.stderr,)
+    assert ends[0] == ends[1]
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+
+def test_a_mistake_at_the_start_ends_the_job_with_its_traceback_once(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=2) as job:
+        actors = stage.enter(4)
+        for actor in actors.values():
+            actor.order("raise bug")
+        verdict = job.verdict()
+    assert not verdict.ok
+    text = "\n".join(verdict.lines)
+    assert text.count("Traceback") == 1 and text.count("RuntimeError: bug") == 1
+    assert f'File "{stage.script}", line' in text and "no group came as far" in text
+    assert supervised_children() == []
+
+
+def test_a_mistake_of_one_group_at_its_start_ends_the_job_the_second_time(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        actors["1", "0"].order("raise bug")
+        (again,) = stage.enter(1).values()
+        again.order("raise bug")
+        verdict = job.verdict()
+        actors["0", "0"].gone()
+    assert len(verdict.lines) == 1 and "started again, it failed in the same place" in str(verdict)
+
+
+def test_other_errors_and_signals_are_started_again(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        (one, other) = stage.enter(2).values()
+        for order in ("raise bug", "raise other", "raise bug", "kill"):
+            if order == "kill":
+                os.kill(one.pid, signal.SIGKILL)
+            else:
+                one.order(order)
+            (one,) = stage.enter(1).values()
+        one.order("exit 0")
+        other.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        for group in (0, 1):
+            trace(job, group, 0, 1, at_work(5, 1, ["0", "1"]))
+        actors["1", "0"].order("raise bug")
+        (again,) = stage.enter(1).values()
+        again.order("raise bug")
+        again.gone()
+        actors["0", "0"].order("exit 0")
+        verdict = job.verdict()
+        assert stage.nobody()
+    assert not verdict.ok
+    assert "group 1 was given up" in verdict.lines[0] and "RuntimeError: bug" in verdict.lines[0]
