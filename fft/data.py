@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -202,7 +202,7 @@ def _mend(loader: Any) -> str:
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
         return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open)"
-    if not hasattr(dataset, "__getitem__"):
+    if not isinstance(dataset, Sized):
         return "fft.StreamLoader(open), where open(first, step) gives every step-th batch"
     size = getattr(loader, "batch_size", None) or "batch_size"
     workers = getattr(loader, "num_workers", 0)

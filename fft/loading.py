@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from functools import partial
 from itertools import count
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from fft.loading_worker import (
     same,
 )
 
+_ENDING_S = 1.0
+"""For a worker whose connection is closed to have ended."""
 _OPTIONS = (
     "num_workers",
     "prefetch_factor",
@@ -160,8 +163,8 @@ class _Loader:
     def take(self, due: Due) -> Any:
         """Item ``due.number``: waits for it if it is not there yet.
 
-        Raises what the loading raised, with the number of the item; a ``RuntimeError`` of torch's
-        if a worker has died or ``timeout`` is over.
+        Raises what the loading raised, with the number of the item; what torch's loader raises if a
+        worker has died, with the exit code, or ``timeout`` is over.
         """
         self.open()
         schedule = self._schedule
@@ -174,7 +177,9 @@ class _Loader:
         while due.number not in schedule.ready:
             try:
                 answer = Answer(*next(self._iterator))
-            except BaseException:
+            except BaseException as error:
+                for worker, code in self._dead_workers(error).items():
+                    error.add_note(f"{self._name}: worker {worker} has ended, exit code {code}")
                 self.close()  # what was under way is lost
                 raise
             if answer.number is None:
@@ -187,6 +192,15 @@ class _Loader:
             del schedule.ready[due.number]
             answer.value.reraise()
         return answer.value
+
+    def _dead_workers(self, error: BaseException) -> dict[int, int]:
+        """Exit codes of workers that have ended, by their numbers."""
+        workers = self._iterator._workers if self._workers > 0 else ()
+        if isinstance(error, OSError | EOFError):  # told by a connection, before it can be reaped
+            ended = wait([w.sentinel for w in workers], _ENDING_S)
+            for w in workers:
+                w.join(_ENDING_S if w.sentinel in ended else 0)
+        return {i: w.exitcode for i, w in enumerate(workers) if not w.is_alive()}
 
     def export(self, first: int) -> Any:
         """Only what tells equal loaders from others: any item can be had at any time."""
