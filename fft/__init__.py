@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fft.data import CursorLoader
+    from fft.data import DataSource, Due
+    from fft.loading import CursorLoader, StreamLoader
     from fft.manager import ManagerFFT, Transaction
     from fft.preemption import FileNotice, HttpNotice, Notice
     from fft.rollback.shard import ShardProcessGroupGloo
@@ -16,22 +17,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "CursorLoader": "fft.data",
+    "CursorLoader": "fft.loading",
+    "DataSource": "fft.data",
+    "Due": "fft.data",
     "FileNotice": "fft.preemption",
     "HttpNotice": "fft.preemption",
     "ManagerFFT": "fft.manager",
     "Notice": "fft.preemption",
     "ShardProcessGroupGloo": "fft.rollback.shard",
+    "StreamLoader": "fft.loading",
     "Transaction": "fft.manager",
 }
 
 __all__ = [
     "CursorLoader",
+    "DataSource",
+    "Due",
     "FileNotice",
     "HttpNotice",
     "ManagerFFT",
     "Notice",
     "ShardProcessGroupGloo",
+    "StreamLoader",
     "Transaction",
 ]
 

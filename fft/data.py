@@ -1,18 +1,21 @@
-"""Data by the committed global cursor: which item a rank takes, and how a loader gives it.
+"""Data by the committed global cursor: which item a rank takes, and what gives it.
 
 The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
 loader (a batch) for each of its ranks. In a txn the i-th participating group takes the i-th slice
 after the cursor; COMMIT moves it by the number of participating groups, ABORT leaves it. Sources
 count in items: slice ``n`` of groups of ``R`` ranks is items ``n * R`` … ``n * R + R - 1``.
-Touches only the loader it is given.
+Touches only the loader it is given; everything runs on the thread that trains, between two bodies.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sized
+import time
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from fft.core.messages import StartTxn
 from fft.errors import FftError
 
 
@@ -20,17 +23,45 @@ class DataError(FftError):
     """The loader cannot give the items that the cursor asks for."""
 
 
-class DataSource(Protocol):
-    """What ``transactions`` draws from. All groups must have equal sources."""
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The item that a rank takes, and those that follow as long as the members stay."""
 
-    def items(self, first: int, count: int) -> list[Any] | None:
-        """Items ``first`` … ``first + count - 1``; None if the data end before."""
+    first: int
+    """Everything before it is committed."""
+    number: int
+    """The item of this rank; ``number + k * step`` is that of the k-th txn after this one."""
+    step: int
+    """Items that all ranks of all groups take in one txn."""
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """What ``transactions`` draws from. All ranks of all groups must have equal sources.
+
+    Attributes:
+        in_any_order: items can be had before ``load`` has said where the others are.
+    """
+
+    in_any_order: bool
+
+    def open(self) -> None:
+        """Called once before the first txn: start what takes time to start."""
+
+    def holds(self, first: int, count: int) -> bool:
+        """Whether there are items ``first`` … ``first + count - 1``. The same on every rank."""
+
+    def take(self, due: Due) -> Any:
+        """Item ``due.number``, again and again the same object until ``due.first`` passes it."""
 
     def export(self, first: int) -> Any:
-        """State from which a fresh source can go on at item ``first``."""
+        """State from which an equal source can go on at item ``first``: plain values, tensors."""
 
     def load(self, state: Any, first: int) -> None:
         """Go on at item ``first`` from the ``export`` of another group."""
+
+    def close(self) -> None:
+        """End what ``open`` and ``take`` have started. Idempotent; may be opened again."""
 
 
 @runtime_checkable
@@ -39,92 +70,31 @@ class _Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class CursorLoader:
-    """Batches of a map-style dataset by number, in an order that every group computes alike.
+class ItemsSource:
+    """A list or another sequence of batches: item ``n`` is ``items[n]``; it ends with the last."""
 
-    Item ``n`` is batch ``n % batches`` of pass ``n // batches``; each pass visits every sample
-    once in a new random order (the last, incomplete batch is left out). Nothing needs to be
-    transferred to a group that joins.
+    in_any_order = True
 
-    Args:
-        dataset: ``len()`` and ``[index]``.
-        batch_size: samples per item, that is, for one rank in one step.
-        seed: equal on all ranks.
-        passes: end after so many passes; None: never.
-        collate: list of samples → batch; default: torch's ``default_collate``.
-    """
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = items
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        seed: int = 0,
-        passes: int | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        if not isinstance(dataset, Sized) or batch_size < 1 or len(dataset) < batch_size:
-            raise DataError(
-                f"a CursorLoader needs a dataset with at least batch_size={batch_size} samples"
-            )
-        self._dataset: Any = dataset
-        self._batch_size = batch_size
-        self._seed = seed
-        self._passes = passes
-        self._collate = collate
-        self._batches = len(dataset) // batch_size
-        self._order: tuple[int, list[int]] = (-1, [])
+    def open(self) -> None:
+        """Nothing to start."""
 
-    def indices(self, number: int) -> list[int]:
-        """Sample indexes of item ``number``."""
-        import torch  # only here: the cursor itself needs no torch
+    def holds(self, first: int, count: int) -> bool:
+        return first + count <= len(self._items)
 
-        which, place = divmod(number, self._batches)
-        if self._order[0] != which:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
-            order = torch.randperm(len(self._dataset), generator=generator).tolist()
-            self._order = (which, order)
-        first = place * self._batch_size
-        return self._order[1][first : first + self._batch_size]
-
-    def __getitem__(self, number: int) -> Any:
-        samples = [self._dataset[i] for i in self.indices(number)]
-        if self._collate is not None:
-            return self._collate(samples)
-        from torch.utils.data import default_collate
-
-        return default_collate(samples)
-
-    def ends_before(self, number: int) -> bool:
-        """Whether item ``number - 1`` is past the end."""
-        return self._passes is not None and number > self._passes * self._batches
-
-
-class _Indexed:
-    """A ``CursorLoader`` as a source."""
-
-    def __init__(self, loader: CursorLoader) -> None:
-        self._loader = loader
-
-    def items(self, first: int, count: int) -> list[Any] | None:
-        if self._loader.ends_before(first + count):
-            return None
-        return [_Lazy(self._loader, first + i) for i in range(count)]
+    def take(self, due: Due) -> Any:
+        return self._items[due.number]
 
     def export(self, first: int) -> Any:
-        return None
+        return {"items": len(self._items)}
 
     def load(self, state: Any, first: int) -> None:
-        """Nothing to do: any item can be had at any time."""
+        same_data(self, {"items": len(self._items)}, state)
 
-
-class _Lazy:
-    """An item of which only the rank that takes it loads the samples."""
-
-    def __init__(self, loader: CursorLoader, number: int) -> None:
-        self._loader, self._number = loader, number
-
-    def load(self) -> Any:
-        return self._loader[self._number]
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class StreamSource:
@@ -135,6 +105,8 @@ class StreamSource:
     ``state_dict`` / ``load_state_dict`` so that a group that joins can go on where the others are.
     """
 
+    in_any_order = False
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
@@ -143,7 +115,10 @@ class StreamSource:
         self._states: list[Any] = []
         """Loader state before each of ``_items``."""
 
-    def items(self, first: int, count: int) -> list[Any] | None:
+    def open(self) -> None:
+        """Nothing to start: the first item is drawn when its txn begins."""
+
+    def holds(self, first: int, count: int) -> bool:
         self._forget(first)
         if self._iterator is None:
             self._iterator = iter(self._loader)
@@ -152,10 +127,15 @@ class StreamSource:
             try:
                 item = next(self._iterator)
             except StopIteration:
-                return None
+                return False
             self._states.append(state)
             self._items.append(item)
-        return self._items[:count]
+        return True
+
+    def take(self, due: Due) -> Any:
+        if not self.holds(due.first, due.number - due.first + 1):
+            raise DataError(f"item {due.number} is due, and {_named(self._loader)} ends before")
+        return self._items[due.number - due.first]
 
     def export(self, first: int) -> Any:
         self._forget(first)
@@ -164,16 +144,24 @@ class StreamSource:
     def load(self, state: Any, first: int) -> None:
         if not isinstance(self._loader, _Stateful):
             raise DataError(
-                f"{type(self._loader).__name__} has no load_state_dict, so a group that joins "
-                "cannot go on at the common cursor; use fft.CursorLoader or a stateful loader"
+                f"{_named(self._loader)} has no load_state_dict, so a group that joins cannot go "
+                "on at the common cursor; use fft.CursorLoader or a stateful loader"
             )
         self._loader.load_state_dict(copy.deepcopy(state))
         self._iterator, self._start = None, first
         self._items, self._states = [], []
 
+    def close(self) -> None:
+        """Nothing to end: the loader is the user's."""
+
     def _forget(self, first: int) -> None:
         """Drop what was committed: everything before ``first``."""
         if self._start is None:
+            if first > 0 and not isinstance(self._loader, _Stateful):
+                raise DataError(
+                    f"the job goes on at item {first}, and {_named(self._loader)} can only begin "
+                    "at its first; use fft.CursorLoader or a stateful loader"
+                )
             self._start = first
         done = first - self._start
         if not 0 <= done <= len(self._items):
@@ -187,16 +175,104 @@ class StreamSource:
         return None
 
 
-def as_source(loader: Any) -> DataSource:
-    """The source for what the user passed to ``transactions``."""
-    return _Indexed(loader) if isinstance(loader, CursorLoader) else StreamSource(loader)
+def as_source(loader: Any, replay_only: bool = False) -> DataSource:
+    """The source for what the user passed to ``transactions``.
+
+    Raises:
+        DataError: it cannot be restored, and ``replay_only`` does not say that it need not.
+    """
+    if isinstance(loader, DataSource):
+        return loader
+    if isinstance(loader, _Stateful):
+        return StreamSource(loader)
+    if isinstance(loader, Sequence) and not isinstance(loader, str | bytes):
+        return ItemsSource(loader)
+    if replay_only:
+        return StreamSource(loader)
+    raise DataError(
+        f"transactions() was given {_named(loader)}, which has no state_dict and load_state_dict: "
+        "a group that joins could not go on where the others are, nor a job that resumes. Pass "
+        f"{_mend(loader)}; or a stateful loader, such as torchdata's StatefulDataLoader; or "
+        "replay_only=True, if nobody will ever join or resume"
+    )
 
 
-def in_any_order(source: DataSource | None) -> bool:
-    """Whether items can be had before ``load`` has said where the others are."""
-    return source is None or isinstance(source, _Indexed)
+def _mend(loader: Any) -> str:
+    """What to write in the place of ``loader``."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None:
+        return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open)"
+    if not isinstance(dataset, Sized):
+        return "fft.StreamLoader(open), where open(first, step) gives every step-th batch"
+    size = getattr(loader, "batch_size", None) or "batch_size"
+    workers = getattr(loader, "num_workers", 0)
+    return f"fft.CursorLoader(dataset, {size}, num_workers={workers}, …), which takes its arguments"
 
 
-def loaded(item: Any) -> Any:
-    """The batch that this rank takes."""
-    return item.load() if isinstance(item, _Lazy) else item
+def _named(loader: Any) -> str:
+    return f"a {type(loader).__module__}.{type(loader).__qualname__}".replace("builtins.", "")
+
+
+def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
+    """Check the ``export`` of a peer against what this source would export.
+
+    Raises:
+        DataError: they would give other items; names what differs.
+    """
+    if not isinstance(theirs, dict) or set(theirs) != set(mine):
+        raise DataError(
+            f"this rank has {_named(source)}, the others have another kind of loader; "
+            "give all groups the same"
+        )
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise DataError(
+                f"{_named(source)}: {name} is {value!r} here and {theirs[name]!r} in the group "
+                "that the state came from; give all groups the same data"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The input of one attempt."""
+
+    batch: Any
+    """A copy: the body may do with it what it likes."""
+    is_last: bool
+    """There are no items for another txn of all groups."""
+    waited_ms: float
+    """For the input of this step, by all attempts at it so far; the copy included."""
+
+
+class Inputs:
+    """What one rank takes from ``source``, txn by txn.
+
+    Args:
+        ranks: of each replica group.
+        rank: of this process in its group.
+    """
+
+    def __init__(self, source: DataSource, ranks: int, rank: int) -> None:
+        self._source, self._ranks, self._rank = source, ranks, rank
+        self._step, self._waited_s = -1, 0.0
+
+    def draw(self, plan: StartTxn) -> Drawn | None:
+        """The input for ``plan``; None: the data have ended. Outside of bodies.
+
+        A spare, and a group whose weights come in this txn, compute on the first group's items.
+        """
+        from fft.loading_copy import copied  # with torch
+
+        began = time.monotonic()
+        ranks = self._ranks
+        first, count = plan.cursor * ranks, plan.participants * ranks
+        # One txn ahead, so that at the end of the data all groups leave with one commit.
+        is_last = not self._source.holds(first, 2 * count)
+        if is_last and not self._source.holds(first, count):
+            return None
+        number = first + (plan.index or 0) * ranks + self._rank
+        batch = copied(self._source.take(Due(first, number, count)))
+        if plan.step != self._step:
+            self._step, self._waited_s = plan.step, 0.0
+        self._waited_s += time.monotonic() - began
+        return Drawn(batch, is_last, self._waited_s * 1e3)

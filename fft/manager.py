@@ -82,7 +82,7 @@ from fft.core.messages import (
     encode,
 )
 from fft.core.participant import Participant
-from fft.data import DataSource, as_source, in_any_order, loaded
+from fft.data import DataSource, Drawn, Inputs, as_source
 from fft.diagnosis.station import Station
 from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
@@ -602,32 +602,42 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._configure_shard(f"boot/{self._peer.inc}", 0)
         return self._shard.pg.mesh()
 
-    def transactions(self, loader: Any, max_steps: int | None = None) -> Iterator[Transaction]:
+    def transactions(
+        self, loader: Any, max_steps: int | None = None, replay_only: bool = False
+    ) -> Iterator[Transaction]:
         """Yield transactions, the same batch again after a rollback, until drained or done.
 
         Args:
-            loader: ``fft.CursorLoader``, or any loader with ``state_dict``/``load_state_dict``.
+            loader: ``fft.CursorLoader``, ``fft.StreamLoader`` (their workers end with this
+                iterator), a sequence of batches, a ``fft.DataSource`` of yours, or any loader with
+                ``state_dict``/``load_state_dict``, which every rank draws in full.
             max_steps: leave, with all groups, after this many committed steps.
+            replay_only: take any iterable: a group that joins cannot go on, and the job cannot
+                be resumed.
+
+        Raises:
+            DataError: ``loader`` could not be restored.
         """
         if self._state is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
         self._raise_on_abort = True
-        self._source = as_source(loader)
-        while (plan := self._begin()) is not None:
-            ranks = self._group_world_size
-            first, count = plan.cursor * ranks, plan.participants * ranks
-            # One txn ahead, so that at the end of the data all groups leave with one commit.
-            items = self._source.items(first, 2 * count)
-            last = items is None or (max_steps is not None and plan.step + 1 >= max_steps)
-            items = items or self._source.items(first, count)
-            if items is None or (max_steps is not None and plan.step >= max_steps):
-                return
-            self._state.capture()
-            mine = items[(plan.index or 0) * ranks + self._group_rank]
-            txn = Transaction(self, plan, loaded(mine), last)
-            yield txn
-            if not txn.closed:
-                raise FftError("the body of a txn must run inside `with txn:`")
+        self._source = as_source(loader, replay_only)
+        inputs = Inputs(self._source, self._group_world_size, self._group_rank)
+        try:
+            self._source.open()  # before there are process groups, whose sockets workers would have
+            while (plan := self._begin()) is not None:
+                if max_steps is not None and plan.step >= max_steps:
+                    return
+                if (drawn := inputs.draw(plan)) is None:
+                    return
+                self._state.capture()
+                last = drawn.is_last or (max_steps is not None and plan.step + 1 >= max_steps)
+                txn = Transaction(self, plan, drawn, last)
+                yield txn
+                if not txn.closed:
+                    raise FftError("the body of a txn must run inside `with txn:`")
+        finally:
+            self._source.close()
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
@@ -1038,7 +1048,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         late = command.fetch_from is not None and self._peer.group in command.record.learners
         late = late and self._learners != "never"
         own = self._state is not None and self._transfer is not None and not self._user_state_dicts
-        return late and own and in_any_order(self._source)
+        return late and own and (self._source is None or self._source.in_any_order)
 
     def _begin_to_learn(self, command: Heal) -> None:
         assert self._engine is not None and self._transfer is not None
@@ -1364,6 +1374,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._quorums.close()
         self._stop_learning()
         self._end_drain()
+        if self._source is not None:
+            self._source.close()
         self._station.close()
         for reducer in self._reducers:
             reducer.close()
@@ -1436,15 +1448,15 @@ class Transaction:
     """One attempt at one step. ``with txn:`` runs the body; leaving it votes and decides.
 
     Attributes:
-        batch: this group's slice.
+        batch: what this rank takes. A copy: a replay finds it as it was loaded.
         step: committed steps before this txn.
         contributes: whether what the body computes counts. A spare's does not, nor that of a group
             in the txn in which it joins: its weights are not those of the job before the end of it.
         committed: after the body: whether the txn was committed.
     """
 
-    def __init__(self, manager: ManagerFFT, plan: StartTxn, batch: Any, last: bool) -> None:
-        self.batch = batch
+    def __init__(self, manager: ManagerFFT, plan: StartTxn, drawn: Drawn, last: bool) -> None:
+        self.batch = drawn.batch
         self.step = plan.step
         self.contributes = plan.index is not None
         self.epoch, self.attempt = plan.token
@@ -1453,6 +1465,7 @@ class Transaction:
         self._manager = manager
         self._plan = plan
         self._last = last
+        self._waited_ms = drawn.waited_ms
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""
@@ -1496,6 +1509,7 @@ class Transaction:
                     "slice": slice_number,
                     "step": self._plan.step,
                     "token": list(self._plan.token),
+                    "input_ms": round(self._waited_ms, 3),
                 },
             )
             manager._run_optimizers(command)

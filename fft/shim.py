@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 
 
 def tied(command: Sequence[str]) -> list[str]:
@@ -24,7 +24,7 @@ def main() -> None:
     """Make the request, check that it came in time, and exec the program."""
     parent, *program = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         sys.exit(f"cannot tie this process to its parent: {os.strerror(error)}")
     if os.getppid() != int(parent):  # it died before the request was made

@@ -1,12 +1,16 @@
-"""Data by the cursor: every sample once a pass, replay gives the same objects, joiners go on."""
+"""Data by the cursor: replay gives the same objects, joiners go on, the rest is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from fft.data import CursorLoader, DataError, as_source, loaded
+import fft
+from fft.core.messages import StartTxn, Token
+from fft.data import DataError, Drawn, Due, Inputs, as_source
 
 
 class Stream:
@@ -32,56 +36,147 @@ class Stream:
         self.position = state["position"]
 
 
-def test_a_cursor_loader_visits_every_sample_once_a_pass() -> None:
-    loader = CursorLoader(list(range(20)), batch_size=4, seed=1, collate=list)
-    first = [i for n in range(5) for i in loader[n]]
-    second = [i for n in range(5, 10) for i in loader[n]]
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second, "each pass has an order of its own"
-    assert CursorLoader(list(range(20)), 4, seed=1, collate=list)[7] == loader[7]
+def plan(cursor: int, index: int | None, participants: int, step: int = 0) -> StartTxn:
+    """The begin of a txn, as the engine says it."""
+    return StartTxn(Token(1, 1), step, "lineage", cursor, index, participants, ("0",), 0)
 
 
-def test_a_cursor_loader_ends_after_its_passes() -> None:
-    source = as_source(CursorLoader(list(range(8)), 4, passes=1, collate=list))
-    assert source.items(0, 2) is not None
-    assert source.items(1, 2) is None
-
-
-def test_a_dataset_smaller_than_a_batch_is_refused() -> None:
-    with pytest.raises(DataError, match="batch_size=4"):
-        CursorLoader([1, 2], batch_size=4)
+def drawn(inputs: Inputs, begin: StartTxn) -> Drawn:
+    """The input of a txn that has one."""
+    found = inputs.draw(begin)
+    assert found is not None
+    return found
 
 
 def test_a_replay_sees_the_same_objects() -> None:
     source = as_source(Stream())
-    first = source.items(0, 3)
-    again = source.items(0, 2)
-    assert first is not None
-    assert again is not None
-    assert all(a is b for a, b in zip(first, again, strict=False))
-    assert [loaded(item) for item in source.items(2, 2) or []] == [[2], [3]]
+    first = source.take(Due(0, 2, 3))
+    assert source.take(Due(0, 2, 3)) is first
+    assert source.take(Due(2, 2, 2)) is first
+    assert source.take(Due(2, 3, 2)) == [3]
 
 
 def test_a_joiner_goes_on_at_the_cursor_although_more_was_drawn() -> None:
     source, joiner = as_source(Stream()), as_source(Stream())
-    source.items(0, 4)
+    assert source.holds(0, 4)
     joiner.load(source.export(2), 2)
-    assert joiner.items(2, 3) == source.items(2, 3) == [[2], [3], [4]]
+    for number in (2, 3, 4):
+        assert joiner.take(Due(2, number, 3)) == source.take(Due(2, number, 3)) == [number]
 
 
 def test_a_stream_that_ends_says_so() -> None:
     source = as_source(Stream(3))
-    assert source.items(0, 3) == [[0], [1], [2]]
-    assert source.items(3, 1) is None
-
-
-def test_a_loader_without_a_state_cannot_be_joined() -> None:
-    with pytest.raises(DataError, match="load_state_dict"):
-        as_source([1, 2, 3]).load(None, 2)
+    assert source.holds(0, 3)
+    assert not source.holds(0, 4)
+    assert not source.holds(3, 1)
 
 
 def test_a_cursor_that_goes_back_is_refused() -> None:
     source = as_source(Stream())
-    source.items(5, 1)
+    source.holds(5, 1)
     with pytest.raises(DataError, match="item 3 is due"):
-        source.items(3, 1)
+        source.holds(3, 1)
+
+
+# --- what a user may pass ------------------------------------------------------------------------
+
+
+def numbers() -> Iterator[int]:
+    """A generator."""
+    yield from range(10)
+
+
+def test_a_plain_loader_is_refused_with_the_mend() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(8))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)
+    with pytest.raises(DataError, match=r"DataLoader.*CursorLoader\(dataset, 4, num_workers=2"):
+        as_source(loader)
+
+
+def test_a_loader_of_a_stream_is_refused_with_another_mend() -> None:
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return numbers()
+
+    with pytest.raises(DataError, match=r"fft.StreamLoader\(open\)"):
+        as_source(torch.utils.data.DataLoader(Endless(), batch_size=4))
+
+
+def test_a_generator_is_refused() -> None:
+    with pytest.raises(DataError, match=r"a generator, which has no state_dict.*replay_only=True"):
+        as_source(numbers())
+
+
+def test_replay_only_takes_it_and_refuses_to_go_on_elsewhere() -> None:
+    source = as_source(numbers(), replay_only=True)
+    assert source.take(Due(0, 1, 2)) == 1
+    with pytest.raises(DataError, match="load_state_dict"):
+        source.load(None, 2)
+    with pytest.raises(DataError, match=r"goes on at item 6.*begin at its first"):
+        as_source(numbers(), replay_only=True).holds(6, 1)
+
+
+def test_a_list_is_had_in_any_order() -> None:
+    source = as_source([[0], [1], [2]])
+    assert source.in_any_order
+    assert source.take(Due(2, 2, 1)) == [2]
+    assert source.take(Due(0, 1, 2)) == [1]
+    assert source.holds(0, 3)
+    assert not source.holds(0, 4)
+
+
+def test_a_joiner_with_other_data_is_told_what_differs() -> None:
+    data = list(range(20))
+    source = fft.CursorLoader(data, 4, seed=1)
+    fft.CursorLoader(data, 4, seed=1).load(source.export(3), 3)
+    with pytest.raises(DataError, match="batch_size is 5 here and 4 in the group"):
+        fft.CursorLoader(data, 5, seed=1).load(source.export(3), 3)
+    with pytest.raises(DataError, match="another kind of loader"):
+        as_source([1, 2, 3]).load(source.export(3), 3)
+
+
+# --- which item a rank takes ---------------------------------------------------------------------
+
+
+def test_each_rank_of_each_group_takes_an_item_of_its_own() -> None:
+    taken = [
+        drawn(Inputs(as_source([[n] for n in range(40)]), 2, rank), plan(5, index, 3)).batch
+        for index in range(3)
+        for rank in range(2)
+    ]
+    assert taken == [[n] for n in range(10, 16)]
+
+
+def test_who_does_not_count_takes_an_item_all_the_same() -> None:
+    inputs = Inputs(as_source([[n] for n in range(40)]), 2, 1)
+    assert drawn(inputs, plan(5, None, 2)).batch == [11]
+
+
+def test_the_last_txn_is_known_one_before_it_and_without_loading_any() -> None:
+    class Untouched(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            raise AssertionError("loaded to find the end")
+
+    source = fft.CursorLoader(Untouched(), 2, passes=1)
+    assert [source.holds(first, 4) for first in (0, 2, 3)] == [True, True, False]
+    inputs = Inputs(as_source([[n] for n in range(7)]), 1, 0)
+    ends = [drawn(inputs, plan(cursor, 0, 2)).is_last for cursor in (0, 2, 4)]
+    assert ends == [False, False, True]
+    assert inputs.draw(plan(6, 0, 2)) is None
+
+
+@pytest.mark.parametrize("make", [Stream, lambda: [[n] for n in range(9)]])
+def test_a_body_that_edits_its_batch_leaves_the_replay_what_was_loaded(make: Any) -> None:
+    inputs = Inputs(as_source(make()), 1, 0)
+    first = drawn(inputs, plan(0, 1, 3)).batch
+    first.append("edited")
+    assert drawn(inputs, plan(0, 1, 3)).batch == [1]
+
+
+def test_the_wait_for_the_input_of_a_step_is_that_of_all_its_attempts() -> None:
+    inputs = Inputs(as_source([torch.zeros(8) for _ in range(9)]), 1, 0)
+    first, again = (drawn(inputs, plan(3, 0, 1, step=7)).waited_ms for _ in range(2))
+    assert 0 < first < again

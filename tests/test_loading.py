@@ -1,0 +1,443 @@
+"""Loaders by number with real worker processes: same bits, this rank's items only, and an end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fft
+from fft.data import DataError, Due
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples with noise from all three global generators; notes in a file what is loaded."""
+
+    def __init__(self, log: Path | None = None, size: int = 96) -> None:
+        self.log, self.size = log, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{index}\n")
+        x = index + torch.randn(3)
+        return {"i": index, "x": x, "r": random.random(), "n": np.random.rand()}
+
+
+def bits(batch: dict[str, Any]) -> list[Any]:
+    """Every bit of a batch of `Noisy`, comparable."""
+    return [batch[name].tolist() for name in ("i", "x", "r", "n")]
+
+
+def wait_until(holds: Callable[[], bool], what: str, within: float = 60.0) -> None:
+    """Poll for what another process brings about."""
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        time.sleep(0.01)
+
+
+def workers(loader: Any) -> list[int]:
+    """Process ids of the workers of an open loader."""
+    return [worker.pid for worker in loader._iterator._workers]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return text.rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Any]]:
+    """Makes loaders, which are closed at the end."""
+    made: list[Any] = []
+
+    def make(kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        loader = kind(*args, **options)
+        made.append(loader)
+        return loader
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+# --- order and bits ------------------------------------------------------------------------------
+
+
+def test_every_sample_comes_once_a_pass_in_an_order_of_the_pass() -> None:
+    loader = fft.CursorLoader(list(range(20)), batch_size=4, seed=1, collate=list)
+    first = [i for n in range(5) for i in loader[n]]
+    second = [i for n in range(5, 10) for i in loader[n]]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second, "each pass has an order of its own"
+    assert fft.CursorLoader(list(range(20)), 4, seed=1, collate_fn=list)[7] == loader[7]
+
+
+def test_without_shuffle_and_with_the_incomplete_batch() -> None:
+    loader = fft.CursorLoader(
+        list(range(7)), 3, passes=2, collate_fn=list, shuffle=False, drop_last=False
+    )
+    assert [loader[n] for n in range(4)] == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2]]
+    assert loader.holds(0, 6)
+    assert not loader.holds(0, 7)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.multiprocess
+def test_workers_give_the_same_bits_as_the_main_thread_whoever_takes_part(
+    opened: Callable[..., Any], context: str
+) -> None:
+    here = opened(fft.CursorLoader, Noisy(), 4, seed=3)
+    there = opened(
+        fft.CursorLoader, Noisy(), 4, seed=3, num_workers=2, multiprocessing_context=context
+    )
+    # alone; then the second of three; the first of two; a rank that has come back, further on
+    dues = [Due(n, n, 1) for n in range(6)]
+    dues += [Due(n, n + 1, 3) for n in range(6, 30, 3)]
+    dues += [Due(n, n, 2) for n in range(30, 40, 2)] + [Due(n, n + 2, 4) for n in range(50, 70, 4)]
+    pids = None
+    for due in dues:
+        assert bits(there.take(due)) == bits(here.take(due)), due
+        pids = pids or workers(there)
+    assert workers(there) == pids, "no worker was started anew"
+    assert bits(here[17]) == bits(there[17])
+
+
+def test_the_generators_of_the_main_thread_are_left_as_they_were() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    fft.CursorLoader(Noisy(), 4).take(Due(0, 0, 1))
+    drawn = torch.rand(1).item(), random.random(), np.random.rand()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    assert drawn == (torch.rand(1).item(), random.random(), np.random.rand())
+
+
+@pytest.mark.multiprocess
+def test_the_start_of_workers_draws_nothing_from_the_global_generator(
+    opened: Callable[..., Any],
+) -> None:
+    torch.manual_seed(5)
+    opened(fft.CursorLoader, Noisy(), 4, num_workers=2).take(Due(0, 0, 1))
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+# --- what is loaded, and when --------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_only_this_ranks_items_are_loaded_and_ahead(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    loader = opened(fft.CursorLoader, Noisy(log), 4, passes=1, num_workers=2, prefetch_factor=2)
+    mine = [1, 4, 7, 10, 13]  # the second of three groups; two more are none of the four ahead
+    expected = sorted(i for n in mine for i in loader.indices(n))
+    loader.take(Due(0, 1, 3))
+    wait_until(lambda: len(log.read_text().split()) == len(expected), "four items ahead")
+    assert sorted(map(int, log.read_text().split())) == expected
+
+
+@pytest.mark.multiprocess
+def test_a_change_of_members_keeps_what_is_still_ours(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    loader = opened(fft.CursorLoader, Noisy(log), 4, passes=1, num_workers=2)
+    first = bits(loader.take(Due(0, 1, 2)))
+    wait_until(lambda: len(log.read_text().split()) == 20, "four items ahead: 3, 5, 7, 9")
+    # rolled back: the other group is gone, and item 0 is due here, then 1, which is there, 2, …
+    assert bits(loader.take(Due(0, 0, 1))) == bits(loader[0])
+    assert bits(loader.take(Due(1, 1, 1))) == first
+    for number in range(2, 10):
+        assert bits(loader.take(Due(number, number, 1))) == bits(loader[number])
+    before = len(loader.indices(0))
+    seen = [int(i) for i in log.read_text().split()]
+    for number in (1, 3, 5, 7, 9):  # once by the workers; and once here, to compare
+        times = [seen.count(i) for i in loader.indices(number)]
+        assert times == [1 if number == 1 else 2] * before, number
+
+
+@pytest.mark.multiprocess
+def test_what_is_not_begun_when_the_members_change_is_not_loaded(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    gate, log = tmp_path / "gate", tmp_path / "log"
+
+    class Gated(Noisy):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index >= 4:  # all but item 0 wait for the gate
+                wait_until(gate.exists, "the test opens the gate")
+            return super().__getitem__(index)
+
+    loader = opened(
+        fft.CursorLoader, Gated(log), 4, shuffle=False, num_workers=1, prefetch_factor=4
+    )
+    loader.take(Due(0, 0, 2))  # asked for ahead: 2, on which the worker waits, 4, 6, 8
+    wanted = Due(3, 3, 2)
+    loader._window.copy_(torch.tensor([wanted.number, wanted.step]))  # as take(), which blocks
+    gate.touch()
+    assert bits(loader.take(wanted))[0] == [12, 13, 14, 15]
+    loader.close()
+    begun = {int(i) // 4 for i in log.read_text().split()}
+    assert begun.isdisjoint({4, 6, 8}), "they were nobody's any more"
+
+
+@pytest.mark.multiprocess
+def test_members_that_change_back_get_what_the_workers_had_put_aside(
+    opened: Callable[..., Any],
+) -> None:
+    loader = opened(fft.CursorLoader, Noisy(), 4, num_workers=2)
+    for number in range(12):
+        for due in (Due(number, number, 2), Due(number, number + 1, 3), Due(number, number, 2)):
+            assert bits(loader.take(due)) == bits(loader[due.number]), due
+
+
+@pytest.mark.multiprocess
+def test_a_replay_comes_from_memory(opened: Callable[..., Any], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    loader = opened(fft.CursorLoader, Noisy(log), 4, passes=1, num_workers=1)
+    batch = loader.take(Due(22, 22, 1))
+    wait_until(lambda: len(log.read_text().split()) == 8, "22 and the last, 23")
+    assert loader.take(Due(22, 22, 1)) is batch
+    assert len(log.read_text().split()) == 8
+
+
+# --- exceptions ----------------------------------------------------------------------------------
+
+
+class Broken(Noisy):
+    """Sample 5 cannot be loaded."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 5:
+            raise KeyError("no such file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.multiprocess
+def test_an_exception_names_the_item_and_comes_when_that_is_due(
+    opened: Callable[..., Any], count: int
+) -> None:
+    loader = opened(fft.CursorLoader, Broken(), 4, shuffle=False, num_workers=count)
+    loader.take(Due(0, 0, 1))
+    for _ in range(2):  # again, for who tries again
+        with pytest.raises(KeyError) as caught:
+            loader.take(Due(0, 1, 1))
+        notes = getattr(caught.value, "__notes__", [])
+        text = "\n".join([str(caught.value), *notes])
+        assert "while item 1 (samples [4, 5, 6, 7]) of fft.CursorLoader was loaded" in text
+        assert ("in DataLoader worker process" in text) == (count > 0)
+    assert bits(loader.take(Due(2, 2, 1)))[0] == [8, 9, 10, 11]
+
+
+@pytest.mark.multiprocess
+def test_an_exception_for_an_item_of_others_is_theirs(opened: Callable[..., Any]) -> None:
+    loader = opened(fft.CursorLoader, Broken(), 4, shuffle=False, num_workers=2)
+    loader.take(Due(0, 0, 1))  # item 1 fails, ahead
+    for number in (2, 4, 6):
+        loader.take(Due(number, number, 2))
+
+
+@pytest.mark.multiprocess
+def test_a_killed_worker_is_an_error_and_the_loader_can_begin_again(
+    opened: Callable[..., Any],
+) -> None:
+    loader = opened(fft.CursorLoader, Noisy(), 4, num_workers=1)
+    loader.take(Due(0, 0, 1))
+    (pid,) = workers(loader)
+    # torch's handler raises wherever the main thread is; here the loader is to find out
+    of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        with pytest.raises((RuntimeError, OSError, EOFError)) as caught:
+            os.kill(pid, signal.SIGKILL)
+            for number in range(1, 9):
+                loader.take(Due(number, number, 1))
+    finally:
+        signal.signal(signal.SIGCHLD, of_torch)
+    assert caught.value.__notes__ == ["fft.CursorLoader: worker 0 has ended, exit code -9"]
+    assert bits(loader.take(Due(9, 9, 1))) == bits(loader[9])
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+class Shards:
+    """Opens a stream of noisy batches; notes in a file what it opened."""
+
+    def __init__(self, log: Path, end: int = 1_000_000) -> None:
+        self.log, self.end = log, end
+
+    def __call__(self, first: int, step: int) -> Iterator[torch.Tensor]:
+        with self.log.open("a") as file:
+            file.write(f"{first}+{step}\n")
+        for number in range(first, self.end, step):
+            yield number + torch.rand(2)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.multiprocess
+def test_a_stream_is_opened_for_this_ranks_items_and_anew_when_members_change(
+    opened: Callable[..., Any], tmp_path: Path, count: int
+) -> None:
+    log = tmp_path / "log"
+    loader = opened(fft.StreamLoader, Shards(log), seed=2, num_workers=count)
+    taken = [loader.take(Due(n, n + 1, 2)) for n in range(0, 12, 2)]
+    assert [int(x[0]) for x in taken] == [1, 3, 5, 7, 9, 11]
+    per_worker = 2 * max(1, count)
+    found = [tuple(map(int, line.split("+"))) for line in log.read_text().split()]
+    assert [step for _, step in found] == [per_worker] * max(1, count), "each opened one stream"
+    taken = [loader.take(Due(n, n, 1)) for n in range(12, 18)]
+    assert [int(x[0]) for x in taken] == list(range(12, 18))
+    assert torch.equal(taken[-1], loader[17]), "the same bits by whatever way"
+
+
+def test_a_stream_that_ends_too_early_says_so(opened: Callable[..., Any], tmp_path: Path) -> None:
+    loader = opened(fft.StreamLoader, Shards(tmp_path / "log", end=2))
+    loader.take(Due(1, 1, 1))
+    with pytest.raises(EOFError, match=r"ended before item 2; .*items="):
+        loader.take(Due(2, 2, 1))
+    counted = opened(fft.StreamLoader, Shards(tmp_path / "log", end=2), items=2)
+    assert counted.holds(0, 2)
+    assert not counted.holds(0, 3)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+class Marked(Noisy):
+    """Says who set it up."""
+
+    mark = -1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"mark": self.mark}
+
+
+def mark(worker: int) -> None:
+    """A ``worker_init_fn`` as people write them."""
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.mark = worker  # type: ignore[attr-defined]
+
+
+@pytest.mark.multiprocess
+def test_a_worker_init_fn_finds_the_users_dataset(opened: Callable[..., Any]) -> None:
+    loader = opened(fft.CursorLoader, Marked(), 4, num_workers=2, worker_init_fn=mark)
+    marks = {int(loader.take(Due(n, n, 1))["mark"][0]) for n in range(4)}
+    assert marks == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sampler": [1]}, "does not take sampler=: the order comes from the cursor"),
+        ({"generator": torch.Generator()}, "does not take generator=: the order comes from seed="),
+        ({"workers": 2}, "does not take workers=: it takes num_workers, "),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        fft.CursorLoader(Noisy(), 4, **options)
+
+
+def test_torch_checks_its_own_options_at_once() -> None:
+    with pytest.raises(ValueError, match="prefetch_factor"):
+        fft.CursorLoader(Noisy(), 4, prefetch_factor=3)
+
+
+def test_a_dataset_smaller_than_a_batch_or_without_index_is_refused() -> None:
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+
+    with pytest.raises(DataError, match="batch_size=4"):
+        fft.CursorLoader([1, 2], batch_size=4)
+    with pytest.raises(DataError, match=r"use fft\.StreamLoader"):
+        fft.CursorLoader(Endless(), batch_size=4)
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "collect"])
+@pytest.mark.multiprocess
+def test_workers_end_with_the_loader(how: str) -> None:
+    loader = fft.CursorLoader(Noisy(), 4, num_workers=2, persistent_workers=True)
+    loader.take(Due(0, 0, 1))
+    pids = workers(loader)
+    gc.disable()  # no cycle keeps it alive
+    try:
+        if how == "close":
+            loader.close()
+            loader.close()
+        else:
+            del loader
+        assert all(map(gone, pids))
+    finally:
+        gc.enable()
+
+
+ORPHANS = """
+import sys, time
+import torch
+import fft
+from fft.data import Due
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index:
+            print("busy", flush=True)
+            time.sleep(600)
+        return index
+
+
+loader = fft.CursorLoader(Slow(), 1, shuffle=False, num_workers=2)
+loader.take(Due(0, 0, 1))
+print(*[w.pid for w in loader._iterator._workers], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.multiprocess
+def test_workers_end_with_a_killed_trainer_even_in_the_middle_of_an_item() -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None
+        lines = [trainer.stdout.readline().split() for _ in range(3)]
+        (pids,) = (list(map(int, line)) for line in lines if line != ["busy"])
+        assert len(pids) == 2
+    finally:
+        trainer.kill()
+        trainer.wait(30)
+    wait_until(lambda: all(map(gone, pids)), "the workers are gone")
+    assert trainer.stdout.read() == ""
+    trainer.stdout.close()
