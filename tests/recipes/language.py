@@ -1,0 +1,199 @@
+"""Language models, as nanoGPT and torchtitan train them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from corpus import GPT, Text
+from recipe_job import Job
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import fft
+
+WARMUP = 2
+
+
+def _groups(model: nn.Module) -> list[dict[str, object]]:
+    """Matrices decay, vectors do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    def factor(step: int) -> float:
+        if step < WARMUP:
+            return (step + 1) / WARMUP
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def clipping_accumulation_ema(job: Job) -> None:
+    """Two micro-batches a step, gradients clipped by their norm, an average of the weights."""
+    model = GPT(job.dropout)
+    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2, betas=(0.9, 0.95))
+    schedule = _cosine(optimizer, job.steps)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    manager = job.manager()
+    manager.register(model, optimizer, schedule, extra={"ema": ema})
+    manager.sync_gradients(model)
+    manager.on_commit(lambda: ema.update_parameters(model))
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=5)
+    job.own_seed()
+    norms: list[float] = []
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            micro = list(zip(x.chunk(2), y.chunk(2), strict=True))
+            with manager.no_sync():
+                for a, b in micro[:-1]:
+                    (model(a, b) / len(micro)).backward()
+            loss = model(*micro[-1])
+            (loss / len(micro)).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if txn.committed:
+            job.committed(index, loss)
+            norms.append(float(norm))
+    job.facts["clipped"] = sum(norm > 0.5 for norm in norms)
+    job.ended(model, optimizer, schedule, ema=ema)
+
+
+def accumulation_without_no_sync(job: Job) -> None:
+    """Every micro-batch is reduced; the values of the gradients are clipped."""
+    model = GPT(job.dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    manager = job.manager()
+    manager.register(model, optimizer)
+    manager.sync_gradients(model, bucket_cap_mb=0.01)
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=6)
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            total = 0.0
+            for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+                loss = model(a, b) / 4
+                loss.backward()
+                total += loss.item()
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        if txn.committed:
+            job.committed(index, total)
+    job.ended(model, optimizer)
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and a trained update of rank 4."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(4, base.in_features) * 0.1)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def lora(job: Job) -> None:
+    """A frozen base with adapters; the head is unfrozen halfway."""
+    model = GPT(job.dropout).requires_grad_(False)
+    for block in model.h:
+        block.c_attn, block.c_proj = Lora(block.c_attn), Lora(block.c_proj)
+        block.mlp[0], block.mlp[2] = Lora(block.mlp[0]), Lora(block.mlp[2])
+    frozen = model.wte.weight.clone()
+    head = model.lm_head.weight
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([*adapters, head], lr=3e-2, weight_decay=0.0)
+    manager = job.manager()
+    manager.register(model, optimizer)
+    manager.sync_gradients(model)
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=7)
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        if txn.step >= job.steps // 2:
+            head.requires_grad_()
+        with txn:
+            x, y, index = txn.batch
+            loss = model(x, y)
+            loss.backward()
+        if txn.committed:
+            job.committed(index, loss)
+    assert torch.equal(frozen, model.wte.weight)
+    job.ended(model, optimizer)
+
+
+def _checkpointed(model: GPT, use_reentrant: bool) -> None:
+    for block in model.h:
+        forward = block.forward
+        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=use_reentrant)
+
+
+def _activation_checkpointing(job: Job, use_reentrant: bool) -> None:
+    model = GPT(job.dropout)
+    _checkpointed(model, use_reentrant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager()
+    manager.register(model, optimizer)
+    manager.sync_gradients(model, bucket_cap_mb=0.01)
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=8)
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            loss = model(x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if txn.committed:
+            job.committed(index, loss)
+    job.ended(model, optimizer)
+
+
+def activation_checkpointing(job: Job) -> None:
+    """Blocks are computed again in backward, within it."""
+    _activation_checkpointing(job, use_reentrant=False)
+
+
+def activation_checkpointing_reentrant(job: Job) -> None:
+    """Blocks are computed again by a backward inside the backward."""
+    _activation_checkpointing(job, use_reentrant=True)
+
+
+def eval_inside(job: Job) -> None:
+    """Validation between steps and inside a body, both with random draws of their own."""
+    model = GPT(job.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager()
+    manager.register(model, optimizer)
+    manager.sync_gradients(model)
+    text = Text()
+    loader = fft.CursorLoader(text, batch_size=8, seed=9)
+    job.own_seed()
+
+    @torch.no_grad()
+    def validate() -> float:
+        model.eval()
+        drawn = [text[int(i)] for i in torch.randint(len(text), (4,))]
+        loss = model(torch.stack([d[0] for d in drawn]), torch.stack([d[1] for d in drawn]))
+        model.train()
+        return float(loss)
+
+    held_out: list[float] = []
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            loss = model(x, y)
+            loss.backward()
+            inside = validate()
+        if txn.committed:
+            job.committed(index, loss)
+            held_out.append(inside)
+            if txn.step % 2:
+                held_out.append(validate())
+    job.facts["held_out"] = held_out
+    job.ended(model, optimizer)
