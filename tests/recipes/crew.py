@@ -130,6 +130,7 @@ class Crew:
                 "steps": case.steps,
                 "dropout": case.dropout,
                 "part": part,
+                "is_last": part + 1 == case.parts,
                 "folder": str(done.folder),
                 "plan": str(plan) if case.fault is not None else "",
                 "bus": f"{self._address}/{case.name}-{part}",

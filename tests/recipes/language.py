@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+from contextlib import nullcontext
 
 import torch
-from corpus import GPT, Text
+from corpus import GPT, LETTERS, WINDOW, Text
 from recipe_job import Job
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import fft
 
 WARMUP = 2
+SAVE_EVERY = 3
 
 
 def _groups(model: nn.Module) -> list[dict[str, object]]:
@@ -58,7 +62,7 @@ def clipping_accumulation_ema(job: Job) -> None:
             (loss / len(micro)).backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if txn.committed:
-            job.committed(index, loss)
+            job.committed(index, loss.item())
             norms.append(float(norm))
     job.facts["clipped"] = sum(norm > 0.5 for norm in norms)
     job.ended(model, optimizer, schedule, ema=ema)
@@ -123,7 +127,7 @@ def lora(job: Job) -> None:
             loss = model(x, y)
             loss.backward()
         if txn.committed:
-            job.committed(index, loss)
+            job.committed(index, loss.item())
     assert torch.equal(frozen, model.wte.weight)
     job.ended(model, optimizer)
 
@@ -150,7 +154,7 @@ def _activation_checkpointing(job: Job, use_reentrant: bool) -> None:
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if txn.committed:
-            job.committed(index, loss)
+            job.committed(index, loss.item())
     job.ended(model, optimizer)
 
 
@@ -191,9 +195,183 @@ def eval_inside(job: Job) -> None:
             loss.backward()
             inside = validate()
         if txn.committed:
-            job.committed(index, loss)
+            job.committed(index, loss.item())
             held_out.append(inside)
             if txn.step % 2:
                 held_out.append(validate())
     job.facts["held_out"] = held_out
     job.ended(model, optimizer)
+
+
+def checkpoint_and_resume(job: Job) -> None:
+    """The first recipe, which saves every third step and begins from what was saved."""
+    saved = job.folder / f"checkpoint-{job.group}.pt"
+    model = GPT(job.dropout)
+    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2, betas=(0.9, 0.95))
+    schedule = _cosine(optimizer, job.steps)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    manager = job.manager()
+    manager.register(model, optimizer, schedule, extra={"ema": ema})
+    manager.sync_gradients(model)
+    manager.on_commit(lambda: ema.update_parameters(model))
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=5)
+    job.own_seed()
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
+    if saved.exists():
+        state = torch.load(saved)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        manager.load_state_dict(state["manager"])
+        torch.set_rng_state(state["rng"])
+    for txn in manager.transactions(loader, max_steps=job.steps if job.is_last else 5):
+        with txn:
+            x, y, index = txn.batch
+            loss = model(x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if txn.committed:
+            job.committed(index, loss.item())
+            if manager.current_step() % SAVE_EVERY == 0:
+                with manager.atomic():
+                    state = {name: part.state_dict() for name, part in parts.items()}
+                    state |= {"manager": manager.state_dict(), "rng": torch.get_rng_state()}
+                    torch.save(state, saved.with_suffix(".new"))
+                    os.replace(saved.with_suffix(".new"), saved)
+    job.ended(model, optimizer, schedule, ema=ema)
+
+
+def mixed_precision(job: Job) -> None:
+    """Autocast to float16 under a scale that is too large for the first steps."""
+    model = GPT(job.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = _cosine(optimizer, job.steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=3)
+    manager = job.manager()
+    manager.register(model, optimizer, schedule, scaler=scaler)
+    manager.sync_gradients(model)
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=10)
+    job.own_seed()
+    scales: list[float] = []
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            with torch.autocast("cpu", torch.float16):
+                loss = model(x, y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if txn.committed:
+            job.committed(index, loss.item())
+            scales.append(scaler.get_scale())
+    job.facts["scales"] = scales
+    job.ended(model, optimizer, schedule, scaler=scaler)
+
+
+def bfloat16(job: Job) -> None:
+    """Autocast to bfloat16, which needs no scale; gradients are reduced in it, too."""
+    model = GPT(job.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager()
+    manager.register(model, optimizer)
+    manager.sync_gradients(model, reduce_dtype=torch.bfloat16)
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=10)
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x, y)
+            loss.backward()
+        if txn.committed:
+            job.committed(index, loss.item())
+    job.ended(model, optimizer)
+
+
+def _compiled(job: Job, backend: str) -> None:
+    model = GPT(job.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager()
+    manager.register(model, optimizer)
+    manager.sync_gradients(model)
+    forward = torch.compile(model, backend=backend)
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=11)
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            loss = forward(x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if txn.committed:
+            job.committed(index, loss.item())
+    job.ended(model, optimizer)
+    torch.compiler.reset()
+
+
+def compiled(job: Job) -> None:
+    """Through dynamo and AOTAutograd."""
+    _compiled(job, "aot_eager")
+
+
+def compiled_by_inductor(job: Job) -> None:
+    """Through the whole of ``torch.compile``."""
+    _compiled(job, "inductor")
+
+
+def hugging_face(job: Job) -> None:
+    """A model of transformers, made from a configuration, as its examples train."""
+    from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
+
+    config = GPT2Config(
+        vocab_size=len(LETTERS), n_positions=WINDOW, n_embd=16, n_layer=2, n_head=2,
+        resid_pdrop=job.dropout, embd_pdrop=job.dropout, attn_pdrop=job.dropout,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 1, 2 * job.steps)
+    manager = job.manager()
+    manager.register(model, optimizer, schedule)
+    manager.sync_gradients(model)
+    loader = fft.CursorLoader(Text(), batch_size=8, seed=12)
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, _, index = txn.batch
+            loss = model(input_ids=x, labels=x).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if txn.committed:
+            job.committed(index, loss.item())
+    job.ended(model, optimizer, schedule)
+
+
+def hsdp_clipping_accumulation(job: Job) -> None:
+    """FSDP2 within the group: two micro-batches, the norm of DTensors, as torchtitan trains."""
+    manager = job.sharded_manager()
+    mesh = manager.shard_mesh()
+    model = GPT(job.dropout)
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
+    schedule = _cosine(optimizer, job.steps)
+    manager.register(model, optimizer, schedule)
+    manager.sync_gradients(model)
+    loader = fft.CursorLoader(Text(), batch_size=4, seed=13)
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            micro = list(zip(x.chunk(2), y.chunk(2), strict=True))
+            for i, (a, b) in enumerate(micro):
+                is_last = i + 1 == len(micro)
+                model.set_requires_gradient_sync(is_last)
+                with nullcontext() if is_last else manager.no_sync():
+                    loss = model(a, b)
+                    (loss / len(micro)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if txn.committed:
+            job.committed(index, loss.item())
+    job.ended(model, optimizer, schedule)

@@ -36,6 +36,8 @@ class Job:
     """0 where a process is killed: a heal brings no random generator."""
     part: int
     """Number of the job, for recipes that go on in another one."""
+    is_last: bool
+    """Whether no other part follows."""
     folder: Path
     """Where all parts of this run may keep checkpoints."""
     bus: str
@@ -81,10 +83,10 @@ class Job:
         """From here on, generators of this rank alone: dropout masks, augmentation."""
         torch.manual_seed(100 + 10 * self.group + self.rank)
 
-    def committed(self, indices: torch.Tensor, loss: torch.Tensor | float) -> None:
+    def committed(self, indices: torch.Tensor, loss: float) -> None:
         """Note a committed step: the sample numbers of its batch, and its loss."""
         self.consumed.append(indices.tolist())
-        self.losses.append(float(loss))
+        self.losses.append(loss)
 
     def ended(
         self,
@@ -141,6 +143,7 @@ def run(task: Mapping[str, Any], group: int, rank: int) -> dict[str, Any]:
         task["steps"],
         task["dropout"],
         task["part"],
+        task["is_last"],
         Path(task["folder"]),
         task["bus"],
         Path(task["traces"]),
