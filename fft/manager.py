@@ -1410,6 +1410,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     @guarded
     def _open_body(self) -> None:
         self._updates.in_body = True
+        for reducer in self._reducers:  # again: by `txn.step` users unfreeze what it says is due
+            reducer.begin()
         if self._interrupter is None or self._engine is None:
             return
         self._interrupter.enter()

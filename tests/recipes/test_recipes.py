@@ -1,0 +1,259 @@
+"""Training loops as people write them: each ends with the same bits, whatever fault came.
+
+Two groups train each recipe undisturbed, and with an exception, a one-sided failure and a kill, at
+a step, rank and phase drawn from a seed (RECIPES_SEED, else from the clock), which a failure names.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Case, Crew, Run
+
+from fft.audit import audit_dir, read_lines
+
+SEED = int(os.environ.get("RECIPES_SEED") or time.time())
+PHASES = (
+    "forward",
+    "backward",
+    "before_allreduce",
+    "during_allreduce",
+    "after_allreduce",
+    "vote",
+    "after_vote",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a recipe is run."""
+
+    name: str
+    """``module.function``."""
+    steps: int = 8
+    parts: int = 1
+    phases: tuple[str, ...] = PHASES
+    """Those that it comes to, on every rank and in every step."""
+    long: bool = False
+    kill: bool = False
+    """Whether a kill is tried by default, and not only in the long tests."""
+    falls_by: float = 0.1
+    """How much lower the last two losses are than the first two, in the mean, at least."""
+    ranks: int = 1
+    """Of each group."""
+
+
+BY_HAND = ("before_allreduce", "during_allreduce", "vote", "after_vote")
+"""Without `sync_gradients`."""
+UNCAUGHT = ("vote", "after_vote")
+"""An exception that is none of the loop's own code, in loops that catch none."""
+
+RECIPES = [
+    Recipe("language.clipping_accumulation_ema", kill=True),
+    Recipe("language.accumulation_without_no_sync"),
+    Recipe("language.lora"),
+    Recipe("language.activation_checkpointing"),
+    Recipe("language.activation_checkpointing_reentrant"),
+    Recipe("language.eval_inside"),
+    Recipe("language.checkpoint_and_resume"),
+    Recipe("language.mixed_precision", kill=True),
+    Recipe("language.bfloat16"),
+    Recipe("language.compiled"),
+    Recipe("language.compiled_by_inductor", long=True),
+    Recipe("language.hugging_face"),
+    Recipe("language.hsdp_clipping_accumulation", ranks=2),
+    Recipe("scenes.tied_shared_unused"),
+    Recipe("scenes.batchnorm_cnn"),
+    Recipe("scenes.gan"),
+    Recipe("scenes.wgan_clamp"),
+    Recipe("scenes.sparse_embedding"),
+    Recipe("scenes.compressed"),
+    Recipe("scenes.adaptive_clipping"),
+    Recipe("torchft_loops.ddp_with_scaler", phases=UNCAUGHT),
+    Recipe("torchft_loops.by_hand", phases=("forward", "backward", *BY_HAND)),
+    Recipe("torchft_loops.metrics_after_the_step", phases=UNCAUGHT, kill=True),
+    Recipe("torchft_loops.local_sgd", phases=UNCAUGHT),
+    Recipe("torchft_loops.diloco", phases=UNCAUGHT),
+]
+BY_NAME = {recipe.name: recipe for recipe in RECIPES}
+
+
+def _marks(recipe: Recipe, long: bool = False) -> Any:
+    marks = [pytest.mark.long] if recipe.long or long else []
+    return pytest.param(recipe.name, marks=marks, id=recipe.name.split(".")[1])
+
+
+class Stage:
+    """Runs cases, and each run without a fault once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._crews: dict[int, Crew] = {}
+        self._clean: dict[tuple[str, float], Run] = {}
+
+    def clean(self, recipe: Recipe, dropout: float = 0.1) -> Run:
+        """The run without a fault."""
+        key = recipe.name, dropout
+        if key not in self._clean:
+            self._clean[key] = self._run(recipe, f"clean-{dropout}", None, dropout)
+        return self._clean[key]
+
+    def faulty(self, recipe: Recipe, kind: str, again: int = 0) -> tuple[Run, Run, str]:
+        """One with a fault, the one without, and words for a failure."""
+        fault = _drawn(recipe, kind, again)
+        dropout = 0.0 if kind == "kill" else 0.1
+        run = self._run(recipe, f"{kind}-{again}", fault, dropout)
+        return run, self.clean(recipe, dropout), f"RECIPES_SEED={SEED}: {fault}"
+
+    def close(self) -> None:
+        """End all processes."""
+        for crew in self._crews.values():
+            crew.close()
+
+    def _crew(self, ranks: int) -> Crew:
+        if ranks not in self._crews:
+            folder = self._folder / f"2x{ranks}"
+            folder.mkdir()
+            self._crews[ranks] = Crew(folder, 2, ranks)
+        return self._crews[ranks]
+
+    def _run(self, recipe: Recipe, name: str, fault: dict[str, Any] | None, dropout: float) -> Run:
+        case = Case(
+            recipe.name, f"{recipe.name}-{name}", recipe.steps, dropout, recipe.parts, fault
+        )
+        try:
+            return self._crew(recipe.ranks).run(case)
+        except AssertionError as error:
+            error.add_note(f"RECIPES_SEED={SEED}")
+            raise
+
+
+def _drawn(recipe: Recipe, kind: str, again: int = 0) -> dict[str, Any]:
+    draw = random.Random(f"{SEED}/{recipe.name}/{kind}/{again}")
+    fault: dict[str, Any] = {
+        "name": "f",
+        "kind": kind,
+        "step": draw.randrange(kind == "kill", recipe.steps - 1),
+        "group": draw.randrange(2),
+    }
+    if kind != "one_sided":
+        fault["phase"] = draw.choice(recipe.phases)
+    if kind != "kill":
+        fault["rank"] = draw.randrange(recipe.ranks)
+    return fault
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    made = Stage(tmp_path_factory.mktemp("recipes"))
+    yield made
+    made.close()
+
+
+def _assert_same(run: Run, clean: Run, what: tuple[str, ...], words: str) -> None:
+    """Bit for bit, by the name of each tensor."""
+    for place, expected in clean.results[-1].items():
+        found = run.results[-1][place]["bits"]
+        for part in what:
+            odd = {
+                key: (found[part].get(key), value)
+                for key, value in expected["bits"][part].items()
+                if found[part].get(key) != value
+            }
+            assert not odd, f"{words}\n{part} of {place}: {len(odd)} differ: {list(odd.items())[:3]}"
+
+
+def _lines(run: Run) -> list[dict[str, Any]]:
+    return [line for part in range(len(run.results)) for line in read_lines(run.traces(part))]
+
+
+def _assert_audited(run: Run, words: str) -> None:
+    for part in range(len(run.results)):
+        report = audit_dir(run.traces(part))
+        assert report.ok, f"{words}\n{report.render()}"
+
+
+def _assert_injected(run: Run, words: str) -> None:
+    assert any(line.get("note") == "inject" for line in _lines(run)), f"{words}: it never came"
+
+
+def _fetches(run: Run) -> list[tuple[str, int]]:
+    return [
+        (line["group"], line["event"]["bytes"])
+        for line in _lines(run)
+        if (line.get("event") or {}).get("type") == "healed" and line["event"]["bytes"] > 0
+    ]
+
+
+def _aborts(run: Run) -> list[str]:
+    """Causes of rollbacks; what comes when a group has left after the last step is none."""
+    seen = {}
+    for part in range(len(run.results)):
+        for line in read_lines(run.traces(part)):
+            if record := (line.get("event") or {}).get("record"):
+                seen[part, record["n"]] = record
+    last = {part: n for (part, n), record in sorted(seen.items()) if record["kind"] == "commit"}
+    return [r["cause"] for (part, n), r in seen.items() if r["kind"] == "abort" and n < last[part]]
+
+
+def _slices(run: Run) -> dict[int, list[int]]:
+    """Slices of the data by committed step, of all groups."""
+    found: dict[int, list[int]] = {}
+    for line in _lines(run):
+        if line.get("note") == "consumed":
+            found.setdefault(line["data"]["step"], []).append(line["data"]["slice"])
+    return {step: sorted(slices) for step, slices in found.items()}
+
+
+def _parts(run: Run, *without: str) -> tuple[str, ...]:
+    return tuple(part for part in run.results[-1][(0, 0)]["bits"] if part not in without)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [_marks(recipe) for recipe in RECIPES])
+def test_it_learns_and_groups_agree(stage: Stage, name: str) -> None:
+    recipe = BY_NAME[name]
+    run = stage.clean(recipe)
+    _assert_audited(run, name)
+    assert _aborts(run) == []
+    first, *others = run.results[-1].values()
+    for other in others:
+        for part in _parts(run, "buffers", "rng"):
+            assert other["bits"][part] == first["bits"][part], part
+    for result in run.results[-1].values():
+        losses = result["losses"]
+        assert len(losses) == recipe.steps
+        assert sum(losses[:2]) - sum(losses[-2:]) > 2 * recipe.falls_by, losses
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["exception", "one_sided"])
+@pytest.mark.parametrize("name", [_marks(recipe) for recipe in RECIPES])
+def test_a_transient_fault_leaves_no_bit_changed(stage: Stage, name: str, kind: str) -> None:
+    run, clean, words = stage.faulty(BY_NAME[name], kind)
+    _assert_injected(run, words)
+    _assert_same(run, clean, _parts(clean), words)
+    for place, expected in clean.results[-1].items():
+        for what in ("consumed", "losses", "facts"):
+            assert run.results[-1][place][what] == expected[what], f"{words}\n{what} of {place}"
+    _assert_audited(run, words)
+    assert _fetches(run) == [], words
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [_marks(recipe, long=not recipe.kill) for recipe in RECIPES])
+def test_a_kill_leaves_no_bit_of_the_state_changed(stage: Stage, name: str) -> None:
+    """But for module buffers and generators, which are a rank's own: a heal brings a peer's."""
+    run, clean, words = stage.faulty(BY_NAME[name], "kill")
+    assert run.killed, words
+    _assert_same(run, clean, _parts(clean, "buffers", "rng"), words)
+    assert _slices(run) == _slices(clean), words
+    _assert_audited(run, words)
+    assert [group for group, _ in _fetches(run)] == [str(run.killed[0][0])], words
