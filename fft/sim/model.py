@@ -974,6 +974,9 @@ class _Here:
                 torn = node._replace(task=(name, args[0]), bits=bits.torn(self.me))
                 yield self.event("ends its fetch half way", torn, HealFailed(args[1], "", True))
             yield self.event("restores", idle._replace(bits=bits.restored()), Restored(args[0]))
+            if self.may("torn"):  # the body had changed what nothing was kept of
+                torn = idle._replace(bits=bits.torn(self.me).restored())
+                yield self.event("restores half", torn, Restored(args[0], torn=True), "torn")
         elif name == "txn" and self._step() < model.scope.commits:
             yield from self._body(idle, args[0])
 

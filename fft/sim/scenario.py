@@ -40,7 +40,8 @@ in turn; ``all``: everyone)::
     A/0 body ends | body ends with NO | body reduces nothing | raises
     A/0 body skips | body skips early            the user skips the step: early, before reducing
     A/0 body ends without a digest | state is corrupted
-    A/0 applies | applies half | handles applied | restores | heals | fails to heal
+    A/0 applies | applies half | handles applied | restores | restores half
+    A/0 heals | fails to heal
     A/0 connects | learns | fails to learn       a learner, which fetches in its first txn
     A/0 timer NAME          fires, early if need be
     A/0 ends (crash)        a monitor tells; ends (silent): nobody tells
