@@ -23,6 +23,7 @@ from fft.operate.desk import Desk
 from fft.progress import TraceTail
 
 WORKER = Path(__file__).with_name("worker.py")
+TRAINER = Path(__file__).with_name("trainer.py")
 SETTLED = 12
 """Commits of a whole job before it is broken (again). A monitor that has just been started needs to
 have seen three of them, and until then waits for `hang_limit`, ten minutes."""
@@ -49,16 +50,27 @@ class Job:
     """One job, until the block is left; then it is drained, or killed if it does not heed."""
 
     def __init__(
-        self, layout: Layout, directory: Path, pace: float, timeouts: Sequence[str], limit_s: float
+        self,
+        layout: Layout,
+        directory: Path,
+        pace: float,
+        timeouts: Sequence[str],
+        limit_s: float,
+        trainer: str | None = None,
     ) -> None:
-        """``pace``: of a step, in seconds; the job is killed after ``limit_s``."""
+        """``pace``: of a step, in seconds; the job is killed after ``limit_s``.
+
+        ``trainer``: a loop of `trainer.py`; None: the small model of `worker.py`.
+        """
+        self.script = WORKER if trainer is None else TRAINER
         self.layout, self.traces = layout, directory / "traces"
         self._said = directory / "run.log"
         self.traces.mkdir(parents=True)
         command = [sys.executable, "-m", "fft.cli", "run", "--injectable", "--no-progress"]
         command += ["--groups", str(layout.groups), "--ranks", str(layout.ranks)]
         command += ["--max-restarts", "100", "--timeout", str(limit_s)]
-        command += ["--trace-dir", str(self.traces), str(WORKER), str(pace), *timeouts]
+        command += ["--trace-dir", str(self.traces), str(self.script)]
+        command += [*([trainer] if trainer else []), str(pace), *timeouts]
         with self._said.open("w") as said:
             self.process = subprocess.Popen(command, stdout=said, stderr=said)
         self.tail = TraceTail(self.traces)

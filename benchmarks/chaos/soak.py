@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.cases import Layout
-from benchmarks.chaos.job import START_S, WORKER, ChaosError, Job
+from benchmarks.chaos.job import START_S, ChaosError, Job
 from benchmarks.chaos.matrix import Say
 from benchmarks.chaos.measure import median_step_ms
 from benchmarks.chaos.samples import Sampler, Series
@@ -84,13 +84,20 @@ class Soak:
         return not (self.problems or self.splits or self.hangs) and self.steady
 
 
-def run(layout: Layout, directory: Path, seconds: float, seed: int, say: Say) -> Soak:
+def run(
+    layout: Layout,
+    directory: Path,
+    seconds: float,
+    seed: int,
+    say: Say,
+    trainer: str | None = None,
+) -> Soak:
     """Break a job at random for ``seconds``; traces stay under ``directory``."""
     soak = Soak(layout, seed, seconds)
     try:
-        with Job(layout, directory, PACE_S, TIMEOUTS, START_S * 3 + seconds) as job:
+        with Job(layout, directory, PACE_S, TIMEOUTS, START_S * 3 + seconds, trainer) as job:
             job.settle("the whole job is at work", START_S)
-            sampler = Sampler(job.process.pid, str(WORKER))
+            sampler = Sampler(job.process.pid, str(job.script))
             _Driver(job, soak, sampler, say).drive(seconds, seed)
             job.settle("the whole job is at work after the last fault")
             soak.series = sampler.series()

@@ -1,0 +1,131 @@
+"""One rank of a job to be broken that trains as people do: a GPT, or a convolutional network.
+
+``trainer.py gpt|cnn PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do beside loss
+and backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers. Replicas are
+compared every fourth step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchft import ProcessGroupGloo
+
+import fft
+from benchmarks.chaos.worker import LIMIT, LONELY_S
+from benchmarks.whole_step import GPT, Windows
+
+CHECK_EVERY = 4
+
+
+class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Noise around one of ten patterns, flipped and shifted at random as it is loaded."""
+
+    def __init__(self) -> None:
+        self.patterns = torch.randn(10, 3, 12, 12, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        picture = self.patterns[index % 10] + 0.3 * torch.randn(3, 12, 12)
+        if torch.rand(()) < 0.5:
+            picture = picture.flip(2)
+        return picture.roll(int(torch.randint(-2, 3, ())), 2), index % 10
+
+
+Body = Callable[[Any], None]
+
+
+def gpt(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
+    """nanoGPT's loop: two micro-batches, clipping, AdamW, a cosine schedule, an EMA."""
+    model = GPT(2, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    manager.register(model, optimizer, schedule, extra={"ema": ema})
+    manager.sync_gradients(model, bucket_cap_mb=0.2)
+    manager.on_commit(lambda: ema.update_parameters(model))
+
+    def body(batch: torch.Tensor) -> None:
+        first, second = batch.chunk(2)
+        with manager.no_sync():
+            (model(first) / 2).backward()
+        (model(second) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    return body, fft.CursorLoader(Windows(), batch_size=4, seed=5)
+
+
+def cnn(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
+    """torchvision's loop: BatchNorm, autocast with a scaler, SGD, pictures from two workers."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2)),
+        *(nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 500, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
+    manager.register(model, optimizer, schedule, scaler=scaler)
+    manager.sync_gradients(model)
+
+    def body(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        pictures, kinds = batch
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = model(pictures)
+        scaler.scale(F.cross_entropy(scores.float(), kinds)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+
+    return body, fft.CursorLoader(Pictures(), batch_size=8, seed=5, num_workers=2)
+
+
+TRAINERS = {"gpt": gpt, "cnn": cnn}
+
+
+def main() -> None:
+    """Train until the job is drained."""
+    name, pace, given = sys.argv[1], float(sys.argv[2]), sys.argv[3:]
+    timeouts = {key: float(value) for key, _, value in (word.partition("=") for word in given)}
+    group, groups = os.environ["REPLICA_GROUP_ID"], int(os.environ["NUM_REPLICA_GROUPS"])
+    torch.set_num_threads(1)
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id=group,
+        init_sync=False,
+        connect_timeout=timedelta(seconds=10),
+        timeouts={"join_window": 30.0, **timeouts},  # on a busy machine a group may start late
+        digest="commit",
+        check_replicas=CHECK_EVERY,
+    )
+    torch.manual_seed(3)
+    body, loader = TRAINERS[name](manager)
+    torch.manual_seed(100 + int(group))
+    lonely = 0
+    try:
+        for txn in manager.transactions(loader):
+            with txn:
+                whole = manager.num_participants() == groups
+                time.sleep(pace if whole or not lonely else max(pace, LONELY_S))
+                body(txn.batch)
+            if txn.committed:
+                lonely = 0 if whole else lonely + 1
+    finally:
+        manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()
