@@ -67,8 +67,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         group_name = GroupName(self._group_name or f"fft-{name}-{next(_mesh_numbers)}")
         if self._group_name is None:
             self._set_group_name(group_name)
-            _register_process_group(group_name, self)
-            _world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
+            self._register_in_torch(group_name)
         mesh = DeviceMesh(
             "cpu",
             torch.arange(self.size(), dtype=torch.int),
@@ -80,13 +79,29 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         mesh._pg_registry[group_name] = self
         return mesh
 
+    def _register_in_torch(self, name: GroupName) -> None:
+        """What ``new_group`` notes, too. Without it torch finds no ranks, and where there is a
+        default process group it raises a ValueError in place of any error of this one."""
+        _register_process_group(name, self)
+        _world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
+        _world.pg_map[self] = ("gloo", None)  # type: ignore[assignment]
+        _world.pg_names[self] = name
+        _world.pg_backend_config[self] = "cpu:gloo"
+
     def unregister(self) -> None:
-        """Take the group's name out of torch's registry; meshes made of it are void after."""
-        if self._group_name is not None:
-            _unregister_process_group(GroupName(self._group_name))
-            _world.pg_group_ranks.pop(self, None)
-            self._group_name = None
-            self._shape = None
+        """Take the group out of torch's registries; meshes made of it are void after."""
+        if self._group_name is None:
+            return
+        _unregister_process_group(GroupName(self._group_name))
+        for registry in (
+            _world.pg_group_ranks,
+            _world.pg_map,
+            _world.pg_names,
+            _world.pg_backend_config,
+        ):
+            registry.pop(self, None)
+        self._group_name = None
+        self._shape = None
 
     # -- operations, by torch's older names and by the newer ones
 

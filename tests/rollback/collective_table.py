@@ -14,6 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    GatherOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -64,19 +70,21 @@ class Row:
     """What comes of it, flat, on rank 0 and on rank 1."""
     shard_only: bool = False
     """torchft's gloo group does not pass it on, or it needs a mesh."""
+    world: bool = False
+    """torch asks the default process group for this rank's number."""
 
 
 ROWS: dict[str, Row] = {}
 
 
 def row(
-    want: Any, shard_only: bool = False, name: str = ""
+    want: Any, shard_only: bool = False, world: bool = False
 ) -> Callable[[Callable[[Place], Result]], Callable[[Place], Result]]:
     """Decorator: the function is a row. ``want``: for both ranks, or a tuple of one for each."""
 
     def note(run: Callable[[Place], Result]) -> Callable[[Place], Result]:
-        key = name or run.__name__
-        ROWS[key] = Row(key, run, want if isinstance(want, tuple) else (want, want), shard_only)
+        wants = want if isinstance(want, tuple) else (want, want)
+        ROWS[run.__name__] = Row(run.__name__, run, wants, shard_only, world)
         return run
 
     return note
@@ -96,6 +104,12 @@ def all_reduce(at: Place) -> Result:
     return [t]
 
 
+@row([[half / 2 for half in SUM]])
+def all_reduce_average(at: Place) -> Result:
+    dist.all_reduce(t := at.note(x(at.rank)), dist.ReduceOp.AVG, group=at.pg)
+    return [t]
+
+
 @row([SUM])
 def all_reduce_async(at: Place) -> Result:
     work = dist.all_reduce(t := at.note(x(at.rank)), group=at.pg, async_op=True)
@@ -106,7 +120,8 @@ def all_reduce_async(at: Place) -> Result:
 @row([SUM])
 def all_reduce_by_its_future(at: Place) -> Result:
     work = dist.all_reduce(t := at.note(x(at.rank)), group=at.pg, async_op=True)
-    return list(work.get_future().wait()) if t is not None else []
+    work.get_future().wait()
+    return [t]
 
 
 @row([SUM, SUM])
@@ -119,9 +134,10 @@ def all_reduce_coalesced(at: Place) -> Result:
 @row([SUM, SUM])
 def coalescing_manager(at: Place) -> Result:
     tensors = [at.note(x(at.rank)), at.note(x(at.rank))]
-    works = [dist.all_reduce(t, group=at.pg, async_op=True) for t in tensors]
-    for work in works:
-        work.wait()
+    with dist._coalescing_manager(group=at.pg, async_ops=True) as coalesced:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=at.pg)
+    coalesced.wait()
     return tensors
 
 
@@ -152,7 +168,7 @@ def all_gather_into_tensor(at: Place) -> Result:
 @row([GATHERED, GATHERED])
 def all_gather_into_tensor_coalesced(at: Place) -> Result:
     outs, ins = [at.out(8), at.out(8)], [x(at.rank), x(at.rank)]
-    at.pg.allgather_into_tensor_coalesced(outs, ins, dist.AllgatherOptions()).wait()
+    at.pg.allgather_into_tensor_coalesced(outs, ins, AllgatherOptions()).wait()
     return outs
 
 
@@ -189,10 +205,16 @@ def reduce_scatter_tensor(at: Place) -> Result:
     return [out]
 
 
+@row(([[5.0, 6.0]], [[7.0, 8.0]]), shard_only=True)
+def reduce_scatter_tensor_average(at: Place) -> Result:
+    dist.reduce_scatter_tensor(out := at.out(2), x(at.rank), dist.ReduceOp.AVG, group=at.pg)
+    return [out]
+
+
 @row(([SUM[:2], [10.0]], [SUM[2:], [12.0]]), shard_only=True)
 def reduce_scatter_tensor_coalesced(at: Place) -> Result:
     outs, ins = [at.out(2), at.out(1)], [x(at.rank), x(at.rank)[:2]]
-    at.pg.reduce_scatter_tensor_coalesced(outs, ins, dist.ReduceScatterOptions()).wait()
+    at.pg.reduce_scatter_tensor_coalesced(outs, ins, ReduceScatterOptions()).wait()
     return outs
 
 
@@ -326,13 +348,6 @@ def functional_isend_irecv(at: Place) -> Result:
     return [empty(0)]
 
 
-@row(([X[1]], [X[0]]))
-def functional_batch_p2p(at: Place) -> Result:
-    other, tensors = 1 - at.rank, [x(at.rank), at.out()]
-    outs = raw.batch_p2p_ops(["isend", "irecv"], [other, other], [0, 0], tensors, at.name)
-    return [[wait(out) for out in outs][1]]
-
-
 @row([SUM], shard_only=True)
 def async_collective_tensor(at: Place) -> Result:
     return [funcol.all_reduce(x(at.rank), "sum", at.mesh) + 0]
@@ -346,11 +361,6 @@ def all_gather_tensor(at: Place) -> Result:
 @row(HALVES, shard_only=True)
 def reduce_scatter_tensor_functional(at: Place) -> Result:
     return [funcol.reduce_scatter_tensor(x(at.rank), "sum", 0, at.mesh) + 0]
-
-
-@row(([X[1]], [X[0]]), shard_only=True)
-def permute_tensor(at: Place) -> Result:
-    return [funcol.permute_tensor(x(at.rank), [1, 0], at.mesh) + 0]
 
 
 @row(([[0.0, 2.0, 4.0, 6.0]], [[20.0, 22.0, 24.0, 26.0]]), shard_only=True)
@@ -409,12 +419,12 @@ def dtensor_reduce_scattered(at: Place) -> Result:
     return [partial(at).redistribute(at.mesh, [Shard(0)]).to_local() + 0]
 
 
-@row(([[0.0, 2.0, 10.0, 12.0]], [[1.0, 3.0, 11.0, 13.0]]), shard_only=True)
+@row(([[0.0, 2.0, 10.0, 12.0]], [[1.0, 3.0, 11.0, 13.0]]), shard_only=True, world=True)
 def dtensor_sharded_otherwise(at: Place) -> Result:
     return [sharded(at).redistribute(at.mesh, [Shard(1)]).to_local() + 0]
 
 
-@row(([X[0][:2]], [X[0][2:]]), shard_only=True)
+@row(([X[0][:2]], [X[0][2:]]), shard_only=True, world=True)
 def dtensor_distributed(at: Place) -> Result:
     return [distribute_tensor(x(at.rank), at.mesh, [Shard(0)]).to_local() + 0]
 
@@ -424,13 +434,25 @@ def dtensor_replicated(at: Place) -> Result:
     return [distribute_tensor(x(at.rank), at.mesh, [Replicate()]).to_local() + 0]
 
 
-@row(([[5.0, 0.6, 0.0]], [[5.0, 0.0, 0.8]]), shard_only=True)
+GRADIENT = torch.tensor([3.0, 0.0, 0.0, 4.0])
+
+
+def _clipped() -> list[float]:
+    """The gradient as one process clips it."""
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = GRADIENT.clone()
+    nn.utils.clip_grad_norm_([parameter], 1.0)
+    clipped: list[float] = parameter.grad.tolist()
+    return clipped
+
+
+@row(([[5.0, *_clipped()[:2]]], [[5.0, *_clipped()[2:]]]), shard_only=True)
 def clip_grad_norm(at: Place) -> Result:
-    parameter = nn.Parameter(
-        distribute_tensor(torch.zeros(4), at.mesh, [Replicate()]).redistribute(at.mesh, [Shard(0)])
-    )
-    local = torch.tensor([[3.0, 0.0], [0.0, 4.0]])[at.rank]
-    parameter.grad = DTensor.from_local(local, at.mesh, [Shard(0)], run_check=False)
+    def shard(local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(local, at.mesh, [Shard(0)], run_check=False)
+
+    parameter = nn.Parameter(shard(torch.zeros(2)))
+    parameter.grad = shard(GRADIENT.split(2)[at.rank].clone())
     norm = nn.utils.clip_grad_norm_([parameter], 1.0).full_tensor()
     return [torch.cat([norm.view(1), parameter.grad.to_local()])]
 
@@ -443,3 +465,71 @@ def _compiled(tensor: torch.Tensor, name: str) -> torch.Tensor:
 @row([SUM])
 def compiled(at: Place) -> Result:
     return [_compiled(x(at.rank), at.name) + 0]
+
+
+# -- what cannot be done, and how that is said
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A call that is refused where it is made, with nothing left pending."""
+
+    call: Callable[[Place], Any]
+    kind: type[BaseException]
+    text: str
+
+
+NO_BACKEND = (RuntimeError, "No backend type associated with device type cpu")
+NO_WORLD = (ValueError, "Default process group has not been initialized")
+_NO_SCATTER = (RuntimeError, "ProcessGroupGloo does not support reduce_scatter_tensor_coalesced")
+
+
+def _batch_p2p(at: Place) -> None:
+    raw.batch_p2p_ops(["isend"], [1 - at.rank], [0], [x(at.rank)], at.name)
+
+
+def _gather_out(at: Place) -> None:
+    raw.all_gather_into_tensor_out(x(at.rank), RANKS, at.name, out=empty(8))
+
+
+REFUSED: dict[str, dict[str, Refusal]] = {
+    "shard": {
+        "monitored_barrier": Refusal(
+            lambda at: at.pg.monitored_barrier(), NotImplementedError, "use barrier()"
+        ),
+        # native code of torch's that no Python process group can serve
+        "functional_batch_p2p": Refusal(_batch_p2p, *NO_BACKEND),
+        "functional_all_gather_out": Refusal(_gather_out, *NO_BACKEND),
+        # torch asks a default process group for them; see the rows with `world`
+        "permute_tensor": Refusal(
+            lambda at: funcol.permute_tensor(x(at.rank), [1, 0], at.mesh), KeyError, "Shard"
+        ),
+        "dtensor_distributed": Refusal(
+            lambda at: distribute_tensor(x(at.rank), at.mesh, [Shard(0)]), *NO_WORLD
+        ),
+        "get_rank": Refusal(lambda at: dist.get_rank(at.pg), *NO_WORLD),
+    },
+    "replicate": {
+        "functional_batch_p2p": Refusal(_batch_p2p, *NO_BACKEND),
+        "functional_all_gather_out": Refusal(_gather_out, *NO_BACKEND),
+        # what torchft's group does not pass on
+        "all_gather_into_tensor": Refusal(all_gather_into_tensor, *NO_BACKEND),
+        "all_gather_coalesced": Refusal(
+            lambda at: at.pg.allgather_coalesced(
+                [[at.out(), at.out()]], [x(at.rank)], AllgatherOptions()
+            ),
+            *NO_BACKEND,
+        ),
+        "all_to_all": Refusal(all_to_all, *NO_BACKEND),
+        "gather": Refusal(lambda at: at.pg.gather([], [x(1)], GatherOptions()), *NO_BACKEND),
+        "monitored_barrier": Refusal(lambda at: at.pg.monitored_barrier(), *NO_BACKEND),
+        "recv_from_any": Refusal(lambda at: at.pg.recv_anysource([at.out()], 0), *NO_BACKEND),
+        "reduce": Refusal(reduce, *NO_BACKEND),
+        "reduce_scatter": Refusal(
+            reduce_scatter, RuntimeError, "ProcessGroupGloo does not support reduce_scatter"
+        ),
+        "reduce_scatter_tensor": Refusal(reduce_scatter_tensor, *NO_BACKEND),
+        "functional_reduce_scatter": Refusal(functional_reduce_scatter, *_NO_SCATTER),
+        "scatter": Refusal(lambda at: at.pg.scatter([x(1)], [], ScatterOptions()), *NO_BACKEND),
+    },
+}

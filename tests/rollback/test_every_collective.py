@@ -9,20 +9,18 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from collective_table import RANKS, ROWS, Place, Row, x
-from rollback_harness import NOISE_S, client, run, store_server, until
+from collective_table import RANKS, REFUSED, ROWS, Place, Refusal, Row
+from rollback_harness import NOISE_S, client, run, until
 from torch._C._distributed_c10d import _register_process_group
 from torchft.process_group import ProcessGroupGloo
 
-from fft.rollback import AbortableGroup, CollectiveFailed, GroupAborted, ShardProcessGroupGloo
+from fft.rollback import AbortableGroup, ShardProcessGroupGloo
 
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)
@@ -59,7 +57,7 @@ class Rank:
     def meet(self) -> None:
         self.meetings += 1
         self.store.set(f"meet/{self.meetings}/{self.rank}", "1")
-        self.store.get(f"meet/{self.meetings}/{1 - self.rank}")
+        self.store.wait([f"meet/{self.meetings}/{1 - self.rank}"], LIMIT)
 
     def finish(self, row: Row, place: Place | None = None) -> None:
         """Run the row to its end, and compare."""
@@ -70,7 +68,8 @@ class Rank:
     def together(self, row: Row) -> None:
         self.finish(row)
         self.meet()
-        assert self.group.pending() == 0
+        # gloo tells a future of the end before it notes it in the Work
+        until(lambda: self.group.pending() == 0, "the op to be over")
 
     def late(self, row: Row) -> None:
         """Rank 0 enters when rank 1 has been waiting for `LATE_S`."""
@@ -95,7 +94,7 @@ class Rank:
             error: BaseException | None = None
             try:
                 row.run(self.place())
-            except RuntimeError as caught:
+            except Exception as caught:  # noqa: BLE001 - shown by the test
                 error = caught
             self.meet()
             self.group.abort("the peer went away")
@@ -106,7 +105,7 @@ class Rank:
         def block() -> None:
             try:
                 row.run(place)
-            except RuntimeError as caught:
+            except Exception as caught:  # noqa: BLE001 - shown by the test
                 errors[0] = caught
             ended[0] = time.monotonic()
 
@@ -129,40 +128,70 @@ class Rank:
         assert self.group.pending() == 0
         return {"error": f"{type(errors[0]).__name__}: {errors[0]}", "freed": ended[0] - begin}
 
+    def judge(self, row: Row) -> dict[str, Any]:
+        """All that is asked of a row. ``failed``: what went wrong, and where."""
+        result: dict[str, Any] = {}
+        for part in (self.together, self.late, self.aborted):
+            try:
+                result.update(part(row) or {})
+            except Exception:  # noqa: BLE001 - shown by the row's test
+                return {"failed": f"{part.__name__}:\n{traceback.format_exc()}"}
+        try:
+            self.configure()
+            self.together(row)
+        except Exception:  # noqa: BLE001 - as above
+            return {"failed": f"configured again:\n{traceback.format_exc()}"}
+        return result
+
+    def refused(self, refusal: Refusal) -> str:
+        """Nothing, or what is wrong with the refusal."""
+        try:
+            refusal.call(self.place())
+        except refusal.kind as error:
+            wrong = "" if refusal.text in str(error) else str(error)
+        except Exception:  # noqa: BLE001 - shown by its test
+            wrong = traceback.format_exc()
+        else:
+            wrong = "it is not refused"
+        return wrong or ("" if self.group.pending() == 0 else "it left an op pending")
+
+    def mend(self, name: str, bad: bool) -> None:
+        """After a row: a common new start if it failed on either rank."""
+        self.store.set(f"row/{name}/{self.rank}", "bad" if bad else "good")
+        keys = [f"row/{name}/{r}" for r in range(RANKS)]
+        self.store.wait(keys, 4 * LIMIT)  # the other one may have to give up first, at each meeting
+        if b"bad" not in self.store.multi_get(keys):
+            return
+        self.group.abort("a row failed")
+        self.group.quiesce(LIMIT)
+        self.store.set(f"mark/{name}/{self.rank}", str(max(self.epoch, self.meetings) + 1))
+        marks = [int(self.store.get(f"mark/{name}/{r}")) for r in range(RANKS)]
+        self.epoch = self.meetings = max(marks)
+        self.configure()
+
 
 def _through_the_table(rank: int, ranks: int, port: int, kind: str) -> Any:
     me = Rank(rank, port, kind)
-    found: dict[str, dict[str, Any]] = {}
-    for name, row in ROWS.items():
-        if row.shard_only and kind != "shard":
-            continue
-        result: dict[str, Any] = {}
-        for what in (me.together, me.late, me.aborted, me.configure, me.together):
-            takes_row = what != me.configure
-            try:
-                done = what(row) if takes_row else what()
-            except Exception:  # noqa: BLE001 - shown by the row's test
-                result["failed"] = f"{what.__name__}:\n{traceback.format_exc()}"
-                break
-            result.update(done or {})
-        found[name] = result
-        # both go on alike: a row that failed on one side leaves a group of its own behind
-        me.store.set(f"row/{name}/{rank}", "bad" if "failed" in result else "good")
-        if b"bad" in (me.store.get(f"row/{name}/{r}") for r in range(ranks)):
-            me.group.abort("a row failed")
-            me.group.quiesce(LIMIT)
-            me.meetings += 100
-            me.store.set(f"again/{name}/{rank}", str(max(me.epoch, me.meetings)))
-            marks = [int(me.store.get(f"again/{name}/{r}")) for r in range(ranks)]
-            me.epoch = me.meetings = max(marks)
-            me.configure()
+    rows, refused = {}, {}
+    mine = [row for row in ROWS.values() if kind == "shard" or not row.shard_only]
+    for name, refusal in REFUSED[kind].items():
+        refused[name] = me.refused(refusal)
+        me.mend(f"refused {name}", False)
+    for row in sorted(mine, key=lambda row: row.world):
+        if row.world and not dist.is_initialized():
+            world = dist.PrefixStore("world", client(port))
+            dist.init_process_group("gloo", store=world, rank=rank, world_size=ranks)
+        rows[row.name] = me.judge(row)
+        me.mend(row.name, "failed" in rows[row.name])
     me.group.close()
-    return found
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return rows, refused
 
 
 @pytest.fixture(scope="module")
-def tables() -> dict[str, list[dict[str, Any]]]:
-    """What both ranks say of every row, by kind of group."""
+def tables() -> dict[str, list[tuple[dict[str, Any], dict[str, str]]]]:
+    """What both ranks say of every row and every refusal, by kind of group."""
     return {kind: run(RANKS, _through_the_table, kind) for kind in KINDS}
 
 
@@ -171,10 +200,18 @@ CASES = [(k, n) for k in KINDS for n, row in ROWS.items() if k == "shard" or not
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_an_operation(tables: dict[str, list[dict[str, Any]]], kind: str, name: str) -> None:
-    peer, blocked = (table[name] for table in tables[kind])
+def test_an_operation(tables: dict[str, Any], kind: str, name: str) -> None:
+    peer, blocked = (rows[name] for rows, _ in tables[kind])
     assert "failed" not in blocked, blocked["failed"]
     assert "failed" not in peer, peer["failed"]
     print(f"\nfreed {blocked['freed'] * 1e3:.1f} ms after the abort: {blocked['error']}")
+    assert blocked["error"].startswith("GroupAborted: ")
     assert f"on the {kind} group (rank 1 of 2): test" in blocked["error"]
     assert peer["error"] != "None", "the peer's op ended as if nothing had happened"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k in KINDS for n in REFUSED[k]])
+def test_what_cannot_be_done_is_refused(tables: dict[str, Any], kind: str, name: str) -> None:
+    for _, refused in tables[kind]:
+        assert refused[name] == ""
