@@ -6,6 +6,7 @@ The bus is in memory and every group has one rank; gloo and the stores are real.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import threading
@@ -488,12 +489,14 @@ def test_a_loader_without_state_refuses_a_late_group_and_says_why(two: Job) -> N
         if txn.step >= 3:
             reached.set()
 
-    endless = [torch.arange(4) for _ in range(100_000)]
-    first = two.member("0", expected_groups=1).start(lambda m: m.train(None, endless, body))
+    def train(member: Member) -> None:
+        member.train(None, itertools.repeat(torch.arange(4)), body, replay_only=True)
+
+    first = two.member("0", expected_groups=1).start(train)
     assert reached.wait(30)
-    late = two.member("1").start(lambda m: m.train(None, endless, body))
+    late = two.member("1").start(train)
     late.end()
-    assert "list has no load_state_dict" in str(late.error), repr(late.error)
+    assert "itertools.repeat has no load_state_dict" in str(late.error), repr(late.error)
     # the first group's own healing ends with that epoch, too
     assert sum(line["group"] == "1" for line in events(two.traces, "heal_failed")) == 1
     before = first.manager.current_step()
