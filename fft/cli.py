@@ -262,11 +262,12 @@ def audit(
 
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
-    """Show each fault of a run: how it was noticed, how long it took, what it cost."""
-    from fft.report import fault_table
+    """Show each fault of a run, how it was noticed and what it cost; and waits for input."""
+    from fft.report import fault_table, input_wait
 
     with _plain_errors():
         _console().print(fault_table(directory))
+        _console().print(input_wait(directory))
 
 
 @app.command()

@@ -471,6 +471,27 @@ def test_a_replay_is_the_same_where_the_loader_draws_random_numbers(tmp_path: Pa
     assert ends[0] == ends[1]
 
 
+def test_a_job_resumes_a_stateful_loader_at_the_commit_although_it_had_drawn_more(
+    tmp_path: Path,
+) -> None:
+    saved: dict[str, dict[str, Any]] = {}
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == 3:
+            saved[member.group] = member.manager.state_dict()
+
+    def resumed(member: Member) -> None:
+        member.manager.load_state_dict(saved[member.group])
+        member.train(5, Stream())
+
+    with job(tmp_path / "first", 2) as first:
+        first.run(lambda m: m.train(6, Stream(), body))
+    with job(tmp_path / "second", 2) as second:
+        members = second.run(resumed)
+    drawn = sorted(index for member in members for index in member.consumed)
+    assert drawn == list(range(3 * 2 * 4, 5 * 2 * 4))
+
+
 @pytest.mark.parametrize("items", [24, 25])
 def test_when_the_data_end_all_groups_end_at_one_commit(two: Job, items: int) -> None:
     members = two.run(lambda m: m.train(None, Stream(items)))
