@@ -262,13 +262,13 @@ def audit(
 
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
-    """Show each fault of a run: how it was noticed, how long it took, what it cost."""
-    from fft.report import fault_table, place_table
+    """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
+    from fft.report import fault_table, input_wait, place_table
 
     with _plain_errors():
-        tables = [fault_table(directory), place_table(directory)]
-    for table in filter(None, tables):
-        _console().print(table)
+        shown = [fault_table(directory), place_table(directory), input_wait(directory)]
+    for part in filter(None, shown):
+        _console().print(part)
 
 
 @app.command()

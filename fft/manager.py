@@ -288,6 +288,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._finish: Finish | None = None
             """The engine's last word: whoever asks for a txn after it hears it again."""
             self._lineage, self._cursor = "", 0
+            self._data: Any = None
+            """Where a stateful loader resumes."""
             self._drain_asked = False
             self._expected = expected_groups or int(
                 os.environ.get("NUM_REPLICA_GROUPS", str(min_replica_size))
@@ -622,6 +624,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             raise FftError("call manager.register(model, optimizer) before transactions()")
         self._raise_on_abort = True
         self._source = as_source(loader, replay_only)
+        if self._data is not None:
+            self._source.load(self._data, self._cursor * self._group_world_size)
+            self._data = None
         inputs = Inputs(self._source, self._group_world_size, self._group_rank)
         try:
             self._source.open()  # before there are process groups, whose sockets workers would have
@@ -1344,10 +1349,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         return rank
 
     def state_dict(self) -> dict[str, Any]:
-        """torchft's, plus lineage and data cursor."""
+        """torchft's, plus lineage, data cursor and, of a stateful loader, its state there."""
         at = self._position  # not where the engine stands: it hears of an update when it is over
         lineage, cursor = (self._lineage, self._cursor) if at is None else (at.lineage, at.cursor)
-        return {**super().state_dict(), "lineage": lineage, "cursor": cursor}
+        found = {**super().state_dict(), "lineage": lineage, "cursor": cursor}
+        if self._source is not None and not self._source.in_any_order:
+            found["data"] = self._source.export(cursor * self._group_world_size)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a checkpoint; before the first step only.
@@ -1360,6 +1368,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         super().load_state_dict(state_dict)
         self._lineage = state_dict.get("lineage", "")
         self._cursor = state_dict.get("cursor", state_dict["batches_committed"])
+        self._data = state_dict.get("data")
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job and end every thread, socket and file of this manager. Idempotent."""

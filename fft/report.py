@@ -6,6 +6,7 @@ Reads trace files only. Times are wall clock of one host, in milliseconds.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -138,6 +139,28 @@ def place_table(directory: str | Path) -> Table | None:
         rank = f"{e.group}/{e.rank}"
         table.add_row(rank, str(e.step), str(e.times), Text(e.error), Text(where))
     return table if table.rows else None
+
+
+def input_wait(directory: str | Path) -> str:
+    """How long committed steps waited for their input, on all ranks, and which rank longest."""
+    waits: dict[tuple[str, int], list[float]] = {}
+    for line in _lines(map(read_trace, trace_files(directory))):
+        if line.record.get("note") == "consumed" and "input_ms" in line.record["data"]:
+            waits.setdefault(line.who[:2], []).append(line.record["data"]["input_ms"])
+    if not waits:
+        return "input waited: no step says"
+    ranked = sorted((_share(found, 0.99), who) for who, found in waits.items())
+    slowest, (group, rank) = ranked[-1]
+    every = [ms for found in waits.values() for ms in found]
+    return (
+        f"input waited: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
+        f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
+    )
+
+
+def _share(values: list[float], share: float) -> float:
+    """The value that ``share`` of ``values`` do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def _ms(value: float | None) -> str:

@@ -14,9 +14,9 @@ from jobs import HSDP, Job
 
 from fft.audit import AuditError, audit_dir, read_lines
 from fft.core.local import Local
-from fft.core.messages import Event
+from fft.core.messages import Event, Peer
 from fft.core.participant import Outcome
-from fft.report import incidents
+from fft.report import incidents, input_wait
 from fft.sim.cluster import Node
 from fft.trace import TraceWriter, header, trace_path
 from fft.traceformat import chain
@@ -268,6 +268,21 @@ def test_the_report_has_a_row_for_each_incident(traces: Path) -> None:
     assert sum(i.bytes_healed for i in found) == 100
     assert any("boom" in i.noticed for i in found)
     assert any("group 1" in i.noticed for i in found)
+
+
+def test_the_report_says_how_long_steps_waited_for_input(tmp_path: Path) -> None:
+    for group, waits in (("0", range(100)), ("1", [250.0, 1.0])):
+        trace = TraceWriter(tmp_path, Peer(group, 0, 1))
+        for ms in waits:
+            data = {"slice": 0, "step": 0, "token": [1, 1], "input_ms": ms}
+            trace.note("consumed", data)
+        trace.close()
+    assert input_wait(tmp_path) == (
+        "input waited: p50 49.0 ms, p99 99.0 ms; longest on group 1 rank 0: p99 250.0 ms"
+    )
+    (tmp_path / "none").mkdir()
+    TraceWriter(tmp_path / "none", Peer("0", 0, 1)).close()
+    assert input_wait(tmp_path / "none") == "input waited: no step says"
 
 
 def test_trace_files_are_named_by_participant(tmp_path: Path) -> None:

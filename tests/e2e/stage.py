@@ -124,10 +124,11 @@ class Member:
         steps: int | None,
         loader: Any = None,
         body: Callable[[Member, fft.Transaction], None] | None = None,
+        replay_only: bool = False,
     ) -> None:
         """Train until ``steps`` or the end; ``body`` runs in each txn before the backward pass."""
         loader = loader or fft.CursorLoader(Numbers(), batch_size=4, seed=1)
-        for txn in self.manager.transactions(loader, max_steps=steps):
+        for txn in self.manager.transactions(loader, steps, replay_only):
             with txn:
                 if body is not None:
                     body(self, txn)

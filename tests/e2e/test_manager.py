@@ -6,6 +6,7 @@ The bus is in memory and every group has one rank; gloo and the stores are real.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import threading
@@ -530,6 +531,27 @@ def test_a_replay_is_the_same_where_the_loader_draws_random_numbers(tmp_path: Pa
     assert ends[0] == ends[1]
 
 
+def test_a_job_resumes_a_stateful_loader_at_the_commit_although_it_had_drawn_more(
+    tmp_path: Path,
+) -> None:
+    saved: dict[str, dict[str, Any]] = {}
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == 3:
+            saved[member.group] = member.manager.state_dict()
+
+    def resumed(member: Member) -> None:
+        member.manager.load_state_dict(saved[member.group])
+        member.train(5, Stream())
+
+    with job(tmp_path / "first", 2) as first:
+        first.run(lambda m: m.train(6, Stream(), body))
+    with job(tmp_path / "second", 2) as second:
+        members = second.run(resumed)
+    drawn = sorted(index for member in members for index in member.consumed)
+    assert drawn == list(range(3 * 2 * 4, 5 * 2 * 4))
+
+
 @pytest.mark.parametrize("items", [24, 25])
 def test_when_the_data_end_all_groups_end_at_one_commit(two: Job, items: int) -> None:
     members = two.run(lambda m: m.train(None, Stream(items)))
@@ -548,12 +570,14 @@ def test_a_loader_without_state_refuses_a_late_group_and_says_why(two: Job) -> N
         if txn.step >= 3:
             reached.set()
 
-    endless = [torch.arange(4) for _ in range(100_000)]
-    first = two.member("0", expected_groups=1).start(lambda m: m.train(None, endless, body))
+    def train(member: Member) -> None:
+        member.train(None, itertools.repeat(torch.arange(4)), body, replay_only=True)
+
+    first = two.member("0", expected_groups=1).start(train)
     assert reached.wait(30)
-    late = two.member("1").start(lambda m: m.train(None, endless, body))
+    late = two.member("1").start(train)
     late.end()
-    assert "list has no load_state_dict" in str(late.error), repr(late.error)
+    assert "itertools.repeat has no load_state_dict" in str(late.error), repr(late.error)
     # the first group's own healing ends with that epoch, too
     assert sum(line["group"] == "1" for line in events(two.traces, "heal_failed")) == 1
     before = first.manager.current_step()

@@ -167,7 +167,9 @@ def _assert_same(run: Run, clean: Run, what: tuple[str, ...], words: str) -> Non
                 for key, value in expected["bits"][part].items()
                 if found[part].get(key) != value
             }
-            assert not odd, f"{words}\n{part} of {place}: {len(odd)} differ: {list(odd.items())[:3]}"
+            assert not odd, (
+                f"{words}\n{part} of {place}: {len(odd)} differ: {list(odd.items())[:3]}"
+            )
 
 
 def _lines(run: Run) -> list[dict[str, Any]]:
