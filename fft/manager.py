@@ -305,6 +305,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             min_groups=self._min_replica_size,
             expected_groups=self._expected,
             min_reductions=self._spec.policies.min_reductions,
+            on_divergence=self._spec.policies.on_divergence,
             fixed_with_spares=self._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES,
         )
         participant = Participant(Table(self._spec), config)
@@ -720,7 +721,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._quorums.end()
         if isinstance(command, Apply):
             engine.take(command)
-            self._note_commit(command.record, plan)
+            self._note_commit(command, plan)
             return command
         if isinstance(command, Finish) and command.error is not None:
             engine.take(command)
@@ -758,9 +759,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         except InjectedFault as fault:
             self.report_error(fault)
 
-    def _note_commit(self, record: Record, plan: StartTxn) -> None:
-        self._step = record.step if record.kind == "commit" else plan.step + 1
-        self._batches_committed += plan.participants
+    def _note_commit(self, command: Apply, plan: StartTxn) -> None:
+        self._step = plan.step + (not command.skip)
+        self._batches_committed += 0 if command.skip else plan.participants
         self._commit_failures = 0
         self._body_failures = (-1, 0)
         if self._pacer is not None:
@@ -791,9 +792,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         try:
             if self._injector is not None:
                 self._injector.at("apply")
-            for optimizer in self._optimizers:
+            for optimizer in () if command.skip else self._optimizers:
                 optimizer.step()
-            for scheduler in self._schedulers:
+            for scheduler in () if command.skip else self._schedulers:
                 scheduler.step()
             for optimizer in self._optimizers:
                 optimizer.zero_grad(set_to_none=True)

@@ -64,11 +64,13 @@ class Packed:
 
 @dataclass(frozen=True, config=_CONFIG)
 class _Ballots:
-    """YES votes with one manifest."""
+    """YES votes that say the same, but for who leaves."""
 
     manifest: Manifest
     staying: tuple[Peer, ...]
     leaving: tuple[Peer, ...]
+    skip: bool = False
+    digest: str | None = None
 
 
 class MissingList(FftError):
@@ -112,17 +114,19 @@ def list_name(record: Record) -> str:
 
 
 def encode_votes(votes: Iterable[Vote]) -> bytes:
-    """Votes → one word for a ballot; equal manifests are said once."""
-    by_manifest: dict[Manifest, list[Vote]] = {}
+    """Votes → one word for a ballot; what is equal in them is said once."""
+    alike: dict[tuple[Manifest, bool, str | None], list[Vote]] = {}
     for vote in votes:
-        by_manifest.setdefault(vote.manifest, []).append(vote)
+        alike.setdefault((vote.manifest, vote.skip, vote.digest), []).append(vote)
     word = tuple(
         _Ballots(
             manifest,
             tuple(v.peer for v in some if not v.leaving),
             tuple(v.peer for v in some if v.leaving),
+            skip,
+            digest,
         )
-        for manifest, some in by_manifest.items()
+        for (manifest, skip, digest), some in alike.items()
     )
     return _word().dump_json(word)
 
@@ -138,7 +142,7 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
     except ValidationError as error:
         raise unreadable(error) from None
     return tuple(
-        Vote(peer, some.manifest, leaving)
+        Vote(peer, some.manifest, leaving, some.skip, some.digest)
         for some in word
         for peers, leaving in ((some.staying, False), (some.leaving, True))
         for peer in peers

@@ -27,7 +27,6 @@ from fft.core.local import (
     missing_mates,
     my_place,
     next_epoch,
-    participants,
     peers_meant,
     waited_for,
     whole_groups,

@@ -19,7 +19,9 @@ DEFAULT = (
         "processes",
         commits=2,
         faults=2,
-        budget=budget("no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2),
+        budget=budget(
+            "no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2
+        ),
     ),
     Scope("learner", commits=2, faults=3, budget=budget("crash", "restart", "heal")),
     Scope(
@@ -124,7 +126,9 @@ DEEP = (
         "processes, 3 faults",
         commits=2,
         faults=3,
-        budget=budget("no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2),
+        budget=budget(
+            "no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2
+        ),
     ),
     Scope(
         "everything, 3 faults",
