@@ -123,7 +123,14 @@ class AuditReport:
             "torn_last_lines": self.torn,
             "gaps": self.gaps,
             "invariants": [
-                {"name": f.name, "checks": f.checks, "violation": f.violation, "place": f.place}
+                {
+                    "name": f.name,
+                    "checks": f.checks,
+                    "compared": f.compared,
+                    "verdict": _verdict(f),
+                    "violation": f.violation,
+                    "place": f.place,
+                }
                 for f in self.findings
             ],
         }
@@ -137,8 +144,7 @@ class AuditReport:
         for name in self.torn:
             lines.append(f"  note: {name} ends in a torn line (killed while writing); accepted")
         for f in self.findings:
-            verdict = "ok" if f.violation is None else "VIOLATED"
-            lines.append(f"  {f.name:<16} {f.checks:>7} checks  {verdict}")
+            lines.append(f"  {f.name:<16} {f.checks:>7} checks  {_verdict(f)}")
             if f.violation is not None:
                 lines.append(f"      {f.place}: {f.violation}")
         lines += [f"  INCOMPLETE: {gap}; the rest of this trace is left out" for gap in self.gaps]
@@ -146,6 +152,19 @@ class AuditReport:
         whole = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
         lines.append("verdict: " + ("VIOLATION" if violated else whole))
         return "\n".join(lines)
+
+
+def _verdict(finding: Finding) -> str:
+    """What to say of a finding; that there was nothing to check is no "ok"."""
+    if finding.violation is not None:
+        return "VIOLATED"
+    if not finding.checks:
+        return "not checked: the run has nothing of the kind"
+    if finding.name != "replicas_equal":
+        return "ok"
+    if finding.compared:
+        return f"ok, {finding.compared} digests compared"
+    return 'ok by lineage; bits not checked: no two digests of one state (digest="commit")'
 
 
 def trace_files(directory: str | Path) -> list[Path]:

@@ -157,6 +157,8 @@ class Finding:
 
     name: str
     checks: int = 0
+    compared: int = 0
+    """Of these: digests of states compared with that of another participant."""
     violation: str | None = None
     place: str = ""
 
@@ -212,6 +214,7 @@ class Judge:
             case Know(key=key, value=value):
                 self._facts.setdefault(key, value)
             case Same(key=key, value=value, text=text):
+                finding.compared += key[0] == "digest" and key in self._facts
                 was = self._facts.setdefault(key, value)
                 finding.expect(was == value, text.replace("{was}", str(was)), place)
             case Holds(ok=ok, text=text):
@@ -504,7 +507,7 @@ def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[_Yes]
 
 @invariant
 def skip(move: Move) -> Iterator[Claim]:
-    """13: what one user skips all skip: no step is counted, and nobody waits or is blamed for it."""
+    """13: what one user skips all skip: no step is counted, and nobody waits because of it."""
     yield from _voted(move)
     before, after, token = move.before, move.after, move.before.token
     if obeyed(move) == "commit":
@@ -600,9 +603,9 @@ def _left_out(s: Local, proposal: Record) -> Iterator[Peer]:
         peers = group.peers()
         said = [s.hellos.get((p.group, p.rank)) for p in peers]
         stuck = any(h is not None and h.unwinding for h in said)
-        if not (stuck or gone & set(peers) or inside & set(peers)):
-            if group.group not in (_leavers(s.head) if s.head else ()):
-                yield from peers
+        leaves = s.head is not None and group.group in _leavers(s.head)
+        if not (stuck or leaves or gone & set(peers) or inside & set(peers)):
+            yield from peers
 
 
 @invariant
@@ -707,7 +710,7 @@ def decided(move: Move) -> Iterator[Claim]:
         yield Holds(
             before.vote is None
             or before.state in _COMMITTING
-            or obeyed(move) is not None
+            or (move.after.head is not None and move.after.head.token >= before.token)
             or fenced
             or isinstance(move.event, Stop),
             f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Place = tuple[str, int]
@@ -76,19 +76,26 @@ class History:
     _rollbacks: dict[int, Rollback] = field(default_factory=dict)
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """One record of the head register, as traces have it. What is none is passed over."""
+        """One record of the head register, as traces have it. What is none is passed over.
+
+        So is an ABORT because the user skipped the step: nothing has failed.
+        """
         n, kind, step = record.get("n"), record.get("kind"), record.get("step")
         if not isinstance(n, int) or not isinstance(step, int) or n <= self._committed:
             return
         if kind == "commit":
             self._committed = n
             self._rollbacks = {at: old for at, old in self._rollbacks.items() if at > n}
-        elif kind == "abort" and n not in self._rollbacks:
+        elif kind == "abort" and not record.get("skip") and n not in self._rollbacks:
             by = record.get("by")
             who = (
                 "{}/{}#{}".format(*by) if isinstance(by, list | tuple) and len(by) == 3 else "?/0#0"
             )
-            self._rollbacks[n] = rollback(n, step, who, str(record.get("cause", "")))
+            found = rollback(n, step, who, str(record.get("cause", "")))
+            odd = record.get("odd") or ()
+            if odd or record.get("diverged"):  # else it would be who counted the votes
+                found = replace(found, named=frozenset((peer[0], peer[1]) for peer in odd))
+            self._rollbacks[n] = found
             while len(self._rollbacks) > _KEPT:
                 del self._rollbacks[min(self._rollbacks)]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from fft.core.messages import Peer, Token
 
-
 CORRUPT = "corrupted"
 
 

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from fft.sim.process import Process
     from fft.sim.simulator import World
 
-_BODY = ("exception", "late_exception", "one_sided", "skipped", "after_vote", "quit")
+_BODY = (
+    *("exception", "late_exception", "one_sided", "skipped", "after_vote", "quit"),
+    *("user_skips", "user_skips_early"),
+)
 _BURST = 5.0
 """How many times more often faults come in a burst."""
 _MOST_GROUPS = 5

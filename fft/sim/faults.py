@@ -43,6 +43,10 @@ CHANCES: Mapping[str, str] = {
     "repeated": "a message is delivered twice",
     "lost": "a message never reaches one of its listeners",
     "deaf": "a listener falls behind the ring of the bus, and hears nothing more",
+    "user_skips": "the user skips the step on one rank, after its reductions",
+    "user_skips_early": "the user skips the step on one rank, before its reductions",
+    "all_skip": "the user skips the step on all ranks",
+    "corrupted": "a state changes that nobody was to change",
 }
 """Kinds of fault that strike a thing when it is done."""
 
@@ -112,6 +116,10 @@ DEFAULT = Weather(
         "repeated": 0.002,
         "lost": 0.001,
         "deaf": 0.0003,
+        "user_skips": 0.02,
+        "user_skips_early": 0.01,
+        "all_skip": 0.03,
+        "corrupted": 0.01,
     },
 )
 """The default mix."""

@@ -700,7 +700,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "first_deferred_only",
-        "Of several decisions that were put off during the optimizer step only the first is obeyed.",
+        "Of several decisions that were put off during the optimizer step only one is obeyed.",
         "agreement",
         small(fault=1, early=1, commits=2),
         participant=_FirstDeferredOnly,

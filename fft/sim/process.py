@@ -218,8 +218,9 @@ class MainThread:
         self._failing: str | None = None
         """The fault that will strike this body."""
         self._heal: Heal | None = None
-        self._waits = 0
-        """Reductions that the vote will tell of, once the state has come."""
+        self._waits = 0, False
+        """What the vote will tell of, once the state has come: reductions, and whether to skip."""
+        self._interval = self._world.digest_interval()
         self._learning: Heal | None = None
         """Of a learner: what its state is on its way for."""
         self._came: _Came | None = None
@@ -250,7 +251,7 @@ class MainThread:
                 self._enter(command)
             case Apply() if voted:
                 self._note_consumed()
-                self._process.later(self._world.latency.apply(), self._applied)
+                self._process.later(self._world.latency.apply(), self._applied, command.skip)
             case Apply():  # the body had raised already
                 self._post(ApplyFailed(self._token(), "interrupted before the optimizer step"))
                 self._idle()
@@ -283,14 +284,14 @@ class MainThread:
         if plan is not None and plan.index is not None:
             self._world.consumed(self._process, plan.token, plan.cursor + plan.index, plan.step)
 
-    def _applied(self) -> None:
+    def _applied(self, skip: bool) -> None:
         who, token = self._process.peer, self._token()
         if self._world.strikes("apply_failed"):
             self.bits = self.bits.torn(who)
             self._post(ApplyFailed(token, "the optimizer step raised"))
         else:
-            self.bits = self.bits.applied(who, token)
-            self._post(Applied(token, self.bits.digest))
+            self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
+            self._post(Applied(token, self.bits.told))
         self._idle()
 
     # --- the process groups ---
@@ -341,6 +342,8 @@ class MainThread:
             self.serving = None
         self._plan, self._doing = plan, "body"
         self.bits = self.bits.begin(self._process.peer, plan.token)
+        if world.compares and self._learning is None and world.strikes("corrupted"):
+            self.bits = self.bits.corrupted(self._process.peer)
         self._failing = world.body_fault()
         compute = world.latency.compute()
         if self._failing in ("exception", "quit"):
@@ -370,6 +373,10 @@ class MainThread:
         if self._aborted:
             self._unwind()
             return
+        if self._failing == "user_skips_early":
+            self._world.count(self._failing)
+            self._vote(0, skip=True)
+            return
         if self._failing == "skipped" and self._world.skips_alone(plan.token, self._members):
             self.bits = self.bits.spoil(self._process.peer)
             self._vote(self._world.rng.choice([0, self._world.reductions - 1]))
@@ -387,8 +394,12 @@ class MainThread:
             else:
                 self._raise_late()
         else:
-            skips = self._world.skipped_by_all(self._plan.token) == self._process.peer.rank
-            self._vote(self._world.reductions - skips)
+            world, token = self._world, self._plan.token
+            left_out = world.skipped_by_all(token) == self._process.peer.rank
+            alone = self._failing == "user_skips"
+            if alone:
+                world.count("user_skips")
+            self._vote(world.reductions - left_out, skip=world.all_skip(token) or alone)
 
     def _raise_late(self) -> None:
         self._fault("injected: exception after the reductions")
@@ -410,16 +421,19 @@ class MainThread:
         else:
             self._idle()
 
-    def _vote(self, count: int, cause: str = "") -> None:
+    def _vote(self, count: int, cause: str = "", skip: bool = False) -> None:
         """Post YES, or NO because of ``cause``, and wait for the decision."""
         assert self._plan is not None
         if self._learning is not None and not cause:
             self._doing = "learning"
-            self._waits = count
+            self._waits = count, skip
             self._learn()
             return
         manifest = Manifest(count=count, bytes=4 * count, shapes="x")
-        self._post(Prepared(self._plan.token, not cause, manifest, cause))
+        # By the step, so that a replay compares again.
+        compares = self._world.compares and self._plan.step % self._interval == 0
+        digest = self.bits.digest if compares else None
+        self._post(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
         if self._failing == "after_vote" and not cause:
             self._world.count("after_vote")
             self._post(Fault(self._plan.token, "injected: fault after the vote"))
@@ -436,10 +450,11 @@ class MainThread:
             self._failed_to_heal(learning, came.cause, came.torn)
             return
         self.bits = self.bits.learnt(came.bits)
-        event = Healed(learning.record.epoch, STATE_BYTES, came.source, self.bits.digest)
+        event = Healed(learning.record.epoch, STATE_BYTES, came.source, self.bits.told)
         self._post(event)
         self._doing = "body"
-        self._vote(self._waits)
+        count, skip = self._waits
+        self._vote(count, skip=skip)
 
     # --- healing ---
 
@@ -503,7 +518,7 @@ class MainThread:
     def _healed(self, size: int, source: str) -> None:
         assert self._heal is not None
         epoch, self._heal = self._heal.record.epoch, None
-        self._post(Healed(epoch, size, source, self.bits.digest))
+        self._post(Healed(epoch, size, source, self.bits.told))
         self._idle()
 
     def _heal_failed(self, cause: str, torn: bool = False) -> None:

@@ -127,6 +127,7 @@ class SimBus:
                 if self.head == after:
                     self.head = proposal
                     self.history.append(proposal)
+                    self._world.hopeless |= proposal.diverged
                 return Decision(self.head, won=self.head == proposal)
             case CastVote(token=token, vote=vote, voters=voters):
                 slot = self.slots.setdefault((token.epoch + token.txn) % SLOTS, [])

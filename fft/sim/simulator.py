@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fft.core.invariants import History, Move, judge
 from fft.core.liveset import judge_live_sets
@@ -183,6 +184,13 @@ class World:
         self._meetings: dict[tuple[int, ...], Meeting] = {}
         self._incarnations: Counter[tuple[str, int]] = Counter()
         self._skips: dict[Token, int] = {}
+        self._all_skip: dict[Token, bool] = {}
+        whims = random.Random(f"whims of {seed}")  # so that what came before lives as before
+        corrupts = bool(self.weather.chances.get("corrupted"))
+        self.compares = corrupts and whims.random() < 0.5
+        """Whether votes bring digests."""
+        self._on_divergence: Literal["stop", "heal"] = whims.choice(["stop", "heal"])
+        self._whims = whims
         self._timeouts = self._draw_timeouts()
         self._alike = rng.random() < 0.5
         """Whether all groups start with equal states (``init_sync=False``)."""
@@ -225,6 +233,7 @@ class World:
             min_groups=self.min_groups,
             expected_groups=self.count_groups,
             min_reductions=self.spec.policies.min_reductions,
+            on_divergence=self._on_divergence,
         )
         participant = self._participant(self._table, config)
         lineage = GENESIS if self._alike else f"fresh:{group.name}:{store}"
@@ -364,6 +373,16 @@ class World:
             self._skips[token] = self.rng.randrange(self.ranks) if skips else -1
         return self._skips[token]
 
+    def all_skip(self, token: Token) -> bool:
+        """Whether the user skips this txn on all ranks."""
+        if token not in self._all_skip:
+            self._all_skip[token] = self.strikes("all_skip")
+        return self._all_skip[token]
+
+    def digest_interval(self) -> int:
+        """Every how many steps a process takes a digest for its vote."""
+        return self._whims.choice([1, 1, 2, 4])
+
     def holds_state(self, without: Group | None = None) -> bool:
         """Whether the job could go on with the whole groups that are there.
 
@@ -372,6 +391,8 @@ class World:
         head, groups = self.bus.head, [g for g in self.groups.values() if g is not without]
         if head is None:
             return True
+        if head.diverged:
+            return False
         able = [
             g.live
             for g in groups
@@ -461,7 +482,7 @@ class World:
         return None
 
     def _state_left(self, begun: float) -> bool:
-        """Whether the state is gone because who held it left by its own word.
+        """Whether the state is gone because who held it left by its own word, or states differ.
 
         Asked to leave; or it had waited for others since before the calm began, at ``begun``, and
         ``quorum`` ended.
@@ -469,6 +490,8 @@ class World:
         head = self.bus.head
         if head is None or self.holds_state():
             return False
+        if head.diverged:
+            return True
         held = [p for p in self.processes.values() if p.local.lineage == head.lineage]
         return any(p.code == 0 or self._gave_up(p, begun) for p in held)
 
@@ -539,7 +562,9 @@ def _holds(process: Process, head: Record) -> bool:
         return False
     if s.lineage == head.lineage:
         return True
-    return s.vote is not None and committed(s, process.participant.config)[0] == head.lineage
+    config = process.participant.config
+    ways = (committed(s, config).lineage, committed(s, config, skip=True).lineage)
+    return s.vote is not None and head.lineage in ways
 
 
 def run_seed(

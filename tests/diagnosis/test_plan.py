@@ -207,6 +207,22 @@ def test_records_count_once_in_any_order(order: list[int], again: list[int]) -> 
     assert named_by_all(history.run, 4) is None
 
 
+def test_nobody_is_blamed_for_a_step_that_the_user_skips() -> None:
+    history = History()
+    for n in range(3):
+        history.take(record(n, "abort", 4, "1/0#2: ValueError: bad"))
+    history.take({**record(3, "abort", 4, "0/0#1: the user skipped this step here"), "skip": True})
+    assert [one.n for one in history.run] == [0, 1, 2]
+
+
+def test_of_states_that_differ_the_odd_ones_are_named_and_not_who_counted() -> None:
+    history = History()
+    cause = "0/0#1: replicas differ after step 4"
+    history.take({**record(1, "abort", 4, cause), "odd": [["2", 1, 7]]})
+    history.take({**record(2, "abort", 4, cause), "diverged": True})
+    assert [one.named for one in history.run] == [{("2", 1)}, set()]
+
+
 def test_one_rollback_that_names_another_ends_the_suspicion() -> None:
     run = [rollback(n, 1, "1/0#1", "1/0#1: ValueError: bad") for n in range(3)]
     other = rollback(3, 1, "0/0#1", "0/0#1: KeyError: bad")
