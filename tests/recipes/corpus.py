@@ -53,7 +53,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
-        heads = [p.view(b, t, 2, c // 2).transpose(1, 2) for p in self.c_attn(self.ln_1(x)).chunk(3, -1)]
+        heads = [
+            p.view(b, t, 2, c // 2).transpose(1, 2) for p in self.c_attn(self.ln_1(x)).chunk(3, -1)
+        ]
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.drop(self.c_proj(y.transpose(1, 2).reshape(b, t, c)))
         return x + self.drop(self.mlp(self.ln_2(x)))
