@@ -8,6 +8,7 @@ torchft does not pass on. Touches torch's registries of process groups, between 
 from __future__ import annotations
 
 import itertools
+import threading
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -26,7 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, Work, _world
 from torchft.process_group import ProcessGroupGloo
 
-_mesh_numbers = itertools.count()
+_names: set[str] = set()
+"""Those that registered groups have."""
+_names_lock = threading.Lock()
 
 
 class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
@@ -64,7 +67,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         if self._rank is None or self._pg is None:
             raise RuntimeError("configure() the shard process group before mesh()")
         self._shape = (self._rank, self.size())
-        group_name = GroupName(self._group_name or f"fft-{name}-{next(_mesh_numbers)}")
+        group_name = GroupName(self._group_name or _take_name(name))
         if self._group_name is None:
             self._set_group_name(group_name)
             self._register_in_torch(group_name)
@@ -93,6 +96,8 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         if self._group_name is None:
             return
         _unregister_process_group(GroupName(self._group_name))
+        with _names_lock:
+            _names.discard(self._group_name)
         for registry in (
             _world.pg_group_ranks,
             _world.pg_map,
@@ -211,3 +216,15 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
     def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: it waits where nothing can free it."""
         raise NotImplementedError("monitored_barrier() cannot be aborted: use barrier()")
+
+
+def _take_name(name: str) -> str:
+    """The first that is free. DTensor remembers, by its shape alone, the mesh of an earlier group.
+
+    So a group that takes the place of one that was unregistered has to be found by the name of it.
+    """
+    with _names_lock:
+        free = (f"fft-{name}-{number}" for number in itertools.count())
+        found = next(made for made in free if made not in _names)
+        _names.add(found)
+        return found

@@ -49,6 +49,8 @@ class Case:
     dropout: float = 0.1
     parts: int = 1
     fault: dict[str, Any] | None = None
+    kills: bool = False
+    """Whether one group is killed in each part, and started again."""
     bound_s: float = BOUND_S
 
 
@@ -60,6 +62,8 @@ class Run:
     results: list[dict[Place, dict[str, Any]]] = field(default_factory=list)
     """Of each part, by (group, rank)."""
     killed: list[Place] = field(default_factory=list)
+    restarts: set[int] = field(default_factory=set)
+    """Parts in which a group was killed."""
 
     def traces(self, part: int = -1) -> Path:
         """The folder of a part's traces."""
@@ -165,8 +169,7 @@ class Crew:
                 kind, said = child.connection.recv()
             except EOFError:
                 code = child.process.wait()
-                expected = (case.fault or {}).get("kind") == "kill" and code == -signal.SIGKILL
-                if not expected or child.place in done.killed:
+                if not case.kills or code != -signal.SIGKILL or task["part"] in done.restarts:
                     why = f"{case}: {child.place} ended with {code}"
                     raise CaseFailed(self._told(why)) from None
                 waiting |= self._restart(child.place[0], task, done)
@@ -199,6 +202,7 @@ class Crew:
             bus.broadcast(encode(dead))
         bus.close()
         done.killed += sorted(mates)
+        done.restarts.add(task["part"])
         self._tell(group, task)
         return mates
 

@@ -20,7 +20,7 @@ WARMUP = 2
 SAVE_EVERY = 3
 
 
-def _groups(model: nn.Module) -> list[dict[str, object]]:
+def weight_groups(model: nn.Module) -> list[dict[str, object]]:
     """Matrices decay, vectors do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
@@ -29,7 +29,7 @@ def _groups(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
-def _cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+def cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
     def factor(step: int) -> float:
         if step < WARMUP:
             return (step + 1) / WARMUP
@@ -41,8 +41,8 @@ def _cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sche
 def clipping_accumulation_ema(job: Job) -> None:
     """Two micro-batches a step, gradients clipped by their norm, an average of the weights."""
     model = GPT(job.dropout)
-    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2, betas=(0.9, 0.95))
-    schedule = _cosine(optimizer, job.steps)
+    optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2, betas=(0.9, 0.95))
+    schedule = cosine(optimizer, job.steps)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     manager = job.manager()
     manager.register(model, optimizer, schedule, extra={"ema": ema})
@@ -61,6 +61,7 @@ def clipping_accumulation_ema(job: Job) -> None:
             loss = model(*micro[-1])
             (loss / len(micro)).backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            job.reduced(model)
         if txn.committed:
             job.committed(index, loss.item())
             norms.append(float(norm))
@@ -86,6 +87,7 @@ def accumulation_without_no_sync(job: Job) -> None:
                 loss.backward()
                 total += loss.item()
             nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            job.reduced(model)
         if txn.committed:
             job.committed(index, total)
     job.ended(model, optimizer)
@@ -207,8 +209,8 @@ def checkpoint_and_resume(job: Job) -> None:
     """The first recipe, which saves every third step and begins from what was saved."""
     saved = job.folder / f"checkpoint-{job.group}.pt"
     model = GPT(job.dropout)
-    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2, betas=(0.9, 0.95))
-    schedule = _cosine(optimizer, job.steps)
+    optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2, betas=(0.9, 0.95))
+    schedule = cosine(optimizer, job.steps)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     manager = job.manager()
     manager.register(model, optimizer, schedule, extra={"ema": ema})
@@ -244,7 +246,7 @@ def mixed_precision(job: Job) -> None:
     """Autocast to float16 under a scale that is too large for the first steps."""
     model = GPT(job.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = _cosine(optimizer, job.steps)
+    schedule = cosine(optimizer, job.steps)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=3)
     manager = job.manager()
     manager.register(model, optimizer, schedule, scaler=scaler)
@@ -355,8 +357,8 @@ def hsdp_clipping_accumulation(job: Job) -> None:
     for block in model.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
-    schedule = _cosine(optimizer, job.steps)
+    optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2)
+    schedule = cosine(optimizer, job.steps)
     manager.register(model, optimizer, schedule)
     manager.sync_gradients(model)
     loader = fft.CursorLoader(Text(), batch_size=4, seed=13)

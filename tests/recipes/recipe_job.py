@@ -46,9 +46,12 @@ class Job:
     losses: list[float] = field(default_factory=list)
     consumed: list[list[int]] = field(default_factory=list)
     """Sample numbers of each committed step of this process."""
+    gradients: list[dict[str, str]] = field(default_factory=list)
+    """Digests of what `reduced` was called with, for each committed step."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What only the test of this recipe looks at."""
     result: dict[str, Any] = field(default_factory=dict)
+    _reduced: dict[str, str] | None = None
     _ends: list[Callable[[], object]] = field(default_factory=list)
 
     def manager(self, **options: Any) -> fft.ManagerFFT:
@@ -83,10 +86,16 @@ class Job:
         """From here on, generators of this rank alone: dropout masks, augmentation."""
         torch.manual_seed(100 + 10 * self.group + self.rank)
 
+    def reduced(self, model: nn.Module) -> None:
+        """Note the gradients that the step will apply, if it is committed."""
+        self._reduced = bits({name: p.grad for name, p in model.named_parameters()})
+
     def committed(self, indices: torch.Tensor, loss: float) -> None:
         """Note a committed step: the sample numbers of its batch, and its loss."""
         self.consumed.append(indices.tolist())
         self.losses.append(loss)
+        if self._reduced is not None:
+            self.gradients.append(self._reduced)
 
     def ended(
         self,
@@ -158,5 +167,6 @@ def run(task: Mapping[str, Any], group: int, rank: int) -> dict[str, Any]:
         "bits": job.result,
         "losses": job.losses,
         "consumed": job.consumed,
+        "gradients": job.gradients,
         "facts": job.facts,
     }

@@ -5,6 +5,7 @@ The batch of a step follows from what was committed, so that a step that failed 
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from corpus import Vectors, perceptron
-from recipe_job import Job
+from recipe_job import Job, bits
 from torch import nn
 from torchft import DistributedDataParallel, Optimizer
 from torchft.local_sgd import DiLoCo, LocalSGD
@@ -152,7 +153,31 @@ def local_sgd(job: Job) -> None:
             if manager.current_step() > step:
                 job.committed(index, loss.item())
     job.facts["synced"] = synced
+    job.facts["expected"] = bits(dict(_local_sgd_alone(synced).named_parameters()))
     job.ended(model, optimizer)
+
+
+def _local_sgd_alone(synced: list[bool]) -> nn.Module:
+    """What LocalSGD comes to by its definition, both groups in one process.
+
+    Where a synchronisation failed torchft goes on with what each group has.
+    """
+    torch.manual_seed(3)
+    models = [perceptron()]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    for i in range(len(synced) * SYNC_EVERY):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            x, y, _ = _batch(2 * i + group)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        if i % SYNC_EVERY == SYNC_EVERY - 1 and synced[i // SYNC_EVERY]:
+            with torch.no_grad():
+                for a, b in zip(*(model.parameters() for model in models), strict=True):
+                    a.copy_((a + b) / 2)
+                    b.copy_(a)
+    return models[0]
 
 
 def diloco(job: Job) -> None:
