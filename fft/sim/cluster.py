@@ -259,7 +259,9 @@ class Cluster:
                 pass
             case Restore(token=token):
                 node.txn, node.learning = None, None
-                self.post(node, Restored(token))
+                torn = node.peer in self.restore_fails
+                self.restore_fails -= {node.peer}
+                self.post(node, Restored(token, torn, "the body changed a parameter" * torn))
             case Heal():
                 self._heal(node, effect)
             case StartTxn():
@@ -294,6 +296,8 @@ class Cluster:
             self.post(node, Healed(effect.record.epoch, fetched))
 
     apply_fails: frozenset[Peer] = frozenset()
+    restore_fails: frozenset[Peer] = frozenset()
+    """Whose rollback cannot put everything back."""
 
     def _apply(self, node: Node, effect: Apply) -> None:
         token = node.local.token

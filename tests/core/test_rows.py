@@ -565,6 +565,22 @@ def torn_after_it_had_acknowledged() -> Job:
     return job
 
 
+def torn_by_a_rollback(late: bool) -> Job:
+    """Its body has changed what nothing was kept of; late: when the next epoch counts on it."""
+    job = Job(3).until_running()
+    a, b, _ = job.live()
+    job.restore_fails = frozenset({a.peer})
+    if late:
+        job.fail(b)
+        job.post(a, hold_back(job, a, "restored"))
+        job.settle()
+        return job
+    job.fail(b)
+    only(job, a, b)
+    job.settle()
+    return job
+
+
 def drained(how: str) -> Job:
     job = Job(3).until_running()
     a, b, c = job.live()
@@ -823,6 +839,8 @@ LIVES: dict[str, Callable[[], Job]] = {
     "torn by its commit": lambda: torn_by_its_commit(joiner=False),
     "torn by the commit that ends the epoch": lambda: torn_by_its_commit(joiner=True),
     "torn after it had acknowledged": torn_after_it_had_acknowledged,
+    "torn by a rollback": lambda: torn_by_a_rollback(late=False),
+    "torn by a rollback, told late": lambda: torn_by_a_rollback(late=True),
     "drained": lambda: drained("settled"),
     "drained, the last step torn": lambda: drained("torn"),
     "drained, nobody answers": lambda: drained("alone"),
