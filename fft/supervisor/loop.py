@@ -458,8 +458,9 @@ class Supervisor:
             return
         self._problems.append(f"{text}the job was ended")
         self._hopeless = True
-        has_state = self._tail.view.committed
-        self._drain("the script is wrong", forward=True, within=_LEAVE_S if has_state else 0.0)
+        has_state = self._tail.view.committed  # else there is nothing to leave in good order
+        within = _LEAVE_S if has_state else 0.0
+        self._drain("the script is wrong", forward=has_state, within=within)
 
     # --- ending ------------------------------------------------------------------------
 
