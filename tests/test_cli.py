@@ -292,8 +292,9 @@ def test_a_failing_script_is_named_with_its_log(tmp_path: Path) -> None:
         str(script),
     )
     assert failed.returncode == 1
-    assert "group 0 rank 0" in failed.stderr and "ended with exit code 1" in failed.stderr
-    assert failed.stderr.rstrip().endswith("ValueError: no data")
+    assert "group 0 rank 0 ended with ValueError at" in failed.stderr
+    assert failed.stderr.count("ValueError: no data") == 1
+    assert str(tmp_path / "t/logs/g0r0-1.log") in failed.stderr
 
 
 def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:

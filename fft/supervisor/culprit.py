@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 AFTER = 4
 """Rollbacks in a row. With these the pauses between attempts begin; and a rank whose own body fails
-gives up, by default, at its fifth."""
+by errors that differ gives up, by default, at its fifth."""
 _END_S = 10.0
 _LAST_ANSWER_S = 2.0
 

@@ -449,15 +449,18 @@ class Supervisor:
     def _on_mistake(self, group: Group, mistake: Mistake) -> None:
         """The script is wrong; to start it again would not mend it."""
         place = mistake.place
-        head = f"{place.type} at {place.where} ended group {group.name}; {mistake.reason}"
-        text = f"{head}:\n{place.text.rstrip()}"
+        child = next(child for child in group.children if child.last_words is place)
+        who = f"group {group.name} rank {child.rank}"
+        text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
+        text += f"{place.text.rstrip()}\n  its log: {child.log}; "
         if mistake.ends == "group":
-            self._give_up(group, f"{text}\n  group {group.name} was given up")
+            self._give_up(group, f"{text}group {group.name} was given up")
             return
-        self._problems.append(f"{text}\n  the job was ended; each rank's output is in logs/")
+        self._problems.append(f"{text}the job was ended")
         self._hopeless = True
-        has_state = self._tail.view.committed
-        self._drain("the script is wrong", forward=True, within=_LEAVE_S if has_state else 0.0)
+        has_state = self._tail.view.committed  # else there is nothing to leave in good order
+        within = _LEAVE_S if has_state else 0.0
+        self._drain("the script is wrong", forward=has_state, within=within)
 
     # --- ending ------------------------------------------------------------------------
 
