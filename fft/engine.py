@@ -85,6 +85,7 @@ from fft.wire import (
     inbox_name,
     list_name,
 )
+from fft.witness import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +165,11 @@ class Engine:
         """The newest epoch record seen."""
         self._announced: Record | None = None
         """The newest commit record of mine that was announced with its decision."""
+        self._witness = Witness()
+        self._distrusted = ""
+        """Why the bus's register is not to be used any more."""
+        self._lists: dict[str, int] = {}
+        """Lists of members that I wrote: the epoch each was proposed for."""
         self._gone: set[Peer] = set()
         """Left out by an epoch, and their inboxes perhaps not yet removed."""
         self._strange = Tally()
@@ -342,6 +348,8 @@ class Engine:
             self._chores.popleft()()
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, Decision) and event.record is not None:
+            event = self._believed(event, event.record)
         before, now = self.local, time.monotonic()
         after, out = self.participant.handle(before, event, now)
         self.local = after
@@ -354,6 +362,20 @@ class Engine:
             self._carry_out(effect)
         if isinstance(event, Decision) and event.record is not None:
             self._tidy(event.record)
+
+    def _believed(self, event: Decision, record: Record) -> Event:
+        """The decision, or that the register cannot be trusted any more, as others shall hear.
+
+        They may have seen one side only, and could go on with that.
+        """
+        if (found := self._witness.against(record)) is None:
+            return event
+        why, known = found
+        if not self._distrusted:
+            said = Broadcast(Decision(known))
+            self._chores.append(partial(self._use_bus, said))
+        error = BusForgot(f"the head register on {self.bus.url} has gone back: {why}")
+        return self._down("decision", error)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -386,6 +408,8 @@ class Engine:
         begun = time.monotonic()
         self._at_bus = type(effect).__name__, begun
         try:
+            if self._distrusted and isinstance(effect, ReadHead | Decide | CastVote):
+                raise BusForgot(self._distrusted)
             match effect:
                 case Broadcast(message=message):
                     if not self._is_announced(message):
@@ -429,7 +453,9 @@ class Engine:
 
     def _down(self, operation: str, error: Exception) -> BusDown:
         logger.error("%s on the bus failed: %s", operation, error)
-        kind = "forgot" if isinstance(error, BusForgot) else operation
+        kind = operation
+        if isinstance(error, BusForgot):  # whatever it says from now on may lead astray
+            kind, self._distrusted = "forgot", self._distrusted or str(error)
         return BusDown(kind, str(error)[:2000])
 
     def _decide(self, after: Record | None, proposal: Record) -> None:
@@ -437,7 +463,9 @@ class Engine:
         desired = self._wire.encode_record(proposal)
         lists = proposal.kind == "epoch"
         if lists:
-            self.bus.write(list_name(proposal), encode_members(proposal))
+            name = list_name(proposal)
+            self._lists[name] = proposal.epoch
+            self.bus.write(name, encode_members(proposal))
         if proposal.kind == "commit":  # else many propose at once, and each would cost a message
             word = self._wire.encode(Decision(proposal))
             held = self.bus.decide(HEAD, expected, desired, word)
@@ -448,10 +476,18 @@ class Engine:
             self._next.append(Decision(proposal, won=True))
             if lists and self._epoch is not None and list_name(self._epoch) != list_name(proposal):
                 self.bus.delete(list_name(self._epoch))
+            self._drop_lists(self._wire.pack(proposal))
         elif held is not None:
-            if lists and list_name(proposal) != list_name(decode_packed(held).record):
-                self.bus.delete(list_name(proposal))
+            self._drop_lists(decode_packed(held))
             self._next.append(Decision(self._read_head(held)))
+
+    def _drop_lists(self, head: Packed) -> None:
+        """Remove the lists of my proposals that have lost; one whose outcome is open stays."""
+        epoch, kept = head.record.epoch, list_name(head) if head.members else ""
+        for name, number in list(self._lists.items()):
+            if name != kept and (number < epoch or (number == epoch and kept)):
+                del self._lists[name]
+                self.bus.delete(name)
 
     def _is_announced(self, message: BusMessage) -> bool:
         """Whether the bus said so when it was decided."""
@@ -481,7 +517,7 @@ class Engine:
         for _ in range(_READS):
             if (record := self._wire.whole(packed)) is not None:
                 return record
-            listed = self.bus.read(list_name(packed.record))
+            listed = self.bus.read(list_name(packed))
             try:
                 return self._wire.complete(packed, listed)
             except MissingList as error:

@@ -100,14 +100,20 @@ def inbox_name(peer: Peer) -> str:
     return f"inbox/{peer.group}/{peer.rank}/{peer.inc}"
 
 
-def list_name(record: Record) -> str:
-    """Register for the members of an epoch record.
+def list_name(record: Record | Packed) -> str:
+    """Register for the members of an epoch record; it holds no other list, ever.
 
-    No two proposals that may be read at one time share it: it differs by proposer, by his
-    incarnation and the next, and by epoch and the next. So their number is bounded, too.
+    Also not that of the same proposer's next attempt, while the outcome of this one is open. Who
+    wrote it removes it: who forms the next epoch that of the last one, a proposer those that lost.
     """
-    by = record.by
-    return f"members/{by.group}/{by.rank}/{by.inc % 2}/{record.epoch % 2}"
+    packed = isinstance(record, Packed)
+    by, epoch = (record.record.by, record.record.epoch) if packed else (record.by, record.epoch)
+    digest = record.members if packed else _digest_of(record.members)
+    return f"members/{by.group}/{by.rank}/{by.inc}/{epoch % 2}/{digest}"
+
+
+def _digest_of(members: Members) -> str:
+    return hashlib.blake2b(_members().dump_json(members), digest_size=16).hexdigest()
 
 
 # --- votes ----------------------------------------------------------------------------------
@@ -209,7 +215,7 @@ class Wire:
         if (record := self.whole(packed)) is not None:
             return record
         try:
-            return self.complete(packed, read(list_name(packed.record)))
+            return self.complete(packed, read(list_name(packed)))
         except MissingList:
             return None
 
@@ -219,7 +225,7 @@ class Wire:
         Raises:
             MissingList: nothing, or not the list that the digest names.
         """
-        where = f"register {list_name(packed.record)!r}"
+        where = f"register {list_name(packed)!r}"
         if data is None:
             raise MissingList(f"{where} is empty; it must have the members of {_name(packed)}")
         members = _read_members(data, where)
@@ -231,8 +237,7 @@ class Wire:
         # Quick where the entries are the same objects, as in all records that were read here.
         digest = next((d for d, held in self._held.items() if held == members), None)
         if digest is None:
-            plain = _members().dump_json(members)
-            digest = hashlib.blake2b(plain, digest_size=16).hexdigest()
+            digest = _digest_of(members)
         self._held[digest] = self._held.pop(digest, members)
         while len(self._held) > _KEEP:
             del self._held[next(iter(self._held))]

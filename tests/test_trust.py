@@ -245,6 +245,50 @@ def test_a_job_whose_head_was_put_back_stops_too(stack: ExitStack) -> None:
     assert {m.ended.error for m in at.job.members if m.ended} == {"InDoubt"}
 
 
+class PutBack(MemoryBus):
+    """Its attacker lets this client's commit win, puts the head back, and deletes the ballots.
+
+    All before the client is answered, and its word goes out: until somebody in doubt has decided
+    otherwise.
+    """
+
+    armed = False
+    waits: Callable[[], None]
+
+    def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
+        held = super().compare_set(key, expected, desired)
+        if PutBack.armed and key == HEAD and held == desired and b'"commit"' in desired:
+            PutBack.armed = False
+            self.write(HEAD, expected or b"")
+            for slot in range(8):
+                self.delete(f"ballot{slot}")
+            until(lambda: self.read(HEAD) != expected, "who is in doubt has decided")
+        return held
+
+
+def test_a_commit_that_is_taken_back_is_noticed_by_both_sides(stack: ExitStack) -> None:
+    """One has applied it, the other has rolled back: neither goes on."""
+    PutBack.armed = False
+    name = f"trust-{uuid.uuid4().hex}"
+    raw, token = stack.enter_context(MemoryBus(name)), JobToken.fresh()
+    raw.extra = 2**20
+    opens: Callable[[str], SealedBus] = lambda url: SealedBus(PutBack(name), token)  # noqa: E731
+    job = Job(stack, f"memory://{name}", 2, 1, opens)
+    job.start(bus_retry=0.1, bus_limit=2.0, vote_window=0.5)
+    job.train(3)
+    until(lambda: {m.engine.local.state for m in job.members} == {"NORMAL"}, "all wait")
+    first, second = job.members
+    PutBack.armed = True
+    second.train(5)
+    until(lambda: second.engine.local.state == "PREPARED", "it has voted")
+    first.train(5)
+    until(lambda: all(m.ended for m in job.members), "both stop")
+    assert {m.ended.error for m in job.members if m.ended} == {"InDoubt"}
+    assert first.committed[-1].step == 4, "its commit had won"
+    assert second.committed[-1].step == 3 and second.restored == 1
+    assert decode_packed((raw.read(HEAD) or b"")[32:]).record.kind == "abort", "nobody went on"
+
+
 def test_a_count_is_spoken_of_at_powers_of_ten() -> None:
     tally = Tally()
     assert [n for _ in range(1234) if (n := tally.add("x"))] == [1, 10, 100, 1000]

@@ -29,7 +29,8 @@ values have equal bytes, as `compare_set` needs. A register with a value that is
 `bus_limit`. Votes that are not ours are dropped. **Counters** are the store's arithmetic and are
 not protected: who can write to the store can have an identity's processes fence each other.
 Whoever can write there can also remove anything, or put an older value back into a register: that
-stops a job (the engine takes a head that went back for a bus that forgot), and steers none.
+stops a job. The engine takes a head that went back, and two records that cannot both be, for a bus
+that forgot, and never asks it again (`fft.witness`; docs/bus.md says what is left open).
 """
 
 from __future__ import annotations

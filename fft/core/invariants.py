@@ -157,10 +157,10 @@ class Finding:
 
     name: str
     checks: int = 0
-    compared: int = 0
-    """Of these: digests of states compared with that of another participant."""
     violation: str | None = None
     place: str = ""
+    compared: int = 0
+    """Of the checks: digests of a state compared with that of another participant."""
 
     def expect(self, holds: bool, text: str, place: str) -> None:
         """Count one check; keep the first violation."""
@@ -380,7 +380,7 @@ def samples_once(move: Move) -> Iterator[Claim]:
         )
         if record.kind == "commit":
             yield Given(
-                (("start", record.token),),
+                (("start", record.token, record.step - (not record.skip)),),
                 f"record {record.n} commits other data than txn {record.token} began with",
                 lambda start: record.cursor == start[0] + start[1],
                 needed=False,
@@ -400,7 +400,7 @@ def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
     """Which slice a group takes in a txn: those that contribute have one each, in their order."""
     token, begun = start.token, (start.cursor, start.participants)
     text = f"{move.peer} began txn {token} with (cursor, participants) {begun}, another with"
-    yield Same(("start", token), begun, text + " {was}")
+    yield Same(("start", token, start.step), begun, text + " {was}")
     epoch = move.after.epoch
     late = epoch.learners if epoch and token.txn == 1 else ()
     able = [g.group for g in epoch.members if g.group not in late] if epoch else []
@@ -706,11 +706,14 @@ def decided(move: Move) -> Iterator[Claim]:
     """10: nobody leaves in doubt, but at its user's word or at that of a newer process."""
     if move.entered("EXIT"):
         before = move.before
-        fenced = any(isinstance(e, Finish) and e.error == "Fenced" for e in move.out.effects)
+        errors = {e.error for e in move.out.effects if isinstance(e, Finish)}
+        head, fenced = move.after.head, "Fenced" in errors
+        # The register has decided this txn, or has left it behind: that is known, and ends the job.
+        told = "Diverged" in errors and head is not None and head.token >= before.token
         yield Holds(
             before.vote is None
             or before.state in _COMMITTING
-            or (move.after.head is not None and move.after.head.token >= before.token)
+            or told
             or fenced
             or isinstance(move.event, Stop),
             f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",

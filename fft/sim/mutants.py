@@ -854,7 +854,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "first_slice_for_all",
         "Every group takes the first slice of a txn's data.",
         "samples_once",
-        small(formed=False, commits=0),
+        small(formed=False, alike=False, commits=0),
         participant=planted(actions=_begins(index=lambda start: 0)),
     ),
     Mutant(
@@ -868,7 +868,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "other_data_begun",
         "A txn begins with data that are not those it commits.",
         "samples_once",
-        small(formed=False, commits=0),
+        small(),
         participant=planted(actions=_begins(cursor=lambda start: start.cursor + 1)),
     ),
     Mutant(

@@ -749,8 +749,9 @@ def test_a_claim_waits_for_its_facts(needed: bool) -> None:
     both = Given((("x",), ("y",)), "x is not y", lambda x, y: x == y, needed)
     x, y, z = Know(("x",), 1), Know(("y",), 1), Know(("y",), 2)
     assert told(both, x, y) == Finding("spoken", 1)
-    assert told(both, x, z) == Finding("spoken", 1, "x is not y", "at 0")
-    never = Finding("spoken", 1, "x is not y", "at 1") if needed else Finding("spoken")
+    wrong = Finding("spoken", 1, violation="x is not y", place="at 0")
+    assert told(both, x, z) == wrong
+    never = replace(wrong, place="at 1") if needed else Finding("spoken")
     assert told(x, both) == never
 
 
