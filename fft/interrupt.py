@@ -39,6 +39,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from fft.compiling import never_compiled
 from fft.errors import FftError
 from fft.unsafe_places import Safety, guarded, look, owner
 
@@ -91,6 +92,7 @@ class Interrupter:
         """Frame (its id) and bytecode at which the handler was last, in a place that is short."""
         self.repeated = 0
         """Exceptions that were lost on their way and raised again."""
+        never_compiled(Interrupter._handle)
         self._previous = signal.signal(number, self._handle)
         self._sender = threading.Thread(target=self._send, name="fft-interrupt", daemon=True)
         self._sender.start()

@@ -672,6 +672,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._pacer.begin()
         if self._watched is not None:
             self._watched.pulse.begin(plan.step)
+            self._watched.compilations.attach()
         self._ask_lighthouse(plan)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)

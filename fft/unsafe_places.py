@@ -159,7 +159,8 @@ def look(frame: FrameType | None, body: FrameType | None) -> Safety:
     newest = frame
     at: FrameType | None = frame
     while at is not None and at is not body:
-        rule = _of(at.f_code).rule
+        code = at.f_code
+        rule = (_known.get(id(code)) or _of(code)).rule  # no call for each frame of a deep stack
         if rule is not None and rule.safety > worst and (rule.reach is Reach.CALLS or at is newest):
             worst = rule.safety
             if worst is Safety.LATER:
