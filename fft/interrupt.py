@@ -15,26 +15,34 @@ One condition variable joins the thread that asks and the main thread:
   and being handled, in a ``finally`` of the body's, say, it is on its way, and is not raised again.
 - Inside ``atomic`` the request waits, and is carried out at its end.
 
-The handler of a signal runs between two bytecodes, whichever. One that finds itself inside a
-guarded function (``leave``, what calls it …) raises nothing there; the signal comes again. So does
-one that finds itself between the taking of a lock and its ``try``, in the few functions of the
-standard library where that can be, and would leave the lock held for ever: logging, ``Condition``.
+The handler of a signal runs between two bytecodes, whichever, or in a call that waits. Where an
+exception would leave something half done (`fft.unsafe_places`) it raises nothing. Such a place is
+short, or it is none for as long as it takes (an import, a compilation):
+
+- *short*: the handler sends itself the signal again, so that it runs at the next bytecode at which
+  it can, and raises at the first that is safe. If it then finds the main thread where it was, at a
+  signal of the sender's, no bytecode has run in between: this is a call that waits, and the
+  exception comes out of that call. (A call that ends in the few microseconds before that very
+  signal looks the same.)
+- *long*: the sender's next signal asks again.
 """
 
 from __future__ import annotations
 
-import logging
+import _thread
 import os
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import Any, TypeVar
+from types import FrameType
+from typing import NoReturn
 
+from fft.compiling import never_compiled
 from fft.errors import FftError
+from fft.unsafe_places import Safety, guarded, look, owner
 
 DEFAULT_SIGNAL = signal.SIGUSR2
 _AGAIN_S = 0.02
@@ -44,35 +52,9 @@ _UNSEEN = 25
 """Signals in a row at which a living exception was not being handled, before it counts as lost.
 (On its way through C++ it is not, and a destructor may run Python code then.)"""
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-_GUARDED: set[CodeType] = set()
-_FRAGILE: frozenset[CodeType] = frozenset(
-    function.__code__
-    for function in (
-        logging.Handler.handle,
-        logging.Handler.acquire,
-        logging.Handler.release,
-        threading.Condition.__enter__,
-        threading.Condition.__exit__,
-    )
-)
-"""Not what they call: what these do under their locks may be interrupted."""
-
-
-def guarded(function: _F) -> _F:
-    """Decorator: no body is unwound while this function, or what it calls, is at work."""
-    _GUARDED.add(function.__code__)
-    return function
-
-
-def _is_guarded(frame: FrameType | None) -> bool:
-    if frame is not None and frame.f_code in _FRAGILE:
-        return True
-    while frame is not None:
-        if frame.f_code in _GUARDED:
-            return True
-        frame = frame.f_back
-    return False
+_LOOKS = 500
+"""Bytecodes at which the handler looks again by itself, for each signal of the sender's: a few
+milliseconds of a long ``__enter__``."""
 
 
 class Interrupted(BaseException):
@@ -102,8 +84,17 @@ class Interrupter:
         self._unseen = 0
         self._in_flight = False
         """A signal was sent, and its handler has not run yet."""
+        self._body: FrameType | None = None
+        """Whose the open body is."""
+        self._looks = 0
+        """That the handler may still take by itself before the sender's next signal."""
+        self._sent = False
+        """The sender's signal has come, or comes, since the handler ran last."""
+        self._seen: tuple[int, int] | None = None
+        """Frame (its id) and bytecode at which the handler was last, in a place that is short."""
         self.repeated = 0
         """Exceptions that were lost on their way and raised again."""
+        never_compiled(Interrupter._handle)
         self._previous = signal.signal(number, self._handle)
         self._sender = threading.Thread(target=self._send, name="fft-interrupt", daemon=True)
         self._sender.start()
@@ -127,6 +118,7 @@ class Interrupter:
         with self._changed:
             self._cause, self._raised = None, None
             self._open = threading.get_ident() == self._main
+            self._body, self._seen = owner(sys._getframe()), None
 
     @guarded
     def leave(self) -> bool:
@@ -134,6 +126,7 @@ class Interrupter:
         with self._changed:
             self._open = False
             asked, self._cause, self._raised = self._cause is not None, None, None
+            self._body = None
             self._changed.notify_all()
         return asked
 
@@ -167,6 +160,7 @@ class Interrupter:
         if is_main and signal.getsignal(self._number) == self._handle:
             signal.signal(self._number, self._previous)
 
+    @guarded
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked worker: no body is ever unwound there
             signal.signal(number, self._previous)
@@ -174,12 +168,33 @@ class Interrupter:
             return
         cause = self._cause
         ours, self._in_flight = self._in_flight, False
+        sent, self._sent = self._sent, False
         if not ours and callable(self._previous):
             self._previous(number, frame)
-        if cause is None or not self._open or self._atomic or _is_guarded(frame):
+        if cause is None or frame is None or not self._open or self._atomic:
             return
         if self._on_its_way() and not self._seems_lost():
             return
+        safety = look(frame, self._body)
+        if safety is Safety.SAFE or (safety is Safety.SOON and self._waits(frame, sent)):
+            self._raise(cause)
+        if safety is Safety.SOON and self._may_look_again(sent):
+            self._in_flight = True
+            # Not by a call: the interpreter looks for signals after each, thus inside of this.
+            [_] = map(_thread.interrupt_main, [number])
+
+    def _waits(self, frame: FrameType, sent: bool) -> bool:
+        """Whether this is where the last look was, with no bytecode run since: a call that waits."""
+        before, self._seen = self._seen, (id(frame), frame.f_lasti)
+        return sent and before == self._seen
+
+    def _may_look_again(self, sent: bool) -> bool:
+        self._looks = _LOOKS if sent else self._looks - 1
+        if self._looks <= 0:
+            self._seen = None  # who is found here again may have been elsewhere
+        return self._looks > 0
+
+    def _raise(self, cause: str) -> NoReturn:
         if self._raised is not None:
             self.repeated += 1
         self._unseen = 0
@@ -211,7 +226,7 @@ class Interrupter:
                 if self._closed:
                     return
                 # Under the lock: the body cannot end between the question and the signal.
-                self._in_flight = True
+                self._in_flight = self._sent = True
                 signal.pthread_kill(self._main, self._number)
                 self._changed.wait_for(lambda: self._closed or not self._due(), _AGAIN_S)
                 if self._on_its_way():

@@ -90,7 +90,7 @@ from fft.equality import EqualityChecks
 from fft.errors import BodyKeepsFailing, Drained, FftError, NoQuorum, TxnAborted
 from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
-from fft.interrupt import Interrupted, Interrupter, guarded
+from fft.interrupt import Interrupted, Interrupter
 from fft.jobtoken import JobToken
 from fft.learning import Learning
 from fft.lifeline import Hold, hold
@@ -109,6 +109,7 @@ from fft.rollback.transfer import StateTransfer
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
 from fft.trace import TraceWriter, header
+from fft.unsafe_places import guarded
 from fft.updates import StepWatch, Updates
 from fft.watched import Watched, supervisor_socket
 
@@ -806,6 +807,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._pacer.begin()
         if self._watched is not None:
             self._watched.pulse.begin(plan.step)
+            self._watched.compilations.attach()
         self._ask_lighthouse(plan)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fft.compiling import Compilations
 from fft.detectors.pulse import Pulse
 from fft.monitor import MonitorConfig, MonitorProcess
 from fft.moves import Moves
@@ -56,6 +57,8 @@ class Watched:
         self.begun = threading.Event()
         """The monitor looks; it takes a moment to start."""
         self.pulse = Pulse(time.monotonic)
+        self.compilations = Compilations(self.pulse.atomic)
+        """To be attached when a txn begins: whoever compiles does not hang."""
         self._moves = Moves(self.pulse, config.interval_s)
         try:
             self._process = MonitorProcess(
@@ -89,5 +92,6 @@ class Watched:
     def close(self) -> None:
         """End the monitor first, so that it does not take what follows for a fault. Idempotent."""
         self._process.close()
+        self.compilations.detach()
         self._moves.close()
         self.pulse.close()

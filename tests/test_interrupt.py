@@ -10,13 +10,15 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
 
 from fft.errors import FftError
-from fft.interrupt import Interrupted, Interrupter, guarded
+from fft.interrupt import Interrupted, Interrupter
+from fft.unsafe_places import guarded
 
 SOAK = [500, pytest.param(2000, marks=pytest.mark.long)]
 LONG_S = 60.0
@@ -107,19 +109,36 @@ def wait_on_condition() -> None:
         condition.wait(LONG_S)
 
 
-class Drops:
-    """Python drops what is raised while it is collected."""
+class Collected:
+    """Its destructor takes a while."""
 
     def __del__(self) -> None:
-        for _ in range(2000):
-            pass
+        busy()
+
+
+def busy(_: object = None) -> None:
+    for _ in range(2000):
+        pass
 
 
 def collect() -> None:
     while True:
-        Drops()
-        for _ in range(2000):
-            pass
+        collected = Collected()
+        del collected
+        busy()
+
+
+def call_back() -> None:
+    """Python drops what is raised in a callback of a weak reference."""
+    while True:
+        watched = Asked()
+        reference = weakref.ref(watched, busy)
+        del watched
+        busy()
+
+
+class Asked:
+    """May be referred to weakly."""
 
 
 def log() -> None:
@@ -175,9 +194,23 @@ def test_an_exception_that_python_drops_is_raised_again(
         rounds += 1
         asker.ask(rng.random() * 1e-3)
         with Body(interrupter) as body:
-            collect()
+            call_back()
         assert body.unwound
     assert rounds < 1000
+
+
+def test_a_destructor_is_never_cut(
+    interrupter: Interrupter, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: dropped.append(raised.exc_type))
+    rng = random.Random(3)
+    for _ in range(100):
+        asker.ask(rng.random() * 1e-3)
+        with Body(interrupter) as body:
+            collect()
+        assert body.unwound
+    assert not dropped and not interrupter.repeated
 
 
 def test_who_swallows_it_is_told_again_until_it_leaves(

@@ -1,0 +1,333 @@
+"""Bodies that use one thing again and again are interrupted at random moments; counts what leaks.
+
+``interrupt_storm.py KIND ROUNDS SEED FOLDER``, in a process of its own, so that what leaked hurts
+nobody. Prints, as JSON, in how many bodies the thing was left half done, and how many were unwound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import decimal
+import gc
+import io
+import json
+import logging
+import multiprocessing
+import os
+import queue
+import random
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fft.interrupt import Interrupted, Interrupter
+from fft.unsafe_places import guarded
+
+SWITCH_S = 1e-4
+"""Threads take turns so often; else an interruption takes 5 ms to be asked for."""
+
+
+class Thing:
+    """What a body uses: `use` leaves everything as it was, and `left` is how much it did not."""
+
+    def use(self) -> None:
+        """Once; called in a loop without an end."""
+        raise NotImplementedError
+
+    def left(self) -> int:
+        """How much is left over, which is then put right."""
+        raise NotImplementedError
+
+
+class Locked(Thing):
+    """A lock that is held in a ``with``."""
+
+    def __init__(self, make: Callable[[], threading.Lock]) -> None:
+        self.make, self.lock = make, make()
+        self.uses = 0
+
+    def use(self) -> None:
+        with self.lock:
+            pass
+
+    def left(self) -> int:
+        free: list[bool] = []  # asked for by another thread: who holds an RLock may take it again
+        asker = threading.Thread(target=lambda: free.append(self.lock.acquire(False)))
+        asker.start()
+        asker.join()
+        held = not free[0]
+        self.lock = self.make()
+        return held
+
+
+class Tried(Locked):
+    """A lock that is taken before a ``try``."""
+
+    def use(self) -> None:
+        self.lock.acquire()
+        try:
+            self.uses += 1  # without anything in it there is no ``try`` in the bytecode
+        finally:
+            self.lock.release()
+
+
+class TakenIfFree(Locked):
+    """A lock that is tried for before a ``try``, and taken at once."""
+
+    def use(self) -> None:
+        taken = self.lock.acquire(False)
+        if taken:
+            try:
+                self.uses += 1
+            finally:
+                self.lock.release()
+
+
+class Permits(Locked):
+    """A semaphore of Python's own: two permits, one is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: threading.Semaphore(1))  # type: ignore[arg-type,return-value]
+
+
+class Stacked(Locked):
+    """A lock and a context on an `ExitStack`."""
+
+    def use(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.lock)
+            stack.enter_context(contextlib.nullcontext())
+
+
+class Counted(Thing):
+    """A ``@contextmanager`` that does and undoes, as a statement and as a decorator."""
+
+    def __init__(self) -> None:
+        self.entered = self.left_again = 0
+        self.decorated = self.context()(abs)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        self.entered += 1
+        len("a call, at which a signal may be heard")
+        try:
+            yield
+        finally:
+            len("and another")
+            self.left_again += 1
+
+    def use(self) -> None:
+        with self.context():
+            pass
+        self.decorated(1)
+
+    def left(self) -> int:
+        left, self.entered = self.entered - self.left_again, self.left_again
+        return left
+
+
+class Switch(Thing):
+    """A setting of the process's or the thread's that a ``with`` changes."""
+
+    def __init__(
+        self,
+        context: Callable[[], contextlib.AbstractContextManager[object]],
+        read: Callable[[], object],
+        write: Callable[[], object],
+    ) -> None:
+        self.context, self.read, self.write = context, read, write
+        self.before = read()
+
+    def use(self) -> None:
+        with self.context():
+            pass
+
+    def left(self) -> int:
+        left = self.read() != self.before
+        self.write()
+        return left
+
+
+class Files(Thing):
+    """Temporary files, folders, and an open file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.open = len(os.listdir("/proc/self/fd"))
+
+    def use(self) -> None:
+        with tempfile.TemporaryDirectory(dir=self.folder):
+            pass
+        with tempfile.NamedTemporaryFile(dir=self.folder):
+            pass
+        with open(os.devnull):
+            pass
+
+    def left(self) -> int:
+        gc.collect()
+        found = list(self.folder.iterdir())
+        for path in found:
+            path.rmdir() if path.is_dir() else path.unlink()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        more, self.open = max(0, descriptors - self.open), descriptors
+        return len(found) + more
+
+
+class Queued(Thing):
+    """A queue, of which what was put in is taken out."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[int] = queue.Queue(2)
+
+    def use(self) -> None:
+        self.queue.put(1)
+        self.queue.get()
+
+    def left(self) -> int:
+        held = not self.queue.mutex.acquire(False)
+        self.queue = queue.Queue(2)
+        return held
+
+
+class Started(Thing):
+    """Threads that are started and waited for, and an event."""
+
+    def use(self) -> None:
+        event = threading.Event()
+        thread = threading.Thread(target=event.wait, args=(10,))
+        thread.start()
+        event.set()
+        thread.join()
+
+    def left(self) -> int:
+        limbo: dict[object, object] = threading._limbo  # type: ignore[attr-defined]
+        left = len(limbo) + (not threading._active_limbo_lock.acquire(False))  # type: ignore[attr-defined]
+        limbo.clear()
+        threading._active_limbo_lock.release()  # type: ignore[attr-defined]
+        return left
+
+
+class Logged(Locked):
+    """A handler of a logger."""
+
+    def __init__(self) -> None:
+        handler = logging.StreamHandler(io.StringIO())
+        logger = logging.getLogger("a body's")
+        logger.propagate = False
+        logger.addHandler(handler)
+        super().__init__(lambda: handler.lock)  # type: ignore[arg-type,return-value]
+        self.use = lambda: logger.warning("used")  # type: ignore[method-assign]
+
+
+def _filters() -> object:
+    return id(warnings.filters), id(warnings.showwarning)
+
+
+def _put_back_filters() -> None:
+    warnings.filters, warnings.showwarning = FILTERS  # type: ignore[misc,assignment]
+
+
+FILTERS = warnings.filters, warnings.showwarning
+
+THINGS: dict[str, Callable[[Path], Thing]] = {
+    "lock": lambda _: Locked(threading.Lock),
+    "rlock": lambda _: Locked(threading.RLock),  # type: ignore[arg-type]
+    "condition": lambda _: Locked(threading.Condition),  # type: ignore[arg-type]
+    "semaphore": lambda _: Permits(),
+    "process-lock": lambda _: Locked(multiprocessing.Lock),  # type: ignore[arg-type]
+    "tried": lambda _: Tried(threading.Lock),
+    "tried-if-free": lambda _: TakenIfFree(threading.Lock),
+    "tried-process-lock": lambda _: Tried(multiprocessing.Lock),  # type: ignore[arg-type]
+    "exit-stack": lambda _: Stacked(multiprocessing.Lock),  # type: ignore[arg-type]
+    "contextmanager": lambda _: Counted(),
+    "files": Files,
+    "queue": lambda _: Queued(),
+    "threads": lambda _: Started(),
+    "logging": lambda _: Logged(),
+    "warnings": lambda _: Switch(warnings.catch_warnings, _filters, _put_back_filters),
+    "decimal": lambda _: Switch(
+        lambda: decimal.localcontext(prec=5),
+        lambda: decimal.getcontext().prec,
+        lambda: setattr(decimal.getcontext(), "prec", 28),
+    ),
+    "no_grad": lambda _: Switch(
+        torch.no_grad, torch.is_grad_enabled, lambda: torch.set_grad_enabled(True)
+    ),
+    "set_grad_enabled": lambda _: Switch(
+        partial(torch.set_grad_enabled, False),  # a lambda would be one more place to be cut in
+        torch.is_grad_enabled,
+        lambda: torch.set_grad_enabled(True),
+    ),
+    "autocast": lambda _: Switch(
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda: torch.set_autocast_enabled("cpu", False),
+    ),
+}
+
+
+class Body:
+    """What ``with txn:`` does with an interrupter."""
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        self.interrupter = interrupter
+        self.unwound = False
+
+    @guarded
+    def __enter__(self) -> Body:
+        self.interrupter.enter()
+        return self
+
+    @guarded
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.interrupter.leave()
+        self.unwound = kind is Interrupted
+        return self.unwound
+
+
+def main() -> None:
+    """Interrupt as often as asked for."""
+    kind, rounds, seed, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    sys.setswitchinterval(SWITCH_S)
+    thing = THINGS[kind](Path(folder))
+    thing.use()
+    dice = random.Random(seed)
+    begun, ended = threading.Semaphore(0), threading.Event()
+    interrupter = Interrupter()
+
+    def ask() -> None:
+        while begun.acquire() and not ended.is_set():
+            time.sleep(dice.random() * 1e-3)  # where in the body it strikes is for the dice
+            while not interrupter.request("asked"):
+                time.sleep(1e-5)
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    left = unwound = 0
+    longest = 0.0
+    thing.left()
+    for _ in range(rounds):
+        begun.release()
+        since = time.monotonic()
+        with Body(interrupter) as body:
+            while True:
+                thing.use()
+        longest = max(longest, time.monotonic() - since)
+        unwound += body.unwound
+        left += bool(thing.left())
+    ended.set()
+    begun.release()
+    asker.join()
+    interrupter.close()
+    print(json.dumps({"left": left, "unwound": unwound, "longest": longest}))
+
+
+if __name__ == "__main__":
+    main()
