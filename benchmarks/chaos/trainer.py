@@ -1,8 +1,8 @@
 """One rank of a job to be broken that trains as people do: a GPT, or a convolutional network.
 
 ``trainer.py gpt|cnn PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do beside loss
-and backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers. Replicas are
-compared every fourth step.
+and backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers. Replicas
+are compared every fourth step.
 """
 
 from __future__ import annotations
