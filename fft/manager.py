@@ -1465,7 +1465,8 @@ class Transaction:
         step: committed steps before this txn.
         contributes: whether what the body computes counts. A spare's does not, nor that of a group
             in the txn in which it joins: its weights are not those of the job before the end of it.
-        committed: after the body: whether the txn was committed.
+        committed: after the body: whether the txn was committed; its data are consumed then.
+        skipped: after the body: whether it was committed without an optimizer step.
     """
 
     def __init__(self, manager: ManagerFFT, plan: StartTxn, drawn: Drawn, last: bool) -> None:
@@ -1473,7 +1474,7 @@ class Transaction:
         self.step = plan.step
         self.contributes = plan.index is not None
         self.epoch, self.attempt = plan.token
-        self.committed = False
+        self.committed = self.skipped = False
         self.closed = False
         self._manager = manager
         self._plan = plan
@@ -1512,7 +1513,7 @@ class Transaction:
             manager._ask_to_leave()
         command = manager._prepare()
         if command is not None:
-            self.committed = True
+            self.committed, self.skipped = True, command.skip
             slice_number = (
                 None if self._plan.index is None else self._plan.cursor + self._plan.index
             )

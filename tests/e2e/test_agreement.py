@@ -54,6 +54,7 @@ def test_a_scaler_drives_the_transactions_and_backs_off_on_all_ranks(
                 if unscale:
                     scaler.unscale_(member.optimizer)
                     nn.utils.clip_grad_norm_(member.model.parameters(), 1.0)
+            assert txn.committed and txn.skipped == (txn.attempt in (2, 4))
         states[member.group] = scaler.state_dict(), schedule.last_epoch
 
     with job(tmp_path, 2) as made:
