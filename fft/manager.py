@@ -30,6 +30,7 @@ from typing import Any, Literal, Self, cast
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Work
@@ -637,8 +638,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 if (drawn := inputs.draw(plan)) is None:
                     return
                 self._state.capture()
-                last = drawn.is_last or (max_steps is not None and plan.step + 1 >= max_steps)
-                txn = Transaction(self, plan, drawn, last)
+                last_step = max_steps is not None and plan.step + 1 >= max_steps
+                txn = Transaction(self, plan, drawn, last_step)
                 yield txn
                 if not txn.closed:
                     raise FftError("the body of a txn must run inside `with txn:`")
@@ -834,10 +835,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if (why := self._quorums.wait(plan.token)) is not None:
             self._errored = _Reported(NoQuorum(why))
 
-    def _prepare(self, skip: bool = False) -> Apply | None:
+    def _prepare(self, skip: bool = False, last_step: bool = False) -> Apply | None:
         """Vote and wait for the decision. The record to apply, or None: rolled back.
 
         ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
+        ``last_step``: leave with this one, unless it is skipped.
         """
         plan, engine = self._txn, self._engine
         if plan is None or engine is None:
@@ -852,7 +854,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._state.note_edits()
         if self._has_state():
             edited = self._check_edits()
-            skip = (self._errored is None and self._updates.must_skip()) or skip
+            skip = self._must_skip() or skip
+            if last_step and not skip:
+                self._ask_to_leave()
             yes = self._errored is None
             cause = "" if self._errored is None else _text(self._errored.original_exception)
             manifest, digest = self._manifest.build(), self._equality
@@ -880,6 +884,24 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return True
         with self._waiting():  # the fetch has limits of its own
             return self._learn()
+
+    def _must_skip(self) -> bool:
+        """Whether the scaler found an inf, on any rank of the group: each has but its shard."""
+        if self._errored is not None:
+            return False
+        found = self._updates.must_skip()
+        if self._shard is None or not self._updates.scales:
+            return found
+        most = AllreduceOptions()
+        most.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
+        flag = torch.tensor([float(found)])
+        try:
+            with self._waiting():
+                self._shard.pg.allreduce([flag], most).wait()
+        except RuntimeError as error:
+            self.report_error(error)
+            return False
+        return bool(flag.item())
 
     def _check_edits(self) -> bool:
         """Whether this body has changed reduced gradients. Not by weights that are not the job's.
@@ -1469,7 +1491,7 @@ class Transaction:
         skipped: after the body: whether it was committed without an optimizer step.
     """
 
-    def __init__(self, manager: ManagerFFT, plan: StartTxn, drawn: Drawn, last: bool) -> None:
+    def __init__(self, manager: ManagerFFT, plan: StartTxn, drawn: Drawn, last_step: bool) -> None:
         self.batch = drawn.batch
         self.step = plan.step
         self.contributes = plan.index is not None
@@ -1478,7 +1500,8 @@ class Transaction:
         self.closed = False
         self._manager = manager
         self._plan = plan
-        self._last = last
+        self._is_last_of_data = drawn.is_last
+        self._is_last_step = last_step
         self._waited_ms = drawn.waited_ms
 
     def log(self, **metrics: float) -> None:
@@ -1509,9 +1532,9 @@ class Transaction:
                 return False
             manager._body_failed(self._plan, error)
             return True
-        if self._last:
+        if self._is_last_of_data:
             manager._ask_to_leave()
-        command = manager._prepare()
+        command = manager._prepare(last_step=self._is_last_step)
         if command is not None:
             self.committed, self.skipped = True, command.skip
             slice_number = (

@@ -53,6 +53,11 @@ class Updates:
         """Call ``function`` once after each update, in the order of registration."""
         self._after.append(function)
 
+    @property
+    def scales(self) -> bool:
+        """Whether a scaler is in use."""
+        return self._scaler is not None
+
     def must_skip(self) -> bool:
         """Unscale the reduced gradients; whether the scaler says that this step must be skipped."""
         if self._scaler is None:

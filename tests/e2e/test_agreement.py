@@ -68,6 +68,22 @@ def test_a_scaler_drives_the_transactions_and_backs_off_on_all_ranks(
     assert parameters(members[0].model) == parameters(members[1].model)
 
 
+def test_a_skipped_last_step_is_not_the_last(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        scaler = Scaler("cpu", init_scale=2.0**8)
+        member.manager.register(member.model, member.optimizer, scaler=scaler)
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            with txn:
+                loss = _loss(member, txn.batch)
+                loss = loss * torch.inf if txn.attempt == 3 else loss
+                scaler.scale(loss).backward()
+
+    with job(tmp_path, 2) as made:
+        made.run(work)
+        made.audit()
+    assert _skips(tmp_path) == [False, False, True, False]
+
+
 def test_a_scaled_step_that_is_rolled_back_is_as_if_it_had_not_been(tmp_path: Path) -> None:
     def run(folder: Path, fails: bool) -> list[Any]:
         def work(member: Member) -> None:
