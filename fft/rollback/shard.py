@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, Work, _world
 from torchft.process_group import ProcessGroupGloo
 
-_mesh_numbers = itertools.count()
+_numbers = itertools.count(1)
 
 
 class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
@@ -39,6 +39,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
         self._group_name: str | None = None
+        self._number = next(_numbers)
         self._shape: tuple[int, int] | None = None
 
     def rank(self) -> int:
@@ -64,7 +65,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         if self._rank is None or self._pg is None:
             raise RuntimeError("configure() the shard process group before mesh()")
         self._shape = (self._rank, self.size())
-        group_name = GroupName(self._group_name or f"fft-{name}-{next(_mesh_numbers)}")
+        group_name = GroupName(self._group_name or f"fft-{name}-{self._number}")
         if self._group_name is None:
             self._set_group_name(group_name)
             self._register_in_torch(group_name)
@@ -75,6 +76,10 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
             _init_backend=False,
             _rank=self._rank,
         )
+        # DTensor keeps what it has worked out for a mesh, and takes it for any that is equal. One
+        # over another group must not be; torch tells meshes of threads apart, whose numbers are
+        # positive.
+        mesh._thread_id = -self._number
         mesh._dim_group_names = [group_name]
         mesh._pg_registry[group_name] = self
         return mesh
