@@ -333,6 +333,8 @@ class AbortableGroup:
         if self._wrapper:
             call.note_in(self._target)
         era = Era(self.name, call.rank, call.world_size)
+        if self._wrapper:
+            era.timeout = self._target._timeout
         with self._lock:
             self._past.append(self._era)
             self._era = era

@@ -8,7 +8,6 @@ torchft does not pass on. Touches torch's registries of process groups, between 
 from __future__ import annotations
 
 import itertools
-import threading
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -27,9 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, Work, _world
 from torchft.process_group import ProcessGroupGloo
 
-_names: set[str] = set()
-"""Those that registered groups have."""
-_names_lock = threading.Lock()
+_numbers = itertools.count(1)
 
 
 class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
@@ -42,6 +39,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
         self._group_name: str | None = None
+        self._number = next(_numbers)
         self._shape: tuple[int, int] | None = None
 
     def rank(self) -> int:
@@ -67,7 +65,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         if self._rank is None or self._pg is None:
             raise RuntimeError("configure() the shard process group before mesh()")
         self._shape = (self._rank, self.size())
-        group_name = GroupName(self._group_name or _take_name(name))
+        group_name = GroupName(self._group_name or f"fft-{name}-{self._number}")
         if self._group_name is None:
             self._set_group_name(group_name)
             self._register_in_torch(group_name)
@@ -78,6 +76,10 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
             _init_backend=False,
             _rank=self._rank,
         )
+        # DTensor keeps what it has worked out for a mesh, and takes it for any that is equal. One
+        # over another group must not be; torch tells meshes of threads apart, whose numbers are
+        # positive.
+        mesh._thread_id = -self._number
         mesh._dim_group_names = [group_name]
         mesh._pg_registry[group_name] = self
         return mesh
@@ -96,8 +98,6 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         if self._group_name is None:
             return
         _unregister_process_group(GroupName(self._group_name))
-        with _names_lock:
-            _names.discard(self._group_name)
         for registry in (
             _world.pg_group_ranks,
             _world.pg_map,
@@ -216,15 +216,3 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
     def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: it waits where nothing can free it."""
         raise NotImplementedError("monitored_barrier() cannot be aborted: use barrier()")
-
-
-def _take_name(name: str) -> str:
-    """The first that is free. DTensor remembers, by its shape alone, the mesh of an earlier group.
-
-    So a group that takes the place of one that was unregistered has to be found by the name of it.
-    """
-    with _names_lock:
-        free = (f"fft-{name}-{number}" for number in itertools.count())
-        found = next(made for made in free if made not in _names)
-        _names.add(found)
-        return found

@@ -38,6 +38,8 @@ class Era:
     """What the group is called in texts: "shard", say."""
     rank: int = 0
     world_size: int = 1
+    timeout: timedelta = timedelta(seconds=60)
+    """Of ops, after which gloo lets them fail."""
     cause: str | None = None
     """Why it was aborted; None: it was not."""
     settled: threading.Event = field(default_factory=threading.Event)
@@ -252,7 +254,8 @@ class PeerWork(TrackedWork):
 
     def _wait_in_gloo(self) -> None:
         try:
-            done = self._work.wait()
+            # gloo's own limit would be that of connecting
+            done = self._work.wait(self._era.timeout)
         except RuntimeError as error:
             self._settle(False, error)
         else:

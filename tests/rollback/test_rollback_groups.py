@@ -287,6 +287,9 @@ def test_a_shard_group_keeps_its_shape() -> None:
     handle = AbortableGroup(other)
     configure(handle, server.port, "e3", 0, 1)
     assert other.mesh("a").get_group().group_name != pg.mesh("a").get_group().group_name
+    assert pg.mesh("a") == pg.mesh("a")
+    # DTensor would take what it knows of the one for the other's, its group included
+    assert other.mesh("a") != pg.mesh("a")
     for shard, owner in ((pg, group), (other, handle)):
         owner.close()
         shard.unregister()
