@@ -172,6 +172,8 @@ class Supervisor:
         self._pace: PaceEar | None = None
         self._hosts: HostWatch | None = None
         self._mistakes = Mistakes(names, config.groups_in_all)
+        self._shown: set[tuple[str, str]] = set()
+        """Errors whose traceback is among what there is to say."""
         self._hopeless = False
         """The script itself is wrong: how its groups were ended then says nothing."""
         self._over: Record | None = None
@@ -450,6 +452,7 @@ class Supervisor:
         """The script is wrong; to start it again would not mend it."""
         place = mistake.place
         child = next(child for child in group.children if child.last_words is place)
+        self._shown.add(place.signature)
         who = f"group {group.name} rank {child.rank}"
         text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
         text += f"{place.text.rstrip()}\n  its log: {child.log}; "
@@ -664,7 +667,6 @@ class Supervisor:
 
     def _judge(self) -> Verdict:
         lines, remarks = list(self._problems), list[str]()
-        known: set[tuple[str, str]] = set()
         for group in self._groups.values():
             if group.evicted or self._hopeless:  # as asked; or it is said already
                 continue
@@ -673,7 +675,7 @@ class Supervisor:
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
                 if self._over is None or child.failed_by_itself:
-                    lines.append(child.verdict(known))
+                    lines.append(child.verdict(self._shown))
                 else:
                     remarks.append(self._cut_short(child))
         is_ours = not isinstance(self._services, Joined)
