@@ -628,6 +628,10 @@ def drain(move: Move) -> Iterator[Claim]:
     if record.kind == "epoch":
         members = frozenset(peer for g in record.members for peer in g.peers())
         yield Know(("members", record.epoch), members)
+    if record.kind == "commit" and record.last:
+        text, left = f"record {record.n} ends the job, though some stay", _leavers(record)
+        members_of = (("members", record.epoch),)
+        yield Given(members_of, text, lambda all_: {p.group for p in all_} <= set(left), False)
     # Looking back from each record serves those, too, who see moves as they happen.
     last, n = ("record", record.n - 1), record.n
     text = f"after participants left with record {n - 1} came a rollback"
