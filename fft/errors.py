@@ -27,6 +27,10 @@ class Diverged(FftError):
     """Replicas hold different states; the message names ranks, digests and step."""
 
 
+class JobEnded(FftError):
+    """All groups of the job have left after its last step: there is nothing to join any more."""
+
+
 class NoEpoch(FftError):
     """No epoch was formed within the quorum timeout; its coordinator knows why, and says so."""
 

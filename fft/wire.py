@@ -106,9 +106,11 @@ def list_name(record: Record | Packed) -> str:
     Also not that of the same proposer's next attempt, while the outcome of this one is open. Who
     wrote it removes it: who forms the next epoch that of the last one, a proposer those that lost.
     """
-    packed = isinstance(record, Packed)
-    by, epoch = (record.record.by, record.record.epoch) if packed else (record.by, record.epoch)
-    digest = record.members if packed else _digest_of(record.members)
+    if isinstance(record, Packed):
+        digest, record = record.members, record.record
+    else:
+        digest = _digest_of(record.members)
+    by, epoch = record.by, record.epoch
     return f"members/{by.group}/{by.rank}/{by.inc}/{epoch % 2}/{digest}"
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, Literal
 
 from fft.bus import ErrorBus, open_bus, serve_tcp
 from fft.commands import Command
@@ -27,6 +28,7 @@ from fft.core.messages import (
     Restored,
     Start,
     StartTxn,
+    Token,
 )
 from fft.core.participant import Participant
 from fft.engine import Engine
@@ -65,11 +67,16 @@ class Nothing:
 class Rank:
     """One participant: its engine, and a main thread that trains `steps` steps."""
 
+    says: Callable[[StartTxn], dict[str, Any]] = staticmethod(lambda start: {})
+    """What else its vote in a txn says."""
+
     def __init__(self, job: Job, peer: Peer, **timeouts: float) -> None:
         self.peer = peer
         self.steps = 0
         self.asked = threading.Condition()
         self.committed: list[Record] = []
+        self.skipped: list[Token] = []
+        self.fetched = 0
         self.restored = 0
         self.ended: Finish | None = None
         self.error: BaseException | None = None
@@ -82,6 +89,7 @@ class Rank:
             host=f"host-{peer.group}",
             timeouts={**SPEC.timeouts, **timeouts},
             expected_groups=job.groups,
+            on_divergence=job.on_divergence,
         )
         self.bus = job.open()
         self.group_bus = job.group_bus(peer.group)
@@ -114,16 +122,19 @@ class Rank:
             case Restore(token=token):
                 self.restored += 1
                 self.engine.post(Restored(token))
-            case Heal(record=record):
+            case Heal(record=record, fetch_from=source):
+                self.fetched += source is not None
                 self.engine.post(Healed(record.epoch))
-            case StartTxn(token=token, step=step):
+            case StartTxn(token=token, step=step) as start:
                 while step >= self.steps and not self.engine.superseded():
                     with self.asked:  # a newer command has no event here, so look now and then
                         self.asked.wait(0.02)
                 if not self.engine.superseded():
-                    self.engine.post(Prepared(token, True, Manifest(1, 4, "s")))
-            case Apply(record=record):
+                    manifest = Manifest(1, 4, "s")
+                    self.engine.post(Prepared(token, True, manifest, **self.says(start)))
+            case Apply(record=record, skip=skip):
                 self.committed.append(record)
+                self.skipped += [record.token] if skip else []
                 self.engine.post(Applied(record.token))
             case Finish():
                 self.ended = command
@@ -131,6 +142,8 @@ class Rank:
 
 class Job:
     """Groups of ranks on one bus; closes everything at the end."""
+
+    on_divergence: Literal["stop", "heal"] = "stop"
 
     def __init__(
         self,

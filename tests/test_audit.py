@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from jobs import HSDP, Job
 
 from fft.audit import AuditError, audit_dir, read_lines
 from fft.core.local import Local
-from fft.core.messages import Event, Peer
+from fft.core.messages import Applied, Event, Peer, Prepared
 from fft.core.participant import Outcome
 from fft.report import incidents, input_wait
 from fft.sim.cluster import Node
@@ -29,7 +30,14 @@ class TracedJob(Job):
         self.directory = directory
         self.writers: dict[object, TraceWriter] = {}
         self.clock = 0.0
+        self.digest: str | None = None
         super().__init__(groups, ranks)
+
+    def post(self, node: Node, event: Event) -> None:
+        """With a digest in it, if one is given."""
+        if self.digest is not None and isinstance(event, Prepared | Applied):
+            event = replace(event, digest=f"{self.digest} {node.local.token}")
+        super().post(node, event)
 
     def _now(self) -> float:
         self.clock += 0.001
@@ -70,6 +78,25 @@ def traces(tmp_path: Path) -> Path:
         job.step()
     job.close()
     return tmp_path
+
+
+@pytest.mark.parametrize("digest", ["equal", None])
+def test_what_had_nothing_to_check_is_not_said_to_be_ok(tmp_path: Path, digest: str | None) -> None:
+    """Without digests nobody knows whether bits are equal, whatever the lineages say."""
+    job = TracedJob(tmp_path)
+    job.digest = digest
+    for _ in range(3):
+        job.step()
+    job.close()
+    text = audit_dir(tmp_path).render()
+    lines = {line.split()[0]: line for line in text.splitlines()[1:-1]}
+    assert "verdict: no violation" in text
+    if digest is None:
+        assert "ok by lineage; bits not checked" in lines["replicas_equal"]
+        assert "0 checks  not checked" in lines["divergence"]
+    else:
+        assert "ok, 3 digests compared" in lines["replicas_equal"]
+        assert lines["divergence"].endswith("6 checks  ok")
 
 
 def first(directory: Path) -> Path:

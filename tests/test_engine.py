@@ -352,6 +352,56 @@ def test_what_is_said_in_the_wrong_topic_is_not_obeyed(stack: ExitStack) -> None
     assert member.ended is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_one_rank_skips_is_skipped_by_all(
+    stack: ExitStack, url: str, ranks: int
+) -> None:
+    job = Job(stack, url, 2, ranks).start()
+    job.train(2)
+    job.members[0].says = lambda start: {"skip": start.token == (1, 4)}
+    job.train(6)
+    assert [m.skipped for m in job.members] == [[(1, 4)]] * len(job.members)
+    for member in job.members:
+        steps = [(r.txn, r.step, r.cursor, r.batches, r.skip) for r in member.committed[2:5]]
+        assert steps == [(3, 3, 6, 6, False), (4, 3, 8, 6, True), (5, 4, 10, 8, False)]
+    assert [m.restored for m in job.members] == [0] * len(job.members)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_that_differ_are_not_committed_and_end_the_job(
+    stack: ExitStack, url: str, ranks: int
+) -> None:
+    job = Job(stack, url, 2, ranks).start()
+    for member in job.members:
+        member.says = lambda start, rank=member.peer.rank: {"digest": f"{start.lineage}{rank}"}
+    job.train(3)
+    odd = job.members[-1]
+    odd.says = lambda start: {"digest": "0dd"}
+    for member in job.members:
+        member.train(5)
+    until(lambda: all(m.ended for m in job.members), "all end")
+    for member in job.members:
+        assert member.ended is not None and member.ended.error == "Diverged"
+        assert f"replicas differ after step 3: rank {odd.peer.rank}: " in member.ended.reason
+        assert f"0dd on {odd.peer}" in member.ended.reason
+        assert member.committed[-1].step == 3
+
+
+def test_the_odd_one_of_three_fetches_what_the_others_hold(stack: ExitStack, url: str) -> None:
+    job = Job(stack, url, 3, 1)
+    job.on_divergence = "heal"
+    job.start()
+    job.train(3)
+    odd = job.members[1]
+    for member in job.members:
+        member.says = lambda start: {"digest": start.lineage}
+    odd.says = lambda start: {"digest": "0dd" if odd.fetched == 0 else start.lineage}
+    job.train(6)
+    assert [m.fetched for m in job.members] == [0, 1, 0]
+    assert [m.restored for m in job.members] == [1, 1, 1]
+    assert [m.ended for m in job.members] == [None] * 3
+
+
 class DeafToCommands(MemoryBus):
     """Loses whoever listens to commands."""
 

@@ -351,6 +351,7 @@ def _commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         skip=skip,
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
+        last=leavers >= present,
     )
 
 
@@ -764,6 +765,17 @@ def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def stop_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: the job has ended."""
+    assert s.head is not None
+    yield Finish(
+        f"the job has ended: all its groups left after step {s.head.step}; to go on, start a new "
+        "job from a checkpoint",
+        error="JobEnded",
+    )
+
+
+@action
 def stop_no_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: no epoch could be formed in time."""
     limit = c.timeouts["quorum"]
@@ -841,7 +853,8 @@ def _assume(s: Local, record: Record) -> None:
 @action
 def assume_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Take COMMIT for granted, without asking the register or anybody. Wrong on purpose."""
-    _assume(s, replace(_commit_record(s, c, ()), change=False, leavers=()))
+    record = replace(_commit_record(s, c, ()), change=False, leavers=(), last=False)
+    _assume(s, record)
     return ()
 
 

@@ -377,6 +377,12 @@ def job_diverged(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def job_ended(s: Local, c: Config, event: Event) -> bool:
+    """All members left with the last decision."""
+    return s.head is not None and s.head.last
+
+
+@guard
 def peers_moved_on(s: Local, c: Config, event: Event) -> bool:
     """Nobody who stays still needs me: the next epoch is formed, or nobody stays."""
     return fenced(s, c, event) or not waited_for(s)

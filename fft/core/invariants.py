@@ -456,7 +456,7 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
 
 @invariant
 def divergence(move: Move) -> Iterator[Claim]:
-    """12: no txn is committed whose voters' states differ; whose state is given up is no majority.
+    """5: no txn is committed whose voters' states differ; whose state is given up is no majority.
 
     As far as votes bring digests.
     """
@@ -507,7 +507,7 @@ def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[_Yes]
 
 @invariant
 def skip(move: Move) -> Iterator[Claim]:
-    """13: what one user skips all skip: no step is counted, and nobody waits because of it."""
+    """12: what one user skips all skip: no step is counted, and nobody waits because of it."""
     yield from _voted(move)
     before, after, token = move.before, move.after, move.before.token
     if obeyed(move) == "commit":
@@ -628,6 +628,10 @@ def drain(move: Move) -> Iterator[Claim]:
     if record.kind == "epoch":
         members = frozenset(peer for g in record.members for peer in g.peers())
         yield Know(("members", record.epoch), members)
+    if record.kind == "commit" and record.last:
+        text, left = f"record {record.n} ends the job, though some stay", _leavers(record)
+        members_of = (("members", record.epoch),)
+        yield Given(members_of, text, lambda all_: {p.group for p in all_} <= set(left), False)
     # Looking back from each record serves those, too, who see moves as they happen.
     last, n = ("record", record.n - 1), record.n
     text = f"after participants left with record {n - 1} came a rollback"

@@ -141,6 +141,8 @@ class Record:
     change: bool = False
     """Commit records only: the epoch ends with this commit."""
     leavers: tuple[str, ...] = ()
+    last: bool = False
+    """Commit records only: all members leave with it, and so the job ends."""
     skip: bool = False
     """COMMIT: the txn has its data, but no optimizer step. ABORT: the user skipped the step, and
     nobody is to blame."""

@@ -915,6 +915,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "ended_too_early",
+        "The commit with which some leave says that the job ends.",
+        "drain",
+        small(drain=1),
+        participant=planted(
+            actions=_proposing("propose_commit", lambda s, r: replace(r, last=bool(r.leavers)))
+        ),
+    ),
+    Mutant(
         "leaves_between_epochs",
         "Who is asked to leave and has no epoch leaves at once, though others wait for it.",
         "drain",

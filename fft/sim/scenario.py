@@ -322,14 +322,17 @@ _ACTIONS = {
 _SUBJECT = re.compile(r"([A-H])(?:/(\d+))?(?:#(\d+))?$")
 
 
-def _command(model: Model, step: Step) -> str:
-    """How a scenario file says this step."""
+def _command(model: Model, state: State, step: Step) -> str:
+    """How a scenario file says this step, taken in a state."""
     if step.who < 0:
         return step.what
-    peer = model.peer(step.who, 1)
+    peer = model.peer(step.who, model.node(state, step.who).inc)
+    same = range(step.who % model.places, model.size, model.places)
+    twins = sum(model.node(state, who).local >= 0 for who in same) > 1
+    subject = f"{peer.group}/{peer.rank}" + (f"#{peer.inc}" if twins else "")
     for said, what in _ACTIONS.items():
         if step.what == what:
-            return f"{peer.group}/{peer.rank} {said}"
+            return f"{subject} {said}"
     if step.what in _GROUP_ACTIONS:
         return f"{peer.group} {step.what}"
     action = step.what
@@ -337,7 +340,7 @@ def _command(model: Model, step: Step) -> str:
         action = "does"
     elif action.startswith("fails at"):
         action = "fails, though done" if action.endswith("was done") else "fails"
-    return f"{peer.group}/{peer.rank} {action.removesuffix(' early')}"
+    return f"{subject} {action.removesuffix(' early')}"
 
 
 @dataclass(slots=True)
@@ -451,7 +454,8 @@ class Run:
         return lines + self._verdict()
 
     def _possible(self, steps: list[Step]) -> str:
-        return ", ".join(dict.fromkeys(_command(self.model, step) for step in steps))
+        said = (_command(self.model, self.state, step) for step in steps)
+        return ", ".join(dict.fromkeys(said))
 
     def _who(self, subject: str) -> list[int]:
         """Places of those whom a command speaks of: who lives, in order."""
@@ -768,5 +772,5 @@ def _commands(model: Model, violation: Violation) -> Iterator[str]:
             found = next(s for s in steps if s.broken and s.broken[0] == violation.name)
         if found is None:
             raise ScenarioError(f"step {number + 1} of the counterexample cannot be taken again")
-        yield _command(model, found)
+        yield _command(model, state, found)
         state = found.state

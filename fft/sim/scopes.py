@@ -101,6 +101,7 @@ DEFAULT = (
         faults=3,
         budget=budget("crash", "restart", "lose"),
     ),
+    Scope("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
     Scope("deaf", commits=1, faults=1, budget=budget("deaf")),
     Scope("twin", commits=1, faults=1, budget=budget("twin")),
 )

@@ -357,6 +357,11 @@ def all_begin_with_other_data_than_they_commit(h: History) -> None:
     change_all(h, starts(FIRST), begins(cursor=1))
 
 
+@breaks("drain", "record 6 ends the job, though some stay")
+def the_job_ends_with_the_first_that_leaves(h: History) -> None:
+    change_all(h, brings("commit", LAST), record(last=True))
+
+
 @breaks("live_set", f"{A} leaves {B} out of epoch 2, and nothing is said against them")
 def a_live_member_is_left_out(h: History) -> str:
     def alone(m: Move) -> Move:

@@ -511,6 +511,19 @@ def states_that_differ(*digests: str, **config: Any) -> Job:
     return job
 
 
+def joins_when_all_have_left() -> Job:
+    job = Job(2).until_running()
+    job.drain("0", "1")
+    job.step()
+    job.fire("drain_window")
+    job.settle()
+    assert not job.live()
+    (late,) = job.start_group("2")
+    job.settle()
+    assert late.finished is not None and late.finished.error == "JobEnded"
+    return job
+
+
 def vote_cast_twice() -> Job:
     """A ballot counts entries, so a vote that was cast again can fill it."""
     job = Job(2).until_running()
@@ -833,6 +846,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "manifests that differ": manifests_that_differ,
     "states that differ": lambda: states_that_differ("a", "b"),
     "one state that differs": lambda: states_that_differ("a", "b", "a", on_divergence="heal"),
+    "joins when all have left": joins_when_all_have_left,
     "vote cast twice": vote_cast_twice,
     "commit missed": lambda: commit_missed(torn=False),
     "commit missed, then torn": lambda: commit_missed(torn=True),

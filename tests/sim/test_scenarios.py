@@ -13,7 +13,7 @@ import pytest
 from fft.core.invariants import INVARIANTS
 from fft.sim.checker import Search, narrate
 from fft.sim.model import KINDS, Model, Scope, World
-from fft.sim.mutants import MUTANTS
+from fft.sim.mutants import MUTANTS, run
 from fft.sim.scenario import (
     ScenarioError,
     check_scenario,
@@ -61,6 +61,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "rank or group killed": "group_killed_before_its_vote",
         "one rank of a group killed": "one_rank_of_a_group_killed",
         "false suspicion": "false_suspicion_nothing_lost",
+        "the user skips a step (an inf, a loss that is not finite)": "skip_by_one",
+        "states of replicas differ": "states_differ_stop",
+        "a group comes when all have left": "join_after_the_end",
         "decision message lost": "decision_lost_commit",
         "coordinator killed": "coordinator_killed",
         "coordinator silent": "coordinator_silent",
@@ -254,6 +257,16 @@ def test_a_counterexample_names_the_bus_that_it_needs(tmp_path: Path) -> None:
     written = path.read_text(encoding="utf-8")
     assert "world: write_once\n" in written
     assert re.search(rf"BROKEN {violation.name}: ", written)
+    check_scenario(path)
+
+
+def test_a_counterexample_with_twins_says_which_of_them(tmp_path: Path) -> None:
+    mutant = next(m for m in MUTANTS if m.name == "no_fencing_by_incarnation")
+    made, result = run(mutant)
+    assert result.violation is not None
+    path = tmp_path / "twins.txt"
+    save_counterexample(made, result.violation, path, mutant=mutant.name)
+    assert "A/0#1 " in path.read_text(encoding="utf-8")
     check_scenario(path)
 
 
