@@ -113,9 +113,10 @@ def before_with() -> None:
 
 
 def in_with_before_with() -> None:
+    inner = memoryview(b"")
     with memoryview(b""):
         here()
-        with memoryview(b""):
+        with inner:
             print()
 
 
