@@ -1,14 +1,21 @@
-"""Bodies that use one thing again and again are interrupted at random moments; counts what leaks.
+"""Bodies that use one thing again and again are interrupted; counts what leaks.
 
-``interrupt_storm.py KIND ROUNDS SEED FOLDER``, in a process of its own, so that what leaked hurts
-nobody. Prints, as JSON, in how many bodies the thing was left half done, and how many were unwound.
+``interrupt_storm.py HOW ROUNDS FOLDER``, in a process of its own, so that what leaked hurts nobody.
+HOW is one of
+
+- ``storm``: each thing in ROUNDS bodies, by an `Interrupter`, at random moments;
+- ``every``: at every bytecode at which Python looks for signals, one after the other, as far as
+  `fft.unsafe_places` calls it safe there, and where it does not, at the next that it calls safe;
+- ``blind``: the same, without asking whether it is safe.
+
+Prints, as JSON, for each thing how many bodies there were, and how many left it half done.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import decimal
-import gc
 import io
 import json
 import logging
@@ -16,6 +23,7 @@ import multiprocessing
 import os
 import queue
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -24,14 +32,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 from fft.interrupt import Interrupted, Interrupter
-from fft.unsafe_places import guarded
+from fft.unsafe_places import Safety, guarded, look
 
 SWITCH_S = 1e-4
 """Threads take turns so often; else an interruption takes 5 ms to be asked for."""
+MOST = 300
+"""Bodies of one thing, of which each is interrupted one bytecode later than the one before."""
 
 
 class Thing:
@@ -58,13 +69,19 @@ class Locked(Thing):
             pass
 
     def left(self) -> int:
-        free: list[bool] = []  # asked for by another thread: who holds an RLock may take it again
-        asker = threading.Thread(target=lambda: free.append(self.lock.acquire(False)))
+        free: list[bool] = []
+
+        def ask() -> None:  # on another thread: who holds an RLock may take it again
+            free.append(self.lock.acquire(False))
+            if free[0]:
+                self.lock.release()
+
+        asker = threading.Thread(target=ask)
         asker.start()
         asker.join()
-        held = not free[0]
-        self.lock = self.make()
-        return held
+        if not free[0]:
+            self.lock = self.make()
+        return not free[0]
 
 
 class Tried(Locked):
@@ -91,10 +108,18 @@ class TakenIfFree(Locked):
 
 
 class Permits(Locked):
-    """A semaphore of Python's own: two permits, one is asked for."""
+    """A semaphore of Python's own, with one permit."""
 
     def __init__(self) -> None:
         super().__init__(lambda: threading.Semaphore(1))  # type: ignore[arg-type,return-value]
+
+    def left(self) -> int:
+        inner: threading.Condition = self.lock._cond  # type: ignore[attr-defined]
+        if not inner.acquire(False):
+            self.lock = self.make()
+            return 1
+        inner.release()
+        return super().left()
 
 
 class Stacked(Locked):
@@ -116,11 +141,11 @@ class Counted(Thing):
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         self.entered += 1
-        len("a call, at which a signal may be heard")
+        os.getpid()  # a call, at which a signal may be heard
         try:
             yield
         finally:
-            len("and another")
+            os.getpid()
             self.left_again += 1
 
     def use(self) -> None:
@@ -171,7 +196,6 @@ class Files(Thing):
             pass
 
     def left(self) -> int:
-        gc.collect()
         found = list(self.folder.iterdir())
         for path in found:
             path.rmdir() if path.is_dir() else path.unlink()
@@ -218,12 +242,19 @@ class Logged(Locked):
     """A handler of a logger."""
 
     def __init__(self) -> None:
-        handler = logging.StreamHandler(io.StringIO())
-        logger = logging.getLogger("a body's")
-        logger.propagate = False
-        logger.addHandler(handler)
-        super().__init__(lambda: handler.lock)  # type: ignore[arg-type,return-value]
-        self.use = lambda: logger.warning("used")  # type: ignore[method-assign]
+        self.handler = logging.StreamHandler(io.StringIO())
+        self.logger = logging.getLogger("a body's")
+        self.logger.propagate = False
+        self.logger.addHandler(self.handler)
+        super().__init__(self.new_lock)
+
+    def new_lock(self) -> threading.Lock:
+        self.handler.createLock()
+        assert self.handler.lock is not None
+        return self.handler.lock  # type: ignore[return-value]
+
+    def use(self) -> None:
+        self.logger.warning("used")
 
 
 def _filters() -> object:
@@ -278,27 +309,20 @@ class Body:
 
     def __init__(self, interrupter: Interrupter) -> None:
         self.interrupter = interrupter
-        self.unwound = False
 
     @guarded
-    def __enter__(self) -> Body:
+    def __enter__(self) -> None:
         self.interrupter.enter()
-        return self
 
     @guarded
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         self.interrupter.leave()
-        self.unwound = kind is Interrupted
-        return self.unwound
+        return kind is Interrupted
 
 
-def main() -> None:
-    """Interrupt as often as asked for."""
-    kind, rounds, seed, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    sys.setswitchinterval(SWITCH_S)
-    thing = THINGS[kind](Path(folder))
-    thing.use()
-    dice = random.Random(seed)
+def storm(thing: Thing, rounds: int) -> tuple[int, int]:
+    """(bodies, those that left something), interrupted at random moments."""
+    dice = random.Random(7)
     begun, ended = threading.Semaphore(0), threading.Event()
     interrupter = Interrupter()
 
@@ -310,23 +334,85 @@ def main() -> None:
 
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
-    left = unwound = 0
-    longest = 0.0
-    thing.left()
+    left = 0
     for _ in range(rounds):
         begun.release()
-        since = time.monotonic()
-        with Body(interrupter) as body:
+        with Body(interrupter):
             while True:
                 thing.use()
-        longest = max(longest, time.monotonic() - since)
-        unwound += body.unwound
         left += bool(thing.left())
     ended.set()
     begun.release()
     asker.join()
     interrupter.close()
-    print(json.dumps({"left": left, "unwound": unwound, "longest": longest}))
+    return rounds, left
+
+
+class Steps:
+    """Raises at the n-th bytecode at which a signal can be heard, or at the first safe one after.
+
+    A handler that has the signal sent again each time runs at every such bytecode.
+    """
+
+    def __init__(self, blind: bool) -> None:
+        self.blind = blind
+        self.at = self.taken = 0
+        self.body: FrameType | None = None
+        signal.signal(signal.SIGUSR2, self.handle)
+
+    def run(self, body: Callable[[], None], at: int) -> bool:
+        """Whether ``body`` was interrupted."""
+        self.at, self.taken, self.body = at, 0, sys._getframe()
+        try:
+            [_] = map(_thread.interrupt_main, [signal.SIGUSR2])
+            body()
+            self.body = None
+        except Interrupted:
+            return True
+        return False
+
+    @guarded
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.body is None:
+            return
+        self.taken += 1
+        if self.taken > self.at and (self.blind or look(frame, self.body) is Safety.SAFE):
+            self.body = None
+            raise Interrupted("now")
+        [_] = map(_thread.interrupt_main, [number])
+
+
+def at_every_step(thing: Thing, blind: bool) -> tuple[int, int]:
+    """(bodies, those that left something)."""
+    steps = Steps(blind)
+    assert not steps.run(thing.use, sys.maxsize)
+    thing.left()
+    at = range(0, steps.taken, 1 + steps.taken // MOST)
+    left = 0
+    for n in at:
+        failed = False
+        try:
+            steps.run(thing.use, n)
+        except Exception:
+            if not blind:
+                raise
+            failed = True  # something else does not work any more
+        left += bool(thing.left()) or failed
+    return len(at), left
+
+
+def main() -> None:
+    """Interrupt, each thing in turn."""
+    how, rounds, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    sys.setswitchinterval(SWITCH_S)
+    found = {}
+    for name, make in THINGS.items():
+        thing = make(folder)
+        thing.use()
+        thing.left()
+        found[name] = storm(thing, rounds) if how == "storm" else at_every_step(thing, how == "blind")
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # threads that wait for what was left half done would be waited for
 
 
 if __name__ == "__main__":

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import importlib
 import io
 import logging
+import multiprocessing
+import queue
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -154,17 +162,97 @@ def clean_up() -> None:
             pass
 
 
+def sleep_before_try() -> None:
+    time.sleep(LONG_S)
+    try:
+        compute()
+    finally:
+        busy()
+
+
+def compute_before_try() -> None:
+    """A signal is heard at the call only, where it would come before the ``try``."""
+    while True:
+        sum(range(200_000))
+        try:
+            abs(1)
+        finally:
+            pass
+
+
+def compute_in_a_context() -> None:
+    while True:
+        with contextlib.nullcontext():
+            sum(range(200_000))
+
+
+@contextlib.contextmanager
+def slow() -> Iterator[None]:
+    busy()
+    yield
+    busy()
+
+
+def enter_and_leave() -> None:
+    while True:
+        with slow():
+            pass
+
+
+@slow()
+def decorated() -> None:
+    compute()
+
+
+@contextlib.contextmanager
+def held(lock: Any) -> Iterator[None]:
+    with lock:
+        yield
+
+
+def enter_a_lock_that_is_held(make: Callable[[], Any]) -> None:
+    """As ``__enter__``, of Python's and of a generator's, and by name."""
+    lock = make()
+    with lock, held(lock):
+        raise AssertionError("nobody gives it back")
+
+
+def wait_for_a_queue() -> None:
+    queue.Queue[int]().get()
+
+
+def wait_for_a_future() -> None:
+    concurrent.futures.Future[int]().result()
+
+
+def wait_for_an_event() -> None:
+    threading.Event().wait(LONG_S)
+
+
+def wait_for_a_process() -> None:
+    subprocess.run(["sleep", str(LONG_S)], check=True)
+
+
 WAYS = [compute, sleep, lock, wait_on_condition, clean_up, log]
+MORE_WAYS = [
+    sleep_before_try, compute_before_try, compute_in_a_context, enter_and_leave, decorated,
+    wait_for_a_queue, wait_for_a_future, wait_for_an_event, wait_for_a_process,
+    partial(enter_a_lock_that_is_held, threading.Lock),
+    partial(enter_a_lock_that_is_held, threading.Semaphore),
+    partial(enter_a_lock_that_is_held, multiprocessing.Lock),
+    partial(enter_a_lock_that_is_held, multiprocessing.Semaphore),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS + MORE_WAYS)
 def test_a_body_is_unwound_wherever_it_is(
     interrupter: Interrupter, asker: Asker, way: Callable[[], None]
 ) -> None:
-    with Body(interrupter) as body:
-        asker.ask(0.01)
-        way()
-    assert body.unwound and body.asked
+    for delay in (0.01, 0.03, 0.0):
+        with Body(interrupter) as body:
+            asker.ask(delay)
+            way()
+        assert body.unwound and body.asked
 
 
 @pytest.mark.parametrize("times", SOAK)
@@ -244,6 +332,57 @@ def test_a_body_that_logs_leaves_no_lock_to_other_threads(
         assert not other.is_alive() and "still there?" in handler.stream.getvalue()
     finally:
         LOGGER.removeHandler(handler)
+
+
+REGISTER = """
+taken: set[str] = set()
+
+def register(name: str) -> None:
+    if name in taken:
+        raise RuntimeError(f"{name} is registered already")
+    for _ in range(3000):
+        pass
+    taken.add(name)
+"""
+PARTS = 4
+PACKAGE = """
+import interrupted_register
+interrupted_register.register(__name__)
+""" + "".join(f"from . import part{n}\n" for n in range(PARTS))
+PART = """
+import interrupted_register
+interrupted_register.register(__name__)
+whole = True
+"""
+
+
+@pytest.mark.parametrize("packages", [60, pytest.param(600, marks=pytest.mark.long)])
+def test_an_import_is_never_cut(
+    interrupter: Interrupter,
+    asker: Asker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    packages: int,
+) -> None:
+    """Each module says its name to another, as operators and backends do: a second time is wrong."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "interrupted_register.py").write_text(REGISTER)
+    names = [f"interrupted_{n}" for n in range(packages)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(PACKAGE)
+        for n in range(PARTS):
+            (tmp_path / name / f"part{n}.py").write_text(PART)
+    importlib.invalidate_caches()
+    rng = random.Random(5)
+    for name in names:
+        asker.ask(rng.random() * 2e-3)
+        with Body(interrupter) as body:
+            importlib.import_module(name)
+            compute()
+        assert body.unwound
+        package = importlib.import_module(name)
+        assert all(getattr(package, f"part{n}").whole for n in range(PARTS))
 
 
 def test_outside_a_body_nothing_is_raised(interrupter: Interrupter) -> None:

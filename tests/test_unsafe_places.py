@@ -1,0 +1,225 @@
+"""Where an exception would leave something half done there is none; elsewhere it comes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from fft.unsafe_places import Safety, guarded, look, owner
+
+STORM = Path(__file__).with_name("interrupt_storm.py")
+LIMIT_S = 280
+FRAGILE = {
+    "condition", "semaphore", "process-lock", "tried", "tried-if-free", "tried-process-lock",
+    "exit-stack", "contextmanager", "files", "threads", "warnings", "no_grad", "set_grad_enabled",
+    "autocast",
+}  # fmt: skip
+"""What is left half done by an exception that comes anywhere. (Locks in C guard themselves.)"""
+
+
+def left(how: str, rounds: int, folder: Path) -> dict[str, tuple[int, int]]:
+    """(bodies, those that left something) for each thing that bodies use."""
+    command = [sys.executable, str(STORM), how, str(rounds), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[int, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_at_no_bytecode_at_which_it_may_come_does_it_leave_anything(tmp_path: Path) -> None:
+    asked = left("every", 0, tmp_path)
+    assert {name for name, (_, leaks) in asked.items() if leaks} == set()
+    blind = left("blind", 0, tmp_path)
+    assert {name for name, (_, leaks) in blind.items() if leaks} >= FRAGILE, blind
+
+
+@pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=pytest.mark.long)])
+def test_at_random_moments_it_leaves_nothing(tmp_path: Path, rounds: int) -> None:
+    found = left("storm", rounds, tmp_path)
+    assert {name for name, (_, leaks) in found.items() if leaks} == set()
+    print(f"\n{sum(bodies for bodies, _ in found.values())} bodies")
+
+
+# --- the rule about bytecode --------------------------------------------------------------------
+
+
+class Here(Exception):
+    """Carries the frame that called."""
+
+
+def _raise() -> None:
+    raise Here
+
+
+here = functools.partial(_raise)
+"""In C, as what waits or takes is: signals are looked for when it has returned."""
+
+
+def judged(function: Callable[[], object]) -> Safety:
+    """The judgement at ``function``'s own call of `here`."""
+    try:
+        function()
+    except Here as error:
+        assert error.__traceback__ is not None
+        last = error.__traceback__.tb_next
+        assert last is not None
+        called = last.tb_frame
+        found: list[Safety] = []
+
+        class At:  # a frame that has ended keeps its last instruction, but not where it was called
+            f_code, f_lasti, f_back = called.f_code, last.tb_lasti, None
+
+        found.append(look(At, None))  # type: ignore[arg-type]
+        return found[0]
+    raise AssertionError("it does not call here()")
+
+
+def before_try() -> None:
+    here()
+    try:
+        print()
+    finally:
+        print()
+
+
+def result_before_try() -> object:
+    result = other = here()
+    try:
+        return print(result, other)
+    finally:
+        print()
+
+
+def condition_before_try() -> None:
+    if here():
+        try:
+            print()
+        finally:
+            print()
+
+
+def before_with() -> None:
+    with here():  # type: ignore[attr-defined]
+        print()
+
+
+def in_with_before_with() -> None:
+    inner = memoryview(b"")
+    with memoryview(b""):
+        here()
+        with inner:
+            print()
+
+
+def call_between() -> None:
+    here()
+    print()
+    try:
+        print()
+    finally:
+        print()
+
+
+def in_try() -> None:
+    try:
+        here()
+    finally:
+        print()
+
+
+def last_of_an_inner_with() -> None:
+    with memoryview(b""), memoryview(b""):
+        here()
+
+
+def last_of_an_inner_try() -> None:
+    try:
+        try:
+            here()
+        finally:
+            print()
+        print()
+    finally:
+        print()
+
+
+def in_a_loop_of_withs() -> None:
+    for _ in range(2):
+        with memoryview(b""):
+            here()
+
+
+def without_any() -> None:
+    here()
+
+
+def test_what_a_call_has_taken_the_try_after_it_gives_back() -> None:
+    taken = (
+        before_try, result_before_try, condition_before_try, before_with, in_with_before_with,
+    )  # fmt: skip
+    assert {f.__name__: judged(f) for f in taken} == {f.__name__: Safety.SOON for f in taken}
+    free = (
+        call_between, in_try, last_of_an_inner_with, last_of_an_inner_try, in_a_loop_of_withs,
+        without_any,
+    )  # fmt: skip
+    assert {f.__name__: judged(f) for f in free} == {f.__name__: Safety.SAFE for f in free}
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def frame_of() -> FrameType:
+    return sys._getframe(1)
+
+
+def test_what_is_older_than_the_body_does_not_count() -> None:
+    class Trainer:
+        def __enter__(self) -> tuple[Safety, Safety]:
+            return (lambda: (look(frame_of(), None), look(frame_of(), sys._getframe(1))))()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    @guarded
+    def train() -> tuple[Safety, Safety]:
+        return Trainer().__enter__()
+
+    whole, of_body = train()
+    assert whole is Safety.LATER and of_body is Safety.SAFE
+
+
+def test_a_body_belongs_to_who_enters_by_whatever_way() -> None:
+    entered: list[FrameType | None] = []
+
+    class Txn:
+        @guarded
+        def __enter__(self) -> None:
+            entered.append(owner(sys._getframe()))
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    class Step:
+        def __enter__(self) -> None:
+            Txn().__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    @contextlib.contextmanager
+    def driven():  # type: ignore[no-untyped-def]
+        with Txn():
+            yield
+
+    with Txn(), Step(), driven(), contextlib.ExitStack() as stack:
+        stack.enter_context(Txn())
+    assert entered == list(itertools.repeat(sys._getframe(), 4))
