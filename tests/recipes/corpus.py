@@ -86,5 +86,6 @@ class GPT(nn.Module):
 def perceptron(dropout: float = 0.0) -> nn.Sequential:
     """From `Vectors` to their targets."""
     return nn.Sequential(
-        nn.Linear(WIDTH, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+        nn.Linear(WIDTH, 32), nn.ReLU(), nn.Dropout(dropout),
+        nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1),
     )  # fmt: skip

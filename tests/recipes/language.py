@@ -247,13 +247,13 @@ def mixed_precision(job: Job) -> None:
     model = GPT(job.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = cosine(optimizer, job.steps)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
     manager = job.manager()
     manager.register(model, optimizer, schedule, scaler=scaler)
     manager.sync_gradients(model)
     loader = fft.CursorLoader(Text(), batch_size=8, seed=10)
     job.own_seed()
-    scales: list[float] = []
+    scales: list[float] = []  # of all steps, those skipped, too
     for txn in manager.transactions(loader, max_steps=job.steps):
         with txn:
             x, y, index = txn.batch
@@ -263,8 +263,9 @@ def mixed_precision(job: Job) -> None:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if txn.committed:
-            job.committed(index, loss.item())
             scales.append(scaler.get_scale())
+            if manager.current_step() > txn.step:  # else it was skipped
+                job.committed(index, loss.item())
     job.facts["scales"] = scales
     job.ended(model, optimizer, schedule, scaler=scaler)
 
@@ -289,19 +290,17 @@ def bfloat16(job: Job) -> None:
     job.ended(model, optimizer)
 
 
-def _compiled(job: Job, backend: str) -> None:
-    model = GPT(job.dropout)
+def _compiled(job: Job, model: GPT) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = job.manager()
     manager.register(model, optimizer)
     manager.sync_gradients(model)
-    forward = torch.compile(model, backend=backend)
     loader = fft.CursorLoader(Text(), batch_size=8, seed=11)
     job.own_seed()
     for txn in manager.transactions(loader, max_steps=job.steps):
         with txn:
             x, y, index = txn.batch
-            loss = forward(x, y)
+            loss = model(x, y)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if txn.committed:
@@ -311,13 +310,18 @@ def _compiled(job: Job, backend: str) -> None:
 
 
 def compiled(job: Job) -> None:
-    """Through dynamo and AOTAutograd."""
-    _compiled(job, "aot_eager")
+    """The model as a whole, through dynamo and AOTAutograd."""
+    model = GPT(job.dropout)
+    model.compile(backend="aot_eager")
+    _compiled(job, model)
 
 
 def compiled_by_inductor(job: Job) -> None:
-    """Through the whole of ``torch.compile``."""
-    _compiled(job, "inductor")
+    """Block by block, as torchtitan does, through the whole of ``torch.compile``."""
+    model = GPT(job.dropout)
+    for block in model.h:
+        block.compile()
+    _compiled(job, model)
 
 
 def hugging_face(job: Job) -> None:

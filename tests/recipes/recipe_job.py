@@ -143,6 +143,7 @@ def bits(value: Any, name: str = "") -> dict[str, str]:
 def run(task: Mapping[str, Any], group: int, rank: int) -> dict[str, Any]:
     """Run the recipe that ``task`` names, in this process; what it left."""
     os.environ.pop("FFT_FAULTS", None)
+    os.environ["FFT_INJECT"] = "1"  # hooks on the model are compiled along, so have them always
     if task["plan"]:
         os.environ["FFT_FAULTS"] = task["plan"]
     module, _, name = str(task["recipe"]).partition(".")

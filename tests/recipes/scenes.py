@@ -60,23 +60,18 @@ def tied_shared_unused(job: Job) -> None:
 class Stripes(torch.utils.data.Dataset[tuple[torch.Tensor, int, int]]):
     """Sample ``i``: an image (1, 8, 8) of stripes, whether they are upright, and ``i``."""
 
-    def __init__(self, augments: bool) -> None:
-        self.augments = augments
-
     def __len__(self) -> int:
         return 128
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
         stripes = (torch.arange(8) + index).remainder(2).float().expand(8, 8)
         image = stripes if index % 4 < 2 else stripes.T
-        if self.augments:
-            image = image.flip(0) if torch.rand(()) < 0.5 else image
-            image = image + 0.1 * torch.randn(8, 8)
-        return image[None].clone(), int(index % 4 < 2), index
+        image = image.flip(0, 1) if torch.rand(()) < 0.5 else image
+        return (image + 0.1 * torch.randn(8, 8))[None], int(index % 4 < 2), index
 
 
 def batchnorm_cnn(job: Job) -> None:
-    """Batch norm, and augmentation that is drawn where samples are loaded."""
+    """Batch norm, and augmentation that is drawn by the workers that load samples."""
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
         nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
@@ -87,7 +82,7 @@ def batchnorm_cnn(job: Job) -> None:
     manager = job.manager()
     manager.register(model, optimizer, schedule)
     manager.sync_gradients(model)
-    loader = fft.CursorLoader(Stripes(augments=job.dropout > 0), batch_size=8, seed=21)
+    loader = fft.CursorLoader(Stripes(), batch_size=8, seed=21, num_workers=2)
     job.own_seed()
     for txn in manager.transactions(loader, max_steps=job.steps):
         with txn:

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,9 @@ def _drawn(recipe: Recipe, kind: str, again: int = 0) -> dict[str, Any]:
         "step": draw.randrange(kind == "kill", recipe.steps - 1),
         "group": draw.randrange(2),
     }
-    if kind != "one_sided":
+    if kind == "network_cut":
+        fault["phase"] = "during_allreduce"
+    elif kind != "one_sided":
         fault["phase"] = draw.choice(recipe.phases)
     if kind != "kill":
         fault["rank"] = draw.randrange(recipe.ranks)
@@ -256,11 +259,22 @@ def test_it_learns_and_groups_agree(stage: Stage, name: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["exception", "one_sided"])
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [
+        ("exception", 0),
+        ("one_sided", 0),
+        pytest.param("exception", 1, marks=pytest.mark.long),
+        pytest.param("exception", 2, marks=pytest.mark.long),
+        pytest.param("network_cut", 0, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", [_marks(recipe) for recipe in RECIPES])
-def test_a_transient_fault_leaves_no_bit_changed(stage: Stage, name: str, kind: str) -> None:
+def test_a_transient_fault_leaves_no_bit_changed(
+    stage: Stage, name: str, kind: str, again: int
+) -> None:
     recipe = BY_NAME[name]
-    run, clean, words = stage.faulty(recipe, kind)
+    run, clean, words = stage.faulty(recipe, kind, again)
     _assert_injected(run, words)
     _assert_audited(run, words)
     assert _fetches(run) == [], words
@@ -303,11 +317,19 @@ def test_the_recipes_do_what_they_are_named_for(stage: Stage) -> None:
             "language.clipping_accumulation_ema",
             "scenes.tied_shared_unused",
             "torchft_loops.local_sgd",
+            "torchft_loops.ddp_with_scaler",
+            "language.mixed_precision",
         )
     }
     assert all(f["clipped"] for f in facts["language.clipping_accumulation_ema"])
     branches = set(zip(*(f["odd"] for f in facts["scenes.tied_shared_unused"]), strict=True))
     assert branches & {(True, False), (False, True)}, "each branch was used everywhere or nowhere"
+    assert all(f["skips"] > 1 for f in facts["torchft_loops.ddp_with_scaler"])
+    for f in facts["language.mixed_precision"]:
+        scales = [2.0**20, *f["scales"]]
+        fell = sum(b < a for a, b in pairwise(scales))
+        assert fell > 1 and len(scales) == 1 + fell + 8, scales
+        assert any(b > a for a, b in pairwise(scales)), scales
     assert all(all(f["synced"]) for f in facts["torchft_loops.local_sgd"])
 
 

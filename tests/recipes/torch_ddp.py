@@ -1,4 +1,4 @@
-"""Recipes 1, 3 and 6 under torch's own DistributedDataParallel, on the batches FFT's groups take."""
+"""Some recipes under torch's own DistributedDataParallel, on the batches that FFT's groups take."""
 
 from __future__ import annotations
 

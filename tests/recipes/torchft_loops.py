@@ -37,13 +37,13 @@ def _mine(manager: fft.ManagerFFT) -> Batch:
     return _batch(manager.batches_committed() + (manager.participating_rank() or 0))
 
 
-def _functions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _functions(**parts: Any) -> dict[str, Any]:
     def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
 
     def save() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return {name: part.state_dict() for name, part in parts.items()}
 
     return {"load_state_dict": load, "state_dict": save, "digest": "never"}
 
@@ -52,9 +52,9 @@ def ddp_with_scaler(job: Job) -> None:
     """torchft's DDP; a scaler that is too large at first, so that it does not call ``step()``."""
     model = perceptron()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(**_functions(model, inner))
-    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    manager = job.manager(**_functions(model=model, optimizer=inner, scaler=scaler))
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     skips = 0
     while manager.current_step() < job.steps:
         optimizer.zero_grad()
@@ -113,7 +113,7 @@ def killed_in_the_metrics(job: Job) -> None:
 def _metrics(job: Job, killed_at: int | None) -> None:
     model = perceptron()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(**_functions(model, inner))
+    manager = job.manager(**_functions(model=model, optimizer=inner))
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     once = job.folder / "was-killed"
     while manager.current_step() < job.steps:
@@ -137,7 +137,7 @@ def local_sgd(job: Job) -> None:
     """Groups train for themselves, and average their weights every third step."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager = job.manager(**_functions(model, optimizer))
+    manager = job.manager(**_functions(model=model, optimizer=optimizer))
     done, synced = 0, []
     with LocalSGD(manager, model, optimizer, sync_every=SYNC_EVERY):
         while manager.current_step() < job.steps:
@@ -185,7 +185,7 @@ def diloco(job: Job) -> None:
     model = perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    manager = job.manager(use_async_quorum=False, **_functions(model, inner))
+    manager = job.manager(use_async_quorum=False, **_functions(model=model, optimizer=inner))
     local = 0
     with DiLoCo(manager, [model], inner, outer, sync_every=SYNC_EVERY):
         while manager.current_step() < job.steps:
