@@ -14,9 +14,9 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed.distributed_c10d import Work
 
-from fft.interrupt import guarded
 from fft.rollback.places import CollectiveFailed, GroupAborted
 from fft.rollback.works import CollectiveWork, Era, PeerWork, ScatterWork, forget_ended
+from fft.unsafe_places import guarded
 
 COLLECTIVES = (
     "_allgather_base",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fft.interrupt import guarded
+from fft.unsafe_places import guarded
 
 MILLISECOND = timedelta(milliseconds=1)
 
