@@ -77,9 +77,9 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
     waiter = threading.Thread(target=wait)
     waiter.start()
     until(lambda: group.pending() == 1, "the allreduce to start")
-    store.set(f"blocked {rank}", "1")
-    store.wait(["blocked 0", "blocked 1"])
     assert waiter.is_alive()
+    store.set(f"blocked {rank}", "1")
+    store.wait(["blocked 0", "blocked 1"])  # from here on the other one's abort may free this one
     start = time.monotonic()
     group.abort("test")
     returned = time.monotonic()
