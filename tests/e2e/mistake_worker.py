@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 if sys.argv[1] == "start":
@@ -36,7 +37,9 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
-    """With a mistake in it."""
+    """With a mistake in it. Where others train on meanwhile, a step is as long as a real one."""
+    if WHERE == "body1":
+        time.sleep(0.05)
     if step >= BAD_STEP and (WHERE == "body" or (WHERE == "body1" and GROUP == "1")):
         return model(x).no_such_method()
     return model(x).square().mean()
