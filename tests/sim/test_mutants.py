@@ -36,7 +36,12 @@ TEACHING = {
 """Teaching spec: the states that differ from those of hsdp, or are not there."""
 
 
-SLOW = {"torn_after_its_word", "join_taken_for_late"}
+SLOW = {
+    "torn_after_its_word",
+    "join_taken_for_late",
+    "begin_of_any_epoch",
+    "first_deferred_only",
+}
 
 
 @pytest.mark.parametrize(
