@@ -26,6 +26,9 @@ FRAGILE = {
 """What is left half done by an exception that comes anywhere. (Locks in C guard themselves.)"""
 
 
+COMPILE = Path(__file__).with_name("interrupt_compile.py")
+
+
 def left(how: str, rounds: int, folder: Path) -> dict[str, tuple[int, int]]:
     """(bodies, those that left something) for each thing that bodies use."""
     command = [sys.executable, str(STORM), how, str(rounds), str(folder)]
@@ -47,6 +50,26 @@ def test_at_random_moments_it_leaves_nothing(tmp_path: Path, rounds: int) -> Non
     found = left("storm", rounds, tmp_path)
     assert {name for name, (_, leaks) in found.items() if leaks} == set()
     print(f"\n{sum(bodies for bodies, _ in found.values())} bodies")
+
+
+@pytest.mark.parametrize(
+    ("backend", "bodies"),
+    [
+        ("aot_eager", 8),
+        pytest.param("aot_eager", 40, marks=pytest.mark.long),
+        pytest.param("inductor", 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_compilation_is_never_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, bodies: int
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it compiles once, for ever
+    command = [sys.executable, str(COMPILE), backend, str(bodies)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["errors"] == [] and told["ours"] == []
+    assert told["asked_in_vain"] > bodies / 4
 
 
 # --- the rule about bytecode --------------------------------------------------------------------

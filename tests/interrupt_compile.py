@@ -1,0 +1,109 @@
+"""Bodies whose first compilation is interrupted; says what is left half done.
+
+``interrupt_compile.py BACKEND BODIES``, in a process of its own, in which Dynamo was never loaded.
+Prints, as JSON: the errors of bodies, and of what was compiled in them; how often an interruption
+was asked for while a body compiled; and which functions of FFT's Dynamo has looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+
+import torch
+
+from fft.interrupt import Interrupted, Interrupter
+from fft.unsafe_places import guarded
+
+WIDTH = 4
+LONG_S = 5.0
+
+
+class Body:
+    """What ``with txn:`` does with an interrupter."""
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        self.interrupter = interrupter
+
+    @guarded
+    def __enter__(self) -> None:
+        self.interrupter.enter()
+
+    @guarded
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.interrupter.leave()
+        return kind is Interrupted
+
+
+def gradients(step: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Of all parameters; they are dropped."""
+    step.zero_grad()
+    step(x).square().mean().backward()
+    return [p.grad.clone() for p in step.parameters() if p.grad is not None]
+
+
+class Step(torch.nn.Module):
+    """Its compiled form has two graphs, with Python between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        time.sleep(0.001)
+        return self.last(x)
+
+
+def main() -> None:
+    """Compile in each body, until it is unwound."""
+    backend, bodies = sys.argv[1], int(sys.argv[2])
+    dice = random.Random(3)
+    interrupter = Interrupter()
+    errors: list[str] = []
+    ours: set[str] = set()
+    asked_in_vain = 0
+    took = LONG_S
+    for _ in range(bodies):
+        model = Step()
+        x = torch.randn(2, WIDTH)
+        compiled = torch.compile(model, backend=backend)
+        begun = time.monotonic()
+        compiling = True
+
+        def ask() -> None:
+            nonlocal asked_in_vain
+            asked_in_vain += compiling
+            interrupter.request("asked")
+
+        asker = threading.Timer(dice.random() * took, ask)
+        try:
+            with Body(interrupter):
+                asker.start()
+                gradients(compiled, x)
+                compiling, took = False, time.monotonic() - begun
+                while True:
+                    gradients(compiled, x)
+        except Exception as error:
+            errors.append(f"in the body: {error!r}"[:300])
+        asker.join()
+        try:
+            torch.manual_seed(0)
+            assert all(map(torch.equal, gradients(compiled, x), gradients(model, x)))
+            assert torch.is_grad_enabled()
+            assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+        except Exception as error:
+            errors.append(f"after it: {error!r}"[:300])
+        for made in torch._dynamo.convert_frame.input_codes.seen:
+            if (code := made()) is not None and "/fft/" in code.co_filename:
+                ours.add(f"{code.co_filename}: {code.co_name}")
+        torch._dynamo.reset()
+    interrupter.close()
+    print(json.dumps({"errors": errors, "asked_in_vain": asked_in_vain, "ours": sorted(ours)}))
+
+
+if __name__ == "__main__":
+    main()
