@@ -179,12 +179,13 @@ class Interrupter:
         if safety is Safety.SAFE or (safety is Safety.SOON and self._waits(frame, sent)):
             self._raise(cause)
         if safety is Safety.SOON and self._may_look_again(sent):
+            again = map(_thread.interrupt_main, (self._number,))
             self._in_flight = True
-            # Not by a call: the interpreter looks for signals after each, thus inside of this.
-            [_] = map(_thread.interrupt_main, [number])
+            # No call from here on: the interpreter looks for signals after each, thus inside this.
+            [_] = again
 
     def _waits(self, frame: FrameType, sent: bool) -> bool:
-        """Whether this is where the last look was, with no bytecode run since: a call that waits."""
+        """Whether this is a call that waits: where the last look was, and no bytecode ran since."""
         before, self._seen = self._seen, (id(frame), frame.f_lasti)
         return sent and before == self._seen
 

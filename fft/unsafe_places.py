@@ -292,7 +292,7 @@ def _next(text: bytes, at: int) -> int:
 
 
 def _handlers(ranges: list[_Range], at: int) -> Iterator[int]:
-    """Handlers that are in force at ``at``, the innermost first: each is within the next's range."""
+    """Handlers in force at ``at``, the innermost first: each is within the range of the next."""
     seen = set[int]()
     while True:
         found = next((r.handler for r in ranges if r.start <= at < r.end), None)

@@ -410,7 +410,9 @@ def main() -> None:
         thing = make(folder)
         thing.use()
         thing.left()
-        found[name] = storm(thing, rounds) if how == "storm" else at_every_step(thing, how == "blind")
+        found[name] = (
+            storm(thing, rounds) if how == "storm" else at_every_step(thing, how == "blind")
+        )
     print(json.dumps(found), flush=True)
     os._exit(0)  # threads that wait for what was left half done would be waited for
 

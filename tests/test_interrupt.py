@@ -140,7 +140,7 @@ def call_back() -> None:
     """Python drops what is raised in a callback of a weak reference."""
     while True:
         watched = Asked()
-        reference = weakref.ref(watched, busy)
+        _reference = weakref.ref(watched, busy)
         del watched
         busy()
 
@@ -364,7 +364,7 @@ def test_an_import_is_never_cut(
     monkeypatch: pytest.MonkeyPatch,
     packages: int,
 ) -> None:
-    """Each module says its name to another, as operators and backends do: a second time is wrong."""
+    """Each module says its name to another, as operators do: a second time is an error."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "interrupted_register.py").write_text(REGISTER)
     names = [f"interrupted_{n}" for n in range(packages)]

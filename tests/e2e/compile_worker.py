@@ -1,0 +1,140 @@
+"""One group of a job whose model is compiled, recomputed and autocast; `fft run` starts it.
+
+``compile_worker.py STEPS OUT TORN [compile=BACKEND] [checkpoint=reentrant|free] [autocast=1]``.
+Where TORN is 1, each group fails once in its first step, while the other is in its first
+compilation; without one, at its first backward. Leaves what it ended with in the folder OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from ranks import LIMIT, WIDTH, Samples
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchft import ProcessGroupGloo
+
+import fft
+
+LONG_S = 200.0
+
+
+class Block(nn.Module):
+    """Draws random numbers, so that who recomputes it must draw the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(F.dropout(F.gelu(self.inner(x)), 0.2))
+
+
+class Net(nn.Module):
+    """Three blocks, recomputed in the backward if ``recompute`` says how."""
+
+    def __init__(self, recompute: str | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()  # the reentrant form wants an input that needs a gradient
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        return self.last(x)
+
+
+def wait_for(path: Path) -> None:
+    """Until another process has made it."""
+    deadline = time.monotonic() + LONG_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"nobody made {path}"
+        time.sleep(0.01)
+
+
+def main() -> None:
+    """Train; count how each body that did not end well ended."""
+    steps, out, torn = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "1"
+    options = dict(word.split("=") for word in sys.argv[4:])
+    group, backend = os.environ["REPLICA_GROUP_ID"], options.get("compile")
+    other = str(1 - int(group))
+    torch.set_num_threads(1)
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=2,
+        replica_id=group,
+        init_sync=False,
+        timeouts={"join_window": 60.0, "ready_window": LONG_S},
+        digest="commit",
+        max_body_failures=100,
+    )
+    torch.manual_seed(3)
+    model = Net(options.get("checkpoint"))
+    manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    manager.sync_gradients(model)
+    net = model if backend is None else torch.compile(model, backend=backend)
+    torch.manual_seed(100 + int(group))
+
+    def at_work(_: object = None) -> None:
+        (out / f"at-work-{group}").touch()
+
+    if backend is not None:
+        torch._dynamo.callback_handler.register_start_callback(at_work)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        cast: AbstractContextManager[object] = nullcontext()
+        if "autocast" in options:
+            cast = torch.autocast("cpu", dtype=torch.bfloat16)
+        with cast:
+            y = net(x)
+        return F.mse_loss(y.float(), x.detach().mean(1, keepdim=True))
+
+    ended: Counter[str] = Counter()
+    slowest = 0.0
+    for txn in manager.transactions(fft.CursorLoader(Samples(), batch_size=4, seed=5), steps):
+        begun = time.monotonic()
+        with txn:
+            try:
+                mine, theirs = out / f"failed-{group}", out / f"failed-{other}"
+                if torn and not mine.exists() and (group == "1" or theirs.exists()):
+                    wait_for(out / f"at-work-{other}")
+                    mine.touch()
+                    raise RuntimeError("while the other compiles")
+                loss = forward(txn.batch.clone())
+                if backend is None:
+                    at_work()
+                loss.backward()
+            except BaseException as raised:
+                ended[type(raised).__name__] += 1
+                slowest = max(slowest, time.monotonic() - begun)
+                raise
+    result = {
+        "digest": manager.digest(),
+        "steps": manager.current_step(),
+        "ended": ended,
+        "slowest": slowest,
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "grad": torch.is_grad_enabled(),
+        "generator": torch.get_rng_state().sum().item(),
+    }
+    manager.shutdown()
+    (out / f"result-{group}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

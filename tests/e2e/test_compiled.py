@@ -1,0 +1,87 @@
+"""Compiled, recomputed and autocast bodies: rolled back at every phase, they end with equal bits.
+
+Each group fails once in its first step while the other is in its first compilation; later steps
+fail by an exception at each phase.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from stage import aborts
+
+from fft.audit import audit_dir
+
+WORKER = Path(__file__).with_name("compile_worker.py")
+LIMIT_S = 280
+STEPS = 10
+PHASES = ["forward", "backward", "before_allreduce", "during_allreduce", "vote", "after_vote"]
+
+
+def run_job(directory: Path, torn: bool, *options: str) -> list[dict[str, Any]]:
+    """What each of the two groups ended with."""
+    directory.mkdir()
+    plan = directory / "plan.yaml"
+    faults = [
+        {
+            "name": phase, "kind": "exception", "phase": phase, "group": n % 2, "rank": 0,
+            "step": 2 + n if torn else 1000,  # the injector's hooks are part of what is compiled
+        }
+        for n, phase in enumerate(PHASES)
+    ]  # fmt: skip
+    plan.write_text(yaml.safe_dump({"faults": faults}))
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "1"]
+    command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 20)]
+    command += ["--diagnose-after", "0", "--faults", str(plan), str(WORKER), str(STEPS)]
+    command += [str(directory), str(int(torn)), *options]
+    # with a cache of its own: what one job compiles the next one would find
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = audit_dir(directory / "run")
+    assert report.ok, report.render()
+    assert report.commits == STEPS and report.bytes_healed == 0
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("result-*.json"))]
+
+
+def check(folder: Path, *options: str) -> None:
+    """A run that is rolled back, held against one that is not."""
+    calm, torn = (run_job(folder / f"torn-{t}", t, *options) for t in (False, True))
+    assert len(torn) == 2
+    for before, after in zip(calm, torn, strict=True):
+        assert before["ended"] == {}
+        for what in ("digest", "steps", "autocast", "grad", "generator"):
+            assert after[what] == before[what], what
+        assert after["ended"]["RuntimeError"] == 1
+    # an error after the vote may come too late to stop the commit
+    assert len(aborts(folder / "torn-True" / "run")) >= 2 + len(PHASES) - 1
+    print("\n" + "\n".join(f"{rank['ended']}, slowest {rank['slowest']:.1f} s" for rank in torn))
+
+
+@pytest.mark.multiprocess
+def test_a_body_that_is_compiled_recomputed_and_autocast(tmp_path: Path) -> None:
+    check(tmp_path, "compile=aot_eager", "checkpoint=free", "autocast=1")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("compile=inductor",),
+        ("compile=inductor", "checkpoint=free", "autocast=1"),
+        ("checkpoint=reentrant", "autocast=1"),
+        ("checkpoint=free", "autocast=1"),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_bodies_of_other_kinds(tmp_path: Path, options: tuple[str, ...]) -> None:
+    check(tmp_path, *options)
