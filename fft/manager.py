@@ -943,6 +943,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self.report_error(fault)
 
     def _note_commit(self, record: Record, plan: StartTxn) -> None:
+        self._errored = None  # it came after the decision: the next reduction is one on all ranks
         self._step = record.step
         self._position = record
         self._batches_committed = record.batches

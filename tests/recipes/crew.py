@@ -48,7 +48,7 @@ class Case:
     steps: int
     dropout: float = 0.1
     parts: int = 1
-    fault: dict[str, Any] | None = None
+    faults: tuple[dict[str, Any], ...] = ()
     kills: bool = False
     """Whether one group is killed in each part, and started again."""
     bound_s: float = BOUND_S
@@ -126,8 +126,8 @@ class Crew:
         done = Run(self._folder / case.name)
         done.folder.mkdir()
         plan = done.folder / "plan.yaml"
-        if case.fault is not None:
-            plan.write_text(yaml.safe_dump({"faults": [case.fault]}))
+        if case.faults:
+            plan.write_text(yaml.safe_dump({"faults": list(case.faults)}))
         for part in range(case.parts):
             task = {
                 "recipe": case.recipe,
@@ -136,7 +136,7 @@ class Crew:
                 "part": part,
                 "is_last": part + 1 == case.parts,
                 "folder": str(done.folder),
-                "plan": str(plan) if case.fault is not None else "",
+                "plan": str(plan) if case.faults else "",
                 "bus": f"{self._address}/{case.name}-{part}",
                 "traces": str(done.folder / f"part-{part}"),
             }

@@ -109,14 +109,14 @@ class Stage:
         """The run without a fault."""
         key = recipe.name, dropout
         if key not in self._clean:
-            self._clean[key] = self.run(recipe, f"clean-{dropout}", None, dropout)
+            self._clean[key] = self.run(recipe, f"clean-{dropout}", (), dropout)
         return self._clean[key]
 
     def faulty(self, recipe: Recipe, kind: str, again: int = 0) -> tuple[Run, Run, str]:
         """One with a fault, the one without, and words for a failure."""
         fault = _drawn(recipe, kind, again)
         dropout = 0.0 if kind == "kill" else 0.1
-        run = self.run(recipe, f"{kind}-{again}", fault, dropout, kind == "kill")
+        run = self.run(recipe, f"{kind}-{again}", (fault,), dropout, kind == "kill")
         return run, self.clean(recipe, dropout), f"RECIPES_SEED={SEED}: {fault}"
 
     def close(self) -> None:
@@ -135,13 +135,13 @@ class Stage:
         self,
         recipe: Recipe,
         name: str,
-        fault: dict[str, Any] | None = None,
+        faults: tuple[dict[str, Any], ...] = (),
         dropout: float = 0.1,
         kills: bool = False,
     ) -> Run:
         """One run of a recipe. Raises CaseFailed."""
         name = f"{recipe.name}-{name}"
-        case = Case(recipe.name, name, recipe.steps, dropout, recipe.parts, fault, kills)
+        case = Case(recipe.name, name, recipe.steps, dropout, recipe.parts, faults, kills)
         try:
             return self._crew(recipe.ranks).run(case)
         except AssertionError as error:
@@ -346,6 +346,19 @@ def test_a_peer_killed_while_a_metric_is_averaged_costs_nobody_else_its_state(
 
 
 @pytest.mark.multiprocess
+def test_an_error_that_comes_after_the_decision_is_none_of_the_next_reductions(
+    stage: Stage,
+) -> None:
+    """Else this rank leaves out the averaging of its loss, and the next one meets a wrong size."""
+    clean = stage.clean(BY_NAME["torchft_loops.metrics_after_the_step"])
+    run = stage.run(Recipe("torchft_loops.error_after_the_decision"), "itself")
+    assert any("came late" in str(line.get("data")) for line in _lines(run))
+    assert _aborts(run) == []
+    _assert_same(run, clean, _parts(clean), "")
+    _assert_audited(run, "")
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", [None, "exception", pytest.param("kill", marks=pytest.mark.long)])
 def test_a_job_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(
     stage: Stage, kind: str | None
@@ -353,9 +366,9 @@ def test_a_job_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(
     whole = BY_NAME["language.checkpoint_and_resume"]
     dropout = 0.0 if kind == "kill" else 0.1
     clean = stage.clean(whole, dropout)
-    fault = None if kind is None else _drawn(whole, kind)
-    words = f"RECIPES_SEED={SEED}: {fault}"
-    run = stage.run(replace(whole, parts=2), f"two-parts-{kind}", fault, dropout, kind == "kill")
+    faults = () if kind is None else (_drawn(whole, kind),)
+    words = f"RECIPES_SEED={SEED}: {faults}"
+    run = stage.run(replace(whole, parts=2), f"two-parts-{kind}", faults, dropout, kind == "kill")
     own = ("buffers", "rng") if kind == "kill" else ()
     _assert_same(run, clean, _parts(clean, *own), words)
     _assert_audited(run, words)

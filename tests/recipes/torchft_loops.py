@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from corpus import Vectors, perceptron
-from recipe_job import Job, bits
+from recipe_job import Job, bits, wait_until
 from torch import nn
 from torchft import DistributedDataParallel, Optimizer
 from torchft.local_sgd import DiLoCo, LocalSGD
@@ -110,10 +112,27 @@ def killed_in_the_metrics(job: Job) -> None:
     _metrics(job, killed_at=4)
 
 
-def _metrics(job: Job, killed_at: int | None) -> None:
+def error_after_the_decision(job: Job) -> None:
+    """The same, where group 1 reports an error of step 3 when that is committed already."""
+
+    def late(manager: fft.ManagerFFT, phase: str) -> None:
+        if phase == "after_vote" and job.group == 1 and manager.current_step() == 3:
+            wait_until(lambda: manager._engine.local.state == "COMMIT", "the decision")
+            manager.report_error(RuntimeError("came late"))
+
+    _metrics(job, killed_at=None, at_phase=late)
+
+
+def _metrics(
+    job: Job,
+    killed_at: int | None,
+    at_phase: Callable[[fft.ManagerFFT, str], None] | None = None,
+) -> None:
     model = perceptron()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = job.manager(**_functions(model=model, optimizer=inner))
+    if at_phase is not None:
+        manager._inject = partial(at_phase, manager)
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     once = job.folder / "was-killed"
     while manager.current_step() < job.steps:
