@@ -28,20 +28,20 @@ _WITH_PEER = {"send": "to", "recv": "from"}
 class GroupAborted(RuntimeError):
     """The process group was aborted, and nobody has configured it since. Says the cause.
 
-    ``place``: the op that was pending or refused, on which group; empty where there was none.
+    ``fft_place``: the op that was pending or refused, on which group; empty where there was none.
     """
 
     def __init__(self, cause: str, place: str = "") -> None:
         super().__init__(f"{place}: {cause}" if place else cause)
-        self.place = place
+        self.fft_place = place
 
 
 class CollectiveFailed(RuntimeError):
-    """An op of a process group failed. Says which (``place``), then what the backend says."""
+    """An op of a process group failed. Says which (``fft_place``), then what the backend says."""
 
     def __init__(self, place: str, error: BaseException | str) -> None:
         super().__init__(f"{place}: {_first_line(error)}")
-        self.place = place
+        self.fft_place = place
 
 
 def what(op: str, args: tuple[Any, ...]) -> str:
