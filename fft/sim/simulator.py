@@ -542,6 +542,8 @@ class World:
             if self.clock.now > deadline:
                 self._violated("liveness", f"asked to drain, but still there: {self._where()}")
             self._pass(_LOOK)
+        if self.bus.head is not None and self.bus.head.diverged:
+            return  # noticed only now, and the end of everyone
         # Who has lost its place in the message order can only be ended, and its group with it.
         deaf = {p.peer.group for p in leaving if p.local.deaf}
         badly = [p for p in leaving if p.code != 0 and p.peer.group not in deaf]
