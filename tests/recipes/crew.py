@@ -26,7 +26,7 @@ from fft.bus.tcpserver import host_store
 from fft.core.messages import Death, encode
 
 WORKER = Path(__file__).with_name("recipe_worker.py")
-BOUND_S = 90.0
+BOUND_S = 120.0
 """For one part of a case; two seconds is usual."""
 _DUMP_S = 10.0
 """For a worker to write its stacks."""
