@@ -60,7 +60,7 @@ demo: setup
 	exit $$failed
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not long"
+	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
 
 # What takes half a minute and more and has a shorter test beside it.
 test-long: setup

@@ -31,6 +31,10 @@ class JobEnded(FftError):
     """All groups of the job have left after its last step: there is nothing to join any more."""
 
 
+class UnlikeGroups(FftError):
+    """The groups do not reduce the same gradients; the message says what each reduces."""
+
+
 class NoEpoch(FftError):
     """No epoch was formed within the quorum timeout; its coordinator knows why, and says so."""
 

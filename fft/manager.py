@@ -88,7 +88,14 @@ from fft.diagnosis.station import Station
 from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
 from fft.equality import EqualityChecks
-from fft.errors import BodyKeepsFailing, Drained, FftError, NoQuorum, TxnAborted
+from fft.errors import (
+    BodyKeepsFailing,
+    Drained,
+    FftError,
+    NoQuorum,
+    TxnAborted,
+    UnlikeGroups,
+)
 from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
 from fft.interrupt import Interrupted, Interrupter
@@ -1054,7 +1061,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._engine.post(HealFailed(epoch, _text(error), torn=touched))
             self._places.note(error, self._engine.local)
-            if touched:  # it came and does not fit in here: again would only stop the others again
+            # What came and does not fit in here would only stop the others again.
+            if touched or isinstance(error, UnlikeGroups):
                 raise
             return
         self._healed(command.record, size, source)
@@ -1128,6 +1136,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         shard = None
         if self._shard is not None:
             shard = self._executor.submit(self._configure_shard, f"{record.n}", record.epoch)
+        self._replicate.note = ", ".join(reducer.layout for reducer in self._reducers)
         self._replicate.configure(
             f"{members[0].store}/fft/{record.n}.{record.epoch}/{rank}",
             self._peer.group,
@@ -1141,6 +1150,26 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         )
         if shard is not None:
             shard.result()
+        self._check_layouts(command)
+
+    def _check_layouts(self, command: Heal) -> None:
+        """Unlike reductions would meet in gloo, which ends the process then.
+
+        Who has the job's state is right, and goes on without whoever differs.
+        """
+        mine, record = self._replicate.note, command.record
+        unlike = {r: note for r, note in self._replicate.notes.items() if note != mine}
+        if not unlike:
+            return
+        held = [entry.ranks[self._group_rank].current for entry in record.members]
+        index, note = next(iter(unlike.items()))
+        text = (
+            f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "
+            f"{record.members[index].group} {note or 'nothing by sync_gradients'}: all groups must "
+            "have the same model, frozen alike, and call sync_gradients alike"
+        )
+        is_right = held[command.index] and not all(held)
+        raise RuntimeError(text) if is_right else UnlikeGroups(text)
 
     def _configure_shard(self, name: str, epoch: int) -> None:
         assert self._shard is not None

@@ -246,8 +246,11 @@ class Reducer:
         self._buckets = self._fill([(n, p) for n, p in reversed(trained) if p not in sparse])
         self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
         text = "|".join(f"{n}:{p.dtype}:{tuple(p.shape)}" for n, p in trained)
-        self.layout = hashlib.blake2b(f"{text}|{self._dtype}".encode(), digest_size=8).hexdigest()
-        """Digest of names, types and shapes of all parameters that are reduced."""
+        text += f"|{[bucket.size for bucket in self._buckets]}|{self._dtype}"
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        numbers = sum(p.numel() for _, p in trained)
+        self.layout = f"{len(trained)} parameters with {numbers} numbers ({digest})"
+        """What is reduced, in words, and a digest of names, types, shapes and buckets."""
         for _, parameter in trained:
             hooked: Any = parameter  # torch does not type this method
             self._handles.append(hooked.register_post_accumulate_grad_hook(self._on_gradient))

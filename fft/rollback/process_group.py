@@ -145,6 +145,10 @@ class AbortableGroup:
         self.name = name
         self.waiting: AbstractContextManager[None] = nullcontext()
         """Entered around every wait for an op of gloo, by whoever waits; not within itself."""
+        self.note = ""
+        """What the other members are told with the rendezvous."""
+        self.notes: dict[int, str] = {}
+        """Theirs, by rank, of the last rendezvous; of gloo only."""
         self._target: Any = _innermost(pg)
         self._wrapper = isinstance(self._target, ProcessGroupWrapper)
         if self._wrapper and self._target._pg is not None:
@@ -381,7 +385,7 @@ class AbortableGroup:
             return self._target._create_pg(store, call.rank, call.world_size)
         devices = self._take_devices()
         era.own = frozenset(address for _, address in devices)
-        era.peers = _exchange(store, era)
+        era.peers, self.notes = _exchange(store, era, self.note)
         made = _gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
         with self._lock:
             self._devices = devices
@@ -506,12 +510,17 @@ def _device_makers() -> list[Callable[[], Any]]:
     return [lambda name=name: gloo.create_device(interface=name) for name in names]  # type: ignore[misc]
 
 
-def _exchange(store: RendezvousStore, era: Era) -> frozenset[Address]:
-    """Publish this member's listeners and return those of all the others; waits for them."""
-    store.set(_ADDRESS_KEY.format(rank=era.rank), json.dumps(sorted(era.own)))
-    keys = [_ADDRESS_KEY.format(rank=r) for r in range(era.world_size) if r != era.rank]
-    texts = store.multi_get(keys) if keys else []
-    return frozenset((str(host), int(port)) for t in texts for host, port in json.loads(t))
+def _exchange(
+    store: RendezvousStore, era: Era, note: str
+) -> tuple[frozenset[Address], dict[int, str]]:
+    """Publish this member's listeners and its note; those of all the others, and waits for them."""
+    word = {"listeners": sorted(era.own), "note": note}
+    store.set(_ADDRESS_KEY.format(rank=era.rank), json.dumps(word))
+    others = [r for r in range(era.world_size) if r != era.rank]
+    texts = store.multi_get([_ADDRESS_KEY.format(rank=r) for r in others]) if others else []
+    words = [json.loads(text) for text in texts]
+    notes = {rank: str(word["note"]) for rank, word in zip(others, words, strict=True)}
+    return frozenset((str(h), int(port)) for w in words for h, port in w["listeners"]), notes
 
 
 def _gloo_group(

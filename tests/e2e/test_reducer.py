@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fft
-from fft.errors import FftError
+from fft.errors import FftError, UnlikeGroups
 
 Gradients = dict[str, torch.Tensor | None]
 Body = Callable[[nn.Module, torch.Tensor], None]
@@ -364,3 +364,23 @@ def test_edits_of_gradients_are_seen(tmp_path: Path) -> None:
             made.run(lambda member, e=exact: work(member, e), register=False, digest="never")
     assert edited["0False"] == edited["1False"] == [False, True, True, False]
     assert edited["0True"] == edited["1True"] == [False, True, False, True]
+
+
+def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        model = nn.Linear(8, 4 + int(member.group))
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(in_order(), max_steps=1):
+            with txn:
+                model(torch.ones(1, 8)).sum().backward()
+
+    with job(tmp_path, 2) as made:
+        members = [made.member(str(g), register=False, digest="never") for g in range(2)]
+        for member in members:
+            member.start(work)
+        for member in members:
+            member.end()
+            assert isinstance(member.error, UnlikeGroups), member.error
+        assert "reduces 2 parameters with 36 numbers" in str(members[0].error)
+        assert "but group 1 2 parameters with 45 numbers" in str(members[0].error)
