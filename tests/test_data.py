@@ -10,7 +10,7 @@ import torch
 
 import fft
 from fft.core.messages import StartTxn, Token
-from fft.data import DataError, Drawn, Due, Inputs, as_source
+from fft.data import DataError, Drawn, Due, Inputs, StreamSource, as_source
 
 
 class Stream:
@@ -145,6 +145,25 @@ def test_each_rank_of_each_group_takes_an_item_of_its_own() -> None:
         for rank in range(2)
     ]
     assert taken == [[n] for n in range(10, 16)]
+
+
+def test_a_stream_of_groups_of_two_ranks_goes_on_at_the_item_of_the_cursor() -> None:
+    """The cursor counts slices; each of them is two items on for the loader of such a group."""
+    ranks, cursor = 2, 3
+    source = StreamSource(Stream())
+    for at in range(cursor):
+        assert drawn(Inputs(source, ranks, 1), plan(at, 0, 1)).batch == [2 * at + 1]
+    first = cursor * ranks
+    state = source.export(first)
+    assert state == {"position": first}, "of the first item that is not committed"
+    for rank in range(ranks):
+        joiner = StreamSource(Stream())
+        joiner.load(state, first)
+        for index in range(3):
+            got = drawn(Inputs(joiner, ranks, rank), plan(cursor, index, 3)).batch
+            assert got == [first + 2 * index + rank]
+        after = drawn(Inputs(joiner, ranks, rank), plan(cursor + 3, 1, 3)).batch
+        assert after == [first + 3 * ranks + 2 + rank]
 
 
 def test_who_does_not_count_takes_an_item_all_the_same() -> None:

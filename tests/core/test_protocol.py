@@ -794,6 +794,22 @@ def test_nothing_is_committed_before_a_learner_has_its_state() -> None:
     assert job.kinds()[-2:] == ["abort", "epoch"], "a YES without the state is none"
 
 
+def test_a_learner_brings_no_digest() -> None:
+    """Its state was another one when its txn began; that is not what replicas are compared for."""
+    job, late = joined()
+    job.compute([late], digest="of what it had")
+    assert late.inbox, "its state and its YES"
+    while late.local.vote is None:
+        job.deliver(late)
+    assert late.local.vote.digest is None
+    job.compute([job.node("0")], digest="of the job")
+    job.settle()
+    assert job.steps() == {2} and "abort" not in job.kinds()[-2:] and clean(job) == []
+    job.compute(digest="of the job")  # from the step after, it does
+    job.settle()
+    assert {n.local.step for n in job.live()} == {3} and clean(job) == []
+
+
 def test_after_a_rollback_a_learner_is_waited_for() -> None:
     """An attempt is lost; in the next epoch it fetches in the barrier, and counts at once."""
     job, late = joined()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fft.rollback import StateMismatch, StepState
+from fft.rollback.state import TornState
 
 
 class Model(nn.Module):
@@ -230,3 +231,147 @@ def test_digest_sees_every_part() -> None:
     assert len(next(iter(seen))) == 32
     halves = StepState([nn.Linear(2, 2).bfloat16()], [])
     assert halves.digest() == halves.digest()
+
+
+# --- bodies that edit parameters ------------------------------------------------------------------
+
+
+def test_what_was_edited_first_in_a_rolled_back_step_is_kept_from_then_on() -> None:
+    run = Setup()
+    weight, bias = run.model.linear.weight, run.model.linear.bias
+    run.state.capture()
+    run.state.note_edits()  # the first body edits nothing
+    run.state.capture()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(TornState, match=r"changed model0\.linear\.weight for the first time"):
+        run.state.restore()
+    run.state.restore()  # nothing was edited since
+    before = [p.detach().clone() for p in (weight, bias)]
+    for _ in range(2):
+        run.state.capture()
+        for _ in range(2):
+            with torch.no_grad():
+                weight.add_(1)
+            run.state.restore()
+            assert torch.equal(weight, before[0])
+        run.state.note_edits()  # a body that leaves it alone does not end that
+        run.state.forget()
+    run.state.capture()
+    with torch.no_grad():
+        bias.add_(1)
+        weight.add_(1)
+    with pytest.raises(TornState, match=r"changed model0\.linear\.bias for"):
+        run.state.restore()
+    assert torch.equal(weight, before[0]), "the rest is put back all the same"
+
+
+def test_a_parameter_edited_by_a_body_that_ended_well_is_kept_from_then_on() -> None:
+    run = Setup()
+    weight, bias = run.model.linear.weight, run.model.norm.bias
+    for edited in (weight, bias):
+        run.state.capture()
+        with torch.no_grad():
+            edited.add_(1)
+        run.state.note_edits()
+        run.state.forget()
+    before = [p.detach().clone() for p in (weight, bias)]
+    run.state.capture()
+    with torch.no_grad():
+        weight.zero_()
+        bias.fill_(7)
+    run.state.restore()
+    assert torch.equal(weight, before[0]) and torch.equal(bias, before[1])
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_a_rollback_drops_gradients_of_parameters_that_only_an_optimizer_has() -> None:
+    model, loose = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    state = StepState([model], [torch.optim.SGD([loose], lr=0.1)])
+    every = [*model.parameters(), loose]  # the model's are in no optimizer
+    for drop in (state.unwind, state.restore):
+        state.capture()
+        for parameter in every:
+            parameter.grad = torch.ones_like(parameter)
+        drop()
+        assert all(p.grad is None for p in every)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_stay_with_a_state_that_comes_only_if_they_belong_to_it(keeps: bool) -> None:
+    source, target = Setup(1), Setup(2)
+    for parameter in target.model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    how = {"keep_gradients": True} if keeps else {}
+    target.state.load(carried(source), **how)
+    for parameter in target.model.parameters():
+        assert (parameter.grad is not None) == keeps
+        assert parameter.grad is None or bool((parameter.grad == 3.0).all())
+
+
+# --- what a source gives away ---------------------------------------------------------------------
+
+
+def _memory(value: Any) -> set[int]:
+    """Where the tensors in nested containers are."""
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr()}
+    if isinstance(value, dict):
+        value = list(value.values())
+    return set().union(*map(_memory, value)) if isinstance(value, list | tuple) else set()
+
+
+def test_what_is_exported_across_a_body_has_nothing_in_common_with_what_it_changes() -> None:
+    run = Setup()
+    run.counter.seen["tensor"] = torch.ones(3)
+    run.step()
+    exported = run.state.export(across_body=True)
+    mine = {t.untyped_storage().data_ptr() for t in run.model.buffers()}
+    mine |= {run.counter.seen["tensor"].untyped_storage().data_ptr()}
+    for part in ("buffers", "lr_schedulers", "extra"):
+        assert not _memory(exported[part]) & mine, part
+    assert len(_memory(exported["buffers"])) == len(list(run.model.buffers()))
+    before: Any = copy.deepcopy(exported)
+    with torch.no_grad():
+        for buffer in run.model.buffers():
+            buffer.add_(1)
+    run.counter.seen["tensor"].add_(1)
+    run.counter.seen["list"].append(2)
+    run.schedule.step()
+    for name, value in before["buffers"].items():
+        assert torch.equal(exported["buffers"][name], value), name  # type: ignore[index]
+    assert torch.equal(exported["extra"]["counter"]["tensor"], torch.ones(3))  # type: ignore[index]
+    assert exported["extra"]["counter"]["list"] == [1]  # type: ignore[index]
+    assert exported["lr_schedulers"] == before["lr_schedulers"]
+    live = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+    assert _memory(exported["parameters"]) == live, "these a body does not change: no copies"
+
+
+# --- fingerprints ---------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_sees_each_parameter_and_all_optimizer_state_and_no_buffer() -> None:
+    run = Setup()
+    before = run.state.fingerprint()
+    run.step()
+    assert run.state.fingerprint() != before, "moments have come into being"
+    state = [v for o in (run.adam, run.sgd) for values in o.state.values() for v in values.values()]
+    tensors = [*run.model.parameters(), *(v for v in state if torch.is_tensor(v))]
+    assert len(tensors) == 4 + 2 * 3 + 2
+    for captured in (False, True):
+        if captured:
+            run.state.capture()
+        before = run.state.fingerprint()
+        for i, tensor in enumerate(tensors):
+            for place in (0, -1):
+                values = tensor.detach().view(-1)
+                kept = values[place].item()
+                values[place] += 1
+                assert run.state.fingerprint() != before, (i, place)
+                values[place] = kept
+                assert run.state.fingerprint() == before
+        for buffer in run.model.buffers():
+            buffer.add_(1)
+        assert run.state.fingerprint() == before, "replicas need not have buffers in common"
