@@ -6,6 +6,7 @@ engine calls from its own thread (``_EngineHost``).
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import hashlib
 import inspect
@@ -278,12 +279,17 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._position: Record | None = None
             """The record that the state on this rank is that of."""
             self._source: DataSource | None = None
+            self._is_over = False
+            """The last txn of all was committed."""
+            self._loader: Any = None
+            """What the source draws from; it knows what was drawn and not consumed."""
             self._served: Record | None = None
             """The epoch whose first state is served."""
             self._learning: Learning | None = None
             self._learners = learners
+            self._has_extra = False
             self._on_divergence = on_divergence
-            self._has_learned = False
+            self._has_learned = self._is_reduced_by_hand = False
             """The body of this txn began before the state was there."""
             self._checks: EqualityChecks | None = None
             self._check_every = check_replicas
@@ -294,6 +300,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._digest = digest
             self._max_body_failures = ANY if max_body_failures is None else max_body_failures
             self._body_failures = BodyFailures(max_body_failures)
+            self._at_exit = _ShutDown(self)
             self._finish: Finish | None = None
             """The engine's last word: whoever asks for a txn after it hears it again."""
             self._lineage, self._cursor = "", 0
@@ -367,6 +374,13 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             on_divergence=self._on_divergence or self._spec.policies.on_divergence,
             fixed_with_spares=self._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES,
         )
+        if self._state is not None:
+            try:
+                self._state.export()
+            except TypeError as error:  # else it shows when somebody joins, and stops the others
+                raise FftError(
+                    f"what is registered cannot be sent to a group that joins: {error}"
+                ) from error
         participant = Participant(Table(self._spec), config)
         fresh = GENESIS if not self._init_sync else f"fresh:{self._peer.group}:{self._store_addr}"
         local = participant.initial(
@@ -382,6 +396,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._watch()
             self._hold = hold(os.environ.get("FFT_LIFELINE_FD"))
         self._main = threading.get_ident()
+        atexit.register(self._at_exit)
         self._engine = Engine(
             participant, local, self._bus, self._trace, _EngineHost(self), self._group_bus
         )
@@ -537,12 +552,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 list(lr_scheduler) if isinstance(lr_scheduler, Sequence) else [lr_scheduler]
             )
         others = dict(extra or {})
+        self._has_extra = bool(others)
         if scaler is not None:
             if SCALER in others:
                 raise FftError(f"extra={{{SCALER!r}: …}} and scaler=: give one of them")
             others[SCALER] = scaler
+        updates = Updates(optimizers, schedulers, scaler)
         self._updates.close()
-        self._updates = Updates(optimizers, schedulers, scaler)
+        self._updates = updates
         self._state = StepState(models, optimizers, schedulers, others, generators)
         self._checks = EqualityChecks(self._state.fingerprint, self._check_every)
         if self._injector is not None:
@@ -631,8 +648,15 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         """
         if self._state is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
+        if self._is_over:
+            raise FftError(
+                f"this job is over since step {self._step}: its last step (max_steps), or the end "
+                "of its data, has come, and all groups have left. Call transactions() once, with "
+                "the total of steps; what is done between epochs fits between two txns"
+            )
         self._raise_on_abort = True
-        self._source = as_source(loader, replay_only)
+        if self._source is None or self._loader is not loader or self._source.in_any_order:
+            self._source, self._loader = as_source(loader, replay_only), loader
         if self._data is not None:
             self._source.load(self._data, self._cursor * self._group_world_size)
             self._data = None
@@ -646,7 +670,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                     return
                 self._state.capture()
                 last_step = max_steps is not None and plan.step + 1 >= max_steps
-                txn = Transaction(self, plan, drawn, last_step)
+                txn = Transaction(self, plan, drawn, drawn.is_last or last_step)
                 yield txn
                 if not txn.closed:
                     raise FftError("the body of a txn must run inside `with txn:`")
@@ -798,6 +822,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._errored: ExceptionWithTraceback | None = None
         self._works.clear()
         self._has_learned = self._learning is not None
+        self._is_reduced_by_hand = False
         for reducer in self._reducers:
             reducer.begin(exact=self._has_learned)
         self._reduced = None
@@ -842,11 +867,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if (why := self._quorums.wait(plan.token)) is not None:
             self._errored = _Reported(NoQuorum(why))
 
-    def _prepare(self, skip: bool = False, last_step: bool = False) -> Apply | None:
+    def _prepare(self, skip: bool = False, last: bool = False) -> Apply | None:
         """Vote and wait for the decision. The record to apply, or None: rolled back.
 
         ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
-        ``last_step``: leave with this one, unless it is skipped.
+        ``last``: leave with its commit, unless it is skipped.
         """
         plan, engine = self._txn, self._engine
         if plan is None or engine is None:
@@ -862,12 +887,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._has_state():
             edited = self._check_edits()
             skip = self._must_skip() or skip
-            if last_step and not skip:
-                self._ask_to_leave()
             yes = self._errored is None
             cause = "" if self._errored is None else _text(self._errored.original_exception)
             manifest, digest = self._manifest.build(), self._equality
-            engine.post(Prepared(plan.token, yes, manifest, cause, skip, digest, edited))
+            engine.post(Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last))
             self._inject("after_vote")
         with self._waiting():
             command = engine.wait_command()
@@ -915,7 +938,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
         A learner that has done so says NO: after the rollback it waits for the state first.
         """
-        edited = not self._reducers or any(reducer.edited() for reducer in self._reducers)
+        edited = not self._reducers or self._is_reduced_by_hand or self._updates.were_unscaled
+        edited = edited or any(reducer.edited() for reducer in self._reducers)
         if edited and self._has_learned and self._learners != "always" and self._errored is None:
             self.report_error(
                 RuntimeError(
@@ -999,6 +1023,12 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             logger.exception("optimizer step failed after COMMIT; this state is torn")
             self._apply_failed(error)
             return
+        try:
+            if not command.skip:
+                self._updates.done()
+        except Exception as error:  # the user's own; what it was to change may be half changed
+            self._apply_failed(error)
+            raise
         self._finish_apply()
 
     # --- rollback and healing, on the main thread ---
@@ -1084,7 +1114,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         cannot be read before it is known where the others are.
         """
         late = command.fetch_from is not None and self._peer.group in command.record.learners
-        late = late and self._learners != "never"
+        # What a body moves on by itself, beyond buffers, it would have moved on the wrong state.
+        may = self._learners == "always" or (self._learners == "auto" and not self._has_extra)
+        late = late and may
         own = self._state is not None and self._transfer is not None and not self._user_state_dicts
         return late and own and (self._source is None or self._source.in_any_order)
 
@@ -1136,7 +1168,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         shard = None
         if self._shard is not None:
             shard = self._executor.submit(self._configure_shard, f"{record.n}", record.epoch)
-        self._replicate.note = ", ".join(reducer.layout for reducer in self._reducers)
+        self._replicate.note = ", ".join(reducer.model for reducer in self._reducers)
         self._replicate.configure(
             f"{members[0].store}/fft/{record.n}.{record.epoch}/{rank}",
             self._peer.group,
@@ -1340,6 +1372,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._injector.at("before_allreduce")
         if self._raise_on_abort and (error := self._errored) is not None:
             raise TxnAborted(str(error.original_exception))
+        self._is_reduced_by_hand = True
         self._manifest.add(tensor, reduce_op)
         if self._injector is not None:
             self._reduced = tensor
@@ -1355,6 +1388,14 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._works.append(work)
         if self._injector is not None:
             self._injector.at("during_allreduce")
+        return work
+
+    def reduce_gradients(self, tensor: torch.Tensor, layout: str) -> Work:
+        """For the reducers: `allreduce`, of what lies in ``tensor`` as ``layout`` says."""
+        by_hand = self._is_reduced_by_hand
+        work = self.allreduce(tensor)
+        self._is_reduced_by_hand = by_hand
+        self._manifest.note(layout)
         return work
 
     def reduced(self) -> None:
@@ -1425,7 +1466,11 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._data = state_dict.get("data")
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave the job and end every thread, socket and file of this manager. Idempotent."""
+        """Leave the job and end every thread, socket and file of this manager. Idempotent.
+
+        Called when the interpreter exits, if it was not before.
+        """
+        atexit.unregister(self._at_exit)
         self._finish_apply()
         for poller in self._pollers:
             poller.close()
@@ -1472,9 +1517,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
 
     @guarded
     def _open_body(self) -> None:
-        self._updates.in_body = True
+        self._updates.opened()
         for reducer in self._reducers:  # again: by `txn.step` users unfreeze what it says is due
-            reducer.begin()
+            reducer.begin(exact=self._has_learned)
         if self._interrupter is None or self._engine is None:
             return
         self._interrupter.enter()
@@ -1499,6 +1544,26 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
         self.report_error(error)
 
+    def _unreduced(self) -> FftError | None:
+        """What a body that has ended well has left undone: no step could be right with it."""
+        if self._errored is not None:
+            return None
+        if self._manifest.empty and self._spec.policies.min_reductions:
+            return FftError(
+                "the body has ended without reducing a gradient across the groups (`continue`? no "
+                "backward()? no sync_gradients(model)?): a body must come to its backward() for "
+                "every batch; multiply the loss by 0 where one is not to count"
+            )
+        if self._updates.were_scheduled:
+            return FftError(
+                "scheduler.step() inside `with txn:`: the transaction steps the registered "
+                "schedulers itself, after COMMIT; take the call out of the body"
+            )
+        for reducer in self._reducers:
+            if (why := reducer.unfinished) is not None:
+                return FftError(f"{why}: such gradients are not those of the other groups")
+        return None
+
     def _which_batch(self, plan: StartTxn) -> str:
         """In words, for who looks for what was wrong with it."""
         where = f"in the txn of step {plan.step}, on {self._peer}"
@@ -1521,7 +1586,7 @@ class Transaction:
         skipped: after the body: whether it was committed without an optimizer step.
     """
 
-    def __init__(self, manager: ManagerFFT, plan: StartTxn, drawn: Drawn, last_step: bool) -> None:
+    def __init__(self, manager: ManagerFFT, plan: StartTxn, drawn: Drawn, last: bool) -> None:
         self.batch = drawn.batch
         self.step = plan.step
         self.contributes = plan.index is not None
@@ -1530,8 +1595,7 @@ class Transaction:
         self.closed = False
         self._manager = manager
         self._plan = plan
-        self._is_last_of_data = drawn.is_last
-        self._is_last_step = last_step
+        self._is_last = last
         self._waited_ms = drawn.waited_ms
 
     def log(self, **metrics: float) -> None:
@@ -1562,11 +1626,13 @@ class Transaction:
                 return False
             manager._body_failed(self._plan, error)
             return True
-        if self._is_last_of_data:
-            manager._ask_to_leave()
-        command = manager._prepare(last_step=self._is_last_step)
+        if (mistake := manager._unreduced()) is not None:
+            manager._body_failed(self._plan, mistake)
+            return True
+        command = manager._prepare(last=self._is_last)
         if command is not None:
             self.committed, self.skipped = True, command.skip
+            manager._is_over = self._is_last and not command.skip
             slice_number = (
                 None if self._plan.index is None else self._plan.cursor + self._plan.index
             )
@@ -1690,6 +1756,19 @@ class _Leaver:
             manager._trace.note(name, data, manager._engine.local)
 
 
+class _ShutDown:
+    """At the exit of a script that has not shut down: torch aborts where its threads still run."""
+
+    def __init__(self, manager: ManagerFFT) -> None:
+        self._manager = weakref.ref(manager)
+        self._pid = os.getpid()
+
+    def __call__(self) -> None:
+        manager = self._manager()
+        if manager is not None and os.getpid() == self._pid:
+            manager.shutdown(wait=False)
+
+
 class _Hands:
     """What the injector cannot do by itself; does not keep the manager alive."""
 
@@ -1810,6 +1889,10 @@ class _ManifestBuilder:
         if not tensor.is_sparse:  # else how much it is differs between the groups
             self._bytes += tensor.nbytes
         self._shapes.update(f"{op}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
+
+    def note(self, layout: str) -> None:
+        """What lay in the last tensor."""
+        self._shapes.update(layout.encode())
 
     def build(self) -> Manifest:
         """The manifest so far."""

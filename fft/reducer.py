@@ -45,8 +45,11 @@ _ALIGNMENT = 16
 class Reductions(Protocol):
     """What a reducer asks of the manager."""
 
-    def allreduce(self, tensor: torch.Tensor) -> Work:
-        """Begin to average ``tensor`` in place across the groups whose gradients count."""
+    def reduce_gradients(self, tensor: torch.Tensor, layout: str) -> Work:
+        """Begin to average ``tensor`` in place across the groups whose gradients count.
+
+        ``layout``: what lies where in it; unlike ones must never be committed.
+        """
 
     def reduced(self) -> None:
         """All reductions that were begun are over. Raises if one failed and the body shall end."""
@@ -167,6 +170,8 @@ class Reducer:
         self._next = 0
         """The bucket to be issued next."""
         self._flags: torch.Tensor | None = None
+        self._is_unreduced = False
+        """Gradients were accumulated since they were reduced."""
         self._is_eager = True
         """Buckets are issued while backward goes on."""
         self._pristine: dict[_Slot, torch.Tensor] | None = None
@@ -176,13 +181,15 @@ class Reducer:
     # --- what the manager calls ---
 
     def begin(self, exact: bool = False) -> None:
-        """A txn begins: nothing of an earlier backward counts; who was unfrozen is reduced, too.
+        """A body begins: nothing of an earlier backward counts; what is trained now is reduced.
 
         ``exact``: keep copies of the reduced gradients, so that `edited` misses nothing.
         """
-        if any(p.requires_grad for _, p in self._frozen):
-            self._lay_out()
+        if any(p.requires_grad != trained for p, trained in self._was_trained):
+            self._lay_out()  # by what is so now, not by what was: who joins knows only that
+        self._come_last()
         self._forget()
+        self._is_unreduced = False
         self._pristine = {} if exact else None
 
     def reset(self) -> None:
@@ -208,13 +215,22 @@ class Reducer:
             raise FftError("a communication hook is registered already; DDP takes one, too")
         self._hook = state, hook
 
+    @property
+    def unfinished(self) -> str | None:
+        """Why the gradients are not those of the job; None: they are."""
+        if self._armed is not None:
+            return "a backward() was begun and has not come to its end (an exception was caught?)"
+        if self._is_unreduced:
+            return "gradients were accumulated in no_sync() and never reduced"
+        return None
+
     def edited(self) -> bool:
         """Whether the body has changed gradients since they were reduced.
 
         Told by torch's counters of edits, which miss those through ``.data``, unless the txn began
-        with ``exact``.
+        with ``exact``; and taken for granted of sparse ones.
         """
-        return any(
+        return bool(self._sparse) or any(
             self._is_edited(bucket, slot) for bucket in self._buckets for slot in bucket.slots
         )
 
@@ -237,6 +253,7 @@ class Reducer:
     def _lay_out(self) -> None:
         self.close()
         named = list(self._model.named_parameters())
+        self._was_trained = [(p, p.requires_grad) for _, p in named]
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         trained = [(n, p) for n, p in named if p.requires_grad]
         if not trained:
@@ -247,13 +264,29 @@ class Reducer:
         self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
         text = "|".join(f"{n}:{p.dtype}:{tuple(p.shape)}" for n, p in trained)
         text += f"|{[bucket.size for bucket in self._buckets]}|{self._dtype}"
-        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-        numbers = sum(p.numel() for _, p in trained)
-        self.layout = f"{len(trained)} parameters with {numbers} numbers ({digest})"
-        """What is reduced, in words, and a digest of names, types, shapes and buckets."""
-        for _, parameter in trained:
+        self._layout = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        every = "|".join(f"{n}:{p.dtype}:{tuple(p.shape)}" for n, p in named)
+        digest = hashlib.blake2b(f"{every}|{self._cap}|{self._dtype}".encode(), digest_size=4)
+        numbers = sum(p.numel() for _, p in named)
+        self.model = f"{len(named)} parameters with {numbers} numbers ({digest.hexdigest()})"
+        """The whole model, frozen or not, in words, and a digest: equal in all groups."""
+        self._hook_on([p for _, p in trained])
+
+    def _hook_on(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
             hooked: Any = parameter  # torch does not type this method
             self._handles.append(hooked.register_post_accumulate_grad_hook(self._on_gradient))
+        self._hooked = parameters
+
+    def _come_last(self) -> None:
+        """Hooks of the user on gradients come before ours, whenever they were registered."""
+        late = any(
+            next(reversed(_hooks(parameter)), None) != handle.id
+            for parameter, handle in zip(self._hooked, self._handles, strict=True)
+        )
+        if late:
+            self.close()
+            self._hook_on(self._hooked)
 
     def _fill(self, named: list[tuple[str, nn.Parameter]]) -> list[_Bucket]:
         """Buckets by size of the whole parameters, so that all ranks of a group have as many."""
@@ -282,6 +315,7 @@ class Reducer:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._is_quiet:
+            self._is_unreduced = True
             return
         self._arm()
         if (place := self._slots.get(parameter)) is None:
@@ -341,7 +375,7 @@ class Reducer:
                 tail.fill_(1)
             else:
                 tail.copy_(torch.tensor(used, dtype=flat.dtype))
-            bucket.work = self._manager.allreduce(flat)
+            bucket.work = self._manager.reduce_gradients(flat, self._layout)
             return
         state, hook = self._hook
         flags = torch.tensor(used, dtype=torch.float32, device=flat.device)
@@ -388,11 +422,12 @@ class Reducer:
         self._complete(late)
         self._reduce_sparse()
         self._refuse_unknown()
+        self._is_unreduced = self._is_unreduced and nested
         self._forget()
 
     def _complete(self, buckets: list[_Bucket]) -> None:
         if self._flags is not None:
-            self._manager.allreduce(self._flags).wait()
+            self._manager.reduce_gradients(self._flags, self._layout).wait()
         for bucket in buckets:
             if isinstance(bucket.work, Future):
                 bucket.gradients().copy_(_tensor_of(bucket.work.wait()).reshape(-1))
@@ -449,7 +484,7 @@ class Reducer:
                 empty = torch.zeros_like(parameter).to_sparse()
                 grad = empty
             grad = parameter.grad = grad.coalesce()
-            works.append(self._manager.allreduce(grad))
+            works.append(self._manager.reduce_gradients(grad, self._layout))
         for work in works:
             work.wait()
         if works:
@@ -482,6 +517,11 @@ def _slot(name: str, parameter: nn.Parameter, bucket: _Bucket) -> _Slot:
     # FSDP2 holds to the tensor that it made, and may add to it while the bucket is reduced.
     in_place = not isinstance(parameter, DTensor) and parameter.dtype == bucket.dtype
     return _Slot(name, parameter, bucket.size, local.numel(), stride, in_place)
+
+
+def _hooks(parameter: torch.Tensor) -> dict[int, Any]:
+    """Of accumulated gradients, in the order in which they are called."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:

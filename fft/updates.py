@@ -6,6 +6,7 @@ main thread; touches the optimizers, schedulers and scaler that it was given.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,12 @@ class Updates:
         self._optimizers = list(optimizers)
         self._schedulers = list(schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        for each in self._optimizers:
+            _refuse_unfit(each)
+        for each in self._schedulers:
+            _refuse_unfit(each)
+        self._epochs: list[Any] = []
+        """Of the schedulers, as the body began."""
         self._after: list[Callable[[], object]] = []
         self._is_mine = False
         self._hooks = [o.register_step_pre_hook(self._refuse_in_body) for o in self._optimizers]
@@ -58,6 +65,24 @@ class Updates:
         """Whether a scaler is in use."""
         return self._scaler is not None
 
+    def opened(self) -> None:
+        """A body begins."""
+        self.in_body = True
+        self._epochs = [getattr(each, "last_epoch", None) for each in self._schedulers]
+
+    @property
+    def were_scheduled(self) -> bool:
+        """Whether the body has stepped a scheduler, which the commit does again."""
+        return self._epochs != [getattr(each, "last_epoch", None) for each in self._schedulers]
+
+    @property
+    def were_unscaled(self) -> bool:
+        """Whether the body has unscaled gradients, by the scale that it had."""
+        return self._scaler is not None and any(
+            self._scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
+            for optimizer in self._optimizers
+        )
+
     def must_skip(self) -> bool:
         """Unscale the reduced gradients; whether the scaler says that this step must be skipped."""
         if self._scaler is None:
@@ -71,7 +96,7 @@ class Updates:
         return found
 
     def apply(self) -> None:
-        """Step everything, and drop the gradients."""
+        """Step everything, and drop the gradients. Then call `done`."""
         self._is_mine = True
         try:
             for optimizer in self._optimizers:
@@ -86,6 +111,9 @@ class Updates:
         finally:
             self._is_mine = False
         self._drop_gradients()
+
+    def done(self) -> None:
+        """Call the functions of the user for a committed step."""
         for function in self._after:
             function()
 
@@ -158,6 +186,18 @@ class StepWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _refuse_unfit(each: Any) -> None:
+    """Raise if ``step()`` cannot be called without arguments."""
+    try:
+        inspect.signature(type(each).step).bind(each)
+    except TypeError as error:
+        raise FftError(
+            f"{type(each).__name__}.step() needs an argument ({error}), which the transaction does "
+            "not have: do not register it; call it between two txns, after `if txn.committed:`, "
+            "and register its state as extra="
+        ) from None
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -69,6 +69,7 @@ class _Ballots:
     manifest: Manifest
     peers: tuple[Peer, ...]
     leaving: bool = False
+    last: bool = False
     skip: bool = False
     digest: str | None = None
 
@@ -123,13 +124,13 @@ def _digest_of(members: Members) -> str:
 
 def encode_votes(votes: Iterable[Vote]) -> bytes:
     """Votes → one word for a ballot; what several have in common is said once."""
-    alike: dict[tuple[Manifest, bool, bool, str | None], list[Peer]] = {}
+    alike: dict[tuple[Manifest, bool, bool, bool, str | None], list[Peer]] = {}
     for vote in votes:
-        key = (vote.manifest, vote.leaving, vote.skip, vote.digest)
+        key = (vote.manifest, vote.leaving, vote.last, vote.skip, vote.digest)
         alike.setdefault(key, []).append(vote.peer)
     word = tuple(
-        _Ballots(manifest, tuple(peers), leaving, skip, digest)
-        for (manifest, leaving, skip, digest), peers in alike.items()
+        _Ballots(manifest, tuple(peers), leaving, last, skip, digest)
+        for (manifest, leaving, last, skip, digest), peers in alike.items()
     )
     return _word().dump_json(word, exclude_defaults=True)
 
@@ -145,7 +146,7 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
     except ValidationError as error:
         raise unreadable(error) from None
     return tuple(
-        Vote(peer, some.manifest, some.leaving, some.skip, some.digest)
+        Vote(peer, some.manifest, some.leaving, some.last, some.skip, some.digest)
         for some in word
         for peer in some.peers
     )

@@ -338,7 +338,7 @@ def _commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     skip = any(v.skip for v in votes)
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
-    leavers = {v.peer.group for v in votes if v.leaving}
+    leavers = {v.peer.group for v in votes if v.leaving or (v.last and not skip)}
     leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
     return _successor(
         s,
@@ -390,7 +390,7 @@ def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     # The state of a learner has come since the txn began: it is what it was compared with.
     digest = None if c.me.group in learners(s) else event.digest
     s.edits = event.edited
-    s.vote = Vote(c.me, event.manifest, c.me in s.leaving, event.skip, digest)
+    s.vote = Vote(c.me, event.manifest, c.me in s.leaving, event.last, event.skip, digest)
     yield CastVote(s.token, s.vote, len(member_peers(s)))
 
 

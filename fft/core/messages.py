@@ -65,6 +65,8 @@ class Vote:
     peer: Peer
     manifest: Manifest
     leaving: bool = False
+    last: bool = False
+    """The voter has no step after this one: it leaves with this txn's commit, if that is a step."""
     skip: bool = False
     """The user applies nothing in this txn: committed, it is a skip for all."""
     digest: str | None = None
@@ -310,6 +312,8 @@ class Prepared:
     digest: str | None = None
     edited: bool = False
     """The body has changed reduced gradients, by whatever."""
+    last: bool = False
+    """There is no step after this one; said anew in each attempt."""
     type: Literal["prepared"] = "prepared"
 
 

@@ -157,7 +157,8 @@ class StepState:
         saved.versions = {name: _edit_count(p) for name, p in self._parameters.items()}
         _restore_buffers(saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
+            # one that the user has added since has nothing to be put back
+            for group, values in zip(optimizer.param_groups, groups, strict=False):
                 _put_hyper(group, values)
         for scheduler, values in zip(self._schedulers, saved.schedules, strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))

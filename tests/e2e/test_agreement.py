@@ -13,7 +13,7 @@ from torchft.optim import OptimizerWrapper
 
 import fft
 from fft.audit import read_lines
-from fft.errors import Diverged, FftError
+from fft.errors import BodyKeepsFailing, Diverged, FftError
 
 STEPS = 6
 Scaler = torch.amp.GradScaler
@@ -252,3 +252,183 @@ def test_gradients_edited_by_weights_are_right_for_who_joins(
     learned = [r["learners"] for r in records(tmp_path) if r["kind"] == "epoch" and r["learners"]]
     assert learned == ([] if waits else [["1"]])
     assert any(line.get("note") == "consumed" for line in read_lines(tmp_path))
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_a_last_txn_that_is_rolled_back_is_not_the_last(tmp_path: Path) -> None:
+    """Who was to leave with it says so anew: a group that dies in it takes no sample along."""
+    seen: dict[str, list[int]] = {}
+
+    def work(member: Member) -> None:
+        loader = fft.CursorLoader(_Few(9), batch_size=1, shuffle=False, passes=1)
+        for txn in member.manager.transactions(loader):
+            with txn:
+                if member.group == "2" and txn.step == 2:
+                    return  # it leaves without a word of its own, in the last txn of all
+                _loss(member, txn.batch.repeat(4)).backward()
+            if txn.committed and txn.contributes:
+                seen.setdefault(member.group, []).extend(txn.batch.tolist())
+
+    with job(tmp_path, 3) as made:
+        made.run(work)
+        made.audit()
+    assert sorted(sum(seen.values(), [])) == list(range(9))
+
+
+class _Few(Numbers):
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def test_transactions_after_the_end_say_so(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=2):
+            with txn:
+                _loss(member, txn.batch).backward()
+        with pytest.raises(FftError, match=r"over since step 2.*Call transactions\(\) once"):
+            next(iter(member.manager.transactions(_loader(), max_steps=4)))
+
+    with job(tmp_path, 2) as made:
+        made.run(work)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def _fails(tmp_path: Path, body: Any, prepare: Any = None) -> str:
+    def work(member: Member) -> None:
+        if prepare is not None:
+            prepare(member)
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            with txn:
+                body(member, txn)
+
+    with job(tmp_path, 2) as made, pytest.raises(BodyKeepsFailing) as caught:
+        made.run(work)
+    return str(caught.value.__cause__)
+
+
+def test_a_body_that_leaves_before_its_backward_is_a_mistake(tmp_path: Path) -> None:
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step < 1:
+            _loss(member, txn.batch).backward()
+
+    assert "without reducing a gradient" in _fails(tmp_path, body)
+
+
+def test_a_backward_that_failed_and_was_caught_is_never_committed(tmp_path: Path) -> None:
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        x = batch_of(txn.batch)
+        _loss(member, txn.batch).backward()
+        try:
+            member.model.last(Boom.apply(member.model.first(x))).sum().backward()
+        except RuntimeError:
+            pass
+
+    assert "has not come to its end" in _fails(tmp_path, body)
+
+
+def test_gradients_left_in_no_sync_are_never_committed(tmp_path: Path) -> None:
+    def body(member: Member, txn: fft.Transaction) -> None:
+        _loss(member, txn.batch).backward()
+        with member.manager.no_sync():
+            _loss(member, txn.batch).backward()
+
+    assert "never reduced" in _fails(tmp_path, body)
+
+
+def test_a_scheduler_stepped_in_the_body_is_refused(tmp_path: Path) -> None:
+    schedules: dict[str, Any] = {}
+
+    def prepare(member: Member) -> None:
+        schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 2)
+        schedules[member.group] = schedule
+        member.manager.register(member.model, member.optimizer, schedule)
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        _loss(member, txn.batch).backward()
+        schedules[member.group].step()
+
+    assert "take the call out of the body" in _fails(tmp_path, body, prepare)
+
+
+def test_what_cannot_be_stepped_or_sent_is_refused_at_the_start(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": object()}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    with job(tmp_path, 1) as made:
+        member = made.member("0", register=False)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(member.optimizer)
+        with pytest.raises(FftError, match=r"ReduceLROnPlateau.step\(\) needs an argument"):
+            member.manager.register(member.model, member.optimizer, plateau)
+        lbfgs = torch.optim.LBFGS(member.model.parameters())
+        with pytest.raises(FftError, match=r"LBFGS.step\(\) needs an argument"):
+            member.manager.register(member.model, lbfgs)
+        member.manager.register(member.model, member.optimizer, extra={"odd": Odd()})
+        with pytest.raises(FftError, match=r"cannot be sent.*extra\[odd\]"):
+            next(iter(member.manager.transactions(_loader())))
+
+
+def test_a_mistake_on_commit_is_raised(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        member.manager.on_commit(lambda: {}["missing"])
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            with txn:
+                _loss(member, txn.batch).backward()
+
+    with job(tmp_path, 1) as made, pytest.raises(KeyError, match="missing"):
+        made.run(work)
+
+
+# --- learners, again ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["data", "unscale"])
+def test_edits_that_torch_does_not_count_are_seen_of_who_joins(tmp_path: Path, how: str) -> None:
+    started: list[Member] = []
+
+    def work(member: Member) -> None:
+        # the scale of who joins is not that of the job until its state has come
+        scaler = Scaler("cpu", init_scale=2.0 ** (4 + 4 * int(member.group)), enabled=how != "data")
+        member.manager.register(
+            member.model, member.optimizer, scaler=scaler, generators=[member.model.generator]
+        )
+        for txn in member.manager.transactions(_loader(), max_steps=60):
+            with txn:
+                scaler.scale(_loss(member, txn.batch)).backward()
+                if how == "unscale":
+                    scaler.unscale_(member.optimizer)
+                else:
+                    for parameter in member.model.parameters():
+                        assert parameter.grad is not None
+                        parameter.grad.data.add_(parameter.data, alpha=0.1)
+            if member.group == "0" and txn.step == 5:
+                started.append(made.member("1", check_replicas=1).start(work))
+
+    with job(tmp_path, 1) as made:
+        first = made.member("0", check_replicas=1).start(work)
+        first.end()
+        started[0].end()
+        for member in (first, started[0]):
+            if member.error is not None:
+                raise member.error
+        made.audit()
+    assert parameters(first.model) == parameters(started[0].model)

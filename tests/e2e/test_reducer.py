@@ -381,6 +381,8 @@ def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path
             member.start(work)
         for member in members:
             member.end()
-            assert isinstance(member.error, UnlikeGroups), member.error
-        assert "reduces 2 parameters with 36 numbers" in str(members[0].error)
-        assert "but group 1 2 parameters with 45 numbers" in str(members[0].error)
+    # the first one that sees it ends; the other one may see it, too, or goes on alone
+    told = [str(m.error) for m in members if isinstance(m.error, UnlikeGroups)]
+    assert told and "2 parameters with 36 numbers" in told[0]
+    assert "2 parameters with 45 numbers" in told[0]
+    assert {type(m.error) for m in members} <= {UnlikeGroups, type(None)}
