@@ -70,6 +70,32 @@ def test_a_scaler_drives_the_transactions_and_backs_off_on_all_ranks(
     assert parameters(members[0].model) == parameters(members[1].model)
 
 
+def test_an_overflow_of_the_second_optimizer_alone_skips_the_step_of_both(tmp_path: Path) -> None:
+    epochs: dict[str, list[int]] = {}
+
+    def work(member: Member) -> None:
+        scaler, model = Scaler("cpu", init_scale=2.0**8), member.model
+        body = torch.optim.SGD([*model.first.parameters(), *model.norm.parameters()], lr=1e-2)
+        head = torch.optim.SGD(model.last.parameters(), lr=1e-2)
+        both = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (body, head)]
+        member.manager.register(model, [body, head], both, scaler=scaler)
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            before = parameters(model)
+            with txn:
+                scaler.scale(_loss(member, txn.batch)).backward()
+                if txn.attempt == 2:
+                    model.last.weight.grad[0, 0] = torch.inf  # reduced: the same on all
+            assert txn.skipped == (txn.attempt == 2)
+            assert (parameters(model) == before) == txn.skipped
+        epochs[member.group] = [schedule.last_epoch for schedule in both]
+
+    with job(tmp_path, 2) as made:
+        made.run(work)
+        made.audit()
+    assert _skips(tmp_path) == [False, True, False, False]
+    assert epochs == {"0": [3, 3], "1": [3, 3]}
+
+
 def test_a_skipped_last_step_is_not_the_last(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         scaler = Scaler("cpu", init_scale=2.0**8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,36 @@ def test_two_backwards_accumulate(tmp_path: Path, quiet: bool) -> None:
     else:  # the mean of the first part is added to, so rounding differs by a last bit
         for name, value in alone(Net(), twice, numbers).items():
             torch.testing.assert_close(found[0][name], value)
+
+
+def test_a_quiet_part_within_a_quiet_part_does_not_end_it(tmp_path: Path) -> None:
+    managers: dict[int, Any] = {}
+    inside: list[tuple[Gradients, Gradients]] = []
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        sync(manager, model)
+        managers[id(model)] = manager
+
+    def nested(model: nn.Module, numbers: torch.Tensor) -> None:
+        manager = managers.get(id(model))
+        with manager.no_sync() if manager is not None else nullcontext():
+            with manager.no_sync() if manager is not None else nullcontext():
+                model(numbers).backward()
+            model(numbers + 3).backward()
+            if manager is not None:
+                inside.append((gradients(model), alone(Net(), quiet, [numbers, numbers])))
+        model(numbers + 7).backward()
+
+    def quiet(model: nn.Module, numbers: torch.Tensor) -> None:
+        model(numbers).backward()
+        model(numbers + 3).backward()
+
+    found, numbers = reduced(tmp_path, Net(), nested, prepare)
+    assert len(inside) == 2
+    for own, wanted in inside:
+        assert_equal(own, wanted)  # of this group alone: nothing is reduced yet
+    for mine in found:
+        assert_equal(mine, alone(Net(), nested, numbers))
 
 
 def test_what_only_the_quiet_backward_has_reached_is_reduced_too(tmp_path: Path) -> None:
@@ -332,7 +363,8 @@ def test_one_unfrozen_inside_a_body_is_refused_by_name(tmp_path: Path) -> None:
     assert "'hidden.weight' got a gradient, but it was frozen" in str(caught.value.__cause__)
 
 
-def test_edits_of_gradients_are_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["in place", "copied"])
+def test_edits_of_gradients_are_seen(tmp_path: Path, dtype: torch.dtype | None) -> None:
     edited: dict[str, list[bool]] = {}
 
     def edit(model: nn.Module, how: str) -> None:
@@ -348,7 +380,7 @@ def test_edits_of_gradients_are_seen(tmp_path: Path) -> None:
     def work(member: Member, exact: bool) -> None:
         model = Net()
         member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        member.manager.sync_gradients(model)
+        member.manager.sync_gradients(model, reduce_dtype=dtype)
         (reducer,) = member.manager._reducers
         ways = iter(["nothing", "clip", "replace", "data"])
         found = edited.setdefault(f"{member.group}{exact}", [])

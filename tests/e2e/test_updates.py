@@ -15,6 +15,7 @@ from torchft.optim import OptimizerWrapper
 
 import fft
 from fft.errors import FftError
+from fft.updates import Updates
 
 STEPS = 6
 
@@ -26,6 +27,49 @@ def _loader() -> fft.CursorLoader:
 def _loss(member: Member, numbers: torch.Tensor) -> torch.Tensor:
     x = batch_of(numbers)
     return member.model(x).sub(x.mean(1, keepdim=True)).square().mean()
+
+
+# --- several optimizers, schedules and a scaler ---------------------------------------------------
+
+
+def _scaled(gradients: list[float]) -> tuple[list[torch.Tensor], list[Any], Any, Updates]:
+    """One weight of 1 for each gradient, with an optimizer (rate 1) and a schedule of its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    scaler.scale(torch.ones(1))  # it makes its tensors when it is first used
+    weights = [torch.ones(2, requires_grad=True) for _ in gradients]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = torch.tensor([1.0, gradient])
+    return weights, schedules, scaler, Updates(optimizers, schedules, scaler)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_overflow_of_any_optimizer_skips_the_step_of_all(bad: int, value: float) -> None:
+    weights, schedules, scaler, updates = _scaled([value if i == bad else 1.0 for i in range(3)])
+    assert updates.must_skip()
+    assert updates.must_skip(), "asked again, it unscales nothing twice"
+    updates.skip()
+    assert scaler.get_scale() == 2.0
+    assert all(weight.tolist() == [1.0, 1.0] and weight.grad is None for weight in weights)
+    assert [s.last_epoch for s in schedules] == [0, 0, 0]
+    updates.close()
+
+
+def test_a_step_without_overflow_steps_every_optimizer_and_every_schedule() -> None:
+    weights, schedules, scaler, updates = _scaled([1.0, 2.0, -2.0])
+    calls: list[int] = []
+    updates.on_commit(lambda: calls.append(1))
+    updates.on_commit(lambda: calls.append(2))
+    assert not updates.must_skip()
+    updates.apply()
+    assert [w.tolist() for w in weights] == [[0.75, 0.75], [0.75, 0.5], [0.75, 1.5]]
+    assert all(weight.grad is None for weight in weights)
+    assert [s.last_epoch for s in schedules] == [1, 1, 1]
+    assert [s.get_last_lr() for s in schedules] == [[0.5]] * 3
+    assert scaler.get_scale() == 8.0 and calls == [1, 2]
+    updates.close()
 
 
 # --- FFT's loop -----------------------------------------------------------------------------------
