@@ -590,6 +590,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return
         previous = signal.getsignal(source)
 
+        @guarded
         def handle(number: int, frame: FrameType | None) -> None:
             if self._watched is not None and self._watched.pulse.doomed:
                 signal.signal(number, signal.SIG_DFL)  # no request: this process hung
