@@ -381,6 +381,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 raise FftError(
                     f"what is registered cannot be sent to a group that joins: {error}"
                 ) from error
+        self._warn_of_strangers()
         participant = Participant(Table(self._spec), config)
         fresh = GENESIS if not self._init_sync else f"fresh:{self._peer.group}:{self._store_addr}"
         local = participant.initial(
@@ -410,6 +411,18 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         if self._drain_asked:
             self._ask_to_leave()
         return self._engine
+
+    def _warn_of_strangers(self) -> None:
+        """Parameters that are stepped, but not reduced, make groups differ."""
+        reduced = {id(p) for reducer in self._reducers for p in reducer.parameters()}
+        stepped = [p for p in self._updates.parameters() if p.requires_grad]
+        if strangers := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
+            logger.warning(
+                "%d parameters of the registered optimizers are in no model of sync_gradients(), so "
+                "their gradients are not averaged across the groups; shapes: %s",
+                len(strangers),
+                strangers[:5],
+            )
 
     def _open_group_bus(self) -> ErrorBus | None:
         """A bus on the group's own store, where its ranks vote first; None: they vote apart."""
@@ -738,6 +751,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             return
         previous, owner = signal.getsignal(source), os.getpid()
 
+        @guarded
         def handle(number: int, frame: FrameType | None) -> None:
             if os.getpid() != owner:  # a forked worker, to whom our way of ending means nothing
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)

@@ -198,6 +198,10 @@ class Reducer:
         for bucket in self._buckets:
             bucket.buffer = None
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the model, frozen or not."""
+        return [parameter for parameter, _ in self._was_trained]
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:

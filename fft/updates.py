@@ -56,6 +56,11 @@ class Updates:
             hook.remove()
         self._hooks.clear()
 
+    def parameters(self) -> list[torch.Tensor]:
+        """All that the optimizers step."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
     def on_commit(self, function: Callable[[], object]) -> None:
         """Call ``function`` once after each update, in the order of registration."""
         self._after.append(function)

@@ -25,6 +25,8 @@ from torchft import ProcessGroupGloo
 import fft
 
 LONG_S = 200.0
+MOMENTS_S = (0.0, 0.4)
+"""So long after a compilation has begun the other group fails: at once, in the midst of it."""
 
 
 class Block(nn.Module):
@@ -72,6 +74,12 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def graphs() -> int:
+    """How many this process has compiled."""
+    compiled: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return compiled
+
+
 def main() -> None:
     """Train; count how each body that did not end well ended."""
     steps, out, torn = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "1"
@@ -111,6 +119,7 @@ def main() -> None:
         return F.mse_loss(y.float(), x.detach().mean(1, keepdim=True))
 
     ended: Counter[str] = Counter()
+    unwound_with: list[int] = []
     slowest = 0.0
     for txn in manager.transactions(fft.CursorLoader(Samples(), batch_size=4, seed=5), steps):
         begun = time.monotonic()
@@ -119,6 +128,7 @@ def main() -> None:
                 mine, theirs = out / f"failed-{group}", out / f"failed-{other}"
                 if torn and not mine.exists() and (group == "1" or theirs.exists()):
                     wait_for(out / f"at-work-{other}")
+                    time.sleep(MOMENTS_S[int(group)])
                     mine.touch()
                     raise RuntimeError("while the other compiles")
                 loss = forward(txn.batch.clone())
@@ -127,12 +137,15 @@ def main() -> None:
                 loss.backward()
             except BaseException as raised:
                 ended[type(raised).__name__] += 1
+                if backend is not None and not isinstance(raised, RuntimeError):
+                    unwound_with.append(graphs())
                 slowest = max(slowest, time.monotonic() - begun)
                 raise
     result = {
         "digest": manager.digest(),
         "steps": manager.current_step(),
-        "compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "compiled": graphs() if backend is not None else 0,
+        "unwound_with": unwound_with,
         "ended": ended,
         "slowest": slowest,
         "autocast": torch.is_autocast_enabled("cpu"),

@@ -57,7 +57,10 @@ def check(folder: Path, *options: str) -> None:
     assert len(torn) == 2
     for before, after in zip(calm, torn, strict=True):
         assert before["ended"] == {}
-        assert bool(after["compiled"]) == any("compile" in option for option in options)
+        compiled = any("compile" in option for option in options)
+        assert bool(after["compiled"]) == compiled
+        # who was unwound, had compiled what it had begun to compile
+        assert all(after["unwound_with"]) or not compiled, after["unwound_with"]
         for what in ("digest", "steps", "autocast", "grad", "generator"):
             assert after[what] == before[what], what
         assert after["ended"]["RuntimeError"] == 1

@@ -24,6 +24,7 @@ import fft
 from fft.bus import serve_tcp
 from fft.errors import FftError, InDoubt
 from fft.preemption import FileNotice
+from fft.unsafe_places import Safety, look
 
 WITHIN_S = 10.0
 LIMIT_S = 60.0
@@ -259,6 +260,17 @@ def test_a_signal_with_a_deadline(two: Job) -> None:
     assert member.error is None
     (left,) = notes(two.traces, "drained")
     assert left["data"]["reason"] == "SIGUSR1" and left["data"]["left"] > 900
+
+
+def test_no_rollback_cuts_the_handler_of_such_a_signal(two: Job) -> None:
+    found: list[Safety] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(look(sys._getframe(), None)))
+    try:
+        two.member("0").manager.drain_on(signal.SIGUSR1)  # calls the handler that was there before
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [Safety.LATER]
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
