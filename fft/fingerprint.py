@@ -1,6 +1,6 @@
 """A cheap fingerprint of tensors: equal bits have equal ones; unequal bits, almost surely, not.
 
-Each 8 bytes, their high half folded onto the low one, are multiplied with a fixed odd number that
+Each 8 bytes, their high bits folded onto the low ones, are multiplied with a fixed odd number that
 depends on their place, and added, modulo 2 ** 64. So order counts, every single changed bit changes
 the sum, and the order of summation does not, which lets every device compute it in its own way.
 (Without the fold two flipped signs would cancel: both change the sum by 2 ** 63.) One read of the
@@ -19,7 +19,9 @@ _LANES = 1 << 15
 """Eight-byte words that are multiplied at once; a row."""
 _ROWS = 16
 """Rows that are worked on at once, so that what comes between stays in the cache."""
-_HALF = (1 << 32) - 1
+_SHIFT = 29
+"""Of the fold: no half or quarter of a word, where the signs of shorter numbers would meet."""
+_KEPT = (1 << (64 - _SHIFT)) - 1
 _SMALL = 1 << 16
 """Bytes; tensors below are laid end to end first, since each call costs as much as some of them."""
 _MASK = 2**64 - 1
@@ -29,7 +31,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
     """16 hexadecimal digits over the bits of ``tensors``, in their order."""
     total = 0
     for place, words in enumerate(_words(tensors)):
-        total += _hash(words) * (2 * place + 1)
+        total += _hash(words) * _odd(place)
     return f"{total & _MASK:016x}"
 
 
@@ -71,8 +73,19 @@ def _hash(words: torch.Tensor) -> int:
 
 
 def _fold(words: torch.Tensor) -> torch.Tensor:
-    """A one-to-one mapping: the low half xor the high one, under the high one."""
-    return words.bitwise_right_shift(32).bitwise_and_(_HALF).bitwise_xor_(words)
+    """A one-to-one mapping, which carries each bit of the upper half to a lower place, too."""
+    return words.bitwise_right_shift(_SHIFT).bitwise_and_(_KEPT).bitwise_xor_(words)
+
+
+def _odd(place: int) -> int:
+    """An odd number for the ``place``-th tensor, unlike any product of those of rows.
+
+    Steele et al., "Fast splittable pseudorandom number generators" (2014): SplitMix's last steps.
+    """
+    mixed = (place + 1) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed | 1
 
 
 @cache

@@ -418,7 +418,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         stepped = [p for p in self._updates.parameters() if p.requires_grad]
         if strangers := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
             logger.warning(
-                "%d parameters of the registered optimizers are in no model of sync_gradients(), so "
+                "%d parameters of the optimizers are in no model of sync_gradients(), so "
                 "their gradients are not averaged across the groups; shapes: %s",
                 len(strangers),
                 strangers[:5],

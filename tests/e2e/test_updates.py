@@ -64,6 +64,7 @@ def test_a_step_without_overflow_steps_every_optimizer_and_every_schedule() -> N
     updates.on_commit(lambda: calls.append(2))
     assert not updates.must_skip()
     updates.apply()
+    updates.done()
     assert [w.tolist() for w in weights] == [[0.75, 0.75], [0.75, 0.5], [0.75, 1.5]]
     assert all(weight.grad is None for weight in weights)
     assert [s.last_epoch for s in schedules] == [1, 1, 1]
