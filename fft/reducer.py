@@ -163,7 +163,16 @@ class Reducer:
         self._cap = bucket_mb
         self._dtype = dtype
         self._hook: tuple[Any, CommHook] | None = None
-        self._handles: list[Any] = []
+        self._handles: dict[torch.Tensor, Any] = {}
+        """Our hook on each parameter."""
+        named = list(model.named_parameters())
+        self._trained_at_first = [(n, p) for n, p in named if p.requires_grad]
+        """In buckets for good; frozen later, they have no gradient."""
+        self._frozen_at_first = [(n, p) for n, p in named if not p.requires_grad]
+        """In buckets as long as they are not frozen. So what is reduced depends on what is frozen
+        now, not on the past, which who joins does not know."""
+        if not self._trained_at_first:
+            raise FftError("sync_gradients(model): no parameter of the model needs a gradient")
         self._is_quiet = False
         self._armed: int | None = None
         """The backward (autograd's graph task) at whose end the rest is done."""
@@ -185,8 +194,8 @@ class Reducer:
 
         ``exact``: keep copies of the reduced gradients, so that `edited` misses nothing.
         """
-        if any(p.requires_grad != trained for p, trained in self._was_trained):
-            self._lay_out()  # by what is so now, not by what was: who joins knows only that
+        if any(p.requires_grad != (p in self._laid_out) for _, p in self._frozen_at_first):
+            self._lay_out()
         self._come_last()
         self._forget()
         self._is_unreduced = False
@@ -200,11 +209,11 @@ class Reducer:
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model, frozen or not."""
-        return [parameter for parameter, _ in self._was_trained]
+        return list(self._model.parameters())
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
@@ -255,16 +264,14 @@ class Reducer:
     # --- layout ---
 
     def _lay_out(self) -> None:
-        self.close()
-        named = list(self._model.named_parameters())
-        self._was_trained = [(p, p.requires_grad) for _, p in named]
-        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
-        trained = [(n, p) for n, p in named if p.requires_grad]
-        if not trained:
-            raise FftError("sync_gradients(model): no parameter of the model needs a gradient")
+        named = self._trained_at_first + self._frozen_at_first
+        self._frozen = [(n, p) for n, p in self._frozen_at_first if not p.requires_grad]
+        more = [(n, p) for n, p in self._frozen_at_first if p.requires_grad]
+        trained = self._trained_at_first + more
         sparse = _sparse_parameters(self._model)
         self._sparse = [(n, p) for n, p in trained if p in sparse]
-        self._buckets = self._fill([(n, p) for n, p in reversed(trained) if p not in sparse])
+        inwards = [*reversed(self._trained_at_first), *reversed(more)]
+        self._buckets = self._fill([(n, p) for n, p in inwards if p not in sparse])
         self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
         text = "|".join(f"{n}:{p.dtype}:{tuple(p.shape)}" for n, p in trained)
         text += f"|{[bucket.size for bucket in self._buckets]}|{self._dtype}"
@@ -274,23 +281,24 @@ class Reducer:
         numbers = sum(p.numel() for _, p in named)
         self.model = f"{len(named)} parameters with {numbers} numbers ({digest.hexdigest()})"
         """The whole model, frozen or not, in words, and a digest: equal in all groups."""
-        self._hook_on([p for _, p in trained])
+        self._laid_out = {p for _, p in trained}
+        for parameter in [p for p in self._handles if p not in self._laid_out]:
+            self._handles.pop(parameter).remove()
+        for _, parameter in trained:
+            if parameter not in self._handles:
+                self._hook_on(parameter)
 
-    def _hook_on(self, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            hooked: Any = parameter  # torch does not type this method
-            self._handles.append(hooked.register_post_accumulate_grad_hook(self._on_gradient))
-        self._hooked = parameters
+    def _hook_on(self, parameter: Any) -> None:  # torch does not type this method
+        handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._handles[parameter] = handle
 
     def _come_last(self) -> None:
         """Hooks of the user on gradients come before ours, whenever they were registered."""
-        late = any(
-            next(reversed(_hooks(parameter)), None) != handle.id
-            for parameter, handle in zip(self._hooked, self._handles, strict=True)
-        )
-        if late:
-            self.close()
-            self._hook_on(self._hooked)
+        for parameter, handle in list(self._handles.items()):
+            is_last = next(reversed(_hooks(parameter)), None) == handle.id
+            if parameter.requires_grad and not is_last:
+                handle.remove()
+                self._hook_on(parameter)
 
     def _fill(self, named: list[tuple[str, nn.Parameter]]) -> list[_Bucket]:
         """Buckets by size of the whole parameters, so that all ranks of a group have as many."""
