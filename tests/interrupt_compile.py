@@ -15,8 +15,7 @@ import time
 
 import torch
 
-from fft.interrupt import Interrupted, Interrupter
-from fft.unsafe_places import guarded
+from fft.interrupt import Interrupted, Interrupter, guarded
 
 WIDTH = 4
 LONG_S = 5.0
