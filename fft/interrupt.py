@@ -43,8 +43,6 @@ from fft.compiling import never_compiled
 from fft.errors import FftError
 from fft.unsafe_places import Safety, guarded, look, owner
 
-__all__ = ["Interrupted", "Interrupter", "guarded"]
-
 DEFAULT_SIGNAL = signal.SIGUSR2
 _AGAIN_S = 0.02
 """How long an exception may take to be raised, or be found lost, before the signal is repeated."""

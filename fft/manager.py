@@ -90,7 +90,7 @@ from fft.engine import Engine
 from fft.errors import BodyKeepsFailing, Drained, FftError, NoQuorum, TxnAborted
 from fft.faults import Fault as InjectableFault
 from fft.injector import InjectedFault, Injector
-from fft.interrupt import Interrupted, Interrupter, guarded
+from fft.interrupt import Interrupted, Interrupter
 from fft.jobtoken import JobToken
 from fft.learning import Learning
 from fft.lifeline import Hold, hold
@@ -106,6 +106,7 @@ from fft.rollback.transfer import StateTransfer
 from fft.spec import load_spec
 from fft.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, from_env, resolve, timers
 from fft.trace import TraceWriter, header
+from fft.unsafe_places import guarded
 from fft.watched import Watched, supervisor_socket
 
 logger = logging.getLogger(__name__)

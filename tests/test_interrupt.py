@@ -25,7 +25,8 @@ from typing import Any
 import pytest
 
 from fft.errors import FftError
-from fft.interrupt import Interrupted, Interrupter, guarded
+from fft.interrupt import Interrupted, Interrupter
+from fft.unsafe_places import guarded
 
 SOAK = [500, pytest.param(2000, marks=pytest.mark.long)]
 LONG_S = 60.0
