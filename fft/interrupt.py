@@ -48,6 +48,9 @@ DEFAULT_SIGNAL = signal.SIGUSR2
 _AGAIN_S = 0.02
 """How long an exception may take to be raised, or be found lost, before the signal is repeated."""
 
+_FIRST_S = 0.002
+"""The same after the first signal, which may have found the main thread in a call that waits."""
+
 _UNSEEN = 25
 """Signals in a row at which a living exception was not being handled, before it counts as lost.
 (On its way through C++ it is not, and a destructor may run Python code then.)"""
@@ -221,15 +224,19 @@ class Interrupter:
     # --- the sender's thread ---
 
     def _send(self) -> None:
+        patience = _FIRST_S
         while True:
             with self._changed:
+                if not self._due():
+                    patience = _FIRST_S
                 self._changed.wait_for(lambda: self._closed or self._due())
                 if self._closed:
                     return
                 # Under the lock: the body cannot end between the question and the signal.
                 self._in_flight = self._sent = True
                 signal.pthread_kill(self._main, self._number)
-                self._changed.wait_for(lambda: self._closed or not self._due(), _AGAIN_S)
+                self._changed.wait_for(lambda: self._closed or not self._due(), patience)
+                patience = _AGAIN_S
                 if self._on_its_way():
                     self._changed.wait_for(self._is_over, _AGAIN_S)
 

@@ -7,7 +7,7 @@
   what takes a lock, enters or leaves a context, keeps the books of a queue. Out of a *call that
   waits* the exception may come here too, for that call could have failed by itself.
 - ``LATER``: not here, whatever it waits for: imports and compilations leave modules and caches
-  half made, which no later attempt mends.
+  half made, which no later attempt mends; a thread that is being started would be nobody's.
 
 The table below says which code is what, by the file it is from and the function's name; a stack is
 judged from its newest frame back to the body's own. Besides the table there is one rule about
@@ -80,7 +80,13 @@ _FILES: Final[tuple[tuple[str, str | None, Rule], ...]] = (
     # ``enter_context`` and its like between entering and noting that; but not the decorator.
     (_STDLIB + "contextlib.py", "inner", _OWN_SOON),
     (_STDLIB + "contextlib.py", None, _SOON),
-    # Locks, lists of waiters, threads that are half started, items taken and not handed over.
+    # A thread or process that starts, and whoever starts it waits for that: nobody would own it.
+    (_STDLIB + "threading.py", "start", _LATER),
+    (_STDLIB + "multiprocessing" + os.sep, "start", _LATER),
+    (_STDLIB + "subprocess.py", "__init__", _LATER),
+    # After a wait the lock is taken again; who leaves without it releases that of somebody else.
+    (_STDLIB + "threading.py", "_acquire_restore", _LATER),
+    # Locks, lists of waiters, items taken and not handed over.
     (_STDLIB + "threading.py", None, _SOON),
     (_STDLIB + "queue.py", None, _SOON),
     (_STDLIB + "logging" + os.sep, None, _SOON),

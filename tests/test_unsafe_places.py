@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -218,6 +219,34 @@ def test_what_is_older_than_the_body_does_not_count() -> None:
 
     whole, of_body = train()
     assert whole is Safety.LATER and of_body is Safety.SAFE
+
+
+def test_a_condition_takes_its_lock_again_whatever_comes() -> None:
+    """Else the end of its ``with`` releases the lock of somebody else."""
+    found: list[Safety] = []
+
+    class Watching:
+        """A lock that looks when it is taken again."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.release = self.lock.release
+
+        def acquire(self, *args: int) -> bool:
+            found.append(look(sys._getframe(), None))
+            return self.lock.acquire(*args)
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    condition = threading.Condition(Watching())  # type: ignore[arg-type]
+    with condition:
+        found.clear()
+        condition.wait(1e-3)
+    assert found[-1] is Safety.LATER
 
 
 def test_a_body_belongs_to_who_enters_by_whatever_way() -> None:
