@@ -18,6 +18,12 @@ _FIRST = 16
 _LONGEST = 1024
 
 
+def refuse_interval(every: int | None) -> None:
+    """Raise FftError if ``every`` is no interval that ranks could agree on."""
+    if every is not None and (every < 0 or every & (every - 1)):
+        raise FftError(f"check_replicas={every}: give a power of 2, so that ranks agree, or 0")
+
+
 class EqualityChecks:
     """Calls ``fingerprint`` in the steps in which it is due.
 
@@ -30,8 +36,7 @@ class EqualityChecks:
     """
 
     def __init__(self, fingerprint: Callable[[], str], every: int | None) -> None:
-        if every is not None and (every < 0 or every & (every - 1)):
-            raise FftError(f"check_replicas={every}: give a power of 2, so that ranks agree, or 0")
+        refuse_interval(every)
         self._fingerprint = fingerprint
         self._is_measured = every is None
         self.every = _FIRST if every is None else every

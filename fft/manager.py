@@ -88,7 +88,7 @@ from fft.data import DataSource, Drawn, Inputs, as_source
 from fft.diagnosis.station import Station
 from fft.draining import DrainClock, waiting_for
 from fft.engine import Engine
-from fft.equality import EqualityChecks
+from fft.equality import EqualityChecks, refuse_interval
 from fft.errors import (
     BodyKeepsFailing,
     Drained,
@@ -208,6 +208,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         membership: Membership | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_interval(check_replicas)
         self._spec = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
         url = bus or os.environ.get("FFT_BUS")
         called = inspect.signature(Manager).bind(
