@@ -28,7 +28,7 @@ faults:
   - {name: stop, kind: stop, step: 10, group: 0, rank: 0, phase: before_allreduce, seconds: 1.5}
   - {name: slow, kind: slow, step: 13, group: 1, rank: 0, seconds: 0.3, steps: 3}
   - {name: lighthouse, kind: lighthouse_restart, step: 17}
-  - {name: cut, kind: network_cut, step: 20, group: 1, rank: 0, phase: during_allreduce}
+  - {name: cut, kind: network_cut, step: 20, group: 1, rank: 0, phase: before_allreduce}
 """
 
 
