@@ -29,7 +29,7 @@ PLAN ?= examples/hsdp_demo_faults.yaml
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
-	@echo "make test    run the tests, but for long ones (25 minutes)"
+	@echo "make test    run the tests, but for long ones (15 minutes)"
 	@echo "make test-long   run those (20 minutes)"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
