@@ -290,8 +290,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             self._learners = learners
             self._has_extra = False
             self._on_divergence = on_divergence
-            self._has_learned = self._is_reduced_by_hand = False
+            self._has_learned = False
             """The body of this txn began before the state was there."""
+            self._is_reduced_by_hand = False
+            """The user has reduced something in this txn, besides the reducers."""
             self._checks: EqualityChecks | None = None
             self._check_every = check_replicas
             self._equality: str | None = None
@@ -572,6 +574,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 raise FftError(f"extra={{{SCALER!r}: …}} and scaler=: give one of them")
             others[SCALER] = scaler
         updates = Updates(optimizers, schedulers, scaler)
+        for function in self._updates.after:  # registered before
+            updates.on_commit(function)
         self._updates.close()
         self._updates = updates
         self._state = StepState(models, optimizers, schedulers, others, generators)
@@ -838,8 +842,8 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._works.clear()
         self._has_learned = self._learning is not None
         self._is_reduced_by_hand = False
-        for reducer in self._reducers:
-            reducer.begin(exact=self._has_learned)
+        if not self._raise_on_abort:  # else they begin with the body
+            self._begin_reducers()
         self._reduced = None
         self._manifest = _ManifestBuilder()
         self._step = plan.step
@@ -859,6 +863,10 @@ class ManagerFFT(Manager):  # type: ignore[misc]
         self._ask_lighthouse(plan)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
+
+    def _begin_reducers(self) -> None:
+        for reducer in self._reducers:
+            reducer.begin(exact=self._has_learned)
 
     def _ask_lighthouse(self, plan: StartTxn) -> None:
         """Have the quorum of this txn asked for; it is waited for before the vote."""
@@ -1533,8 +1541,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     @guarded
     def _open_body(self) -> None:
         self._updates.opened()
-        for reducer in self._reducers:  # again: by `txn.step` users unfreeze what it says is due
-            reducer.begin(exact=self._has_learned)
+        self._begin_reducers()  # not before: by `txn.step` users unfreeze what it says is due
         if self._interrupter is None or self._engine is None:
             return
         self._interrupter.enter()

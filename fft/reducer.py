@@ -173,6 +173,11 @@ class Reducer:
         now, not on the past, which who joins does not know."""
         if not self._trained_at_first:
             raise FftError("sync_gradients(model): no parameter of the model needs a gradient")
+        text = f"{_in_words(self._trained_at_first + self._frozen_at_first)}|{bucket_mb}|{dtype}"
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        numbers = sum(p.numel() for _, p in named)
+        self.model = f"{len(named)} parameters with {numbers} numbers ({digest})"
+        """The whole model, frozen or not, in words, and a digest: equal in all groups."""
         self._is_quiet = False
         self._armed: int | None = None
         """The backward (autograd's graph task) at whose end the rest is done."""
@@ -264,7 +269,6 @@ class Reducer:
     # --- layout ---
 
     def _lay_out(self) -> None:
-        named = self._trained_at_first + self._frozen_at_first
         self._frozen = [(n, p) for n, p in self._frozen_at_first if not p.requires_grad]
         more = [(n, p) for n, p in self._frozen_at_first if p.requires_grad]
         trained = self._trained_at_first + more
@@ -273,14 +277,8 @@ class Reducer:
         inwards = [*reversed(self._trained_at_first), *reversed(more)]
         self._buckets = self._fill([(n, p) for n, p in inwards if p not in sparse])
         self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
-        text = "|".join(f"{n}:{p.dtype}:{tuple(p.shape)}" for n, p in trained)
-        text += f"|{[bucket.size for bucket in self._buckets]}|{self._dtype}"
+        text = f"{_in_words(trained)}|{[b.size for b in self._buckets]}|{self._dtype}"
         self._layout = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        every = "|".join(f"{n}:{p.dtype}:{tuple(p.shape)}" for n, p in named)
-        digest = hashlib.blake2b(f"{every}|{self._cap}|{self._dtype}".encode(), digest_size=4)
-        numbers = sum(p.numel() for _, p in named)
-        self.model = f"{len(named)} parameters with {numbers} numbers ({digest.hexdigest()})"
-        """The whole model, frozen or not, in words, and a digest: equal in all groups."""
         self._laid_out = {p for _, p in trained}
         for parameter in [p for p in self._handles if p not in self._laid_out]:
             self._handles.pop(parameter).remove()
@@ -559,6 +557,11 @@ def _tensor_of(value: Any) -> torch.Tensor:
     result = value[0] if isinstance(value, list | tuple) else value
     assert isinstance(result, torch.Tensor)
     return result
+
+
+def _in_words(named: list[tuple[str, nn.Parameter]]) -> str:
+    """Names, types and shapes."""
+    return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
 
 
 def _is_nested() -> bool:

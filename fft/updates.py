@@ -44,7 +44,8 @@ class Updates:
             _refuse_unfit(each)
         self._epochs: list[Any] = []
         """Of the schedulers, as the body began."""
-        self._after: list[Callable[[], object]] = []
+        self.after: list[Callable[[], object]] = []
+        """Functions of the user, called by `done`."""
         self._is_mine = False
         self._hooks = [o.register_step_pre_hook(self._refuse_in_body) for o in self._optimizers]
         self.in_body = False
@@ -63,7 +64,7 @@ class Updates:
 
     def on_commit(self, function: Callable[[], object]) -> None:
         """Call ``function`` once after each update, in the order of registration."""
-        self._after.append(function)
+        self.after.append(function)
 
     @property
     def scales(self) -> bool:
@@ -119,7 +120,7 @@ class Updates:
 
     def done(self) -> None:
         """Call the functions of the user for a committed step."""
-        for function in self._after:
+        for function in self.after:
             function()
 
     def skip(self) -> None:

@@ -112,13 +112,13 @@ def test_what_is_done_on_commit_is_done_once_a_step(tmp_path: Path) -> None:
 
     def work(member: Member) -> None:
         average = torch.optim.swa_utils.AveragedModel(member.model)
-        member.manager.register(member.model, member.optimizer, extra={"ema": average})
 
         def after() -> None:
             average.update_parameters(member.model)
             seen[member.group].append(member.manager.current_step())
 
-        member.manager.on_commit(after)
+        member.manager.on_commit(after)  # before register(), which keeps it
+        member.manager.register(member.model, member.optimizer, extra={"ema": average})
         failed = False
         for txn in member.manager.transactions(_loader(), max_steps=STEPS):
             with txn:
