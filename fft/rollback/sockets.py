@@ -24,6 +24,9 @@ T = TypeVar("T")
 _FD_DIR = "/proc/self/fd"
 _TASK_DIR = "/proc/self/task"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_UNTOUCHED = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+"""Python's socket objects then leave the descriptor's flags alone, which are its owner's: that one
+may be just connecting, on another thread. Else they follow ``socket.setdefaulttimeout()``."""
 _MAPPED_V4 = "::ffff:"
 # Two threads that each look for "the one new listener" must not look at the same time.
 _create_lock = threading.Lock()
@@ -69,8 +72,7 @@ def _borrowed(fd: int, link: str) -> Iterator[socket.socket | None]:
         return
     try:
         same = os.readlink(f"{_FD_DIR}/{copy}") == link
-        blocking = os.get_blocking(copy)
-        sock = socket.socket(fileno=copy) if same else None
+        sock = socket.socket(type=_UNTOUCHED, fileno=copy) if same else None
     except OSError:
         os.close(copy)
         yield None
@@ -79,8 +81,6 @@ def _borrowed(fd: int, link: str) -> Iterator[socket.socket | None]:
         os.close(copy)
         yield None
         return
-    if os.get_blocking(copy) != blocking:  # socket.setdefaulttimeout() is in use
-        os.set_blocking(copy, blocking)
     try:
         yield sock
     finally:

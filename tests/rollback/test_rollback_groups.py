@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torchft.process_group import ProcessGroupGloo
 
-from fft.rollback import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.rollback import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
 from fft.rollback.rendezvous import RendezvousStore
 
 MINUTE = timedelta(seconds=60)
@@ -166,6 +166,31 @@ def test_abort_of_one_group_leaves_every_other_connection_alone() -> None:
         theirs.close()
     for group in second:
         group.close()
+
+
+def test_a_look_at_a_socket_leaves_its_flags_to_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's store client, that just connects on another thread, lost its blocking mode so."""
+    make: Any = socket.socket
+    with socket.create_server(("localhost", 0)) as listener:
+        listener.setblocking(False)  # as a connection is while it is being made
+
+        def connected_meanwhile(*args: Any, **kwargs: Any) -> socket.socket:
+            made: socket.socket = make(*args, **kwargs)
+            os.set_blocking(listener.fileno(), True)
+            return made
+
+        monkeypatch.setattr(socket, "socket", connected_meanwhile)
+        assert len(sockets._listeners()) > 0
+        assert os.get_blocking(listener.fileno())
+        monkeypatch.undo()
+        socket.setdefaulttimeout(5.0)
+        try:
+            sockets._listeners()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(listener.fileno())
 
 
 # -- configure()
