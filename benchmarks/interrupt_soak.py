@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fft.audit import audit_dir
-from fft.report import incidents
+from fft.trace.audit import audit_dir
+from fft.trace.report import incidents
 
 WORKER = Path(__file__).resolve().parent.parent / "tests" / "e2e" / "interrupt_worker.py"
 RANKS = 4

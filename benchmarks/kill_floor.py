@@ -2,7 +2,7 @@
 
 ``python benchmarks/kill_floor.py [TIMES]`` kills a process with torch in it, again and again, and
 prints when its pidfd told, when the other end of a connection of its saw the end, and when the
-lock that it held (`fft.lifeline`) did.
+lock that it held (`fft.health.death_mutex`) did.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 
-from fft.lifeline import Lifeline
+from fft.health.death_mutex import DeathMutex
 
 CHILD = """
 import os, socket, sys, time, torch
-from fft.lifeline import hold
+from fft.health.death_mutex import hold
 mine = hold(os.environ["FFT_LIFELINE_FD"])
 there = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 begun = time.monotonic()
@@ -34,7 +34,7 @@ there.recv(1)
 
 def kill_one() -> tuple[float, float, float, int]:
     """Milliseconds to the pidfd, the connection's end, the lock; MiB that the process held."""
-    line, woken = Lifeline(), threading.Event()
+    line, woken = DeathMutex(), threading.Event()
     lock: list[float] = []
 
     def wake() -> None:

@@ -21,9 +21,9 @@ from torchft import ProcessGroupGloo
 
 import fft
 from fft.bus.tcpserver import host_store
-from fft.data import Due
-from fft.loading_copy import copied
-from fft.report import input_wait
+from fft.trace.report import input_wait
+from fft.train.data.batch_copy import copied
+from fft.train.data.source import Due
 
 BATCH, SAMPLE_MS, STEP_MS = 4, 10, 30
 """Two workers give an item each 20 ms."""

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "bus"))
 
 from nats_trial import Trial
 
-from fft.audit import audit_dir, read_lines
 from fft.bus.natsserver import NatsServers
-from fft.faults import FaultPlan
-from fft.progress import TraceTail
-from fft.serve import start_services
-from fft.supervisor import RunConfig, Supervisor
+from fft.launch.services import start_services
+from fft.launch.supervisor import RunConfig, Supervisor
+from fft.messages.fault_plans import FaultPlan
+from fft.trace.audit import audit_dir, read_lines
+from fft.trace.tail import TraceTail
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "hsdp_char_lm.py"
 GROUPS = 3

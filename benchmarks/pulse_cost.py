@@ -1,4 +1,4 @@
-"""What the heartbeat costs a main thread: each write, and how much `Moves` slows a busy loop.
+"""What the heartbeat costs a main thread: its writes, and how much the probe slows a busy loop.
 
 Run: python benchmarks/pulse_cost.py. Measures only; asserts nothing.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fft.detectors.pulse import Pulse, PulseReader
-from fft.moves import Moves
+from fft.health.detectors.pulse import Pulse, PulseReader
+from fft.health.main_thread_probe import MainThreadProbe
 
 ROUNDS = 200_000
 LOOP_S = 2.0
@@ -56,7 +56,7 @@ def main() -> None:
         print(f"{name:28} {cost(call):8.0f} ns")
     alone = loops()
     for interval_s in (0.1, 0.01):
-        moves = Moves(pulse, interval_s)
+        moves = MainThreadProbe(pulse, interval_s)
         print(f"moves every {interval_s:g} s slow a loop by {100 * (1 - loops() / alone):.2f} %")
         moves.close()
     reader.close()

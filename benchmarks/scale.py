@@ -35,13 +35,13 @@ from scale_report import render
 
 from fft.bus.tcpserver import host_store
 from fft.bus.tcpstore import _PAUSE_S
-from fft.core.local import Local
-from fft.core.messages import BusMessage, Decision, Event, decode, encode
-from fft.core.participant import Outcome
-from fft.sim.scale.costs import DESIGNS, Costs, Design, Handling, handling_from, prices_from
-from fft.sim.scale.job import Job, Node, Phase, event_kind
-from fft.spec import load_spec
-from fft.trace import TraceWriter
+from fft.messages.protocol import BusMessage, Decision, Event, decode, encode
+from fft.protocol.load import load_spec
+from fft.protocol.participant import Outcome
+from fft.protocol.state import Local
+from fft.prove.scale.costs import DESIGNS, Costs, Design, Handling, handling_from, prices_from
+from fft.prove.scale.job import Job, Node, Phase, event_kind
+from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
 PHASES = ("step", "rollback", "kill")
@@ -198,7 +198,7 @@ class Probe:
 
 
 def measure(probe: Probe) -> dict[str, Any]:
-    """The prices of `fft.sim.scale.costs.Prices`, in microseconds."""
+    """The prices of `fft.prove.scale.costs.Prices`, in microseconds."""
     small, large = b"x" * 300, b"x" * 300_000
     probe.clients[0].set("settled", "0")
     probe.clients[0].set("large", large)

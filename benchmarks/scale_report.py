@@ -1,6 +1,6 @@
 """Tables and plot of `scale.py`: reads the stored results, computes what was not run, writes both.
 
-Requests of sizes that were not run are counted by `fft.sim.scale.formula`. Their times and bytes
+Requests of sizes that were not run are counted by `fft.prove.scale.formula`. Their times and bytes
 lie on the parabola through the three largest sizes that were run: a job's cost has no higher
 power of its size. How well the other sizes lie on it is said beside the tables.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fft.sim.scale.costs import DESIGNS
-from fft.sim.scale.formula import PhaseName, counts
+from fft.prove.scale.costs import DESIGNS
+from fft.prove.scale.formula import PhaseName, counts
 
 SIZES = (10, 100, 1_000, 10_000)
 PHASES: tuple[PhaseName, ...] = ("step", "rollback", "kill")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 
-from fft.jobtoken import JobToken
-from fft.rollback.transfer import StateTransfer
+from fft.bus.token import JobToken
+from fft.train.state.transfer import StateTransfer
 
 LIMIT = timedelta(seconds=120)
 

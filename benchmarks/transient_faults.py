@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from fft.audit import audit_dir, read_lines
+from fft.trace.audit import audit_dir, read_lines
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "hsdp_char_lm.py"
 SPACING = 6

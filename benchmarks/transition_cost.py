@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fft.core.local import Local
-from fft.core.messages import Event
-from fft.core.participant import Outcome
-from fft.machine import Table, Turn
-from fft.sim.cluster import Cluster, Node
-from fft.spec import load_spec
-from fft.trace import TraceWriter
+from fft.messages.protocol import Event
+from fft.protocol.load import load_spec
+from fft.protocol.participant import Outcome
+from fft.protocol.state import Local
+from fft.protocol.table import Table, Turn
+from fft.prove.cluster import Cluster, Node
+from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
 

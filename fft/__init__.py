@@ -8,25 +8,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fft.data import DataSource, Due
-    from fft.loading import CursorLoader, StreamLoader
-    from fft.manager import ManagerFFT, Transaction
-    from fft.preemption import FileNotice, HttpNotice, Notice
-    from fft.rollback.shard import ShardProcessGroupGloo
+    from fft.train.data.loaders import CursorLoader, StreamLoader
+    from fft.train.data.source import DataSource, Due
+    from fft.train.manager import ManagerFFT, Transaction
+    from fft.train.preemption import FileNotice, HttpNotice, Notice
+    from fft.train.process_group.shard import ShardProcessGroupGloo
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "CursorLoader": "fft.loading",
-    "DataSource": "fft.data",
-    "Due": "fft.data",
-    "FileNotice": "fft.preemption",
-    "HttpNotice": "fft.preemption",
-    "ManagerFFT": "fft.manager",
-    "Notice": "fft.preemption",
-    "ShardProcessGroupGloo": "fft.rollback.shard",
-    "StreamLoader": "fft.loading",
-    "Transaction": "fft.manager",
+    "CursorLoader": "fft.train.data.loaders",
+    "DataSource": "fft.train.data.source",
+    "Due": "fft.train.data.source",
+    "FileNotice": "fft.train.preemption",
+    "HttpNotice": "fft.train.preemption",
+    "ManagerFFT": "fft.train.manager",
+    "Notice": "fft.train.preemption",
+    "ShardProcessGroupGloo": "fft.train.process_group.shard",
+    "StreamLoader": "fft.train.data.loaders",
+    "Transaction": "fft.train.manager",
 }
 
 __all__ = [

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fft.errors import FftError
-from fft.timeouts import HOST_LIMIT_S
+from fft.protocol.timeouts import HOST_LIMIT_S
+from fft.util.errors import FftError
 
 if TYPE_CHECKING:
-    from fft.faults import FaultPlan
-    from fft.operate.desk import Desk
-    from fft.supervisor import RunConfig, Verdict
+    from fft.launch.supervisor import JobOutcome, RunConfig
+    from fft.messages.fault_plans import FaultPlan
+    from fft.operate.client import JobClient
 
 app = typer.Typer(
     help="Fast Fault Tolerance: every PyTorch training step is a transaction.",
@@ -97,7 +97,7 @@ def serve(
     lighthouse: _LIGHTHOUSE = True,
 ) -> None:
     """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
-    from fft.serve import handed_over, serve_forever, start_services
+    from fft.launch.services import handed_over, serve_forever, start_services
 
     _calm_lighthouse()
     with _plain_errors(), handed_over(token_file) as path:
@@ -159,8 +159,8 @@ def run(
     lighthouse: _LIGHTHOUSE = True,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
-    from fft.faults import FaultPlan, load_plan
-    from fft.supervisor import RunConfig
+    from fft.launch.supervisor import RunConfig
+    from fft.messages.fault_plans import FaultPlan, load_plan
 
     with _plain_errors():
         config = RunConfig(
@@ -197,16 +197,16 @@ def _supervise(
     plan: FaultPlan,
     progress: bool,
     serve: tuple[BusKind, int, bool] | None,
-) -> Verdict:
+) -> JobOutcome:
     """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills.
 
     ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
     """
     _calm_lighthouse()
-    from fft.jobtoken import JobToken
-    from fft.progress import open_display
-    from fft.serve import Services, in_words, start_services
-    from fft.supervisor import Joined, Supervisor
+    from fft.bus.token import JobToken
+    from fft.launch.services import Services, in_words, start_services
+    from fft.launch.supervisor import Joined, Supervisor
+    from fft.trace.tail import open_display
 
     token = JobToken.from_env()
     services: Services | Joined
@@ -251,7 +251,7 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Replay traces against the spec and all invariants; exit 1 on a violation."""
-    from fft.audit import audit_dir
+    from fft.trace.audit import audit_dir
 
     with _plain_errors():
         found = audit_dir(directory)
@@ -263,7 +263,7 @@ def audit(
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
     """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
-    from fft.report import fault_table, input_wait, place_table
+    from fft.trace.report import fault_table, input_wait, place_table
 
     with _plain_errors():
         shown = [fault_table(directory), place_table(directory), input_wait(directory)]
@@ -290,7 +290,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Live whole jobs under seeds, with faults of every kind; exit 1 on a violation."""
-    from fft.sim.batch import simulate as run_seeds
+    from fft.prove.simulator.batch import simulate as run_seeds
 
     with _plain_errors():
         good = run_seeds(spec, seeds, first, jobs, seed, trace_dir, _console())
@@ -314,8 +314,8 @@ def check(
     ] = Path("runs/check"),
 ) -> None:
     """Search every state of a spec within bounds; exit 1 on a violation."""
-    from fft.sim.prove import Choice
-    from fft.sim.prove import check as search
+    from fft.prove.searches import Choice
+    from fft.prove.searches import check as search
 
     choice = Choice(deep, tuple(scope or ()), tuple(property_ or ()), limit, save)
     with _plain_errors():
@@ -330,7 +330,7 @@ def mutants(
     ] = None,
 ) -> None:
     """Plant known bugs and show which property catches each; exit 1 if one survives."""
-    from fft.sim.prove import mutants as plant
+    from fft.prove.searches import mutants as plant
 
     with _plain_errors():
         good = plant(write, _console())
@@ -343,8 +343,8 @@ def graph(
     form: Annotated[GraphFormat, typer.Option("--format", help="Language.")] = GraphFormat.mermaid,
 ) -> None:
     """Draw a spec's machine as text."""
-    from fft.graph import to_dot, to_mermaid
-    from fft.spec import load_spec
+    from fft.protocol.graph import to_dot, to_mermaid
+    from fft.protocol.load import load_spec
 
     with _plain_errors():
         loaded = load_spec(spec)
@@ -355,7 +355,7 @@ def graph(
 @app.command(name="spec")
 def check_spec(spec: Annotated[str, _SPEC]) -> None:
     """Validate a spec and summarise it."""
-    from fft.spec import load_spec
+    from fft.protocol.load import load_spec
 
     with _plain_errors():
         loaded = load_spec(spec)
@@ -379,8 +379,8 @@ def config(
     """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
     from rich.table import Table
 
-    from fft.spec import load_spec
-    from fft.timeouts import from_env, from_pairs, resolve
+    from fft.protocol.load import load_spec
+    from fft.protocol.timeouts import from_env, from_pairs, resolve
 
     with _plain_errors():
         given = {**from_env(os.environ), **from_pairs(chosen or ())}
@@ -395,11 +395,11 @@ def config(
 
 
 @contextmanager
-def _desk(bus: str | None) -> Iterator[Desk]:
+def _desk(bus: str | None) -> Iterator[JobClient]:
     """An operator's place at the job's bus, with plain errors."""
-    from fft.operate.desk import Desk, bus_url
+    from fft.operate.client import JobClient, bus_url
 
-    with _plain_errors(), Desk(bus_url(bus)) as desk:
+    with _plain_errors(), JobClient(bus_url(bus)) as desk:
         yield desk
 
 
@@ -410,7 +410,7 @@ def drain(
     wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 60.0,
 ) -> None:
     """Let groups leave a running job after a commit; nobody rolls back for it."""
-    from fft.operate.leaving import drain as ask
+    from fft.operate.drain import drain as ask
 
     with _desk(bus) as desk:
         record = ask(desk, groups, wait)
@@ -425,7 +425,7 @@ def evict(
     grace: Annotated[float, typer.Option(min=0, max=600, help="Seconds before SIGKILL.")] = 10.0,
 ) -> None:
     """Leave a group out at once, and have its supervisor end its processes."""
-    from fft.operate.leaving import evict as ask
+    from fft.operate.drain import evict as ask
 
     def on_accepted(text: str) -> None:
         sys.stdout.write(text + "\n")
@@ -450,8 +450,8 @@ def diagnose(
     ] = 20.0,
 ) -> None:
     """Check all ranks of a running job, alone and in pairs; exit 1 if one is found at fault."""
-    from fft.diagnosis import show
-    from fft.diagnosis.rounds import diagnose as ask
+    from fft.operate.diagnosis import show
+    from fft.operate.diagnosis.rounds import diagnose as ask
 
     rollbacks = show.traced_rollbacks(trace_dir) if trace_dir is not None else ()
     with _desk(bus) as desk:
@@ -490,8 +490,8 @@ def inject(
     every: Annotated[int, typer.Option(min=1, help="With --random: steps between them.")] = 10,
 ) -> None:
     """Break a running job on purpose, if it was started to allow it."""
-    from fft.operate import injecting
-    from fft.operate.desk import OperatorError
+    from fft.operate import inject
+    from fft.operate.client import OperatorError
 
     given = {"group": group, "rank": rank, "phase": phase, "seconds": seconds, "steps": steps}
     given |= {"holding_gil": holding_gil, "where": where}
@@ -501,11 +501,11 @@ def inject(
             raise OperatorError("--now and --step contradict each other; give one")
         job = desk.job()
         if random is None:
-            plan = injecting.single(job, kind, step, options)
+            plan = inject.single(job, kind, step, options)
         else:
-            plan = injecting.drawn(job, kind, random, count, every, step, options)
-            sys.stdout.write(injecting.as_yaml(plan))
-        answers = injecting.send(desk, job, plan)
+            plan = inject.drawn(job, kind, random, count, every, step, options)
+            sys.stdout.write(inject.as_yaml(plan))
+        answers = inject.send(desk, job, plan)
     for answer in answers:
         sys.stderr.write(f"fft: {answer.text}\n")
     raise typer.Exit(0 if all(answer.ok for answer in answers) else 1)
@@ -518,7 +518,7 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
 ) -> None:
     """Show a running job from its bus alone, until Ctrl-C."""
-    from fft.operate.desk import bus_url
+    from fft.operate.client import bus_url
     from fft.operate.watch import Watch, watch_job
 
     def stop_at_signals(watch: Watch) -> None:
@@ -557,7 +557,7 @@ def say(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of specs, for editors."""
-    from fft.spec import json_schema
+    from fft.protocol.load import json_schema
 
     sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
 

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from fft.bus import ErrorBus, open_bus, serve_tcp
-from fft.commands import Command
-from fft.core.local import Config
-from fft.core.messages import (
+from fft.engine.loop import Engine
+from fft.messages.commands import Command
+from fft.messages.protocol import (
     Applied,
     Apply,
     Finish,
@@ -30,11 +30,11 @@ from fft.core.messages import (
     StartTxn,
     Token,
 )
-from fft.core.participant import Participant
-from fft.engine import Engine
-from fft.machine import Table
-from fft.spec import load_spec
-from fft.trace import TraceWriter
+from fft.protocol.load import load_spec
+from fft.protocol.participant import Participant
+from fft.protocol.state import Config
+from fft.protocol.table import Table
+from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
 LIMIT_S = 30.0

@@ -5,8 +5,8 @@ HOW is one of
 
 - ``storm``: each thing in ROUNDS bodies, by an `Interrupter`, at random moments;
 - ``every``: at every bytecode at which Python looks for signals, one after the other, as far as
-  `fft.unsafe_places` calls it safe there, and where it does not, at the next that it calls safe;
-- ``blind``: the same, without asking whether it is safe.
+  `fft.train.unsafe_places` calls it safe there, and where it does not, at the next that it calls
+  safe; - ``blind``: the same, without asking whether it is safe.
 
 Prints, as JSON, for each thing how many bodies there were, and how many left it half done.
 """
@@ -36,8 +36,8 @@ from types import FrameType
 
 import torch
 
-from fft.interrupt import Interrupted, Interrupter
-from fft.unsafe_places import Safety, guarded, look
+from fft.train.interrupt import Interrupted, Interrupter
+from fft.train.unsafe_places import Safety, guarded, look
 
 SWITCH_S = 1e-4
 """Threads take turns so often; else an interruption takes 5 ms to be asked for."""

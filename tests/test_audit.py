@@ -13,14 +13,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "core"))
 from jobs import HSDP, Job
 
-from fft.audit import AuditError, audit_dir, read_lines
-from fft.core.local import Local
-from fft.core.messages import Applied, Event, Peer, Prepared
-from fft.core.participant import Outcome
-from fft.report import incidents, input_wait
-from fft.sim.cluster import Node
-from fft.trace import TraceWriter, header, trace_path
-from fft.traceformat import chain
+from fft.messages.protocol import Applied, Event, Peer, Prepared
+from fft.protocol.participant import Outcome
+from fft.protocol.state import Local
+from fft.prove.cluster import Node
+from fft.trace.audit import AuditError, audit_dir, read_lines
+from fft.trace.format import chain
+from fft.trace.report import incidents, input_wait
+from fft.trace.writer import TraceWriter, header, trace_path
 
 
 class TracedJob(Job):

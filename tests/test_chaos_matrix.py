@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.chaos.cases import LAYOUTS, Layout, suites
 from benchmarks.chaos.samples import Series
-from fft.faults import MODELS, PHASES, FaultPlan
+from fft.messages.fault_plans import MODELS, PHASES, FaultPlan
 
 
 def entry_kinds(layout: Layout) -> set[tuple[str, str | None]]:

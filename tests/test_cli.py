@@ -21,8 +21,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fft.bus import open_bus, serve_tcp
+from fft.bus.token import JobToken
 from fft.cli import app
-from fft.jobtoken import JobToken
 
 FFT = [sys.executable, "-m", "fft.cli"]
 WAIT_S = 60.0

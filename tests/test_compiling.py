@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch._dynamo
 
-from fft.compiling import Compilations
-from fft.detectors.pulse import Pulse, PulseReader
+from fft.health.compiling import Compilations
+from fft.health.detectors.pulse import Pulse, PulseReader
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., object]]
 

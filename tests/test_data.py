@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fft
-from fft.core.messages import StartTxn, Token
-from fft.data import DataError, Drawn, Due, Inputs, StreamSource, as_source
+from fft.messages.protocol import StartTxn, Token
+from fft.train.data.source import DataError, Drawn, Due, Inputs, StreamSource, as_source
 
 
 class Stream:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fft.core.local import Config, Local
-from fft.core.messages import GroupEntry, Peer, RankEntry, Record, Token
-from fft.draining import DrainClock, time_for_a_commit, waiting_for
-from fft.preemption import Notice
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
+from fft.protocol.state import Config, Local
+from fft.train.drain_clock import DrainClock, time_for_a_commit, waiting_for
+from fft.train.preemption import Notice
 
 LIMIT_S = 30.0
 

@@ -15,9 +15,9 @@ from fft.bus import BusError, Subscription, open_bus, serve_tcp
 from fft.bus.base import Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
-from fft.commands import Evict, encode_command
-from fft.core.local import Config
-from fft.core.messages import (
+from fft.engine.loop import HEAD, Engine
+from fft.messages.commands import Evict, encode_command
+from fft.messages.protocol import (
     Begin,
     Broadcast,
     Decide,
@@ -29,11 +29,7 @@ from fft.core.messages import (
     SetTimer,
     encode,
 )
-from fft.core.participant import Participant
-from fft.engine import HEAD, Engine
-from fft.machine import Table
-from fft.trace import TraceWriter
-from fft.wire import (
+from fft.messages.wire import (
     Packed,
     Wire,
     decode,
@@ -42,6 +38,10 @@ from fft.wire import (
     inbox_name,
     list_name,
 )
+from fft.protocol.participant import Participant
+from fft.protocol.state import Config
+from fft.protocol.table import Table
+from fft.trace.writer import TraceWriter
 
 
 @pytest.fixture

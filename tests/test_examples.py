@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fft.audit import audit_dir
-from fft.faults import load_plan
+from fft.messages.fault_plans import load_plan
+from fft.trace.audit import audit_dir
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT_S = 150

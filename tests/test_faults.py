@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from fft.faults import FaultPlan, FaultPlanError, load_plan
-from fft.injector import InjectedFault, Injector
+from fft.messages.fault_plans import FaultPlan, FaultPlanError, load_plan
+from fft.train.injector import InjectedFault, Injector
 
 GOOD = """
 faults:
@@ -253,8 +253,8 @@ def test_a_group_fault_does_not_fire_late_on_a_rank_that_had_not_begun() -> None
 
 KILLED = """
 import sys
-from fft.faults import FaultPlan
-from fft.injector import Injector
+from fft.messages.fault_plans import FaultPlan
+from fft.train.injector import Injector
 plan = FaultPlan.model_validate({"faults": [
     {"name": "x", "kind": sys.argv[1], "step": 0, "group": 0,
      **({"phase": "vote"} if sys.argv[1] == "kill" else {})}]})
@@ -344,5 +344,5 @@ def test_the_environment_names_the_participant(tmp_path: Path) -> None:
 
 
 def test_reading_a_plan_loads_no_torch() -> None:
-    code = "import sys, fft.faults; sys.exit('torch' in sys.modules)"
+    code = "import sys, fft.messages.fault_plans; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=60).returncode == 0

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-from fft.equality import EqualityChecks
-from fft.errors import FftError
-from fft.fingerprint import fingerprint
+from fft.train.state.equality_checks import EqualityChecks
+from fft.train.state.fingerprint import fingerprint
+from fft.util.errors import FftError
 
 ROW = (1 << 15) * 8
 """Bytes that the fingerprint takes at once."""

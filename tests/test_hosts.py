@@ -12,9 +12,9 @@ import engine_job
 import pytest
 
 from fft.bus import ErrorBus, open_bus
-from fft.core.messages import GroupEntry, Peer, RankEntry, Record, Suspect, decode
-from fft.hosts import ROLL, HostWatch, Process, beat_name
-from fft.wire import EPOCH, Wire, encode_members, list_name
+from fft.health.hosts import ROLL, HostWatch, Process, beat_name
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Suspect, decode
+from fft.messages.wire import EPOCH, Wire, encode_members, list_name
 
 LIMIT = 1.0
 WITHIN = 60.0

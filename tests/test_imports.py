@@ -9,8 +9,9 @@ import pytest
 
 import fft
 
-LIGHT = "fft fft.spec fft.audit fft.report fft.graph fft.sim.cluster fft.engine fft.bus fft.cli"
-LIGHT += " fft.detectors fft.moves fft.monitor"
+LIGHT = "fft fft.bus fft.cli fft.engine.loop fft.health.detectors fft.health.main_thread_probe"
+LIGHT += " fft.health.monitor fft.protocol.graph fft.protocol.load fft.prove.cluster"
+LIGHT += " fft.trace.audit fft.trace.report"
 
 
 def test_the_light_parts_import_no_torch() -> None:
@@ -20,7 +21,7 @@ def test_the_light_parts_import_no_torch() -> None:
 
 
 def test_nothing_but_the_nats_bus_imports_nats() -> None:
-    code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.manager, fft.bus.natsserver; "
+    code = f"import sys, {LIGHT.replace(' ', ', ')}, fft.train.manager, fft.bus.natsserver; "
     code += "print('nats' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

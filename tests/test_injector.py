@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from fft.afflictions import hang, stop_oneself
-from fft.core.messages import GroupEntry, Peer, RankEntry, Record
-from fft.faults import MODELS, Fault, FaultPlan, load_plan
-from fft.injector import InjectedFault, Injector
-from fft.operate import injecting
-from fft.operate.desk import JobState, OperatorError
+from fft.messages.fault_plans import MODELS, Fault, FaultPlan, load_plan
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
+from fft.operate import inject
+from fft.operate.client import JobState, OperatorError
+from fft.train.afflictions import hang, stop_oneself
+from fft.train.injector import InjectedFault, Injector
 
 LIMIT_S = 60.0
 
@@ -134,7 +134,7 @@ def test_a_straggler_is_late_once_in_each_of_its_steps() -> None:
 
 TICKS = """
 import sys, threading, time
-from fft.afflictions import hang
+from fft.train.afflictions import hang
 count, end = 0, threading.Event()
 def tick():
     global count
@@ -174,7 +174,7 @@ def test_a_signal_does_not_shorten_a_hang_that_holds_the_lock() -> None:
 
 
 STOPPED = """
-from fft.afflictions import stop_oneself
+from fft.train.afflictions import stop_oneself
 stop_oneself({seconds})
 print("woken", flush=True)
 """
@@ -219,27 +219,27 @@ def job(step: int, ranks: int = 2) -> JobState:
 
 
 def test_a_seed_draws_the_same_plan_and_a_file_of_it_runs(tmp_path: Any) -> None:
-    plan = injecting.drawn(job(5), "any", 7, 30, 4, None, {})
-    assert plan == injecting.drawn(job(5), "any", 7, 30, 4, None, {})
-    assert plan != injecting.drawn(job(5), "any", 8, 30, 4, None, {})
+    plan = inject.drawn(job(5), "any", 7, 30, 4, None, {})
+    assert plan == inject.drawn(job(5), "any", 7, 30, 4, None, {})
+    assert plan != inject.drawn(job(5), "any", 8, 30, 4, None, {})
     assert [f.step for f in plan.faults] == list(range(6, 126, 4))
-    assert {f.kind for f in plan.faults} == set(injecting.SURVIVED)
+    assert {f.kind for f in plan.faults} == set(inject.SURVIVED)
     path = tmp_path / "plan.yaml"
-    path.write_text(injecting.as_yaml(plan))
+    path.write_text(inject.as_yaml(plan))
     assert load_plan(path, groups=2, ranks=2) == plan
     assert yaml.safe_load(path.read_text())["faults"][0]["name"] == "seed-7-0"
 
 
 def test_a_drawn_plan_keeps_to_what_was_given() -> None:
-    plan = injecting.drawn(job(5), "stop", 1, 9, 1, 40, {"group": "1", "seconds": 2.0})
+    plan = inject.drawn(job(5), "stop", 1, 9, 1, 40, {"group": "1", "seconds": 2.0})
     assert {(f.kind, f.group, f.seconds) for f in plan.faults} == {("stop", "1", 2.0)}  # type: ignore[union-attr]
     assert {f.rank for f in plan.faults} == {0, 1}  # type: ignore[union-attr]
     with pytest.raises(OperatorError, match="no kind 'boom'"):
-        injecting.drawn(job(5), "boom", 1, 1, 1, None, {})
+        inject.drawn(job(5), "boom", 1, 1, 1, None, {})
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
 def test_every_kind_can_be_asked_for_in_one_word(kind: str) -> None:
     is_of_group = issubclass(MODELS[kind], Fault)
-    plan = injecting.single(job(5), kind, None, {"group": "1"} if is_of_group else {})
+    plan = inject.single(job(5), kind, None, {"group": "1"} if is_of_group else {})
     assert plan.faults[0].kind == kind and plan.faults[0].step == 0

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fft
-from fft.data import DataError, Due
+from fft.train.data.source import DataError, Due
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -406,7 +406,7 @@ ORPHANS = """
 import sys, time
 import torch
 import fft
-from fft.data import Due
+from fft.train.data.source import Due
 
 
 class Slow(torch.utils.data.Dataset):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fft.data import DataError
-from fft.loading_copy import copied
+from fft.train.data.batch_copy import copied
+from fft.train.data.source import DataError
 
 
 class Pair(NamedTuple):

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fft.bus import BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import HEAD
-from fft.commands import (
+from fft.messages.commands import (
     Answer,
     Evict,
     answer_inbox,
@@ -26,7 +26,7 @@ from fft.commands import (
     encode_answer,
     encode_command,
 )
-from fft.core.messages import (
+from fft.messages.protocol import (
     Death,
     Drain,
     GroupEntry,
@@ -36,12 +36,12 @@ from fft.core.messages import (
     UnreadableMessage,
     decode,
 )
-from fft.operate import leaving, say
-from fft.operate.desk import Desk, OperatorError, bus_url
+from fft.messages.speed import SpeedReport
+from fft.messages.wire import EPOCH, decode_packed
+from fft.operate import drain, say
+from fft.operate.client import JobClient, OperatorError, bus_url
+from fft.operate.job_view import IN_EPOCH, JOINING, LEFT, JobModel, event_of
 from fft.operate.watch import JsonView, ScreenView, Watch, render
-from fft.operate.watching import IN_EPOCH, JOINING, LEFT, JobWatch, event_of
-from fft.pace import Progress
-from fft.wire import EPOCH, decode_packed
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def memory() -> str:
 def test_the_members_are_found_when_the_head_has_moved_on(stack: ExitStack, url: str) -> None:
     job = Job(stack, url, 2, 2).start()
     job.train(3)
-    with Desk(url) as desk:
+    with JobClient(url) as desk:
         state = desk.job()
     assert state.head is not None and state.head.kind == "commit" and state.head.step >= 3
     assert list(state.groups) == ["0", "1"]
@@ -91,11 +91,11 @@ def test_the_register_of_the_epoch_follows_the_epochs(stack: ExitStack, url: str
 
 
 def test_an_empty_bus_has_no_job(memory: str) -> None:
-    with Desk(memory) as desk:
+    with JobClient(memory) as desk:
         state = desk.job()
         assert state.head is None and state.groups == {}
         with pytest.raises(OperatorError, match="no job has begun on the bus at memory://"):
-            leaving.drain(desk, ["0"], wait=1)
+            drain.drain(desk, ["0"], wait=1)
 
 
 def test_who_names_no_bus_is_told_how_to_get_one() -> None:
@@ -160,8 +160,8 @@ def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str
     job.train(2)
     for member in job.members:
         member.train(10_000)
-    with Desk(url) as desk:
-        record = leaving.drain(desk, ["1"], wait=LIMIT_S)
+    with JobClient(url) as desk:
+        record = drain.drain(desk, ["1"], wait=LIMIT_S)
     assert record.kind == "commit" and record.leavers == ("1",)
     until(lambda: job.members[1].ended is not None, "it has left")
     assert [m.restored for m in job.members] == [0, 0]
@@ -172,15 +172,18 @@ def test_a_group_that_is_not_there_is_answered_with_those_that_are(
 ) -> None:
     job = Job(stack, memory, 2, 1).start()
     job.train(1)
-    with Desk(memory) as desk, pytest.raises(OperatorError, match=r"no group '7'.*groups: 0, 1"):
-        leaving.drain(desk, ["0", "7"], wait=1)
+    with (
+        JobClient(memory) as desk,
+        pytest.raises(OperatorError, match=r"no group '7'.*groups: 0, 1"),
+    ):
+        drain.drain(desk, ["0", "7"], wait=1)
 
 
 def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, memory: str) -> None:
     job = Job(stack, memory, 2, 1).start()
     job.train(2)  # and then nobody trains on
-    with Desk(memory) as desk, pytest.raises(OperatorError) as caught:
-        leaving.drain(desk, ["1"], wait=0.3)
+    with JobClient(memory) as desk, pytest.raises(OperatorError) as caught:
+        drain.drain(desk, ["1"], wait=0.3)
     assert "group 1 has not left within 0.3 s: nothing was committed" in str(caught.value)
     job.train(3)  # the drain stands
     until(lambda: job.members[1].ended is not None, "it has left")
@@ -208,8 +211,11 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
     job = Job(stack, url, 3, 1).start()
     job.train(2)
     accepted: list[str] = []
-    with supervisor(url, ("accepted", "ending"), ("done", "ended")) as heard, Desk(url) as desk:
-        done = leaving.evict(desk, "2", restart=True, grace=1.5, on_accepted=accepted.append)
+    with (
+        supervisor(url, ("accepted", "ending"), ("done", "ended")) as heard,
+        JobClient(url) as desk,
+    ):
+        done = drain.evict(desk, "2", restart=True, grace=1.5, on_accepted=accepted.append)
     assert accepted == ["the supervisor: ending"] and done.done == "ended"
     assert done.told_dead == ("2/0: pid 1000 on host-2",)
     command = heard.get(timeout=LIMIT_S)
@@ -236,14 +242,14 @@ def test_a_refusal_and_a_silence_are_said(
 ) -> None:
     job = Job(stack, memory, 2, 1).start()
     job.train(1)
-    monkeypatch.setattr(leaving, "FIRST_ANSWER_S", 0.3)
+    monkeypatch.setattr(drain, "FIRST_ANSWER_S", 0.3)
 
-    def evict(desk: Desk, place: str) -> str:
+    def evict(desk: JobClient, place: str) -> str:
         with pytest.raises(OperatorError) as caught:
-            leaving.evict(desk, place, restart=False, grace=0, on_accepted=lambda text: None)
+            drain.evict(desk, place, restart=False, grace=0, on_accepted=lambda text: None)
         return str(caught.value)
 
-    with Desk(memory) as desk:
+    with JobClient(memory) as desk:
         assert "no group '9' is in the job; its groups: 0, 1" in evict(desk, "9")
         assert "no rank 4 in group 1; its ranks: 0" in evict(desk, "1.4")
         with supervisor(memory, ("refused", "the job is ending")):
@@ -385,11 +391,11 @@ def test_a_bus_that_goes_away_is_said_and_tried_again() -> None:
 
 
 def test_stragglers_show_in_the_picture_and_as_events() -> None:
-    watch, lines = JobWatch(), []
+    watch, lines = JobModel(), []
     watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
     for _ in range(10):
         for group, seconds in (("0", 0.1), ("1", 0.3)):
-            lines += watch.see(Progress(group, 0, 1, 5, seconds), 1.0)
+            lines += watch.see(SpeedReport(group, 0, 1, 5, seconds), 1.0)
     assert [(line["event"], line["rank"], line["slow"]) for line in lines] == [
         ("straggler", "1/0", True)
     ]
@@ -398,7 +404,7 @@ def test_stragglers_show_in_the_picture_and_as_events() -> None:
     file = io.StringIO()
     Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
     assert "rank 0: 3.0 ×" in file.getvalue()
-    assert event_of(Progress("0", 0, 1, 5, 0.1)) is None, "too many to be shown"
+    assert event_of(SpeedReport("0", 0, 1, 5, 0.1)) is None, "too many to be shown"
 
 
 def _two_groups() -> tuple[GroupEntry, ...]:

@@ -14,10 +14,10 @@ import pytest
 from fft.bus import BusUnreachable
 from fft.bus.base import Topic
 from fft.bus.memory import MemoryBus
-from fft.core.messages import Peer, UnreadableMessage
-from fft.errors import FftError
-from fft.pace import MAX_WORD, Progress, decode_progress, encode_progress
-from fft.pacer import Pacer, interval_from
+from fft.messages.protocol import Peer, UnreadableMessage
+from fft.messages.speed import MAX_WORD, SpeedReport, decode_speed, encode_speed
+from fft.train.speed_reporter import SpeedReporter, interval_from
+from fft.util.errors import FftError
 
 LIMIT_S = 30.0
 ME = Peer("1", 0, 3)
@@ -37,7 +37,7 @@ def bus(kind: Callable[[str], MemoryBus] = MemoryBus) -> MemoryBus:
     return kind(f"pacer-{uuid.uuid4().hex}")
 
 
-def body(pacer: Pacer, clock: Hand, own: float, waited: float, step: int) -> None:
+def body(pacer: SpeedReporter, clock: Hand, own: float, waited: float, step: int) -> None:
     pacer.begin()
     clock.now += own / 2
     with pacer.waiting:
@@ -49,9 +49,9 @@ def body(pacer: Pacer, clock: Hand, own: float, waited: float, step: int) -> Non
 
 
 def test_a_word_has_one_form_and_no_other() -> None:
-    word = Progress("1", 0, 3, 17, 0.25)
-    assert decode_progress(encode_progress(word)) == word
-    plain = json.loads(encode_progress(word))
+    word = SpeedReport("1", 0, 3, 17, 0.25)
+    assert decode_speed(encode_speed(word)) == word
+    plain = json.loads(encode_speed(word))
     assert plain == {
         "group": "1",
         "rank": 0,
@@ -71,22 +71,22 @@ def test_a_word_has_one_form_and_no_other() -> None:
         {"group": "x" * MAX_WORD},
     ):
         with pytest.raises(UnreadableMessage):
-            decode_progress(json.dumps({**plain, **changed}).encode())
+            decode_speed(json.dumps({**plain, **changed}).encode())
     for other in (b"", b"[]", b"NaN", b'{"type":"progress"}'):
         with pytest.raises(UnreadableMessage):
-            decode_progress(other)
+            decode_speed(other)
 
 
 def test_a_body_is_timed_without_what_it_waited() -> None:
     clock = Hand()
     with bus() as mine:
-        pacer = Pacer(mine, ME, 0.0, clock)
+        pacer = SpeedReporter(mine, ME, 0.0, clock)
         for step, own in enumerate((0.5, 0.25, 8.0), 1):
             body(pacer, clock, own, 3.0, step)
         pacer.begin()  # an attempt that is rolled back says nothing
         clock.now += 60
         pacer.end()
-        assert pacer.word() == Progress("1", 0, 3, 3, 0.5)
+        assert pacer.word() == SpeedReport("1", 0, 3, 3, 0.5)
         assert pacer.word() is None
         pacer.close()
 
@@ -96,9 +96,9 @@ def test_words_are_said_by_a_thread_until_it_is_closed() -> None:
     clock = Hand()
     with bus() as mine:
         mine.subscribe(heard.put, lambda error: None, "progress")
-        pacer = Pacer(mine, ME, 0.01, clock)
+        pacer = SpeedReporter(mine, ME, 0.01, clock)
         body(pacer, clock, 0.5, 1.0, 1)
-        assert decode_progress(heard.get(timeout=LIMIT_S)) == Progress("1", 0, 3, 1, 0.5)
+        assert decode_speed(heard.get(timeout=LIMIT_S)) == SpeedReport("1", 0, 3, 1, 0.5)
         pacer.close()
         pacer.close()
         body(pacer, clock, 0.5, 1.0, 2)
@@ -132,7 +132,7 @@ def test_a_bus_in_trouble_neither_fails_nor_holds_up_a_step(kind: type[Lost]) ->
     with bus(kind) as mine:
         mine.asked, release = threading.Event(), threading.Event()  # type: ignore[attr-defined]
         mine.release = release  # type: ignore[attr-defined]
-        pacer = Pacer(mine, ME, 0.01, clock)
+        pacer = SpeedReporter(mine, ME, 0.01, clock)
         body(pacer, clock, 0.5, 0.0, 1)
         assert mine.asked.wait(LIMIT_S)  # type: ignore[attr-defined]
         for step in range(2, 3000):
@@ -155,6 +155,6 @@ def test_the_interval_is_a_number_of_seconds_or_none() -> None:
 def test_no_interval_no_thread() -> None:
     before = set(threading.enumerate())  # those that a stuck bus held may end late
     with bus() as mine:
-        pacer = Pacer(mine, ME, 0.0)
+        pacer = SpeedReporter(mine, ME, 0.0)
         assert not [t for t in set(threading.enumerate()) - before if t.name == "fft-progress"]
         pacer.close()

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fft.preemption import (
+from fft.train.preemption import (
     Earliest,
     FileNotice,
     HttpNotice,

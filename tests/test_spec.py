@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fft.checks import check_spec
-from fft.errors import SpecError
-from fft.graph import edges, to_dot, to_mermaid
-from fft.spec import FsmSpec, find_spec, json_schema, load_spec, parse_spec
+from fft.protocol.graph import edges, to_dot, to_mermaid
+from fft.protocol.load import find_spec, json_schema, load_spec, parse_spec
+from fft.protocol.spec import FsmSpec
+from fft.protocol.spec_checks import check_spec
+from fft.util.errors import SpecError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "fsm_specs" / "hsdp.yaml").read_text()

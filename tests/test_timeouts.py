@@ -9,8 +9,8 @@ from hypothesis import given as example
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from fft.spec import load_spec
-from fft.timeouts import (
+from fft.protocol.load import load_spec
+from fft.protocol.timeouts import (
     ARGUMENTS,
     HOST_LIMIT_S,
     RULES,

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fft.audit import audit_dir, read_trace
-from fft.core.messages import Peer
-from fft.trace import TraceWriter
+from fft.messages.protocol import Peer
+from fft.trace.audit import audit_dir, read_trace
+from fft.trace.writer import TraceWriter
 
 LIMITED = """
 import logging, resource, sys
 from pathlib import Path
-from fft.core.messages import Peer
-from fft.trace import TraceWriter
+from fft.messages.protocol import Peer
+from fft.trace.writer import TraceWriter
 
 logging.basicConfig(format="%(message)s")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -23,8 +23,10 @@ from fft.bus import MAX_MESSAGE_BYTES
 from fft.bus.base import HEAD, RING_MESSAGES
 from fft.bus.memory import MemoryBus
 from fft.bus.sealed import SealedBus
-from fft.commands import Evict, decode_command, encode_command
-from fft.core.messages import (
+from fft.bus.token import JobToken, TokenError
+from fft.launch.services import handed_over
+from fft.messages.commands import Evict, decode_command, encode_command
+from fft.messages.protocol import (
     Ack,
     Death,
     Decision,
@@ -48,18 +50,16 @@ from fft.core.messages import (
     encode_record,
     encode_vote,
 )
-from fft.jobtoken import JobToken, TokenError
-from fft.pace import Progress, decode_progress, encode_progress
-from fft.serve import handed_over
-from fft.tally import Tally
-from fft.wire import (
+from fft.messages.speed import SpeedReport, decode_speed, encode_speed
+from fft.messages.wire import (
     Wire,
     decode_packed,
     decode_votes,
     encode_votes,
     inbox_name,
 )
-from fft.wire import decode as decode_wire
+from fft.messages.wire import decode as decode_wire
+from fft.util.log_sampler import LogSampler
 
 ATTACKS = 100_000
 ROOT = Path(__file__).parent.parent
@@ -290,7 +290,7 @@ def test_a_commit_that_is_taken_back_is_noticed_by_both_sides(stack: ExitStack) 
 
 
 def test_a_count_is_spoken_of_at_powers_of_ten() -> None:
-    tally = Tally()
+    tally = LogSampler()
     assert [n for _ in range(1234) if (n := tally.add("x"))] == [1, 10, 100, 1000]
     assert (tally.add("y"), tally.counts()) == (1, {"x": 1234, "y": 1})
 
@@ -336,7 +336,7 @@ DECODERS: list[tuple[Callable[[bytes], Any], list[bytes]]] = [
     (decode_wire, MESSAGES),
     (decode, MESSAGES),
     (decode_command, COMMANDS),
-    (decode_progress, [encode_progress(Progress("1", 0, 3, 17, 0.25))]),
+    (decode_speed, [encode_speed(SpeedReport("1", 0, 3, 17, 0.25))]),
     (decode_packed, [Wire().encode_record(EPOCH), Wire().encode_record(COMMIT)]),
     (decode_record, [encode_record(EPOCH)]),
     (decode_vote, [encode_vote(Vote(PEER, Manifest(1, 4, "s")))]),

@@ -15,7 +15,7 @@ from types import FrameType
 
 import pytest
 
-from fft.unsafe_places import Safety, guarded, look, owner
+from fft.train.unsafe_places import Safety, guarded, look, owner
 
 STORM = Path(__file__).with_name("interrupt_storm.py")
 LIMIT_S = 280

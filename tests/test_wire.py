@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fft.core.messages as core
-from fft.core.messages import (
+import fft.messages.protocol as core
+from fft.messages.protocol import (
     Decision,
     Drain,
     GroupEntry,
@@ -21,7 +21,7 @@ from fft.core.messages import (
     UnreadableMessage,
     Vote,
 )
-from fft.wire import (
+from fft.messages.wire import (
     MAX_LIST,
     MissingList,
     Packed,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fft.faults import PHASES
+from fft.messages.fault_plans import PHASES
 
 PACE_S = 0.02
 HANG_GRACE_S = 2.0

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.chaos.cases import Case, Layout
-from fft.faults import FaultPlan
-from fft.operate import injecting, leaving
-from fft.operate.desk import Desk
-from fft.progress import TraceTail
+from fft.messages.fault_plans import FaultPlan
+from fft.operate import drain, inject
+from fft.operate.client import JobClient
+from fft.trace.tail import TraceTail
 
 WORKER = Path(__file__).with_name("worker.py")
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -81,13 +81,13 @@ class Job:
             self._end()
             raise
 
-    def _open(self) -> Desk:
+    def _open(self) -> JobClient:
         found = _REACH.search(self.said())
         assert found is not None
         url, token = found.groups()
         os.environ["FFT_TOKEN_FILE"] = token
         try:
-            return Desk(url)
+            return JobClient(url)
         finally:
             del os.environ["FFT_TOKEN_FILE"]
 
@@ -163,7 +163,7 @@ class Job:
     def commit(self, case: Case, names: Sequence[str]) -> None:
         """Carry out a case, its faults under ``names``, and wait until it has happened."""
         for place in case.evict:
-            leaving.evict(self.desk, place, restart=True, grace=5, on_accepted=lambda _: None)
+            drain.evict(self.desk, place, restart=True, grace=5, on_accepted=lambda _: None)
         if not case.entries:
             return
         step = self.tail.poll().step + LEAD
@@ -173,7 +173,7 @@ class Job:
         ]
         before = self._incarnations()
         state = self.desk.job()
-        said = injecting.send(self.desk, state, FaultPlan.model_validate({"faults": entries}))
+        said = inject.send(self.desk, state, FaultPlan.model_validate({"faults": entries}))
         answers = "; ".join(one.text for one in said)
         if all("group" in entry for entry in entries):  # else it is the supervisor's
             self.until(
@@ -185,7 +185,7 @@ class Job:
         for group in case.leaves:
             ended = partial(self._has_ended, group)
             self.until(ended, f"group {group} leaves", RECOVERED_S)
-            leaving.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
+            drain.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
 
     def _has_ended(self, group: str) -> bool:
         return all(rank.state == "EXIT" for rank in self.tail.poll().of(group))

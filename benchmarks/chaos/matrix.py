@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.chaos.cases import PACE_S, Case, Layout, Suite, suites
 from benchmarks.chaos.job import ENDED_S, RECOVERED_S, START_S, ChaosError, Job, fault_names
 from benchmarks.chaos.measure import Done, Row, judged, median_step_ms, rows
-from fft.audit import read_lines
-from fft.errors import FftError
+from fft.trace.audit import read_lines
+from fft.util.errors import FftError
 
 Say = Callable[[str], None]
 

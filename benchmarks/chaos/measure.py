@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.cases import Case
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 Who = tuple[str, int, int]
 

@@ -103,7 +103,13 @@ class Sampler:
         if process.pid == self.pid:
             return "supervisor"
         words = process.cmdline()
-        role = "trainer" if self.worker in words else "monitor" if "fft.monitor" in words else None
+        role = (
+            "trainer"
+            if self.worker in words
+            else "monitor"
+            if "fft.health.monitor" in words
+            else None
+        )
         if role is None:
             return None
         env = process.environ()

@@ -21,11 +21,11 @@ from benchmarks.chaos.job import START_S, ChaosError, Job
 from benchmarks.chaos.matrix import Say
 from benchmarks.chaos.measure import median_step_ms
 from benchmarks.chaos.samples import Sampler, Series
-from fft.audit import audit_dir, read_lines
-from fft.errors import FftError
-from fft.faults import AnyFault, FaultPlan
-from fft.operate import injecting
-from fft.operate.desk import OperatorError
+from fft.messages.fault_plans import AnyFault, FaultPlan
+from fft.operate import inject
+from fft.operate.client import OperatorError
+from fft.trace.audit import audit_dir, read_lines
+from fft.util.errors import FftError
 
 PACE_S = 0.2
 EVERY_S = 5.0
@@ -123,7 +123,7 @@ class _Driver:
     def drive(self, seconds: float, seed: int) -> None:
         count = int(seconds / EVERY_S * 2) + 10
         state = self._job.desk.job()
-        plan = injecting.drawn(state, "any", seed, count, 1, 0, {})
+        plan = inject.drawn(state, "any", seed, count, 1, 0, {})
         draw = random.Random(seed)
         faults = iter(plan.faults)
         began = now = time.monotonic()
@@ -158,9 +158,9 @@ class _Driver:
             soak.missed += 1
             return
         try:
-            said = injecting.send(job.desk, state, FaultPlan(faults=[fault]))
+            said = inject.send(job.desk, state, FaultPlan(faults=[fault]))
         except OperatorError as error:
-            said = [injecting.Said(False, str(error))]
+            said = [inject.Said(False, str(error))]
         self._say(f"{soak.layout.name} step {job.tail.view.step}: {said[0].text}")
 
     def _sample(self) -> None:

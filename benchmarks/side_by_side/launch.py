@@ -24,8 +24,8 @@ from benchmarks.side_by_side.events import LAUNCHER, Event, Pen, Reader
 from benchmarks.side_by_side.measure import commits_after, fault_at, survivors, whole_at
 from benchmarks.side_by_side.rows import LIGHTHOUSE_AWAY_S, SETTLED, STOPPED_S, Row, System
 from benchmarks.side_by_side.services import Services
-from fft import pidfd
-from fft.supervisor.children import Child
+from fft.launch.supervisor.children import Child
+from fft.util import pidfd
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from benchmarks.side_by_side.rows import System
 from fft.bus.natsserver import NatsServers
 from fft.bus.tcpserver import host_store
-from fft.jobtoken import JobToken
-from fft.serve import once_free, start_services
+from fft.bus.token import JobToken
+from fft.launch.services import once_free, start_services
 
 HOST = "127.0.0.1"
 DEFAULT = {"join_timeout_ms": 60_000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5_000}

@@ -25,7 +25,7 @@ from fft.bus.base import (
 
 if TYPE_CHECKING:
     from fft.bus.tcpserver import TcpBusServer
-    from fft.jobtoken import JobToken
+    from fft.bus.token import JobToken
 
 __all__ = [
     "MAX_MESSAGE_BYTES",

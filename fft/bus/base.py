@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from fft.errors import FftError
+from fft.util.errors import FftError
 
 MAX_MESSAGE_BYTES = 1024 * 1024
 """Longest payload, register value or vote, in bytes."""

@@ -57,9 +57,9 @@ nobody hears; its number is where it begins.
 `PATIENCE` timeouts. A follower that hears nothing from a killed leader stands for election 4 to 9 s
 after the last word (server/raft.go, `minElectionTimeoutDefault`; no setting), so that is what a
 leader's end costs, and more if votes are split: give a replicated bus a timeout of 15 s or more
-(`fft.timeouts` does). A leader that is told to end (SIGTERM) hands over first: that costs one
-answer. Acknowledged is not on disk: the server syncs every 2 minutes unless `sync_interval: always`
-is set. Killed servers lose nothing; a majority of machines that lose power at once may.
+(`fft.protocol.timeouts` does). A leader that is told to end (SIGTERM) hands over first: that costs
+one answer. Acknowledged is not on disk: the server syncs every 2 minutes unless `sync_interval:
+always` is set. Killed servers lose nothing; a majority of machines that lose power at once may.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fft.bus.base import BusError, check_job
-from fft.shim import tied
+from fft.util.die_with_parent import tied
 
 _START_S: Final = 60.0  # a cluster elects its first leader within 10 s, on a machine with time
 _POLL_S: Final = 0.02

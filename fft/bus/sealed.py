@@ -30,7 +30,7 @@ values have equal bytes, as `compare_set` needs. A register with a value that is
 not protected: who can write to the store can have an identity's processes fence each other.
 Whoever can write there can also remove anything, or put an older value back into a register: that
 stops a job. The engine takes a head that went back, and two records that cannot both be, for a bus
-that forgot, and never asks it again (`fft.witness`; docs/bus.md says what is left open).
+that forgot, and never asks it again (`fft.protocol.witness`; docs/bus.md says what is left open).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from fft.bus.base import (
     check_key,
     check_topic,
 )
-from fft.jobtoken import JobToken, mac
-from fft.tally import Tally
+from fft.bus.token import JobToken, mac
+from fft.util.log_sampler import LogSampler
 
 SEAL_BYTES = 256
 """What sealing adds to a message or value, at most."""
@@ -178,7 +178,7 @@ class SealedBus(ErrorBus):
         """Of the last message, by channel."""
         self._epoch = 0
         self._following: set[_Listening] = set()
-        self._refused = Tally()
+        self._refused = LogSampler()
 
     @property
     def epoch(self) -> int:

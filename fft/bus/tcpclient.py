@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from fft.racing import raced
+from fft.util.hedged import hedged
 
 _U32: Final = struct.Struct("=I")
 _I64: Final = struct.Struct("=q")
@@ -235,7 +235,7 @@ def _addresses(host: str, port: int, timeout: float) -> list[Any]:
     try:
         return socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:  # a name
-        return raced(lambda: socket.getaddrinfo(host, port, type=kind), timeout, "fft-bus-name")
+        return hedged(lambda: socket.getaddrinfo(host, port, type=kind), timeout, "fft-bus-name")
 
 
 def _greet(made: socket.socket) -> None:

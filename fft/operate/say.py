@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fft.bus.base import Topic
-from fft.commands import COMMANDS, Command, encode_command
-from fft.core.messages import MAX_MESSAGE, Death, Drain, Suspect, encode
-from fft.operate.desk import OperatorError
+from fft.messages.commands import COMMANDS, Command, encode_command
+from fft.messages.protocol import MAX_MESSAGE, Death, Drain, Suspect, encode
+from fft.operate.client import OperatorError
 
 Sayable = Death | Suspect | Drain | Command
 _COMMANDS = ("evict", "inject", "check")

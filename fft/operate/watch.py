@@ -20,12 +20,12 @@ from rich.text import Text
 
 from fft.bus import BusError
 from fft.bus.base import TOPICS
-from fft.commands import Check, Command, Evict
-from fft.core.messages import BusMessage, Decision, Record, UnreadableMessage
-from fft.operate.desk import Desk, Ear, Word
-from fft.operate.watching import JobWatch, event_of
-from fft.pace import Progress
-from fft.wire import Packed
+from fft.messages.commands import Check, Command, Evict
+from fft.messages.protocol import BusMessage, Decision, Record, UnreadableMessage
+from fft.messages.speed import SpeedReport
+from fft.messages.wire import Packed
+from fft.operate.client import Ear, JobClient, Word
+from fft.operate.job_view import JobModel, event_of
 
 _REDRAW_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0  # between tries to reach a bus that is gone
@@ -36,7 +36,7 @@ class View(Protocol):
 
     def word(self, line: dict[str, object]) -> None: ...
 
-    def state(self, watch: JobWatch, now: float) -> None: ...
+    def state(self, watch: JobModel, now: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -45,7 +45,7 @@ class Watch:
     """Follows one job until `stop`, and whatever becomes of its bus."""
 
     def __init__(self, url: str, view: View) -> None:
-        self.model = JobWatch()
+        self.model = JobModel()
         self._url = url
         self._view = view
         self._stopped = False
@@ -59,7 +59,7 @@ class Watch:
 
     def once(self) -> None:
         """Show the job as its registers have it now. Raises ``BusUnreachable``."""
-        with Desk(self._url) as desk:
+        with JobClient(self._url) as desk:
             job = desk.job()
         self.model.begin(job.head, job.epoch)
         self._view.state(self.model, time.monotonic())
@@ -69,7 +69,7 @@ class Watch:
         pause = _FIRST_PAUSE_S
         while not self._stopped:
             try:
-                with Desk(self._url) as desk:
+                with JobClient(self._url) as desk:
                     pause = _FIRST_PAUSE_S
                     self._follow(desk)
             except (BusError, UnreadableMessage) as error:
@@ -83,18 +83,18 @@ class Watch:
         self._view.word({"event": "bus_lost", "cause": why})
         self._view.state(self.model, time.monotonic())
 
-    def _follow(self, desk: Desk) -> None:
+    def _follow(self, desk: JobClient) -> None:
         with desk.hearing(*TOPICS) as ear:
             job = desk.job()
             if desk.bus.generation != self._generation:  # one that came back empty has another job
-                self.model, self._generation = JobWatch(), desk.bus.generation
+                self.model, self._generation = JobModel(), desk.bus.generation
             self.model.begin(job.head, job.epoch)
             self._view.word({"event": "watching", "bus": self._url})
             while not self._stopped:
                 self._view.state(self.model, time.monotonic())
                 self._hear(desk, ear)
 
-    def _hear(self, desk: Desk, ear: Ear) -> None:
+    def _hear(self, desk: JobClient, ear: Ear) -> None:
         for heard in ear.words(time.monotonic() + _REDRAW_S):
             word = _plain(desk, heard)
             if word is None:
@@ -108,7 +108,7 @@ class Watch:
                 return
 
 
-def _plain(desk: Desk, word: Word) -> BusMessage | Command | Progress | Record | None:
+def _plain(desk: JobClient, word: Word) -> BusMessage | Command | SpeedReport | Record | None:
     """Records whole, however they were announced."""
     if isinstance(word, Packed):
         return desk.whole(word) or word.record
@@ -130,7 +130,7 @@ class JsonView:
         """Write the event."""
         self._write(line)
 
-    def state(self, watch: JobWatch, now: float) -> None:
+    def state(self, watch: JobModel, now: float) -> None:
         """Write the state, if that is all there is to show."""
         if not self._once:
             return
@@ -167,7 +167,7 @@ class ScreenView:
     def word(self, line: dict[str, object]) -> None:
         """Events show in the state."""
 
-    def state(self, watch: JobWatch, now: float) -> None:
+    def state(self, watch: JobModel, now: float) -> None:
         """Draw."""
         self._last = render(watch, self._url, now)
         if self._live is not None:
@@ -181,7 +181,7 @@ class ScreenView:
             self._console.print(self._last)
 
 
-def render(watch: JobWatch, url: str, now: float) -> RenderableType:
+def render(watch: JobModel, url: str, now: float) -> RenderableType:
     """The job as one picture."""
     head, rate = watch.head, watch.rate(now)
     if head is None:
@@ -208,7 +208,7 @@ def _in_words(command: Command) -> str:
     return f"inject by {command.by}: " + ", ".join(f"{k} {v}" for k, v in fault.items())
 
 
-def _groups(watch: JobWatch) -> Table:
+def _groups(watch: JobModel) -> Table:
     table = Table()
     for name in ("group", "state", "pace", "processes"):
         table.add_column(name, no_wrap=True)
@@ -220,7 +220,7 @@ def _groups(watch: JobWatch) -> Table:
     return table
 
 
-def _decisions(watch: JobWatch) -> Table:
+def _decisions(watch: JobModel) -> Table:
     table = Table(title="last decisions", title_justify="left")
     for name in ("record", "kind", "epoch.txn", "step", "by"):
         table.add_column(name, no_wrap=True)

@@ -12,7 +12,7 @@ from bus_helpers import Child
 
 from fft.bus import ErrorBus, open_job_bus, serve_tcp
 from fft.bus.natsserver import NatsServers
-from fft.jobtoken import JobToken
+from fft.bus.token import JobToken
 
 
 @pytest.fixture(autouse=True)

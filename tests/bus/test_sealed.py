@@ -18,7 +18,7 @@ from fft.bus import MAX_MESSAGE_BYTES, BusForged, Refusal, open_job_bus, serve_t
 from fft.bus.base import HEAD, TOPICS, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.sealed import SealedBus
-from fft.jobtoken import JobToken, TokenError
+from fft.bus.token import JobToken, TokenError
 
 TOKEN = JobToken.fresh()
 

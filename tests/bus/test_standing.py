@@ -12,7 +12,7 @@ from bus_helpers import NOISE_S, Heard, until
 
 from fft.bus.base import RING_MESSAGES, BusForgot
 from fft.bus.memory import MemoryBus
-from fft.bus.standing import Standing
+from fft.bus.resubscribing import ResubscribingListener
 
 
 def name() -> str:
@@ -29,7 +29,7 @@ def test_who_fell_behind_hears_what_comes_later(caplog: pytest.LogCaptureFixture
             if payload == b"later":
                 again.set()
 
-        standing = Standing(bus, "commands", hear, "a test")
+        standing = ResubscribingListener(bus, "commands", hear, "a test")
         for number in range(RING_MESSAGES + 10):
             bus.broadcast(b"%d" % number, "commands")
         release.set()
@@ -59,7 +59,7 @@ class Forgetful(MemoryBus):
 
 def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     with Forgetful(name()) as bus:
-        with closing(Standing(bus, "commands", lambda payload: None, "a test")):
+        with closing(ResubscribingListener(bus, "commands", lambda payload: None, "a test")):
             said = "a test hears no commands any more: it forgot"
             until(lambda: said in caplog.text, "it is said", NOISE_S)
         assert caplog.text.count("hears no commands") == 1

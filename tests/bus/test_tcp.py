@@ -50,7 +50,7 @@ class StalledRing(Ring):
 
 
 def test_neither_the_buses_nor_a_monitor_load_torch(tcp_url: str) -> None:
-    code = "import fft.monitor, fft.bus, sys; fft.bus.open_bus('memory://x').close(); "
+    code = "import fft.health.monitor, fft.bus, sys; fft.bus.open_bus('memory://x').close(); "
     code += f"fft.bus.open_bus('{tcp_url}').close(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from fft.core.invariants import Finding, History, Move, judge
-from fft.core.local import Local, contributors
-from fft.core.messages import (
+from fft.messages.protocol import (
     Decision,
     Drain,
     Event,
@@ -18,9 +16,12 @@ from fft.core.messages import (
     Prepared,
     Token,
 )
-from fft.core.participant import Outcome
-from fft.sim.cluster import Cluster, Node
-from fft.spec import FsmSpec, load_spec
+from fft.protocol.invariants import Finding, History, Move, judge
+from fft.protocol.load import load_spec
+from fft.protocol.participant import Outcome
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import Local, contributors
+from fft.prove.cluster import Cluster, Node
 
 HSDP = load_spec("hsdp")
 

@@ -8,9 +8,7 @@ from typing import get_args
 import pytest
 from jobs import HSDP, Job
 
-from fft.checks import check_spec
-from fft.core.guards import GUARDS
-from fft.core.messages import (
+from fft.messages.protocol import (
     Ack,
     Applied,
     ApplyFailed,
@@ -42,10 +40,13 @@ from fft.core.messages import (
     Token,
     Vote,
 )
-from fft.core.participant import Participant
-from fft.machine import Table
-from fft.sim.cluster import Node
-from fft.spec import FsmSpec, load_spec
+from fft.protocol.guards import GUARDS
+from fft.protocol.load import load_spec
+from fft.protocol.participant import Participant
+from fft.protocol.spec import FsmSpec
+from fft.protocol.spec_checks import check_spec
+from fft.protocol.table import Table
+from fft.prove.cluster import Node
 
 HELLO = Hello(Peer("1", 0, 1), 1, "1.0", "t", 1001, "sim", 0, "genesis", 0, 0)
 RECORD = Record(9, "commit", 1, 1, 1, "x", 1, 1, Peer("1", 0, 1))

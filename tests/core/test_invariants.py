@@ -11,20 +11,7 @@ from typing import Any
 import pytest
 from jobs import Job
 
-from fft.core.invariants import (
-    INVARIANTS,
-    Finding,
-    Given,
-    History,
-    Holds,
-    Judge,
-    Know,
-    Move,
-    Same,
-    judge,
-    obeyed,
-)
-from fft.core.messages import (
+from fft.messages.protocol import (
     Ack,
     Applied,
     ApplyFailed,
@@ -44,6 +31,19 @@ from fft.core.messages import (
     Token,
     Vote,
     next_lineage,
+)
+from fft.protocol.invariants import (
+    INVARIANTS,
+    Finding,
+    Given,
+    History,
+    Holds,
+    Judge,
+    Know,
+    Move,
+    Same,
+    judge,
+    obeyed,
 )
 
 A, B = Peer("0", 0, 1), Peer("1", 0, 1)

@@ -18,16 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import Job, calm, wander
 
-from fft.audit import read_trace, replay, trace_files
-from fft.core.guards import GUARDS
-from fft.core.invariants import Finding, History
-from fft.core.liveset import (
+from fft.messages.protocol import Healed, Ready
+from fft.protocol.guards import GUARDS
+from fft.protocol.invariants import Finding, History
+from fft.protocol.participant import Participant
+from fft.trace.audit import read_trace, replay, trace_files
+from fft.trace.live_sets import (
     Event,
     Execution,
     ExecutionError,
     Instant,
+    LiveSetVerdict,
     Mark,
-    Verdict,
     decide,
     execution_of,
     judge_live_sets,
@@ -35,8 +37,6 @@ from fft.core.liveset import (
     timed,
     unheard,
 )
-from fft.core.messages import Healed, Ready
-from fft.core.participant import Participant
 
 Timed = dict[str, list[tuple[float, Event]]]
 
@@ -176,7 +176,7 @@ def _happy(lines: Any, at: dict[str, int]) -> frozenset[Mark]:
     return frozenset(found)
 
 
-def check_witness(execution: Execution, verdict: Verdict) -> None:
+def check_witness(execution: Execution, verdict: LiveSetVerdict) -> None:
     """A witness is an order of all events, within the given one, with an instant per answer."""
     if not verdict.valid:
         assert verdict.reason
@@ -384,7 +384,7 @@ def left(history: History) -> int:
     return sum(s.source == "HEALING" and s.dest == "NORMAL" for s in rows)
 
 
-def good(job: Job) -> Verdict:
+def good(job: Job) -> LiveSetVerdict:
     """No finding, every barrier counted, and a witness that stands up."""
     history = history_of(job)
     finding = judge_live_sets(history)

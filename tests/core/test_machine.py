@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from fft.machine import EXIT, Table, Turn
-from fft.spec import load_spec
+from fft.protocol.load import load_spec
+from fft.protocol.table import EXIT, Table, Turn
 
 
 @pytest.mark.parametrize(

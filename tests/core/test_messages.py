@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from fft.core import messages
-from fft.core.messages import (
+from fft.messages import protocol as messages
+from fft.messages.protocol import (
     MAX_MESSAGE,
     BusMessage,
     Death,

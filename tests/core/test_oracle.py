@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 )
 from jobs import HSDP, Job, calm
 
-from fft.core.local import GENESIS, Local
-from fft.core.messages import (
+from fft.messages.protocol import (
     Applied,
     Apply,
     ApplyFailed,
@@ -46,9 +45,10 @@ from fft.core.messages import (
     Tell,
     Token,
 )
-from fft.core.participant import Outcome
-from fft.sim.cluster import Node
-from fft.spec import FsmSpec
+from fft.protocol.participant import Outcome
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import GENESIS, Local
+from fft.prove.cluster import Node
 
 # --- the oracle -----------------------------------------------------------------------------------
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from jobs import Job
 
-from fft.core.invariants import Finding
-from fft.core.messages import (
+from fft.messages.protocol import (
     Ack,
     BusDown,
     ClearTimers,
@@ -29,7 +28,8 @@ from fft.core.messages import (
     Timer,
     Token,
 )
-from fft.sim.cluster import Node
+from fft.protocol.invariants import Finding
+from fft.prove.cluster import Node
 
 
 def clean(job: Job) -> list[Finding]:

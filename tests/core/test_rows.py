@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 from jobs import HSDP, Job, calm
 
-from fft.checks import check_spec
-from fft.core.local import Config, Local
-from fft.core.messages import (
+from fft.messages.protocol import (
     Ballot,
     BusDown,
     Decision,
@@ -31,10 +29,12 @@ from fft.core.messages import (
     Suspect,
     Token,
 )
-from fft.core.participant import Outcome, Participant
-from fft.machine import EXIT, Table
-from fft.sim.cluster import Node
-from fft.spec import FsmSpec, Row
+from fft.protocol.participant import Outcome, Participant
+from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec_checks import check_spec
+from fft.protocol.state import Config, Local
+from fft.protocol.table import EXIT, Table
+from fft.prove.cluster import Node
 
 Place = tuple[str | int, ...]
 """Keys from the top of the file down to a row."""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fft.detectors.base import Level
-from fft.detectors.progress import (
+from fft.health.detectors.base import Level
+from fft.health.detectors.hang import (
     Atomic,
     Begun,
     Ended,

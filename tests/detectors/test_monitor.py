@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from fft.bus import open_bus, serve_tcp
-from fft.core.messages import BusMessage, Death, Suspect, decode
-from fft.detectors.base import Level
-from fft.detectors.pulse import Pulse, Reading
-from fft.hosts import ROLL, beat_name
-from fft.lifeline import supported
-from fft.monitor import Charge, Look, Monitor, MonitorConfig, MonitorError, MonitorProcess
+from fft.health.death_mutex import supported
+from fft.health.detectors.base import Level
+from fft.health.detectors.pulse import Pulse, Reading
+from fft.health.hosts import ROLL, beat_name
+from fft.health.monitor import Charge, Look, Monitor, MonitorConfig, MonitorError, MonitorProcess
+from fft.messages.protocol import BusMessage, Death, Suspect, decode
 
 LIMIT_S = 60.0
 CHILD = Path(__file__).with_name("trainer_child.py")
@@ -141,7 +141,7 @@ def test_a_charge_is_handed_over_whole() -> None:
 
 def test_by_hand_it_says_who_starts_it() -> None:
     for arguments in ([], ["x"]):
-        command = [sys.executable, "-m", "fft.monitor", *arguments]
+        command = [sys.executable, "-m", "fft.health.monitor", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 1
         assert "trainers" in done.stderr
@@ -387,7 +387,7 @@ def test_the_password_of_a_bus_is_in_no_command_line() -> None:
     monitor = MonitorProcess(pulse, LIMITS, group="0", rank=0, bus_url=url, out=None)
     try:
         line = Path(f"/proc/{monitor.pid}/cmdline").read_bytes()
-        assert b"fft.monitor" in line and b"secret" not in line
+        assert b"fft.health.monitor" in line and b"secret" not in line
     finally:
         monitor.close()
         pulse.close()

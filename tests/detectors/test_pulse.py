@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fft.detectors.progress import Atomic, Begun, Ended, Marked, Moved, Waiting
-from fft.detectors.pulse import Pulse, PulseReader, Reading, changes
-from fft.moves import Moves
+from fft.health.detectors.hang import Atomic, Begun, Ended, Marked, Moved, Waiting
+from fft.health.detectors.pulse import Pulse, PulseReader, Reading, changes
+from fft.health.main_thread_probe import MainThreadProbe
 
 LIMIT_S = 60.0
 
@@ -169,7 +169,7 @@ def real() -> Iterator[Pulse]:
 
 def test_a_main_thread_that_runs_moves_and_one_that_is_blocked_only_beats(real: Pulse) -> None:
     reader = PulseReader(real.fd)
-    moves = Moves(real, 0.005)
+    moves = MainThreadProbe(real, 0.005)
     assert moves.follows_main
     until(reader, "moved", time.monotonic())
     found: list[Reading] = []
@@ -192,7 +192,7 @@ def test_a_main_thread_that_runs_moves_and_one_that_is_blocked_only_beats(real: 
 
 def test_off_the_main_thread_there_are_beats_only(real: Pulse) -> None:
     reader, made = PulseReader(real.fd), []
-    thread = threading.Thread(target=lambda: made.append(Moves(real, 0.005)))
+    thread = threading.Thread(target=lambda: made.append(MainThreadProbe(real, 0.005)))
     thread.start()
     thread.join(LIMIT_S)
     reading = until(reader, "beat", time.monotonic())
@@ -204,4 +204,4 @@ def test_off_the_main_thread_there_are_beats_only(real: Pulse) -> None:
 
 def test_an_interval_must_be_more_than_nothing(real: Pulse) -> None:
     with pytest.raises(ValueError, match="interval_s"):
-        Moves(real, 0.0)
+        MainThreadProbe(real, 0.0)

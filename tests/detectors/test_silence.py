@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fft.detectors.base import Level
-from fft.detectors.silence import Seen, SilenceConfig, SilenceDetector
+from fft.health.detectors.base import Level
+from fft.health.detectors.silence import Seen, SilenceConfig, SilenceDetector
 
 CONFIG = SilenceConfig(max_s=10.0, grace_s=5.0, min_s=0.5, look_s=0.2)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fft.detectors.base import Level
-from fft.detectors.straggler import BodyTimes, StragglerConfig, StragglerDetector, Stragglers
+from fft.health.detectors.base import Level
+from fft.health.detectors.straggler import BodyTimes, StragglerConfig, StragglerDetector, Stragglers
 
 RANKS = [f"{group}/{rank}" for group in range(4) for rank in range(2)]
 

@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 
-from fft.detectors.pulse import Pulse
-from fft.monitor import MonitorConfig, MonitorProcess
-from fft.moves import Moves
+from fft.health.detectors.pulse import Pulse
+from fft.health.main_thread_probe import MainThreadProbe
+from fft.health.monitor import MonitorConfig, MonitorProcess
 
 CONFIG = MonitorConfig(max_s=2.5, grace_s=0.6, min_s=1.0, interval_s=0.05, term_s=0.2)
 STEP_S = 0.02
@@ -101,7 +101,7 @@ def leave(pulse: Pulse) -> None:
 
 def main(mode: str, out: str, url: str, supervisor: str = "") -> None:
     pulse = Pulse(time.monotonic)
-    moves = Moves(pulse, CONFIG.interval_s)
+    moves = MainThreadProbe(pulse, CONFIG.interval_s)
     monitor = MonitorProcess(
         pulse,
         CONFIG,

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fft.bus import open_bus
-from fft.commands import Check, decode_command
-from fft.diagnosis import checks
-from fft.diagnosis.station import Station
+from fft.messages.commands import Check, decode_command
+from fft.train.diagnosis import checks
+from fft.train.diagnosis.check_runner import CheckRunner
 
 LATE_S = 0.75
 MUTE_S = 60.0
@@ -44,7 +44,7 @@ def answer(url: str, group: str, mode_file: Path, end: int) -> None:
 
     checks._send = misbehaving_send
     bus = open_bus(url)
-    station = Station((group, 0), bus, lambda *_: None)
+    station = CheckRunner((group, 0), bus, lambda *_: None)
 
     def hear(payload: bytes) -> None:
         word = decode_command(payload)

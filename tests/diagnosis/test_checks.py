@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from fft.diagnosis import checks
-from fft.diagnosis.checks import Line, Listening, connect
-from fft.diagnosis.plan import Outcome
-from fft.diagnosis.station import own_address
+from fft.bus.addresses import own_address
+from fft.operate.diagnosis.plan import Outcome
+from fft.train.diagnosis import checks
+from fft.train.diagnosis.checks import Line, Listening, connect
 
 KEY = "0123456789abcdef" * 2
 LIMIT_S = 30.0

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fft.diagnosis.history import History, Place, named_by_all, rollback
-from fft.diagnosis.plan import Findings, Meeting, Outcome, Pair, Verdict, judge, next_pairs
+from fft.operate.diagnosis.plan import (
+    Diagnosis,
+    Findings,
+    Meeting,
+    Outcome,
+    Pair,
+    judge,
+    next_pairs,
+)
+from fft.trace.blame import History, Place, named_by_all, rollback
 
 Meet = Callable[[Pair], tuple[bool, float]]
 
@@ -43,7 +51,7 @@ def fails(*bad: Place) -> Meet:
     return lambda pair: (not set(bad) & set(pair), 0.1)
 
 
-def named(verdict: Verdict) -> set[Place]:
+def named(verdict: Diagnosis) -> set[Place]:
     return {culprit.rank for culprit in verdict.culprits}
 
 

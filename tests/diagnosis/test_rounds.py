@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from fft.bus import open_bus, serve_tcp
 from fft.bus.base import HEAD
 from fft.cli import app
-from fft.commands import Check, CheckTask, fresh_id
-from fft.core.messages import GroupEntry, Peer, RankEntry, Record
-from fft.diagnosis.rounds import Report, diagnose
-from fft.operate.desk import Desk, OperatorError
-from fft.wire import EPOCH, Wire, encode_members, list_name
+from fft.messages.commands import Check, CheckTask, fresh_id
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
+from fft.messages.wire import EPOCH, Wire, encode_members, list_name
+from fft.operate.client import JobClient, OperatorError
+from fft.operate.diagnosis.rounds import Report, diagnose
 
 PEER = Path(__file__).with_name("peer.py")
 END_S = 60.0
@@ -73,7 +73,7 @@ class Job:
 
     def diagnose(self, modes: dict[int, str], limit: float = LIMIT_S) -> Report:
         self.set(modes)
-        with Desk(self.url) as desk:
+        with JobClient(self.url) as desk:
             return diagnose(desk, limit=limit)
 
 
@@ -163,7 +163,7 @@ def test_one_check_at_a_time(job: Job) -> None:
     job.set({0: "mute"})
     task = CheckTask("0", 0, "listen", key="0" * 32)
     check = Check(fresh_id(), (task,), "me", limit=SHORT_S)
-    with Desk(job.url) as first, Desk(job.url) as second, first.asking(check) as answers:
+    with JobClient(job.url) as first, JobClient(job.url) as second, first.asking(check) as answers:
         assert next(answers(time.monotonic() + LIMIT_S)).verdict == "accepted"
         with pytest.raises(OperatorError, match="group 0 rank 0 is at another check"):
             diagnose(second)

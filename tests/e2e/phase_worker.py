@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torchft import ProcessGroupGloo
 
 import fft
-from fft.rollback.state import StepState
+from fft.train.state.step_state import StepState
 
 WIDTH = 16
 

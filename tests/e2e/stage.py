@@ -23,8 +23,8 @@ from torch import nn
 from torchft import ProcessGroupGloo
 
 import fft
-from fft.audit import AuditReport, audit_dir, read_lines
 from fft.bus.tcpserver import host_store
+from fft.trace.audit import AuditReport, audit_dir, read_lines
 
 PG_TIMEOUT = timedelta(seconds=60)
 JOIN_S = 60.0

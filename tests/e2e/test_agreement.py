@@ -14,8 +14,8 @@ from torch import nn
 from torchft.optim import OptimizerWrapper
 
 import fft
-from fft.audit import read_lines
-from fft.errors import BodyKeepsFailing, Diverged, FftError
+from fft.trace.audit import read_lines
+from fft.util.errors import BodyKeepsFailing, Diverged, FftError
 
 STEPS = 6
 Scaler = torch.amp.GradScaler

@@ -16,8 +16,8 @@ from torch import nn
 from torchft import ProcessGroupGloo
 
 import fft
-from fft.audit import audit_dir
-from fft.errors import BodyKeepsFailing, FftError
+from fft.trace.audit import audit_dir
+from fft.util.errors import BodyKeepsFailing, FftError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp_char_lm.py"
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")

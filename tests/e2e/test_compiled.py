@@ -17,7 +17,7 @@ import pytest
 import yaml
 from stage import aborts
 
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("compile_worker.py")
 LIMIT_S = 280

@@ -12,9 +12,9 @@ import pytest
 from stage import notes, records, wait_until
 from typer.testing import CliRunner
 
-from fft.audit import audit_dir
 from fft.cli import app
-from fft.diagnosis.show import traced_rollbacks
+from fft.operate.diagnosis.show import traced_rollbacks
+from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("culprit_worker.py")
 LIMIT_S = 240

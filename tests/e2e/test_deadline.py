@@ -22,9 +22,9 @@ from stage import Job, Member, aborts, job, notes, wait_until
 
 import fft
 from fft.bus import serve_tcp
-from fft.errors import FftError, InDoubt
-from fft.preemption import FileNotice
-from fft.unsafe_places import Safety, look
+from fft.train.preemption import FileNotice
+from fft.train.unsafe_places import Safety, look
+from fft.util.errors import FftError, InDoubt
 
 WITHIN_S = 10.0
 LIMIT_S = 60.0

@@ -20,8 +20,8 @@ from torchft import DistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.optim import OptimizerWrapper
 
-from fft.audit import audit_dir
-from fft.report import incidents
+from fft.trace.audit import audit_dir
+from fft.trace.report import incidents
 
 LOOP = Path(__file__).parents[2] / "examples" / "torchft_loop.py"
 LIMIT_S = 120

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from stage import aborts
 
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("hang_worker.py")
 LIMIT_S = 240

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from stage import aborts, fetches, notes, records
 
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 SCRIPT = Path(__file__).with_name("fault_script.py")
 LIMIT_S = 150

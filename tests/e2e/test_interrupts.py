@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("interrupt_worker.py")
 STEPS = 12

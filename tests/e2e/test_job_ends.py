@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from stage import notes, records, wait_until
 
-from fft.audit import audit_dir
-from fft.report import own_errors
+from fft.trace.audit import audit_dir
+from fft.trace.report import own_errors
 
 WORKER = Path(__file__).with_name("mistake_worker.py")
 LIMIT_S = 240

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from stage import aborts, fetches, records, slices
 
-from fft.audit import audit_dir, read_lines
-from fft.report import incidents
+from fft.trace.audit import audit_dir, read_lines
+from fft.trace.report import incidents
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
 LIMIT_S = 240

@@ -27,8 +27,8 @@ import pytest
 from stage import aborts, epochs, notes, records, wait_until
 from way import Way
 
-from fft.audit import audit_dir
 from fft.bus import serve_tcp
+from fft.trace.audit import audit_dir
 
 HERE = Path(__file__).parent
 LIMIT_S = 200.0

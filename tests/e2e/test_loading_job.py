@@ -29,8 +29,8 @@ from stage import (
 from torch import nn
 
 import fft
-from fft.audit import audit_dir
-from fft.data import DataError, Due
+from fft.trace.audit import audit_dir
+from fft.train.data.source import DataError, Due
 
 SIDE = 6
 

@@ -41,7 +41,7 @@ from torchft.manager import WorldSizeMode
 
 import fft
 from fft.bus import BusUnreachable, open_bus
-from fft.errors import BodyKeepsFailing, Drained, Fenced, FftError
+from fft.util.errors import BodyKeepsFailing, Drained, Fenced, FftError
 
 
 @pytest.fixture

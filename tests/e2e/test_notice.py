@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from stage import aborts, events, notes, records, slices
 
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("notice_worker.py")
 LIMIT_S = 200

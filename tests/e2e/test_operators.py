@@ -20,10 +20,10 @@ import pytest
 from stage import Job, Member, aborts, job, notes, wait_until
 from typer.testing import CliRunner
 
-from fft.audit import audit_dir
 from fft.cli import app
-from fft.operate import injecting
-from fft.operate.desk import Desk, OperatorError
+from fft.operate import inject
+from fft.operate.client import JobClient, OperatorError
+from fft.trace.audit import audit_dir
 
 SCRIPT = Path(__file__).with_name("fault_script.py")
 LIMIT_S = 90.0
@@ -52,12 +52,12 @@ class Training:
             member.end()
         assert [m.error for m in self.groups] == [None, None]
 
-    def inject(self, kind: str, **options: Any) -> injecting.Said:
-        with Desk(self.job.bus) as desk:
+    def inject(self, kind: str, **options: Any) -> inject.Said:
+        with JobClient(self.job.bus) as desk:
             wait_until(lambda: len(desk.job().groups) == 2, "both groups in one epoch")
             state = desk.job()
-            plan = injecting.single(state, kind, None, options)
-            (said,) = injecting.send(desk, state, plan)
+            plan = inject.single(state, kind, None, options)
+            (said,) = inject.send(desk, state, plan)
         return said
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from fft.audit import audit_dir
 from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
-from fft.report import Incident, incidents
+from fft.trace.audit import audit_dir
+from fft.trace.report import Incident, incidents
 
 STEPS = 8
 FAULT_STEP = 5

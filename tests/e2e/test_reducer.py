@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fft
-from fft.errors import FftError, UnlikeGroups
+from fft.util.errors import FftError, UnlikeGroups
 
 Gradients = dict[str, torch.Tensor | None]
 Body = Callable[[nn.Module, torch.Tensor], None]

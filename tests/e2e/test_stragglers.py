@@ -16,7 +16,7 @@ from typing import IO
 import pytest
 from stage import wait_until
 
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 SCRIPT = Path(__file__).with_name("fault_script.py")
 LIMIT_S = 150.0

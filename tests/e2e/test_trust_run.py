@@ -13,11 +13,11 @@ import psutil
 import pytest
 from stage import notes, records
 
-from fft.audit import audit_dir
 from fft.bus import open_bus, open_job_bus
-from fft.core.messages import Death, Drain, encode
-from fft.jobtoken import JobToken
-from fft.progress import TraceTail
+from fft.bus.token import JobToken
+from fft.messages.protocol import Death, Drain, encode
+from fft.trace.audit import audit_dir
+from fft.trace.tail import TraceTail
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
 LIMIT_S = 200

@@ -26,7 +26,7 @@ import pytest
 from stage import events, notes, wait_until
 from way import Way
 
-from fft.audit import audit_dir
+from fft.trace.audit import audit_dir
 
 pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("fault_script.py")

@@ -23,7 +23,7 @@ import yaml
 
 from fft.bus import open_bus, serve_tcp
 from fft.bus.tcpserver import host_store
-from fft.core.messages import Death, encode
+from fft.messages.protocol import Death, encode
 
 WORKER = Path(__file__).with_name("recipe_worker.py")
 BOUND_S = 120.0

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from crew import Case, Crew, Run
 
-from fft.audit import audit_dir, read_lines
+from fft.trace.audit import audit_dir, read_lines
 
 SEED = int(os.environ.get("RECIPES_SEED") or time.time())
 PHASES = (

@@ -20,7 +20,7 @@ from rollback_harness import NOISE_S, client, run, until
 from torch._C._distributed_c10d import _register_process_group
 from torchft.process_group import ProcessGroupGloo
 
-from fft.rollback import AbortableGroup, ShardProcessGroupGloo
+from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
 
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from fft.rollback.rendezvous import RendezvousStore
+from fft.train.process_group.rendezvous import RendezvousStore
 
 SERVER = """
 import sys

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torchft import ProcessGroupGloo
 
 import fft
-from fft.audit import audit_dir
 from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
-from fft.report import incidents
-from fft.rollback.state import StepState
+from fft.trace.audit import audit_dir
+from fft.trace.report import incidents
+from fft.train.state.step_state import StepState
 
 STEPS = 6
 FAULT_STEP = 3

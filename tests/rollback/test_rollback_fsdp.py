@@ -14,7 +14,7 @@ from rollback_harness import client, run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fft.rollback import AbortableGroup, ShardProcessGroupGloo, StateMismatch, StepState
+from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo, StateMismatch, StepState
 
 STEPS = 6
 BLOCKS = 3

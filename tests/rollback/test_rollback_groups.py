@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import (
 )
 from torchft.process_group import ProcessGroupGloo
 
-from fft.rollback import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
-from fft.rollback.rendezvous import RendezvousStore
+from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
+from fft.train.process_group.rendezvous import RendezvousStore
 
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)

@@ -20,7 +20,7 @@ from rollback_harness import NOISE_S, client, run, until
 from torch.distributed import AllreduceOptions, TCPStore
 from torchft import ProcessGroupGloo
 
-from fft.rollback import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 
 ROUNDS = 60
 

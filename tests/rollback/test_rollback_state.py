@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from fft.rollback import StateMismatch, StepState
-from fft.rollback.state import TornState
+from fft.train.process_group import StateMismatch, StepState
+from fft.train.state.step_state import TornState
 
 
 class Model(nn.Module):

@@ -15,7 +15,12 @@ import torch
 from rollback_harness import NOISE_S, run, store_server, until
 from torch.distributed import AllreduceOptions
 
-from fft.rollback import AbortableGroup, CollectiveFailed, GroupAborted, ShardProcessGroupGloo
+from fft.train.process_group import (
+    AbortableGroup,
+    CollectiveFailed,
+    GroupAborted,
+    ShardProcessGroupGloo,
+)
 
 LIMIT = timedelta(seconds=20)
 SHORT = timedelta(seconds=2)

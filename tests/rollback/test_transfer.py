@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-import fft.rollback.transfer as transfer_module
-from fft.jobtoken import JobToken
-from fft.rollback.transfer import StateTransfer, TransferError
+import fft.train.state.transfer as transfer_module
+from fft.bus.token import JobToken
+from fft.train.state.transfer import StateTransfer, TransferError
 
 TOKEN = JobToken.fresh()
 LIMIT = timedelta(seconds=60)

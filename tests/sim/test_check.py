@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fft.sim.checker import Search, all_rows, search
-from fft.sim.model import Model, Scope, State, Step
-from fft.sim.scenario import check_scenario
-from fft.sim.scopes import DEEP, DEFAULT, budget
-from fft.spec import load_spec
+from fft.protocol.load import load_spec
+from fft.prove.bounds import DEEP, DEFAULT, budget
+from fft.prove.checker import Search, all_rows, search
+from fft.prove.model import Model, Scope, State, Step
+from fft.prove.scenario import check_scenario
 
 HSDP = load_spec("hsdp")
 FFT = [sys.executable, "-m", "fft.cli"]

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from fft.core.invariants import INVARIANTS
-from fft.sim.checker import narrate, search
-from fft.sim.model import Scope
-from fft.sim.mutants import (
+from fft.protocol.invariants import INVARIANTS
+from fft.protocol.load import find_spec, load_spec
+from fft.protocol.spec import StateSpec
+from fft.prove.checker import narrate, search
+from fft.prove.model import Scope
+from fft.prove.mutants import (
     BEGIN,
     END,
     MUTANTS,
@@ -22,7 +24,6 @@ from fft.sim.mutants import (
     small,
     write_table,
 )
-from fft.spec import StateSpec, find_spec, load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PROOF = ROOT / "docs" / "proof.md"

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from fft.sim.scale.costs import AFTER, BEFORE, NEXT, Costs, Design, Handling, Prices, prices_from
-from fft.sim.scale.formula import PhaseName, counts
-from fft.sim.scale.job import Job, Phase, Stalled
-from fft.spec import load_spec
+from fft.protocol.load import load_spec
+from fft.prove.scale.costs import AFTER, BEFORE, NEXT, Costs, Design, Handling, Prices, prices_from
+from fft.prove.scale.formula import PhaseName, counts
+from fft.prove.scale.job import Job, Phase, Stalled
 
 SPEC = load_spec("hsdp")
 KINDS = ["add", "append", "compare_set", "delete", "set", "push", "pop", "hear", "wait_pop"]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fft.core.invariants import INVARIANTS
-from fft.sim.checker import Search, narrate
-from fft.sim.model import KINDS, Model, Scope, World
-from fft.sim.mutants import MUTANTS, run
-from fft.sim.scenario import (
+from fft.protocol.invariants import INVARIANTS
+from fft.protocol.load import find_spec, load_spec, parse_spec
+from fft.prove.checker import Search, narrate
+from fft.prove.model import KINDS, Model, Scope, World
+from fft.prove.mutants import MUTANTS, run
+from fft.prove.scenario import (
     ScenarioError,
     check_scenario,
     read_scenario,
@@ -22,7 +23,6 @@ from fft.sim.scenario import (
     run_scenario,
     save_counterexample,
 )
-from fft.spec import find_spec, load_spec, parse_spec
 
 FOLDER = Path(__file__).parent.parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
@@ -159,7 +159,7 @@ def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
             r"made.txt:4: 'A/0 jumps' cannot happen here; what can: .*A/0",
         ),
         (["A/0 applies"], r":3: 'A/0 applies' cannot happen.*A/0 body ends, .*bus away"),
-        (["jump"], r":3: unknown command 'jump'; the docstring of fft/sim/scenario.py"),
+        (["jump"], r":3: unknown command 'jump'; the docstring of fft/prove/scenario.py"),
         (["Z/0 raises"], r":3: who is 'Z/0'\? A, A/0, A/0#2 or all"),
         (["C/0 raises"], r":3: there is no live C/0"),
         (["hears all", "A/0 hears"], r":4: 'A/0 hears' cannot happen"),

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fft.audit import audit_dir
-from fft.core.messages import BusMessage, Peer
-from fft.core.participant import Participant
-from fft.machine import Table
-from fft.sim.batch import Batch, run_batch, simulate
-from fft.sim.faults import CALM, CHANCES, DEFAULT, RATES, Weather
-from fft.sim.process import Process
-from fft.sim.simulator import World, run_seed
-from fft.spec import find_spec, load_spec, parse_spec
+from fft.messages.protocol import BusMessage, Peer
+from fft.protocol.load import find_spec, load_spec, parse_spec
+from fft.protocol.participant import Participant
+from fft.protocol.table import Table
+from fft.prove.simulator.batch import Batch, run_batch, simulate
+from fft.prove.simulator.faults import CALM, CHANCES, DEFAULT, RATES, Weather
+from fft.prove.simulator.job import World, run_seed
+from fft.prove.simulator.process import Process
+from fft.trace.audit import audit_dir
 
 HSDP = load_spec("hsdp")
 TEXT = find_spec("hsdp").read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def failures(batch: Batch) -> list[str]:
 
 def test_the_same_seed_leaves_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from fft.sim.simulator import run_seed\n"
+        "import sys; from pathlib import Path; from fft.prove.simulator.job import run_seed\n"
         "for seed in range(4):\n"
         "    result = run_seed(seed, trace_dir=Path(sys.argv[1]) / str(seed))\n"
         "    print(result.events, result.commits, sorted(result.faults.items()), result.seconds)"

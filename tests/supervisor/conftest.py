@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from supervisor_stage import Job, Stage, running
 
-from fft.faults import FaultPlan
+from fft.messages.fault_plans import FaultPlan
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from threading import Thread
 from typing import Any
 
 from fft.bus import open_bus
-from fft.faults import FaultPlan
-from fft.serve import start_services
-from fft.supervisor import RunConfig, Supervisor, Verdict
+from fft.launch.services import start_services
+from fft.launch.supervisor import JobOutcome, RunConfig, Supervisor
+from fft.messages.fault_plans import FaultPlan
 
 WAIT_S = 30.0
 
@@ -131,7 +131,7 @@ class Job:
             lambda payload: self.heard.put((time.monotonic(), json.loads(payload))),
             lambda error: None,
         )
-        self._verdicts: queue.Queue[Verdict] = queue.Queue()
+        self._verdicts: queue.Queue[JobOutcome] = queue.Queue()
         self._thread = Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
@@ -142,7 +142,7 @@ class Job:
         """The next message on the bus."""
         return self.heard.get(timeout=WAIT_S)[1]
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> JobOutcome:
         return self._verdicts.get(timeout=WAIT_S)
 
     def close(self) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fft.diagnosis.history import rollback
-from fft.diagnosis.plan import Culprit, Findings, How, Verdict
-from fft.diagnosis.rounds import Report
-from fft.operate.desk import Desk
-from fft.supervisor.culprit import Diagnoser, act
+from fft.launch.supervisor.culprit import Diagnoser, act
+from fft.operate.client import JobClient
+from fft.operate.diagnosis.plan import Culprit, Diagnosis, Findings, How
+from fft.operate.diagnosis.rounds import Report
+from fft.trace.blame import rollback
 
 RUN = [rollback(n, 3, "1/0#1", "1/0#1: ValueError: bad") for n in range(6)]
 
@@ -38,19 +38,19 @@ def test_it_begins_after_so_many_rollbacks_and_once_for_a_step(
 
 def report(*culprits: tuple[str, How]) -> Report:
     found = tuple(Culprit((group, 0), how, "high", ("why",)) for group, how in culprits)
-    return Report(3, 1, [("0", 0), ("1", 0)], Findings(), RUN, Verdict(found))
+    return Report(3, 1, [("0", 0), ("1", 0)], Findings(), RUN, Diagnosis(found))
 
 
 @pytest.mark.parametrize("how", ["slow", "silent"])
 def test_who_is_slow_or_silent_is_named_and_left_alone(how: How) -> None:
-    with Desk(f"memory://culprit-{uuid.uuid4().hex}") as desk:
+    with JobClient(f"memory://culprit-{uuid.uuid4().hex}") as desk:
         found = report(("1", how))
         act(desk, found, spare=1)
     assert found.actions == []
 
 
 def test_a_group_that_the_job_needs_is_not_evicted() -> None:
-    with Desk(f"memory://culprit-{uuid.uuid4().hex}") as desk:
+    with JobClient(f"memory://culprit-{uuid.uuid4().hex}") as desk:
         found = report(("1", "failed"))
         act(desk, found, spare=0)
     assert found.actions == ["group 1 was not evicted: the job cannot do without it"]

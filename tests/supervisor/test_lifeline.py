@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from fft.lifeline import Lifeline, hold, supported
+from fft.health.death_mutex import DeathMutex, hold, supported
 
 pytestmark = pytest.mark.skipif(not supported(), reason="no robust mutexes here")
 
 LIMIT_S = 30.0
 CHILD = """
 import os, sys, threading
-from fft.lifeline import hold
+from fft.health.death_mutex import hold
 mine = hold(os.environ["FFT_LIFELINE_FD"])
 assert mine is not None
 print("held", flush=True)
@@ -54,7 +54,7 @@ class Held:
     """A child that holds its lifeline, and who is told of its death."""
 
     def __init__(self) -> None:
-        self.line, self.died = Lifeline(), threading.Event()
+        self.line, self.died = DeathMutex(), threading.Event()
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
@@ -131,7 +131,7 @@ def test_another_thread_cannot_give_it_back(child: Held) -> None:
 
 
 def test_a_child_that_never_holds_it_ends_without_a_word() -> None:
-    line, told = Lifeline(), threading.Event()
+    line, told = DeathMutex(), threading.Event()
     line.watch(told.set)
     line.close()
     assert not told.is_set()

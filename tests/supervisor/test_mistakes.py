@@ -14,10 +14,10 @@ import pytest
 from supervisor_stage import Job, Stage
 from test_supervisor import at_work, supervised_children, trace
 
-from fft import runner
-from fft.places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
-from fft.repeats import BodyFailures
-from fft.supervisor.mistakes import Mistakes
+from fft.launch import script_runner
+from fft.launch.supervisor.mistakes import Mistakes
+from fft.train.body_failures import BodyFailures
+from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -183,7 +183,7 @@ def test_a_script_under_the_runner_ends_as_under_python(tmp_path: Path, end: str
     script.write_text(SCRIPT.format(path=str(script), folder=str(tmp_path), end=end))
     (tmp_path / "beside.py").write_text("VALUE = 7")
     ends = []
-    for before in ([], [runner.__file__]):
+    for before in ([], [script_runner.__file__]):
         command = [sys.executable, *before, str(script), "a", "--b"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
         ends.append((done.returncode, done.stdout))

@@ -11,8 +11,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fft.faults import FaultPlan
-from fft.progress import (
+from fft.launch.supervisor.fault_plan_watch import PlanWatch
+from fft.messages.fault_plans import FaultPlan
+from fft.trace.tail import (
     Injected,
     JobView,
     LiveDisplay,
@@ -23,7 +24,6 @@ from fft.progress import (
     open_display,
     row_of,
 )
-from fft.supervisor.watch import PlanWatch
 
 
 def line(**fields: Any) -> bytes:

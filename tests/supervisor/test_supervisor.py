@@ -19,20 +19,25 @@ import psutil
 import pytest
 from supervisor_stage import WAIT_S, Job, Stage
 
-from fft.core.messages import Death, Drain, Suspect, decode, encode
-from fft.faults import FaultPlan
-from fft.operate import injecting, leaving
-from fft.operate.desk import Desk, OperatorError
-from fft.serve import ServiceError
-from fft.supervisor import Joined, RunConfig, Supervisor, SupervisorError
-from fft.supervisor.groups import Pauses
+from fft.launch.services import ServiceError
+from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError
+from fft.launch.supervisor.groups import Pauses
+from fft.messages.fault_plans import FaultPlan
+from fft.messages.protocol import Death, Drain, Suspect, decode, encode
+from fft.operate import drain
+from fft.operate import inject as injecting
+from fft.operate.client import JobClient, OperatorError
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
 
 def supervised_children() -> list[psutil.Process]:
     """Children of this process that stand for a rank; other tests may have left theirs."""
-    return [c for c in psutil.Process().children() if "fft/shim.py" in " ".join(c.cmdline())]
+    return [
+        c
+        for c in psutil.Process().children()
+        if "fft/util/die_with_parent.py" in " ".join(c.cmdline())
+    ]
 
 
 def record(**fields: Any) -> str:
@@ -330,9 +335,9 @@ def test_a_used_trace_directory_is_refused(stage: Stage, tmp_path: Path) -> None
 def evict(job: Job, place: str, **how: Any) -> tuple[list[str], str]:
     """Evict as an operator does: what was accepted, and the last word."""
     accepted: list[str] = []
-    with Desk(job.bus_url) as desk:
+    with JobClient(job.bus_url) as desk:
         settings = {"restart": False, "grace": 30.0, **how}
-        done = leaving.evict(desk, place, on_accepted=accepted.append, **settings)
+        done = drain.evict(desk, place, on_accepted=accepted.append, **settings)
     return accepted, done.done
 
 
@@ -445,7 +450,7 @@ def test_services_are_restarted_only_for_a_job_that_allows_it(
     with run_job(groups=1, ranks=1, injectable=injectable) as job:
         (actor,) = stage.enter(1).values()
         assert actor.env.get("FFT_INJECT") == ("1" if injectable else None)
-        with Desk(job.bus_url) as desk:
+        with JobClient(job.bus_url) as desk:
             state = desk.job()
             plan = injecting.single(state, "lighthouse_restart", None, {})
             (said,) = injecting.send(desk, state, plan)

@@ -1,0 +1,66 @@
+"""A listener that is taken up again when it fell behind: for topics in which a gap does no harm.
+
+Owns one subscription at a time. Touches no transport.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from fft.bus.base import BusError, BusOverrun, ErrorBus, Subscription, Topic
+
+logger = logging.getLogger(__name__)
+
+
+class ResubscribingListener(Subscription):
+    """Hears ``topic`` on ``bus`` until it is closed, or the bus itself is lost.
+
+    What comes while it is being taken up again is missed. A loss is logged and told to nobody:
+    whoever must not miss anything subscribes by himself. Raises what ``subscribe`` does.
+    """
+
+    def __init__(
+        self, bus: ErrorBus, topic: Topic, on_message: Callable[[bytes], None], who: str
+    ) -> None:
+        """``who``: the listener's name in the log."""
+        self._bus, self._topic, self._on_message, self._who = bus, topic, on_message, who
+        self._lock = threading.Lock()
+        self._closed = False
+        self._turn = 0
+        self._present: Subscription | None = None
+        self._take_up()
+
+    def _take_up(self) -> None:
+        with self._lock:
+            self._turn += 1
+            turn = self._turn
+        present = self._bus.subscribe(self._on_message, self._lose, self._topic)
+        with self._lock:
+            if not self._closed and turn == self._turn:  # else it was lost before we came here
+                self._present = present
+                return
+        present.close()
+
+    def _lose(self, error: BusError) -> None:
+        if isinstance(error, BusOverrun):
+            logger.warning("%s missed some of the topic %s: %s", self._who, self._topic, error)
+            try:
+                self._take_up()
+            except BusError as again:
+                error = again
+            else:
+                return
+        with self._lock:
+            if self._closed:
+                return
+        logger.error("%s hears no %s any more: %s", self._who, self._topic, error)
+
+    def close(self) -> None:
+        """As every subscription's."""
+        with self._lock:
+            self._closed = True
+            present = self._present
+        if present is not None:
+            present.close()

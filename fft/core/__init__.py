@@ -1,1 +1,0 @@
-"""The pure core: messages, guards, actions, the participant, invariants. No I/O, clock or torch."""

@@ -1,0 +1,156 @@
+"""A death known before the kernel has taken the process apart: by a robust mutex in shared memory.
+
+The end of a killed process is told, by its pidfd as by its connections, only when its memory is
+gone: tens of milliseconds for one with torch in it. The kernel lets go of the locks that its
+threads hold *first*: who waits for a robust mutex in shared memory is woken at once, and told that
+the owner died (pthread_mutexattr_setrobust(3); Linux, Documentation/locking/robust-futexes).
+
+The trainer's main thread holds the mutex for as long as it trains (`Hold`), and gives it back when
+it leaves or the interpreter ends; a thread of its supervisor, or of its monitor where there is
+none, waits for it (`DeathMutex`). Uses the C library's mutexes by ctypes; touches one page of
+shared memory and one thread a child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+_PAGE = mmap.PAGESIZE
+_HELD_AT = 256
+"""Offset of the byte that says that the mutex is held; before it the mutex, of some 40 bytes."""
+_ROBUST = _SHARED = 1  # PTHREAD_MUTEX_ROBUST, PTHREAD_PROCESS_SHARED
+_LOOK_S = 0.1
+"""Between two looks whether a child that has just started holds its mutex: nothing tells."""
+
+
+def supported() -> bool:
+    """Whether this system has what it takes."""
+    names = ("pthread_mutexattr_setrobust", "pthread_mutexattr_setpshared")
+    return hasattr(os, "memfd_create") and all(hasattr(_libc(), name) for name in names)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+class _Page:
+    """The shared page. Kept mapped for as long as anything may use the mutex in it."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _PAGE)
+        self._bytes = (ctypes.c_char * _PAGE).from_buffer(self._map)
+        self.mutex = ctypes.byref(self._bytes)
+
+    @property
+    def held(self) -> bool:
+        """Whether the other process has said that it holds the mutex."""
+        return self._map[_HELD_AT] != 0
+
+    def note(self, held: bool) -> None:
+        """Say so, or that it does no more."""
+        self._map[_HELD_AT] = held
+
+
+class DeathMutex:
+    """The end of who waits. ``fd`` is for another process to inherit.
+
+    A new one, or that of a descriptor which has come down to here, and is this object's from now.
+    Raises OSError, ValueError if the mutex cannot be made, or ``fd`` is no page of memory.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("fft-lifeline") if fd is None else fd
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, _PAGE)
+            self._page = _Page(self.fd)
+            if fd is None:
+                _make(self._page.mutex)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Call ``on_death``, on a thread of this object, if the child dies holding the mutex."""
+        self._thread = threading.Thread(
+            target=self._run, args=(on_death,), name="fft-lifeline", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, on_death: Callable[[], None]) -> None:
+        libc = _libc()
+        while not self._closed.is_set():
+            if not self._page.held:
+                self._closed.wait(_LOOK_S)
+            elif libc.pthread_mutex_lock(self._page.mutex) == errno.EOWNERDEAD:
+                on_death()
+                return
+            else:  # given back; the process may take it again
+                libc.pthread_mutex_unlock(self._page.mutex)
+
+    def close(self) -> None:
+        """Let go. The child must have ended: then the mutex is nobody's, and the thread ends."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_LOOK_S * 10)
+        os.close(self.fd)
+
+
+class Hold:
+    """The end of the trainer: held from the making of this until ``release``, or death.
+
+    Main thread only. Raises OSError, ValueError if ``fd`` is no lifeline, or is held already.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._page = _Page(fd)
+        self._owner = os.getpid(), threading.get_ident()
+        if (code := _libc().pthread_mutex_trylock(self._page.mutex)) != 0:
+            raise OSError(code, os.strerror(code))
+        self._page.note(held=True)
+        self._held = True
+        atexit.register(self.release)  # an end in good order is told by its exit code
+
+    def release(self) -> None:
+        """What follows is no death. Idempotent.
+
+        Without effect on another thread, and in a forked child, which holds nothing.
+        """
+        if self._held and (os.getpid(), threading.get_ident()) == self._owner:
+            self._held = False
+            self._page.note(held=False)
+            _libc().pthread_mutex_unlock(self._page.mutex)
+            atexit.unregister(self.release)
+
+
+def hold(setting: str | None) -> Hold | None:
+    """Hold the lifeline that ``FFT_LIFELINE_FD`` names, if it has come down to here."""
+    if setting is None or not setting.isdecimal():
+        return None
+    with suppress(OSError, ValueError):  # whoever is between us and the supervisor has closed it
+        if os.readlink(f"/proc/self/fd/{setting}").startswith("/memfd:fft-lifeline"):
+            return Hold(int(setting))
+    return None
+
+
+def _make(mutex: object) -> None:
+    libc, attributes = _libc(), (ctypes.c_char * 64)()
+    for code in (
+        libc.pthread_mutexattr_init(attributes),
+        libc.pthread_mutexattr_setpshared(attributes, _SHARED),
+        libc.pthread_mutexattr_setrobust(attributes, _ROBUST),
+        libc.pthread_mutex_init(mutex, attributes),
+    ):
+        if code != 0:
+            raise OSError(code, os.strerror(code))

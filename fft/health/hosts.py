@@ -1,0 +1,274 @@
+"""The heartbeat of a host, and who looks whether those of the others come.
+
+Who speaks for the processes of a host (its supervisor; without one, each trainer's monitor) writes
+its beats into a register of its own, ``host/ID``: how many there were, and for which processes they
+are. One more register, ``hosts``, is the roll: who beats, in the order of coming. Nothing is
+broadcast, so a beat costs the bus one write, whoever looks; and a register can be looked up by who
+begins to judge later, when a broadcast would be gone.
+
+The first `JUDGES` on the roll look at everybody, everybody looks at these. So nobody's end leaves
+the job without a judge, and the cost grows with the number of hosts, not with its square. Whoever
+finds that a host has vanished (`fft.health.detectors.hosts`) says ``suspect`` of each of its
+processes that is in the epoch, and strikes it off the roll; two who do so do no harm. Who was
+struck off and beats again finds itself missing there, and comes in again. To be suspected is final
+for nobody.
+
+Touches these registers, and one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from fft.bus.base import HEAD, BusClosed, BusError, BusForged, BusForgot, ErrorBus
+from fft.health.detectors.hosts import BEATS, Beating, HostJudge, Looked
+from fft.messages.protocol import Count, Name, Suspect, UnreadableMessage, encode, unreadable
+from fft.messages.wire import EPOCH, Wire, decode_packed
+from fft.util.log_sampler import LogSampler
+
+ROLL = "hosts"
+"""The register that names who beats."""
+JUDGES = 3
+"""So many look at everybody."""
+BEATS_A_SECOND = 400
+"""Of a whole job, at most: in a big one each beats more seldom, and is judged more slowly."""
+_TRIES = 16
+"""How often the roll may change under who changes it, before it is left for the next turn."""
+_LOOKS = 2.0  # of the time between two looks, so many pauses count; the rest was our own absence
+_END_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+_CONFIG = ConfigDict(strict=True, extra="forbid")
+_Form = TypeVar("_Form")
+
+
+class Process(NamedTuple):
+    """A process of a host, and the place it has in the job."""
+
+    group: Name
+    rank: Count
+    pid: Count
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Beat:
+    """The ``number``-th beat of who speaks for ``processes`` of ``host``.
+
+    ``limit``: the seconds of silence after which they are to be suspected, at most.
+    """
+
+    number: Count
+    host: str
+    limit: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+    processes: tuple[Process, ...]
+    v: Literal[1] = 1
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Roll:
+    """Who beats, in the order of coming."""
+
+    senders: tuple[Name, ...] = ()
+    v: Literal[1] = 1
+
+
+@cache
+def _beats() -> TypeAdapter[Beat]:
+    return TypeAdapter(Beat)
+
+
+@cache
+def _rolls() -> TypeAdapter[Roll]:
+    return TypeAdapter(Roll)
+
+
+def _read(adapter: TypeAdapter[_Form], held: bytes) -> _Form:
+    try:
+        return adapter.validate_json(held)
+    except ValidationError as error:
+        raise unreadable(error) from None
+
+
+def beat_name(sender: str) -> str:
+    """The register of a sender's beats."""
+    return f"host/{sender}"
+
+
+class HostWatch:
+    """Beats for this host, and judges others, from its making until ``close``.
+
+    Set ``processes`` whenever they change. A bus that is lost is told by others; here it ends or
+    delays the beats.
+    """
+
+    def __init__(
+        self,
+        bus: ErrorBus,
+        by: str,
+        limit_s: float,
+        processes: Sequence[Process] = (),
+    ) -> None:
+        """``by``: what kind of speaker this is, for people. ``limit_s``: of our own silence."""
+        self.processes = tuple(processes)
+        self.sender = secrets.token_hex(8)
+        self.alone = True
+        """Nobody else was on the roll when we looked last."""
+        self._bus, self._limit = bus, limit_s
+        self._host = socket.gethostname()
+        self._by = f"{by} on {self._host}"
+        self._pause = limit_s / BEATS
+        self._judge = HostJudge(_LOOKS * self._pause)
+        self._beats = 0
+        self._wire = Wire()
+        self._entered = False
+        self._told: dict[str, set[Process]] = {}
+        """Of whom we have said that they vanished with their host, by its sender."""
+        self._troubles = LogSampler()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fft-hosts", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Beat no more, and leave the roll, so that nobody misses us. Idempotent; within 1 s."""
+        self._stop.set()
+        self._thread.join(_END_S)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._turn()
+            except (BusClosed, BusForgot):  # its owner knows, or hears of it
+                return
+            except (BusError, UnreadableMessage) as error:
+                self._complain("a heartbeat failed", error)
+            self._stop.wait(self._pause)
+        with suppress(BusError, UnreadableMessage):  # then they find out, and miss nobody by it
+            self._strike({self.sender})
+
+    def _turn(self) -> None:
+        """Beat, look at the others, and say who has vanished."""
+        self._beats += 1
+        limit = max(self._limit, BEATS * self._pause)
+        beat = Beat(self._beats, self._host, limit, self.processes)
+        self._bus.write(beat_name(self.sender), _beats().dump_json(beat))
+        roll = self._enrolled()
+        self._keep_pace(len(roll))
+        found = self._found(self._whom(roll))
+        hosts = {who: Beating(beat.number, beat.host, beat.limit) for who, beat in found.items()}
+        steps = self._steps() if self._judge.doubts(time.monotonic()) else None
+        now = time.monotonic()
+        self._judge.observe(Looked(now, hosts, steps))
+        vanished = self._judge.vanished(now)
+        through = self._accuse({who: found[who] for who in vanished}, vanished)
+        if gone := through | self._judge.forgotten(now):
+            self._strike(gone)
+
+    def _keep_pace(self, senders: int) -> None:
+        pause = max(self._limit / BEATS, senders / BEATS_A_SECOND)
+        if pause != self._pause:
+            self._pause = pause
+            self._judge = HostJudge(_LOOKS * pause)
+
+    def _whom(self, roll: Sequence[str]) -> list[str]:
+        judges = roll[:JUDGES]
+        whom = roll if self.sender in judges else judges
+        return [sender for sender in whom if sender != self.sender]
+
+    def _found(self, senders: Iterable[str]) -> dict[str, Beat]:
+        found = {}
+        for sender in senders:
+            try:
+                if (held := self._bus.read(beat_name(sender))) is not None:
+                    found[sender] = _read(_beats(), held)
+            except (BusForged, UnreadableMessage) as error:  # it shall hide itself, nobody else
+                self._complain("an unreadable heartbeat", error)
+        return found
+
+    def _steps(self) -> int | None:
+        head = self._bus.read(HEAD)
+        return None if head is None else decode_packed(head).record.step
+
+    def _accuse(self, beats: Mapping[str, Beat], reasons: Mapping[str, str]) -> set[str]:
+        """Say who of those that vanished is in the epoch; of whom there is no more to be said.
+
+        Participants pass over what is said of a process that is not in their epoch. Who vanishes
+        while it waits to be let in is therefore named as soon as it is.
+        """
+        self._told = {who: told for who, told in self._told.items() if who in beats}
+        members = self._members() if beats else {}
+        through = set()
+        for sender, beat in beats.items():
+            if sender not in self._told:
+                logger.warning("host %s has vanished: %s", beat.host, reasons[sender])
+            told = self._told.setdefault(sender, set())
+            for process in set(beat.processes) - told:
+                if members.get((process.group, process.rank)) == (process.pid, beat.host):
+                    word = Suspect(*process, beat.host, self._by, reasons[sender])
+                    self._bus.broadcast(encode(word))
+                    told.add(process)
+            if told >= set(beat.processes):
+                through.add(sender)
+        return through
+
+    def _members(self) -> dict[tuple[str, int], tuple[int, str]]:
+        """Process id and host of each place of the newest epoch."""
+        if (held := self._bus.read(EPOCH)) is None:
+            return {}
+        record = self._wire.found(decode_packed(held), self._bus.read)
+        if record is None:  # the job has moved on meanwhile
+            return {}
+        return {place: (entry.pid, entry.host) for place, entry in record.entries.items()}
+
+    def _complain(self, what: str, error: Exception) -> None:
+        if (count := self._troubles.add(what)) is not None:
+            logger.warning("%s (%d by now): %s", what, count, error)
+
+    # --- the roll ---
+
+    def _enrolled(self) -> tuple[str, ...]:
+        """Those on the roll, this one among them."""
+        _, roll = self._roll()
+        self.alone = not set(roll.senders) - {self.sender}
+        if self.sender in roll.senders:
+            return roll.senders
+        if self._entered:
+            logger.warning("this host was taken for vanished; it is there again")
+        senders = self._change(lambda senders: (*senders, self.sender))
+        self._entered = True
+        return senders
+
+    def _strike(self, gone: Iterable[str]) -> None:
+        gone = set(gone)
+        self._change(lambda senders: tuple(s for s in senders if s not in gone))
+        for sender in gone:
+            self._bus.delete(beat_name(sender))
+
+    def _change(self, to: Callable[[tuple[str, ...]], tuple[str, ...]]) -> tuple[str, ...]:
+        """Change the roll; what it is then. Others may change it meanwhile."""
+        for _ in range(_TRIES):
+            held, roll = self._roll()
+            wanted = to(roll.senders)
+            if wanted == roll.senders:
+                return wanted
+            desired = _rolls().dump_json(Roll(wanted))
+            if self._bus.compare_set(ROLL, held, desired) == desired:
+                return wanted
+        raise BusError(f"the roll of hosts on {self._bus.url} changes all the time; tried again")
+
+    def _roll(self) -> tuple[bytes | None, Roll]:
+        held = self._bus.read(ROLL)
+        return held, Roll() if held is None else _read(_rolls(), held)

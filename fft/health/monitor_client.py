@@ -1,0 +1,97 @@
+"""What a trainer has with its monitor: its pulse, the stamps of its main thread, the verdicts.
+
+Starts one process (`fft.health.monitor`) and two threads; ``close`` ends them. Touches no engine:
+what a verdict leads to is up to who made this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fft.health.compiling import Compilations
+from fft.health.detectors.pulse import Pulse
+from fft.health.main_thread_probe import MainThreadProbe
+from fft.health.monitor import MonitorConfig, MonitorProcess
+
+logger = logging.getLogger(__name__)
+
+
+def supervisor_socket(setting: str | None) -> int | None:
+    """The inherited descriptor that ``FFT_SUPERVISOR_FD`` names, if it has come down to here."""
+    if setting is None or not setting.isdecimal():
+        return None
+    try:
+        with socket.socket(fileno=os.dup(int(setting))) as end:
+            is_it = (end.family, end.type) == (socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError:  # whoever is between us and the supervisor has closed it
+        return None
+    return int(setting) if is_it else None
+
+
+class MonitorClient:
+    """This process is watched from the making of this until ``close``. Main thread only."""
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        on_suspect: Callable[[str], None],
+        *,
+        group: str,
+        rank: int,
+        bus_url: str | None,
+        supervisor: int | None = None,
+    ) -> None:
+        """``on_suspect`` gets the reason, on a thread of this object, while any thread can run.
+
+        ``bus_url``: where the monitor says that this process has died; None: somebody else does.
+        ``supervisor``: a datagram socket of who passes on what the others shall hear of a hang.
+        Raises OSError if the monitor cannot be started.
+        """
+        self._on_suspect = on_suspect
+        self.begun = threading.Event()
+        """The monitor looks; it takes a moment to start."""
+        self.pulse = Pulse(time.monotonic)
+        self.compilations = Compilations(self.pulse.atomic)
+        """To be attached when a txn begins: whoever compiles does not hang."""
+        self._moves = MainThreadProbe(self.pulse, config.interval_s)
+        try:
+            self._process = MonitorProcess(
+                self.pulse,
+                config,
+                group=group,
+                rank=rank,
+                bus_url=bus_url,
+                supervisor=supervisor,
+                on_line=self._hear,
+            )
+        except OSError:
+            self._moves.close()
+            self.pulse.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The monitor's process."""
+        return self._process.pid
+
+    def _hear(self, line: dict[str, Any]) -> None:
+        if line["type"] == "watching":
+            self.begun.set()
+        if line["type"] != "verdict":
+            return
+        logger.warning("the monitor of this process: %s: %s", line["level"], line["reason"])
+        if line["level"] == "yellow":
+            self._on_suspect(line["reason"])
+
+    def close(self) -> None:
+        """End the monitor first, so that it does not take what follows for a fault. Idempotent."""
+        self._process.close()
+        self.compilations.detach()
+        self._moves.close()
+        self.pulse.close()

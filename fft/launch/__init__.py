@@ -1,0 +1,1 @@
+"""Starts a job: its services, its processes, and again those that died."""

@@ -1,0 +1,260 @@
+"""The services of a job in one process: FFT's bus and, if it is wanted, torchft's lighthouse.
+
+Opens listening sockets and the service's native threads, and closes them again. The only
+process-wide thing is the signal handling of `serve_forever`, which is a program's main loop.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from fft.bus.token import JobToken
+from fft.util.errors import FftError
+
+_FREE_S = 5.0  # for a lighthouse to let go of its port
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_WILDCARDS = {"0.0.0.0", "::"}
+T = TypeVar("T")
+
+
+class _BusServer(Protocol):
+    url: str
+
+    def close(self) -> None: ...
+
+
+class _Lighthouse(Protocol):
+    def address(self) -> str: ...
+
+    def shutdown(self) -> None: ...
+
+
+class ServiceError(FftError):
+    """A service could not be started: names the address and the reason."""
+
+
+def settings_of(bus_url: str, lighthouse_url: str | None) -> dict[str, str]:
+    """What a process of a job finds its services by in its environment."""
+    found = {} if lighthouse_url is None else {"TORCHFT_LIGHTHOUSE": lighthouse_url}
+    return {**found, "FFT_BUS": bus_url}
+
+
+def in_words(settings: Mapping[str, str]) -> str:
+    """The same as one line, for a shell."""
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def once_free(make: Callable[[], T], taken: type[Exception]) -> T:
+    """What ``make`` makes at a port that torchft's lighthouse has just had.
+
+    It lets go of the port some time after its shutdown, and says not when. Raises ``taken``, as
+    ``make`` does meanwhile, if that takes too long.
+    """
+    deadline = time.monotonic() + _FREE_S
+    while True:
+        try:
+            return make()
+        except taken:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+class Services:
+    """A running bus, and a lighthouse if one is wanted. `close` may be called twice."""
+
+    def __init__(
+        self,
+        host: str,
+        bus: Callable[[int | None], _BusServer],
+        lighthouse: Callable[[int | None], _Lighthouse] | None,
+    ) -> None:
+        """``bus`` and ``lighthouse`` start one, at a port, or (None) at the one first asked for."""
+        self._make_bus, self._make_lighthouse = bus, lighthouse
+        self.bus = bus(None)
+        try:
+            made = lighthouse(None) if lighthouse is not None else None
+        except ServiceError:
+            self.bus.close()
+            raise
+        self._lighthouse: _Lighthouse | None = made
+        # The lighthouse names itself by host name, which need not resolve; its port is right.
+        # A wildcard address cannot be connected to, so there the host name has to do.
+        name = socket.gethostname() if host in _WILDCARDS else host
+        name = f"[{name}]" if ":" in name else name
+        self.lighthouse_url: str | None = None
+        if made is not None:
+            self.lighthouse_url = f"http://{name}:{urlsplit(made.address()).port}"
+        self.bus_url = _seen_as(self.bus.url, name) if host in _WILDCARDS else self.bus.url
+
+    def announcement(self) -> str:
+        """The line by which a job finds the services, as environment settings."""
+        return in_words(self.settings())
+
+    def settings(self) -> dict[str, str]:
+        """What a process of the job finds them by in its environment."""
+        return settings_of(self.bus_url, self.lighthouse_url)
+
+    def restart_lighthouse(self) -> None:
+        """End the lighthouse and start one at the same address. Raises ServiceError."""
+        make = self._make_lighthouse
+        if make is None:
+            raise ServiceError("there is no lighthouse to restart: this job was given none")
+        old, self._lighthouse = self._lighthouse, None
+        if old is None:
+            return
+        port = urlsplit(self.lighthouse_url).port
+        old.shutdown()
+        del old
+        self._lighthouse = once_free(lambda: make(port), ServiceError)
+
+    def restart_bus(self) -> None:
+        """End the bus, and start one there that knows nothing. Raises ServiceError."""
+        if not self.bus_url.startswith("tcp://"):
+            raise ServiceError("only a tcp:// bus can be started again empty at its address")
+        self.bus.close()
+        self.bus = self._make_bus(urlsplit(self.bus_url).port)
+
+    def close(self) -> None:
+        """End the services and free their ports."""
+        lighthouse, self._lighthouse = self._lighthouse, None
+        try:
+            if lighthouse is not None:
+                lighthouse.shutdown()
+        finally:
+            self.bus.close()
+
+
+def start_services(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    lighthouse_port: int = 0,
+    job: str | None = None,
+    min_groups: int = 1,
+    bus_kind: str = "tcp",
+    cluster: int = 1,
+    with_lighthouse: bool = True,
+) -> Services:
+    """Start bus and lighthouse on ``host``; port 0 takes a free one.
+
+    ``bus_kind`` "nats" starts NATS servers as child processes, ``cluster`` of them.
+
+    A job name that was not given is a fresh one, so that two jobs never share keys. Raises
+    ServiceError when an address cannot be had.
+    """
+    from fft.bus import BusError
+
+    job = job or "job-" + secrets.token_hex(4)
+
+    def make_bus(at: int | None) -> _BusServer:
+        at = port if at is None else at
+        try:
+            return _start_bus(bus_kind, host, at, job, cluster)
+        except BusError as error:
+            raise ServiceError(f"the bus was not started: {error}") from error
+        except (RuntimeError, OSError) as error:
+            raise ServiceError(_not_started("bus", host, at, error)) from error
+
+    def make_lighthouse(at: int | None) -> _Lighthouse:
+        from torchft.coordination import LighthouseServer  # here: it takes seconds
+
+        at = lighthouse_port if at is None else at
+        bind_host = f"[{host}]" if ":" in host else host
+        try:
+            made: _Lighthouse = LighthouseServer(f"{bind_host}:{at}", min_replicas=min_groups)
+        except (RuntimeError, OSError) as error:
+            raise ServiceError(_not_started("lighthouse", host, at, error)) from error
+        return made
+
+    return Services(host, make_bus, make_lighthouse if with_lighthouse else None)
+
+
+def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -> _BusServer:
+    from fft.bus import BusError, serve_tcp
+
+    if kind == "nats":
+        from fft.bus.natsserver import NatsServers
+
+        return NatsServers(host, port, job, cluster)
+    if cluster != 1:
+        raise BusError(f"the {kind} bus is one process; --cluster is for --bus nats")
+    return serve_tcp(host, port, job)
+
+
+def _seen_as(url: str, name: str) -> str:
+    """``url`` of a bus on all addresses, with the host name in their place."""
+    scheme, _, rest = url.partition("://")
+    places, _, job = rest.partition("/")
+    ports = (place.rpartition(":")[2] for place in places.split(","))
+    return f"{scheme}://{','.join(f'{name}:{port}' for port in ports)}/{job}"
+
+
+@contextmanager
+def handed_over(
+    path: Path | None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Path | None]:
+    """The file in which a job's processes find its token. None: it is ``FFT_TOKEN``'s.
+
+    ``path`` (or ``FFT_TOKEN_FILE``) is used, and made if it is not there; it stays, so that the
+    job's next server can use it. Without one a file is made that goes away at the end.
+
+    Raises:
+        TokenError: what is given is no usable token.
+    """
+    if path is None and JobToken.from_env(environ) is not None:
+        named = environ.get("FFT_TOKEN_FILE")
+        yield Path(named) if named else None
+    elif path is not None:
+        if not path.exists():
+            JobToken.fresh().save(path)
+        JobToken.from_file(path)
+        yield path.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="fft-") as directory:
+            path = Path(directory, "job.token")
+            JobToken.fresh().save(path)
+            yield path
+
+
+def serve_forever(services: Services, token_file: Path | None = None) -> None:
+    """Print the announcement as one line, then wait for SIGINT or SIGTERM and end them.
+
+    ``token_file`` is announced too: whoever may read it can take part in the job. For the main
+    thread of a program of its own: it takes the two signals.
+    """
+    ended = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        ended.set()
+
+    previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    try:
+        handed = f" FFT_TOKEN_FILE={token_file}" if token_file else ""
+        sys.stdout.write(f"{services.announcement()}{handed}\n")
+        sys.stdout.flush()
+        ended.wait()
+    finally:
+        services.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _not_started(what: str, host: str, port: int, error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"the {what} could not listen on {host}:{port} ({reason}); "
+        "choose another port, 0 takes a free one"
+    )

@@ -1,0 +1,168 @@
+"""One child process: starting it, learning of its death, ending it.
+
+Starts processes in sessions of their own and signals only those, by pidfd (Linux), so that a
+pid that was used again is never hit. Opens one log file per child.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fft.health.death_mutex import DeathMutex, supported
+from fft.launch import script_runner
+from fft.util import pidfd
+from fft.util.die_with_parent import tied
+from fft.util.error_places import Place
+
+_TAIL_LINES = 12
+_TAIL_BYTES = 16 * 1024
+_LONGEST_WORDS = 256 * 1024
+
+
+class Child:
+    """A running rank. `fd` becomes readable when it has died; then call `exit_code`, `reap`.
+
+    Must be made by a thread that lives as long as the child shall: the kernel ends the child
+    when that thread ends.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        start: int,
+        script: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        inherits: Sequence[int] = (),
+    ) -> None:
+        """``inherits``: descriptors that it and whoever it starts may use."""
+        self.group = group
+        self.rank = rank
+        self.start = start
+        self.log = log
+        self.code: int | None = None
+        self.told_dead = False
+        self.last_words: Place | None = None
+        """Once it is reaped: the error of its own by which it ended."""
+        self._lifeline = DeathMutex() if supported() else None
+        if self._lifeline is not None:
+            inherits = (*inherits, self._lifeline.fd)
+            env = {**env, "FFT_LIFELINE_FD": str(self._lifeline.fd)}
+        self._paper = os.memfd_create(script_runner.LAST_WORDS)
+        try:
+            env = {**env, "FFT_LAST_WORDS_FD": str(self._paper)}
+            self._process = _started(script, env, log, (*inherits, self._paper))
+        except BaseException:
+            os.close(self._paper)
+            if self._lifeline is not None:
+                self._lifeline.close()
+            raise
+        self.pid = self._process.pid
+        self.fd = os.pidfd_open(self.pid)
+
+    def watch(self, on_dying: Callable[[], None]) -> None:
+        """Call ``on_dying``, on another thread, when it is being killed: `fd` tells later.
+
+        Only of one that trains with FFT; `exit_code` is not known yet then.
+        """
+        if self._lifeline is not None:
+            self._lifeline.watch(on_dying)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not been reaped yet."""
+        return self.code is None
+
+    def exit_code(self) -> int:
+        """The exit code of the dead child, negative for a signal; leaves it unreaped."""
+        info = os.waitid(os.P_PIDFD, self.fd, os.WEXITED | os.WNOWAIT)
+        assert info is not None  # without WNOHANG there is always an answer
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def dies_within(self, seconds: float) -> bool:
+        """Wait for its death, at most so long."""
+        return pidfd.ends_within(self.fd, seconds)
+
+    def reap(self) -> int:
+        """Collect the dead child, ending what it had started and left running."""
+        # before the wait, while the zombie still keeps the number of its process group taken
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.code = self._process.wait()
+        if self.code > 0:
+            self.last_words = _read(self._paper)
+        os.close(self._paper)
+        os.close(self.fd)
+        if self._lifeline is not None:
+            self._lifeline.close()
+        return self.code
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Once it is reaped: whether its script failed, and no machine or peer."""
+        is_theirs = self.last_words is not None and self.last_words.may_pass
+        return (self.code or 0) > 0 and not is_theirs
+
+    def signal(self, number: int) -> None:
+        """Send a signal; a child that is already dead is left alone."""
+        pidfd.send(self.fd, number)
+
+    def verdict(self, known: set[tuple[str, str]]) -> str:
+        """One line on how it ended, and the last lines of its log.
+
+        Not these if it ended by one of the errors that are ``known``, to which its own is added.
+        """
+        where = f"group {self.group} rank {self.rank} (pid {self.pid}, start {self.start})"
+        line = f"{where} ended with {cause_of(self.code)}; its log: {self.log}"
+        if (words := self.last_words) is not None:
+            if words.signature in known:
+                return f"{line}; by the same error, at {words.where}"
+            known.add(words.signature)
+        return "\n".join([line, *(f"    {line}" for line in _tail(self.log))])
+
+
+def _started(
+    script: Sequence[str], env: Mapping[str, str], log: Path, inherits: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            tied([sys.executable, script_runner.__file__, *script]),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            pass_fds=tuple(inherits),
+            start_new_session=True,  # a Ctrl-C on the terminal is for the supervisor alone
+        )
+
+
+def _read(paper: int) -> Place | None:
+    try:
+        return Place.from_json(os.pread(paper, _LONGEST_WORDS, 0))
+    except ValueError:  # none were left, or it was killed as it wrote them
+        return None
+
+
+def cause_of(code: int | None) -> str:
+    """An exit code in words: ``exit code 3`` or ``SIGKILL``."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _tail(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    return list(deque(text.splitlines(), maxlen=_TAIL_LINES))

@@ -1,0 +1,58 @@
+"""What operators ask of the supervisor over the bus: heard on the bus's thread, taken by the loop.
+
+Owns one subscription; sends answers. Never acts by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from fft.bus import BusError, ErrorBus
+from fft.bus.resubscribing import ResubscribingListener
+from fft.messages.commands import (
+    Answer,
+    AnswerKind,
+    Command,
+    answer_inbox,
+    decode_command,
+    encode_answer,
+)
+from fft.messages.protocol import UnreadableMessage
+
+logger = logging.getLogger(__name__)
+
+
+class CommandEar:
+    """Hears commands from now on; ``wake`` is called, from any thread, when there is one."""
+
+    def __init__(self, bus: ErrorBus, wake: Callable[[], None]) -> None:
+        self._bus = bus
+        self._wake = wake
+        self._heard: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._subscription = ResubscribingListener(bus, "commands", self._hear, "the supervisor")
+
+    def take(self) -> Iterator[Command]:
+        """What was heard since the last call."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._heard.get_nowait()
+
+    def answer(self, command: Command, verdict: AnswerKind, text: str) -> None:
+        """Tell who asked. Nobody waits for it for ever, so a lost bus is no stop."""
+        word = encode_answer(Answer(command.id, "the supervisor", verdict, text))
+        try:
+            self._bus.send(answer_inbox(command.id), word)
+        except BusError as error:
+            logger.error("could not answer a command on the bus: %s", error)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._subscription.close()
+
+    def _hear(self, payload: bytes) -> None:
+        with suppress(UnreadableMessage):  # the participants trace it
+            self._heard.put(decode_command(payload))
+            self._wake()

@@ -1,0 +1,110 @@
+"""When rollbacks repeat at one step: a diagnosis beside the supervisor's loop, once for each step.
+
+Owns one thread and its bus, while a diagnosis runs. Writes ``diagnosis-STEP.json``. It evicts by
+the same command as an operator, which the loop then obeys.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fft.bus.token import JobToken
+from fft.operate.client import JobClient
+from fft.operate.diagnosis.rounds import Report, diagnose
+from fft.operate.diagnosis.show import evict_group
+from fft.trace.blame import Rollback
+from fft.util.errors import FftError
+
+logger = logging.getLogger(__name__)
+
+AFTER = 4
+"""Rollbacks in a row. With these the pauses between attempts begin; and a rank whose own body fails
+by errors that differ gives up, by default, at its fifth."""
+_END_S = 10.0
+_LAST_ANSWER_S = 2.0
+
+
+class Diagnoser:
+    """Looks at the rollbacks, and has a thread find out whose fault they are."""
+
+    def __init__(self, bus_url: str, token: JobToken | None, directory: Path, after: int) -> None:
+        """``after``: so many rollbacks in a row without a commit; 0: never."""
+        self._url = bus_url
+        self._token = token
+        self._directory = directory
+        self._after = after
+        self._done: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._desk: JobClient | None = None
+
+    def look(self, run: Sequence[Rollback], spare: int) -> None:
+        """Begin a diagnosis if one is due. ``spare``: how many groups the job can do without."""
+        if not self._after or len(run) < self._after or run[-1].step in self._done:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._done.add(run[-1].step)
+        self._thread = threading.Thread(
+            target=self._work, args=(list(run), spare), name="fft-diagnosis", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End a diagnosis that is under way: it has nobody left to ask.
+
+        An eviction may just have been the end of the job; its answer is still taken in.
+        """
+        if self._thread is not None:
+            self._thread.join(_LAST_ANSWER_S)
+        if (desk := self._desk) is not None:
+            desk.bus.close()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+    # --- the thread ---
+
+    def _work(self, run: list[Rollback], spare: int) -> None:
+        step = run[-1].step
+        logger.warning("%d rollbacks in a row at step %d: looking for the culprit", len(run), step)
+        try:
+            with JobClient(self._url, token=self._token, me="the supervisor") as self._desk:
+                report = diagnose(self._desk, run)
+                self._write(step, report)  # whatever becomes of what follows from it
+                try:
+                    act(self._desk, report, spare)
+                except FftError as error:
+                    report.actions.append(f"the eviction failed: {error}")
+        except FftError as error:
+            logger.error("the diagnosis for step %d was given up: %s", step, error)
+            return
+        finally:
+            self._desk = None
+        path = self._write(step, report)
+        logger.warning("diagnosis for step %d (%s): %s", step, path, " | ".join(report.lines()))
+
+    def _write(self, step: int, report: Report) -> Path:
+        path = self._directory / f"diagnosis-{step}.json"
+        with suppress(OSError):
+            path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        return path
+
+
+def act(desk: JobClient, report: Report, spare: int) -> None:
+    """Evict the group of the gravest culprit, if the evidence is strong and the job can go on.
+
+    Strong: a check that failed, or one rank that all rollbacks name. Who is slow, or silent, is
+    named and left alone.
+    """
+    strong = [c for c in report.verdict.culprits if c.how in ("failed", "rollbacks")]
+    if not strong:
+        return
+    group = strong[0].rank[0]
+    if spare < 1:
+        report.actions.append(f"group {group} was not evicted: the job cannot do without it")
+        return
+    report.actions.append(evict_group(desk, group))

@@ -1,0 +1,73 @@
+"""Decides from the view of a job when its fault plan is through. Pure: it does no I/O."""
+
+from __future__ import annotations
+
+from fft.messages.fault_plans import DrainFault, FaultPlan
+from fft.trace.tail import Injected, JobView
+
+_AT_WORK = frozenset({"NORMAL", "PREPARED", "COMMIT"})
+_LEAVES_EPOCH = frozenset({"kill", "drain"})
+
+
+class PlanWatch:
+    """Says once when every fault has fired and been recovered from, and enough steps followed."""
+
+    def __init__(
+        self, plan: FaultPlan, groups: list[str], further_steps: int, min_steps: int
+    ) -> None:
+        self._plan = plan
+        self._groups = groups
+        self._further = further_steps
+        self._min_steps = min_steps
+        self._settled_at: int | None = None
+        self._done = False
+
+    def unfired(self, view: JobView) -> list[str]:
+        """The names of the plan's faults that have not fired."""
+        return [fault.name for fault in self._plan.faults if fault.name not in view.injected]
+
+    def due(self, view: JobView) -> bool:
+        """True in the one call in which the plan is found to be through."""
+        if self._done or not self._settled(view):
+            return False
+        if self._settled_at is None:
+            self._settled_at = view.step
+        self._done = view.step >= max(self._settled_at + self._further, self._min_steps)
+        return self._done
+
+    def unfinished(self, view: JobView) -> str | None:
+        """Why the plan was not through when the job ended, or None if it was."""
+        if self._done:
+            return None
+        if missing := self.unfired(view):
+            return f"faults that did not fire: {', '.join(missing)}"
+        if self._settled_at is None:
+            return "the groups were not all back in one epoch after the last fault"
+        goal = max(self._settled_at + self._further, self._min_steps)
+        return f"the job ended at step {view.step}, before step {goal}"
+
+    def _settled(self, view: JobView) -> bool:
+        """All faults fired, all groups that are to come back at work in one epoch since."""
+        if self.unfired(view):
+            return False
+        gone = {
+            fault.group
+            for fault in self._plan.faults
+            if isinstance(fault, DrainFault) and fault.return_after_steps is None
+        }
+        expected = tuple(sorted(set(self._groups) - gone))
+        ranks = [rank for group in expected for rank in view.of(group)]
+        epochs = {rank.epoch for rank in ranks}
+        if len(epochs) != 1 or any(not view.of(group) for group in expected):
+            return False
+        together = all(rank.state in _AT_WORK and rank.members == expected for rank in ranks)
+        step, epoch = min(rank.step for rank in ranks), epochs.pop()
+        return together and all(
+            _recovered(injected, step, epoch) for injected in view.injected.values()
+        )
+
+
+def _recovered(injected: Injected, step: int, epoch: int) -> bool:
+    """A step was committed since; and a group that left did so and came back."""
+    is_back = epoch > injected.epoch or injected.kind not in _LEAVES_EPOCH
+    return step > injected.step and is_back

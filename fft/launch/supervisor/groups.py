@@ -1,0 +1,148 @@
+"""One replica group under supervision: its ranks' processes, its starts and its pauses.
+
+Starts processes and the group's rendezvous store (one fresh TCPStore per start).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fft.launch.supervisor.children import Child
+from fft.messages.commands import Evict
+from fft.util.error_places import Place
+
+_PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+
+_SUPERVISORS = frozenset(
+    {
+        *("FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_LAST_WORDS_FD"),
+        *("FFT_TOKEN", "FFT_TOKEN_FILE"),
+    }
+)
+"""Settings that are never inherited."""
+
+
+class Pauses:
+    """The growing pauses before restarts, in seconds: none at first, at most half a minute."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+
+    def next(self) -> float:
+        """The pause before the next restart, which is thereby counted."""
+        self.restarts += 1
+        return _PAUSES[min(self.restarts, len(_PAUSES)) - 1]
+
+    def progressed(self) -> None:
+        """The group has committed a step: what comes is a new trouble, not the old one."""
+        self.restarts = 0
+
+
+class Group:
+    """A replica group. Exactly one of these holds: it runs, a restart is due, it has ended."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.starts = 0
+        self.children: list[Child] = []
+        self.pauses = Pauses()
+        self.restart_at: float | None = None
+        """When to start again, on the monotonic clock in seconds."""
+        self.return_at_step: int | None = None
+        """Drained; to start again when the job has committed this many steps."""
+        self.given_up = False
+        self.eviction: Evict | None = None
+        """Being carried out: its processes have been asked to end."""
+        self.kill_at: float | None = None
+        """When to end those that have not, on the monotonic clock in seconds."""
+        self.evicted = False
+        """Ended on an operator's word, and not to be started by anybody else's."""
+        self.known_incs: dict[int, int] = {}
+        """The ranks' newest incarnations that were on record when it was started last."""
+        self._store: Any = None
+
+    @property
+    def living(self) -> list[Child]:
+        """The children that have not been reaped."""
+        return [child for child in self.children if child.alive]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ranks of the last start ended by their own word."""
+        return bool(self.children) and all(child.code == 0 for child in self.children)
+
+    @property
+    def last_words(self) -> Place | None:
+        """The error of its own by which a rank ended, and its mates with it."""
+        said = (child.last_words for child in self.children)
+        return next((words for words in said if words is not None), None)
+
+    def doing(self) -> str:
+        """The state of its processes, for the screen."""
+        if self.evicted and not self.living:
+            return "evicted"
+        if self.eviction is not None:
+            return "being evicted"
+        if self.living:
+            return f"running (start {self.starts})"
+        if self.restart_at is not None:
+            return "restarting"
+        if self.return_at_step is not None:
+            return f"away until step {self.return_at_step}"
+        return "given up" if self.given_up else ("finished" if self.finished else "down")
+
+    def start(
+        self,
+        script: list[str],
+        env: Mapping[str, str],
+        logs: Path,
+        groups: int,
+        inherits: Sequence[int] = (),
+        address: str = "127.0.0.1",
+    ) -> list[Child]:
+        """Start all ranks with a store of their own, which listens at ``address``.
+
+        Raises OSError if a process cannot be started.
+        """
+        from fft.bus.tcpserver import (
+            host_store,  # here, so that a bad plan is refused without torch
+        )
+
+        self.restart_at = self.return_at_step = None
+        self.evicted = False
+        self.starts += 1
+        self._store, port = host_store(address)
+        self.children = []
+        for rank in range(self.ranks):
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "REPLICA_GROUP_ID": self.name,
+                "FFT_GROUP": self.name,  # by which supervisor and participants speak of it
+                "NUM_REPLICA_GROUPS": str(groups),
+            }
+            log = logs / f"g{self.name}r{rank}-{self.starts}.log"
+            own = {**env, **place}
+            child = Child(self.name, rank, self.starts, script, own, log, inherits)
+            self.children.append(child)
+        return self.children
+
+    def close(self) -> None:
+        """Let go of the store; its server ends with it."""
+        self._store = None
+
+
+def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What every child gets: the outer environment, the services, and calm defaults.
+
+    A fault plan, the permission to inject faults, and a job token come from the supervisor only.
+    """
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in outer.items() if name not in _SUPERVISORS}
+    return {**defaults, **inherited, "FFT_DRAIN_SIGNAL": "SIGTERM", **services}

@@ -1,0 +1,741 @@
+"""The supervisor's loop: one thread that owns all children of a job.
+
+It starts and ends processes, says on the bus who died, reads the traces for the progress of
+the job, and writes to the given display. It takes no signal handlers: `Supervisor.interrupt`
+is there for whoever does. Its only waits are one `select` and bounded. It obeys the commands of
+operators on the bus that concern processes or services (`fft evict`, `fft inject`), and carries out
+the faults of a plan that concern its services.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus.addresses import own_address
+from fft.bus.token import JobToken
+from fft.health.hosts import HostWatch, Process
+from fft.launch.services import ServiceError, Services
+from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.commands import CommandEar
+from fft.launch.supervisor.culprit import AFTER, Diagnoser
+from fft.launch.supervisor.ending import last_epoch
+from fft.launch.supervisor.fault_plan_watch import PlanWatch
+from fft.launch.supervisor.groups import Group, base_env
+from fft.launch.supervisor.joined import Joined
+from fft.launch.supervisor.mistakes import Mistake, Mistakes
+from fft.launch.supervisor.stragglers import PaceEar
+from fft.messages.commands import (
+    AnswerKind,
+    Check,
+    Command,
+    Evict,
+    Inject,
+    encode_command,
+    fresh_id,
+)
+from fft.messages.fault_plans import BusRestartFault, DrainFault, FaultPlan, ServiceFault
+from fft.messages.protocol import (
+    MAX_MESSAGE,
+    Death,
+    Drain,
+    Record,
+    Suspect,
+    UnreadableMessage,
+    decode,
+    encode,
+)
+from fft.protocol.timeouts import HOST_LIMIT_S, bus_operation
+from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
+from fft.util.errors import FftError
+
+_WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
+_POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
+_REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
+_OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join
+_LEAVE_S = 5.0  # for leaving in good order a job that is over, or cannot go on
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisorError(FftError):
+    """A job that cannot be started as asked: names what to change."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What to run. Times in seconds; ``min_groups`` are needed for the job to go on."""
+
+    script: Sequence[str]
+    groups: int
+    ranks: int
+    trace_dir: Path
+    faults: Path | None = None
+    injectable: bool = False
+    min_groups: int = 1
+    max_restarts: int = 10
+    stop_after_plan: int | None = None
+    min_steps: int = 0
+    timeout: float | None = None
+    drain_timeout: float = 60.0
+    evict_stragglers: float | None = None
+    """Start the group of a rank that is so many times as slow as the median rank again, once."""
+    diagnose_after: int = AFTER
+    host_limit: float = HOST_LIMIT_S
+    """The silence of this host after which others go on without it, at most."""
+    first_group: int = 0
+    """Its groups are numbered from here; others have other hosts."""
+    all_groups: int | None = None
+    """Of the whole job, on all hosts; None: these."""
+
+    def check(self) -> None:
+        """Raise SupervisorError unless the job can be started."""
+        if not self.script or not Path(self.script[0]).is_file():
+            named = self.script[0] if self.script else ""
+            raise SupervisorError(f"no script at {named!r}; give the path of a Python file")
+        if self.groups < 1 or self.ranks < 1:
+            raise SupervisorError("--groups and --ranks must be at least 1")
+        if not 1 <= self.min_groups <= self.groups:
+            raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
+        if self.first_group < 0:
+            raise SupervisorError("--first-group must be at least 0")
+        if self.groups_in_all < self.first_group + self.groups:
+            raise SupervisorError(
+                f"--all-groups must be at least {self.first_group + self.groups}: this host has "
+                f"group {self.first_group} to {self.first_group + self.groups - 1}"
+            )
+        if not 0 < self.host_limit < math.inf:
+            raise SupervisorError("--host-limit must be a positive number of seconds")
+        if self.diagnose_after < 0:
+            raise SupervisorError("--diagnose-after must be at least 0, which means never")
+        if self.min_steps and self.stop_after_plan is None:
+            raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
+        if self.evict_stragglers is not None and not self.evict_stragglers > 1:
+            raise SupervisorError("--evict-stragglers is how many times as slow: more than 1")
+        if any(self.trace_dir.glob("*.jsonl")):
+            raise SupervisorError(
+                f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
+            )
+
+    @property
+    def groups_in_all(self) -> int:
+        """How many groups the job has on all hosts."""
+        return self.first_group + self.groups if self.all_groups is None else self.all_groups
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How the job ended; ``lines`` say what went wrong, and where."""
+
+    ok: bool
+    lines: tuple[str, ...] = ()
+
+
+class Supervisor:
+    """Runs one job to its end. `run` must be called once, on a thread that lives as long."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: FaultPlan,
+        services: Services | Joined,
+        display: Display | None = None,
+        token: JobToken | None = None,
+    ) -> None:
+        """``token``: of the job; its children get it in their environment."""
+        config.check()
+        self._config = config
+        self._plan = plan
+        self._services = services
+        self._display = display
+        self._token = token
+        first = config.first_group
+        names = [str(number) for number in range(first, first + config.groups)]
+        self._groups = {name: Group(name, config.ranks) for name in names}
+        self._drains_seen: set[str] = set()
+        self._pending = [fault for fault in plan.faults if isinstance(fault, ServiceFault)]
+        self._told: set[str] = set()
+        """Commands that are our own."""
+        self._forgot = False
+        """The bus has lost the job's state, and no process can go on with it."""
+        self._watch = (
+            PlanWatch(plan, names, config.stop_after_plan, config.min_steps)
+            if config.stop_after_plan is not None
+            else None
+        )
+        self._bus: ErrorBus | None = None
+        self._ear: CommandEar | None = None
+        self._pace: PaceEar | None = None
+        self._hosts: HostWatch | None = None
+        self._mistakes = Mistakes(names, config.groups_in_all)
+        self._shown: set[tuple[str, str]] = set()
+        """Errors whose traceback is among what there is to say."""
+        self._hopeless = False
+        """The script itself is wrong: how its groups were ended then says nothing."""
+        self._over: Record | None = None
+        """The last epoch, once all its groups have left with one commit."""
+        self._look_over_at = 0.0
+        self._too_slow: set[str] = set()
+        """Ranks whose groups were started again for it; not twice, for it has not helped."""
+        self._diagnoser = Diagnoser(
+            services.bus_url, token, config.trace_dir, config.diagnose_after
+        )
+        self._selector = selectors.DefaultSelector()
+        self._dying: deque[Child] = deque()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        # Children's monitors speak here: datagrams, which keep apart however many write.
+        self._words_out, self._words_in = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._words_out.setblocking(False)
+        self._selector.register(self._words_out, selectors.EVENT_READ)
+        self._address = "127.0.0.1"
+        """Where processes on other hosts find the stores of our groups."""
+        self._began = time.monotonic()
+        self._drain_until: float | None = None
+        self._problems: list[str] = []
+
+    # --- from outside ------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Drain the whole job; called a second time, kill it. From any thread or handler."""
+        self._wake(b"!")
+
+    def run(self) -> JobOutcome:
+        """Start all groups, look after them until the job has ended, and judge it."""
+        logs = self._config.trace_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._tail = TraceTail(self._config.trace_dir)
+        try:
+            self._open_bus()
+            for group in self._groups.values():
+                self._start(group)
+            while self._going_on():
+                self._turn()
+            self._look()
+            return self._judge()
+        finally:
+            self._end()
+
+    def _open_bus(self) -> None:
+        url = self._services.bus_url
+        self._bus = open_job_bus(url, self._token, bus_operation(url))
+        self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
+        self._pace = PaceEar(self._bus)
+        self._hosts = HostWatch(self._bus, "the supervisor", self._config.host_limit)
+        self._address = own_address(url)
+
+    # --- one turn of the loop ----------------------------------------------------------
+
+    def _going_on(self) -> bool:
+        groups = self._groups.values()
+        return any(group.living or group.restart_at is not None for group in groups)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        groups = self._groups.values()
+        due = [at for group in groups for at in (group.restart_at, group.kill_at) if at is not None]
+        timeout = max(0.0, min([_POLL_S, *(at - now for at in due)]))
+        found = self._selector.select(timeout)
+        self._tell_dying()
+        for key, _ in found:
+            if isinstance(key.data, Child):
+                self._on_death(key.data)
+            elif key.fileobj is self._words_out:
+                self._on_words()
+            else:
+                self._on_interrupts(self._wake_out.recv(64).count(b"!"))
+        self._obey()
+        self._name_stragglers()
+        self._look()
+        self._start_due()
+        self._check_deadlines()
+        self._beat_for_children()
+
+    def _look(self) -> None:
+        """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
+        view = self._tail.poll()
+        for fault in [fault for fault in self._pending if view.step >= fault.step]:
+            self._pending.remove(fault)
+            self._restart_service(fault)
+        for group in self._groups.values():
+            if group.return_at_step is not None and view.step >= group.return_at_step:
+                group.return_at_step, group.restart_at = None, time.monotonic()
+        if self._drain_until is None:
+            going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
+            self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
+            self._look_whether_over()
+        if self._watch is not None and self._drain_until is None and self._watch.due(view):
+            self._drain("the fault plan is through", forward=False)
+        if self._display is not None:
+            rows = [self._row(group) for group in self._groups.values()]
+            elapsed = time.monotonic() - self._began
+            names = {fault.name for fault in self._plan.faults}
+            fired = len(names & view.injected.keys())
+            self._display.show(Snapshot(elapsed, rows, fired, len(names)))
+
+    def _row(self, group: Group) -> Row:
+        """The group on the screen; what its dead incarnations did last is not shown as news."""
+        view = self._tail.view
+        is_old = group.living and view.incs(group.name) == group.known_incs
+        return Row(group.name, group.doing()) if is_old else row_of(view, group.name, group.doing())
+
+    def _check_deadlines(self) -> None:
+        now, limit = time.monotonic(), self._config.timeout
+        if limit is not None and now > self._began + limit:
+            self._kill_all(f"the job was not through within --timeout {limit:g} s")
+        elif self._hopeless and self._drain_until is not None and now > self._drain_until:
+            for group in self._groups.values():
+                self._kill(group.living, "the script is wrong")
+        elif self._drain_until is not None and now > self._drain_until:
+            seconds = self._config.drain_timeout
+            self._kill_all(f"the job had not drained {seconds:g} s after it was asked to")
+        for group in self._groups.values():
+            if group.kill_at is not None and now >= group.kill_at:
+                group.kill_at = None
+                over = "the job is over" if self._over is not None else "it was evicted"
+                self._kill(group.living, over)
+
+    def _beat_for_children(self) -> None:
+        if self._hosts is not None:
+            living = [child for group in self._groups.values() for child in group.living]
+            self._hosts.processes = tuple(Process(c.group, c.rank, c.pid) for c in living)
+
+    # --- starting ----------------------------------------------------------------------
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for group in self._groups.values():
+            if group.restart_at is not None and group.restart_at <= now:
+                self._start(group)
+
+    def _start(self, group: Group) -> None:
+        config = self._config
+        services = {
+            **self._services.settings(),
+            "FFT_TRACE_DIR": str(config.trace_dir.resolve()),
+            "FFT_SUPERVISOR_FD": str(self._words_in.fileno()),
+        }
+        if 0 < config.drain_timeout < math.inf:  # SIGTERM comes from us, and then SIGKILL
+            services["FFT_DRAIN_WITHIN"] = str(config.drain_timeout)
+        if config.faults is not None:
+            services["FFT_FAULTS"] = str(config.faults.resolve())
+        if config.injectable or config.faults is not None:
+            services["FFT_INJECT"] = "1"
+        if self._token is not None:
+            services["FFT_TOKEN"] = self._token.text()
+        group.known_incs = self._tail.view.incs(group.name)
+        logs = config.trace_dir / "logs"
+        env, own_end = base_env(services), [self._words_in.fileno()]
+        total = config.groups_in_all
+        for child in group.start(list(config.script), env, logs, total, own_end, self._address):
+            self._selector.register(child.fd, selectors.EVENT_READ, child)
+            child.watch(partial(self._is_dying, child))
+
+    # --- deaths ------------------------------------------------------------------------
+
+    def _is_dying(self, child: Child) -> None:
+        """Thread of a lifeline: the child is being killed, though its process is still there."""
+        self._dying.append(child)
+        self._wake(b".")
+
+    def _tell_dying(self) -> None:
+        while self._dying:
+            child = self._dying.popleft()
+            if child.alive:
+                self._tell_dead(child, "it was killed, or ended without leaving")
+
+    def _on_death(self, child: Child) -> None:
+        """A child has died: say so first, then end the rest of its group with it."""
+        if not child.alive:
+            return
+        code = child.exit_code()
+        if code != 0:
+            self._tell_dead(child, cause_of(code))
+        self._selector.unregister(child.fd)
+        child.reap()
+        group = self._groups[child.group]
+        if code != 0:
+            for mate in group.living:
+                # it may have died of its own just now, and then it is that which peers shall hear
+                died = mate.dies_within(0)
+                ended = f"SIGKILL by the supervisor, because rank {child.rank} died"
+                self._tell_dead(mate, cause_of(mate.exit_code()) if died else ended)
+                mate.signal(signal.SIGKILL)
+        if not group.living:
+            self._on_group_down(group)
+
+    def _tell_dead(self, child: Child, cause: str) -> None:
+        if child.told_dead:
+            return
+        child.told_dead = True
+        host = socket.gethostname()
+        self._broadcast(Death(child.group, child.rank, child.pid, host, "supervisor", cause))
+
+    def _on_words(self) -> None:
+        """What monitors have to say to everyone."""
+        with suppress(BlockingIOError):
+            for _ in range(_WORDS_A_TURN):
+                self._pass_on(self._words_out.recv(MAX_MESSAGE))
+
+    def _pass_on(self, word: bytes) -> None:
+        """Tell all of a hang, if it is one of a child of ours: who speaks need not be a monitor."""
+        try:
+            message = decode(word)
+        except UnreadableMessage as error:
+            logger.warning("a child, or what it started, says what is no message: %s", error)
+            return
+        if isinstance(message, Suspect) and message.host == socket.gethostname():
+            place = message.group, message.rank, message.pid
+            living = [child for group in self._groups.values() for child in group.living]
+            if any((child.group, child.rank, child.pid) == place for child in living):
+                self._broadcast(message)
+                return
+        logger.warning("a child, or what it started, says what is not its to say: %r", word[:200])
+
+    def _plan_return(self, group: Group) -> None:
+        """If a planned drain took the group away, note when it is to come back."""
+        view = self._tail.view
+        for fault in self._plan.faults:
+            if not isinstance(fault, DrainFault) or fault.group != group.name:
+                continue
+            if fault.name in view.injected and fault.name not in self._drains_seen:
+                self._drains_seen.add(fault.name)
+                left_at = max((rank.step for rank in view.of(group.name)), default=view.step)
+                if fault.return_after_steps is not None:
+                    group.return_at_step = left_at + fault.return_after_steps
+
+    def _on_group_down(self, group: Group) -> None:
+        """All ranks of the group are gone: let it be, or have it started again."""
+        group.close()
+        view = self._tail.poll()
+        self._forget_mistakes()
+        if view.committed_since(group.name, group.known_incs):
+            group.pauses.progressed()
+        if group.eviction is not None:
+            self._finish_eviction(group, group.eviction)
+            return
+        if self._drain_until is not None or self._forgot or self._over is not None:
+            return
+        if group.finished:
+            self._plan_return(group)
+            return
+        mistake = self._mistakes.ended(group.name, group.last_words, view.committed)
+        if mistake is not None:
+            self._on_mistake(group, mistake)
+            return
+        self._look_whether_over(at_once=True)
+        if self._over is not None:
+            return
+        if group.pauses.restarts < self._config.max_restarts:
+            group.restart_at = time.monotonic() + group.pauses.next()
+            return
+        self._give_up(group, f"group {group.name} was given up after its last restart")
+
+    def _give_up(self, group: Group, problem: str) -> None:
+        group.given_up = True
+        self._problems.append(problem)
+        usable = sum(not other.given_up for other in self._groups.values())
+        if usable < self._config.min_groups or self._watch is not None:
+            self._drain(f"group {group.name} cannot be brought back", forward=True)
+
+    def _forget_mistakes(self) -> None:
+        for group in self._groups.values():
+            if group.living and self._tail.view.committed_since(group.name, group.known_incs):
+                self._mistakes.progressed(group.name)
+
+    def _on_mistake(self, group: Group, mistake: Mistake) -> None:
+        """The script is wrong; to start it again would not mend it."""
+        place = mistake.place
+        child = next(child for child in group.children if child.last_words is place)
+        self._shown.add(place.signature)
+        who = f"group {group.name} rank {child.rank}"
+        text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
+        text += f"{place.text.rstrip()}\n  its log: {child.log}; "
+        if mistake.ends == "group":
+            self._give_up(group, f"{text}group {group.name} was given up")
+            return
+        self._problems.append(f"{text}the job was ended")
+        self._hopeless = True
+        has_state = self._tail.view.committed  # else there is nothing to leave in good order
+        within = _LEAVE_S if has_state else 0.0
+        self._drain("the script is wrong", forward=has_state, within=within)
+
+    # --- ending ------------------------------------------------------------------------
+
+    def _look_whether_over(self, at_once: bool = False) -> None:
+        """If all have left with one commit, let nobody wait for them: they do not come back."""
+        view, now = self._tail.view, time.monotonic()
+        waiting = any(
+            group.living and not view.committed_since(group.name, group.known_incs)
+            for group in self._groups.values()
+        )
+        if self._bus is None or self._over is not None or not (waiting or at_once):
+            return
+        if now < self._look_over_at and not at_once:
+            return
+        self._look_over_at = now + _OVER_S
+        try:
+            self._over = last_epoch(self._bus)
+        except (BusError, UnreadableMessage) as error:
+            logger.warning("cannot see whether the job is over: %s", error)
+        if self._over is not None:
+            self._end_who_waits(self._over)
+
+    def _end_who_waits(self, over: Record) -> None:
+        logger.info("the job is over: all have left with step %d", over.step)
+        here = socket.gethostname()
+        inside = {r.pid for entry in over.members for r in entry.ranks if r.host == here}
+        for group in self._groups.values():
+            group.restart_at = group.return_at_step = None
+            waiting = [child for child in group.living if child.pid not in inside]
+            for child in waiting:
+                child.signal(signal.SIGCONT)
+                child.signal(signal.SIGTERM)
+            if waiting:
+                group.kill_at = time.monotonic() + _LEAVE_S
+
+    def _on_interrupts(self, times: int) -> None:
+        for _ in range(times):
+            if self._drain_until is None:
+                self._drain("interrupted", forward=True)
+            else:
+                self._kill_all("interrupted a second time")
+
+    def _drain(self, reason: str, *, forward: bool, within: float = math.inf) -> None:
+        """Ask all groups to leave together after a commit; nothing is started any more."""
+        logger.info("draining the job: %s", reason)
+        self._drain_until = time.monotonic() + min(within, self._config.drain_timeout)
+        self._broadcast(Drain(tuple(self._groups), by="supervisor"))
+        for group in self._groups.values():
+            group.restart_at = group.return_at_step = None
+            for child in group.living if forward else ():
+                child.signal(signal.SIGTERM)
+
+    def _kill_all(self, reason: str) -> None:
+        if reason not in self._problems:
+            self._problems.append(reason)
+        self._drain_until = self._drain_until or time.monotonic()
+        for group in self._groups.values():
+            group.restart_at = group.return_at_step = None
+            self._kill(group.living, reason)
+
+    def _kill(self, children: Sequence[Child], reason: str) -> None:
+        for child in children:
+            self._tell_dead(child, f"SIGKILL by the supervisor: {reason}")
+            child.signal(signal.SIGKILL)
+
+    # --- commands of operators ---------------------------------------------------------
+
+    def _obey(self) -> None:
+        ear = self._ear
+        for command in ear.take() if ear is not None else ():
+            if command.id in self._told or isinstance(command, Check):  # that is for the ranks
+                continue
+            if self._is_anothers(command):
+                continue
+            refusal = self._refusal(command)
+            if ear is not None and refusal is not None:
+                ear.answer(command, "refused", refusal)
+            elif isinstance(command, Evict):
+                self._evict(command)
+            elif isinstance(command.fault, ServiceFault):
+                if ear is not None:
+                    ear.answer(command, "accepted", f"armed for step {command.fault.step}")
+                self._pending.append(command.fault)
+
+    def _is_anothers(self, command: Evict | Inject) -> bool:
+        """Whether it may be meant for the supervisor of another host, who answers then."""
+        if isinstance(command, Inject):
+            return isinstance(self._services, Joined) and isinstance(command.fault, ServiceFault)
+        alone = self._hosts is None or self._hosts.alone
+        return command.group not in self._groups and not alone
+
+    def _refusal(self, command: Evict | Inject) -> str | None:
+        """Why the command is not obeyed; None: it is, or it is not for us."""
+        if isinstance(command, Inject):
+            allowed = self._config.injectable or self._config.faults is not None
+            is_ours = isinstance(command.fault, ServiceFault)
+            return "it runs without --injectable" if is_ours and not allowed else None
+        group = self._groups.get(command.group)
+        if group is None:
+            return f"no group {command.group!r} here; the groups: {', '.join(self._groups)}"
+        if command.rank is not None and command.rank >= group.ranks:
+            return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
+        if self._drain_until is not None:
+            return "the job is ending"
+        if group.eviction is not None:
+            return f"group {group.name} is being evicted already"
+        return None
+
+    def _evict(self, command: Evict) -> None:
+        """Ask the processes to end; `_check_deadlines` ends them, `_on_group_down` goes on."""
+        group = self._groups[command.group]
+        logger.info("group %s is evicted by %s", group.name, command.by)
+        group.restart_at = group.return_at_step = None
+        group.eviction = command
+        living = [c for c in group.living if command.rank in (None, c.rank)]
+        pids = ", ".join(str(child.pid) for child in living)
+        text = f"ending pid {pids} of group {group.name}" if living else "no process to end"
+        self._answer(command, "accepted", text)
+        if not group.living:
+            self._finish_eviction(group, command)
+            return
+        group.kill_at = time.monotonic() + command.grace
+        for child in living:
+            child.signal(signal.SIGCONT)  # who is stopped hears nothing else
+            child.signal(signal.SIGTERM)
+
+    def _finish_eviction(self, group: Group, command: Evict) -> None:
+        group.eviction, group.kill_at, group.evicted = None, None, True
+        ends = "; ".join(f"rank {child.rank}: {cause_of(child.code)}" for child in group.children)
+        after = "it is not started again"
+        if command.restart and self._drain_until is None and not self._forgot:
+            group.restart_at, after = time.monotonic(), "it is started again"
+        self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
+
+    def _answer(self, command: Command, verdict: AnswerKind, text: str) -> None:
+        """Tell who asked, unless we did."""
+        if self._ear is not None and command.id not in self._told:
+            self._ear.answer(command, verdict, text)
+
+    # --- stragglers --------------------------------------------------------------------
+
+    def _name_stragglers(self) -> None:
+        for change in self._pace.news() if self._pace is not None else ():
+            what = "straggler" if change.slow else "no straggler any more"
+            logger.warning("%s: %s", what, change.evidence)
+        limit = self._config.evict_stragglers
+        if self._pace is None or limit is None:
+            return
+        for rank, factor in self._pace.stragglers.slow.items():
+            if factor >= limit and rank not in self._too_slow:
+                self._restart_straggler(rank)
+
+    def _restart_straggler(self, rank: str) -> None:
+        """Start the group of ``rank`` again, if the job can go on without it meanwhile."""
+        command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
+        others = [g for g in self._groups.values() if g.living and g.name != command.group]
+        if self._refusal(command) is not None or len(others) < self._config.min_groups:
+            return
+        self._too_slow.add(rank)
+        logger.warning("group %s is started again: rank %s is too slow", command.group, rank)
+        for child in self._groups[command.group].living:
+            self._tell_dead(child, f"evicted by the supervisor: rank {rank} is too slow")
+        self._told.add(command.id)
+        self._evict(command)
+
+    # --- faults of the services --------------------------------------------------------
+
+    def _restart_service(self, fault: ServiceFault) -> None:
+        """Carry out a fault, and have the participants trace it."""
+        logger.info("injected: %s", fault)
+        view = self._tail.view
+        epoch = max((rank.epoch for rank in view.ranks.values()), default=0)
+        kind = "bus_restart" if isinstance(fault, BusRestartFault) else "lighthouse_restart"
+        view.injected[fault.name] = Injected(fault.name, kind, "", view.step, epoch)
+        if self._bus is not None and fault in self._plan.faults:
+            word = Inject(fresh_id(), fault, "supervisor")
+            self._told.add(word.id)
+            with suppress(BusError):
+                self._bus.broadcast(encode_command(word), "commands")
+        try:
+            if isinstance(fault, BusRestartFault):
+                self._restart_bus()
+            else:
+                self._services.restart_lighthouse()
+        except (ServiceError, BusError) as error:
+            self._problems.append(f"{fault.name}: {error}")
+
+    def _restart_bus(self) -> None:
+        self._forgot = True
+        self._problems.append(
+            "the bus was restarted, and has forgotten the job: its processes stop, and none is "
+            "started again; begin a new job from a checkpoint"
+        )
+        for old in (self._ear, self._pace, self._hosts, self._bus):
+            if old is not None:
+                old.close()
+        self._services.restart_bus()
+        self._open_bus()
+
+    # --- the end -----------------------------------------------------------------------
+
+    def _judge(self) -> JobOutcome:
+        lines, remarks = list(self._problems), list[str]()
+        for group in self._groups.values():
+            if group.evicted or self._hopeless:  # as asked; or it is said already
+                continue
+            failed = [child for child in group.children if child.code != 0]
+            # who died by itself says more than who was ended with it
+            failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
+            for child in failed[:1]:
+                if self._over is None or child.failed_by_itself:
+                    lines.append(child.verdict(self._shown))
+                else:
+                    remarks.append(self._cut_short(child))
+        is_ours = not isinstance(self._services, Joined)
+        if remarks and is_ours and not any(group.finished for group in self._groups.values()):
+            lines.append("no group lived to its own end after the last step")
+        if not lines and self._watch is not None:
+            unfinished = self._watch.unfinished(self._tail.view)
+            lines += [f"the fault plan was not finished: {unfinished}"] if unfinished else []
+        return JobOutcome(not lines, (*lines, *remarks))
+
+    def _cut_short(self, child: Child) -> str:
+        assert self._over is not None
+        how = f"group {child.group} ended with {cause_of(child.code)}"
+        return f"the job was over, all had left with one commit; {how}, and was not needed any more"
+
+    def _end(self) -> None:
+        """Leave nothing behind: no child, no store, no descriptor."""
+        left = [child for group in self._groups.values() for child in group.living]
+        for child in left:
+            child.signal(signal.SIGKILL)
+        self._diagnoser.close()
+        deadline = time.monotonic() + _REAP_S
+        for child in left:
+            if child.dies_within(deadline - time.monotonic()):
+                child.reap()
+            else:
+                logger.error("pid %d did not end within %g s of its SIGKILL", child.pid, _REAP_S)
+        for group in self._groups.values():
+            group.close()
+        self._tail.close()
+        self._selector.close()
+        for end in (self._wake_in, self._wake_out, self._words_in, self._words_out):
+            end.close()
+        if self._ear is not None:
+            self._ear.close()
+        if self._pace is not None:
+            self._pace.close()
+        if self._hosts is not None:
+            self._hosts.close()
+        if self._bus is not None:
+            self._bus.close()
+        if self._display is not None:
+            self._display.close()
+
+    def _wake(self, word: bytes) -> None:
+        with suppress(OSError):  # full of words already, or the job has ended
+            self._wake_in.send(word)
+
+    def _broadcast(self, message: Death | Drain | Suspect) -> None:
+        """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""
+        if self._bus is None:
+            return
+        try:
+            self._bus.broadcast(encode(message))
+        except BusError as error:
+            logger.error("could not say %s on the bus: %s", message.type, error)

@@ -1,0 +1,71 @@
+"""Tells a mistake in the script from a fault of a machine, by last words of its processes. Pure.
+
+A mistake comes again wherever the script is run; so one group alone proves nothing once others have
+committed steps with the same script. What may pass (a connection, a device) is left to restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fft.util.error_places import Place
+
+_NEVER_LOADED = frozenset({"SyntaxError", "ImportError"})
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is to end: the whole ``job``, or the one ``group``; and why."""
+
+    ends: Literal["job", "group"]
+    reason: str
+    place: Place
+
+
+class Mistakes:
+    """Hears how groups end. Holds the last error of each that has not committed a step since."""
+
+    def __init__(self, groups: Sequence[str], groups_in_all: int) -> None:
+        """``groups``: those whose ends are heard here, of so many in the whole job."""
+        self._groups = groups
+        self._all = groups_in_all
+        self._errors: dict[str, Place] = {}
+
+    def progressed(self, group: str) -> None:
+        """It has committed a step: what failed it before has passed."""
+        self._errors.pop(group, None)
+
+    def ended(self, group: str, error: Place | None, job_committed: bool) -> Mistake | None:
+        """All ranks of ``group`` are gone, by ``error``; None: not by an error of its own.
+
+        ``job_committed``: whether any step was committed, by whomever.
+        """
+        before = self._errors.pop(group, None)
+        if error is None or error.may_pass or (job_committed and error.type == "SystemExit"):
+            return None
+        self._errors[group] = error
+        again = before is not None and before.signature == error.signature
+        alike = {g for g, e in self._errors.items() if e.signature == error.signature}
+        if not job_committed:
+            reason = self._before_the_first_commit(error, again, len(alike))
+            return None if reason is None else Mistake("job", reason, error)
+        if self._all == 1:
+            return Mistake("job", "no other group has the state to go on with", error)
+        if len(alike) > 1:
+            reason = f"groups {', '.join(sorted(alike))} failed in the same place"
+            return Mistake("job", reason, error)
+        if again:
+            reason = f"group {group} failed in the same place again"
+            return Mistake("group", reason, error)
+        return None
+
+    def _before_the_first_commit(self, error: Place, again: bool, alike: int) -> str | None:
+        if again:
+            return "started again, it failed in the same place, and no step was committed"
+        if not _NEVER_LOADED.isdisjoint(error.kinds):
+            return "it cannot be loaded"
+        if alike == len(self._groups) == self._all:
+            return "no group came as far as its first step"
+        return None

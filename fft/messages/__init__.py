@@ -1,0 +1,1 @@
+"""What crosses the bus: the words of the protocol, and those beside it. Pure data."""

@@ -1,0 +1,316 @@
+"""Fault plans: faults injected on purpose, at exact places of a training run.
+
+A plan is a YAML or JSON file with a list ``faults:``; `load_plan` reads and validates it. The same
+forms are sent by ``fft inject``. Pure but for the reading of the file; needs no torch. What carries
+them out is `fft.train.injector` in the participants, and the supervisor for what concerns its
+services.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from fft.util.errors import FftError
+
+Phase = Literal[
+    "forward",
+    "backward",
+    "before_allreduce",
+    "during_allreduce",
+    "after_allreduce",
+    "vote",
+    "after_vote",
+    "apply",
+]
+PHASES: tuple[str, ...] = get_args(Phase)
+MODEL_PHASES = frozenset({"forward", "backward"})
+Place = Literal[Phase, "next"]
+"""``next``: whichever comes first; never ``apply``, which tears the state: ask for that by name."""
+
+LONGEST_S = 3600.0
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+
+
+class FaultPlanError(FftError):
+    """A fault plan that cannot be used: names the file, the place and the mend."""
+
+
+# --- the plan --------------------------------------------------------------------------
+
+
+def _group_name(value: object) -> object:
+    """Groups are named "0", "1" …; a plan may write the bare number."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
+class Entry(BaseModel):
+    """What all faults share. Steps are numbers of steps being attempted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    step: int = Field(ge=0, description="fires in the first txn whose step is at least this")
+
+
+class Fault(Entry):
+    """A fault of one group, or of one rank of it."""
+
+    group: Annotated[str, BeforeValidator(_group_name)]
+    with_groups: int | None = Field(
+        default=None, ge=1, description="only while the epoch has at least this many groups"
+    )
+    settled_steps: int | None = Field(
+        default=None, ge=0, description="and at least this many commits since the epoch began"
+    )
+
+    def due(self, step: int, groups: int, commits_in_epoch: int) -> bool:
+        """Whether the conditions hold for the txn that attempts ``step``."""
+        return (
+            step >= self.step
+            and groups >= (self.with_groups or 0)
+            and commits_in_epoch >= (self.settled_steps or 0)
+        )
+
+
+class ExceptionFault(Fault):
+    """Raise `InjectedFault` at one phase of the txn on one rank."""
+
+    kind: Literal["exception"]
+    rank: int = Field(ge=0)
+    phase: Place
+
+
+class OneSidedFault(Fault):
+    """Report the last reduction of the txn as failed here, after it completed elsewhere.
+
+    Without ``rank`` the first rank of the group to get there reports it.
+    """
+
+    kind: Literal["one_sided"]
+    rank: int | None = Field(default=None, ge=0)
+
+
+class KillFault(Fault):
+    """SIGKILL to oneself; without ``rank`` every rank of the group does it."""
+
+    kind: Literal["kill"]
+    rank: int | None = Field(default=None, ge=0)
+    phase: Place
+
+
+class DrainFault(Fault):
+    """SIGTERM to every rank of the group; the supervisor may start the group again later."""
+
+    kind: Literal["drain"]
+    return_after_steps: int | None = Field(
+        default=None, ge=1, description="start again after this many further steps of the job"
+    )
+
+
+class HangFault(Fault):
+    """The main thread waits for so long, out of any collective.
+
+    With the interpreter's lock held no Python of this process runs: no engine, and no listener.
+    """
+
+    kind: Literal["hang"]
+    rank: int = Field(ge=0)
+    phase: Place
+    seconds: Seconds
+    holding_gil: bool = False
+
+
+class StopFault(Fault):
+    """SIGSTOP to oneself, all threads with it; SIGCONT after so long."""
+
+    kind: Literal["stop"]
+    rank: int = Field(ge=0)
+    phase: Place
+    seconds: Seconds
+
+
+class SlowFault(Fault):
+    """A straggler: so many attempts, each delayed by so long before its first reduction."""
+
+    kind: Literal["slow"]
+    rank: int = Field(ge=0)
+    seconds: Seconds
+    steps: int = Field(ge=1)
+
+
+class NetworkCutFault(Fault):
+    """The connections of this rank's process groups end. They can be built anew."""
+
+    kind: Literal["network_cut"]
+    rank: int = Field(ge=0)
+    phase: Place
+
+
+class NanGradientFault(Fault):
+    """One value of a gradient becomes NaN on this rank: before its reduction, or after the last."""
+
+    kind: Literal["nan_gradient"]
+    rank: int = Field(ge=0)
+    where: Literal["before", "after"]
+
+
+class BusLossFault(Fault):
+    """This process's connections to the bus end, for good."""
+
+    kind: Literal["bus_loss"]
+    rank: int = Field(ge=0)
+    phase: Place
+
+
+class ServiceFault(Entry):
+    """What the supervisor does to the services that it hosts, soon after its step has begun."""
+
+
+class BusRestartFault(ServiceFault):
+    """The server of the bus ends; a new one, which knows nothing, takes its place."""
+
+    kind: Literal["bus_restart"]
+
+
+class LighthouseRestartFault(ServiceFault):
+    """torchft's lighthouse ends, and is started again at the same address."""
+
+    kind: Literal["lighthouse_restart"]
+
+
+RankFault = (
+    ExceptionFault
+    | OneSidedFault
+    | KillFault
+    | DrainFault
+    | HangFault
+    | StopFault
+    | SlowFault
+    | NetworkCutFault
+    | NanGradientFault
+    | BusLossFault
+)
+AnyFault = Annotated[
+    RankFault | BusRestartFault | LighthouseRestartFault, Field(discriminator="kind")
+]
+MODELS: dict[str, type[Entry]] = {
+    get_args(model.model_fields["kind"].annotation)[0]: model
+    for model in (*get_args(RankFault), BusRestartFault, LighthouseRestartFault)
+}
+"""The models by kind."""
+
+
+class FaultPlan(BaseModel):
+    """A validated fault plan. An empty list of faults is a plan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    faults: list[AnyFault]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys in silence; a plan must not lose one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands there twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_plan(
+    path: str | os.PathLike[str], groups: int | None = None, ranks: int | None = None
+) -> FaultPlan:
+    """Read and validate the plan at ``path`` (YAML; JSON is a part of it).
+
+    With ``groups`` and ``ranks`` (ranks per group) it is also checked against the size of
+    the job. Raises FaultPlanError naming the file, the place and the mend.
+    """
+    source = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FaultPlanError(f"{source}: cannot read the fault plan: {error}") from error
+    try:
+        # a SafeLoader subclass: builds plain values only
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise FaultPlanError(f"{source}: {_yaml_problem(error)}") from error
+    if not isinstance(data, dict):
+        raise FaultPlanError(
+            f"{source}: a fault plan is a mapping with one key; begin it with `faults:`"
+        )
+    try:
+        plan = FaultPlan.model_validate(data)
+    except ValidationError as error:
+        raise FaultPlanError(f"{source}: {first_problem(error)}") from error
+    _check_places(source, plan, groups, ranks)
+    return plan
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"{place}not readable as YAML: {problem}"
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem as ``place: what is wrong; the mend``."""
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    parts: list[str] = []
+    for at, item in enumerate(problem["loc"]):
+        is_tag = item in MODELS and at == 2  # pydantic puts the union's tag into the place
+        if isinstance(item, int):
+            parts[-1] += f"[{item}]"
+        elif not is_tag:
+            parts.append(str(item))
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    what, got = problem["type"], problem.get("input")
+    if what == "missing":
+        text = f"is missing; add `{parts[-1]}:`"
+    elif what == "extra_forbidden":
+        text = "is not a key of this entry; take it out or correct its spelling"
+    elif what in {"union_tag_invalid", "union_tag_not_found"}:
+        text = f"needs a `kind`, one of {', '.join(MODELS)}"
+    else:
+        text = f"{problem['msg']} (found {got!r}); correct the value"
+    return f"{'.'.join(parts)}: {text}{more}"
+
+
+def _check_places(source: str, plan: FaultPlan, groups: int | None, ranks: int | None) -> None:
+    """What one entry cannot see for itself: unique names, and groups and ranks that exist."""
+    seen: dict[str, int] = {}
+
+    def refuse(index: int, key: str, text: str) -> NoReturn:
+        raise FaultPlanError(f"{source}: faults[{index}].{key}: {text}")
+
+    for index, fault in enumerate(plan.faults):
+        if fault.name in seen:
+            first = seen[fault.name]
+            refuse(index, "name", f"{fault.name!r} is faults[{first}]'s; give each its own name")
+        seen[fault.name] = index
+        if not isinstance(fault, Fault):
+            continue
+        names = [str(number) for number in range(groups or 0)]
+        if groups is not None and fault.group not in names:
+            refuse(
+                index, "group", f"no group {fault.group!r} here; the groups are {', '.join(names)}"
+            )
+        if groups is not None and (fault.with_groups or 0) > groups:
+            refuse(index, "with_groups", f"the job has {groups} group(s); use at most {groups}")
+        rank = getattr(fault, "rank", None)
+        if ranks is not None and rank is not None and rank >= ranks:
+            refuse(index, "rank", f"{rank} is no rank of a group of {ranks}; use 0 to {ranks - 1}")

@@ -1,0 +1,57 @@
+"""Words of progress: how fast a rank is by itself, said now and then in the topic ``progress``.
+
+They are no words of the protocol: who listens is who wants to know which rank is slow (the
+supervisor, ``fft watch``), and a lost one does no harm. Pure data, with a strict form.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from fft.messages.protocol import Count, Name, UnreadableMessage, unreadable
+
+MAX_WORD = 4096
+"""Bytes of a word at most."""
+
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class SpeedReport:
+    """A rank has committed ``step`` steps; its bodies took ``compute`` seconds of its own.
+
+    ``compute`` is the median of the commits since its last word: from the begin of a txn to the end
+    of its body, without what it waited for others.
+    """
+
+    group: Name
+    rank: Count
+    inc: Count
+    step: Count
+    compute: Seconds
+    v: Literal[1] = 1
+    type: Literal["progress"] = "progress"
+
+
+@cache
+def _adapter() -> TypeAdapter[SpeedReport]:
+    return TypeAdapter(SpeedReport)
+
+
+def encode_speed(word: SpeedReport) -> bytes:
+    """Word → bytes for the topic ``progress``."""
+    return _adapter().dump_json(word)
+
+
+def decode_speed(payload: bytes) -> SpeedReport:
+    """Bytes of the topic ``progress`` → word. Raises ``UnreadableMessage``."""
+    if len(payload) > MAX_WORD:
+        raise UnreadableMessage(f"word of {len(payload)} bytes; the limit is {MAX_WORD}")
+    try:
+        return _adapter().validate_json(payload)
+    except ValidationError as error:
+        raise unreadable(error) from None

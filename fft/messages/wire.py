@@ -1,0 +1,267 @@
+"""How records, votes and messages cross the bus. Pure data: touches neither bus nor clock.
+
+An epoch record lists all members, some hundred bytes for each rank, and every rank reads it. So
+that an epoch of the same members costs a rank nothing that grows with their number, a record
+crosses the bus without the list, with its digest (``Packed``). The list lies in a register of its
+own, written before the record is proposed, and is read by those who do not hold it yet
+(``Wire``). The core and the traces only ever see whole records. The newest epoch record lies in a
+register of its own too, for those who look at the job from outside: they must find its members
+also when the head has moved on to a commit.
+
+A list is compressed: its repeated words, hosts and addresses shrink to some 30 bytes a rank, so
+that ``MAX_VALUE_BYTES`` of the bus hold the list of more than 100,000 ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+import fft.messages.protocol as core
+from fft.messages.protocol import (
+    MAX_MESSAGE,
+    BusMessage,
+    Decision,
+    GroupEntry,
+    Manifest,
+    Peer,
+    Record,
+    UnreadableMessage,
+    Vote,
+    unreadable,
+)
+from fft.util.errors import FftError
+
+EPOCH = "epoch"
+"""Register of the newest epoch record; written by who won it, so it may be late by a moment."""
+
+MAX_LIST = 64 * 1024 * 1024
+"""Bytes of a list of members before compression: about 500,000 ranks."""
+
+_KEEP = 4
+"""Lists held: the present epoch's, a proposed one, and what a late word may still name."""
+
+_CONFIG = ConfigDict(strict=True, extra="forbid")
+Members = tuple[GroupEntry, ...]
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Packed:
+    """A record without its members. As such it lies in the head register, and is announced."""
+
+    members: str
+    """Digest of the list; empty: there are none."""
+    record: Record
+    type: Literal["record"] = "record"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class _Ballots:
+    """YES votes that differ only in who voted."""
+
+    manifest: Manifest
+    peers: tuple[Peer, ...]
+    leaving: bool = False
+    last: bool = False
+    skip: bool = False
+    digest: str | None = None
+
+
+class MissingList(FftError):
+    """The list of a record's members is not where its writer put it."""
+
+
+@cache
+def _packed() -> TypeAdapter[Packed]:
+    return TypeAdapter(Packed)
+
+
+@cache
+def _members() -> TypeAdapter[Members]:
+    return TypeAdapter(Members)
+
+
+@cache
+def _word() -> TypeAdapter[tuple[_Ballots, ...]]:
+    return TypeAdapter(tuple[_Ballots, ...])
+
+
+# --- names on the bus -----------------------------------------------------------------------
+
+
+def inbox_name(peer: Peer) -> str:
+    """Inbox of one participant: of this incarnation, so that nothing in it is stale."""
+    return f"inbox/{peer.group}/{peer.rank}/{peer.inc}"
+
+
+def list_name(record: Record | Packed) -> str:
+    """Register for the members of an epoch record; it holds no other list, ever.
+
+    Also not that of the same proposer's next attempt, while the outcome of this one is open. Who
+    wrote it removes it: who forms the next epoch that of the last one, a proposer those that lost.
+    """
+    if isinstance(record, Packed):
+        digest, record = record.members, record.record
+    else:
+        digest = _digest_of(record.members)
+    by, epoch = record.by, record.epoch
+    return f"members/{by.group}/{by.rank}/{by.inc}/{epoch % 2}/{digest}"
+
+
+def _digest_of(members: Members) -> str:
+    return hashlib.blake2b(_members().dump_json(members), digest_size=16).hexdigest()
+
+
+# --- votes ----------------------------------------------------------------------------------
+
+
+def encode_votes(votes: Iterable[Vote]) -> bytes:
+    """Votes → one word for a ballot; what several have in common is said once."""
+    alike: dict[tuple[Manifest, bool, bool, bool, str | None], list[Peer]] = {}
+    for vote in votes:
+        key = (vote.manifest, vote.leaving, vote.last, vote.skip, vote.digest)
+        alike.setdefault(key, []).append(vote.peer)
+    word = tuple(
+        _Ballots(manifest, tuple(peers), leaving, last, skip, digest)
+        for (manifest, leaving, last, skip, digest), peers in alike.items()
+    )
+    return _word().dump_json(word, exclude_defaults=True)
+
+
+def decode_votes(data: bytes) -> tuple[Vote, ...]:
+    """A word of a ballot → votes, those that are alike together.
+
+    Raises:
+        UnreadableMessage: not in the form of such a word.
+    """
+    try:
+        word = _word().validate_json(data)
+    except ValidationError as error:
+        raise unreadable(error) from None
+    return tuple(
+        Vote(peer, some.manifest, some.leaving, some.last, some.skip, some.digest)
+        for some in word
+        for peer in some.peers
+    )
+
+
+# --- records and messages -------------------------------------------------------------------
+
+
+def decode(payload: bytes) -> BusMessage | Packed:
+    """Bytes of the topic ``protocol`` → message; a record may still lack its members.
+
+    Raises:
+        UnreadableMessage: too long, or not exactly in the form of a message.
+    """
+    if len(payload) > MAX_MESSAGE:
+        raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")
+    if payload.startswith(b'{"members":'):  # how every packed record begins, and nothing else
+        return decode_packed(payload)
+    return core.decode(payload)
+
+
+def decode_packed(data: bytes) -> Packed:
+    """Bytes of the head register → record without its members. Raises ``UnreadableMessage``."""
+    try:
+        packed = _packed().validate_json(data)
+    except ValidationError as error:
+        raise unreadable(error) from None
+    if packed.record.members:
+        raise UnreadableMessage("record.members: a packed record names its members by digest")
+    return packed
+
+
+def encode_packed(packed: Packed) -> bytes:
+    """Canonical bytes of a packed record: equal records, equal bytes."""
+    return _packed().dump_json(packed)
+
+
+class Wire:
+    """Packs records and puts them together again; holds the lists seen last. For one thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Members] = {}
+
+    def pack(self, record: Record) -> Packed:
+        """The record without its members, whose list is held from now on."""
+        if not record.members:
+            return Packed("", record)
+        return Packed(self._digest(record.members), replace(record, members=()))
+
+    def encode_record(self, record: Record) -> bytes:
+        """Canonical bytes of a record for the head register."""
+        return encode_packed(self.pack(record))
+
+    def encode(self, message: BusMessage) -> bytes:
+        """Message → bytes for the bus."""
+        if isinstance(message, Decision) and message.record is not None and not message.won:
+            return self.encode_record(message.record)
+        return core.encode(message)
+
+    def whole(self, packed: Packed) -> Record | None:
+        """The whole record; None: its list is not held."""
+        if not packed.members:
+            return packed.record
+        members = self._held.get(packed.members)
+        return None if members is None else replace(packed.record, members=members)
+
+    def found(self, packed: Packed, read: Callable[[str], bytes | None]) -> Record | None:
+        """The whole record, its list by ``read`` where it is not held; None: that is gone."""
+        if (record := self.whole(packed)) is not None:
+            return record
+        try:
+            return self.complete(packed, read(list_name(packed)))
+        except MissingList:
+            return None
+
+    def complete(self, packed: Packed, data: bytes | None) -> Record:
+        """The whole record, with what its list's register held.
+
+        Raises:
+            MissingList: nothing, or not the list that the digest names.
+        """
+        where = f"register {list_name(packed)!r}"
+        if data is None:
+            raise MissingList(f"{where} is empty; it must have the members of {_name(packed)}")
+        members = _read_members(data, where)
+        if self._digest(members) != packed.members:
+            raise MissingList(f"{where} does not have the members of {_name(packed)}")
+        return replace(packed.record, members=members)
+
+    def _digest(self, members: Members) -> str:
+        # Quick where the entries are the same objects, as in all records that were read here.
+        digest = next((d for d, held in self._held.items() if held == members), None)
+        if digest is None:
+            digest = _digest_of(members)
+        self._held[digest] = self._held.pop(digest, members)
+        while len(self._held) > _KEEP:
+            del self._held[next(iter(self._held))]
+        return digest
+
+
+def encode_members(record: Record) -> bytes:
+    """The list of a record's members, for its register."""
+    return zlib.compress(_members().dump_json(record.members), 1)
+
+
+def _read_members(data: bytes, where: str) -> Members:
+    try:
+        unpacking = zlib.decompressobj()
+        plain = unpacking.decompress(data, MAX_LIST)
+        if not unpacking.eof:
+            raise MissingList(f"{where} is torn, or unpacks to more than {MAX_LIST} bytes")
+        return _members().validate_json(plain)
+    except (zlib.error, ValidationError) as error:
+        raise MissingList(f"{where} has no list of members: {error}"[:500]) from None
+
+
+def _name(packed: Packed) -> str:
+    return f"epoch {packed.record.epoch}, proposed by {packed.record.by}"

@@ -1,0 +1,286 @@
+"""Who meets whom in the next round of checks, and whom the results prove at fault. Pure.
+
+After the idea of DLRover's node check: ranks are checked in pairs; who was in a pair that failed is
+paired anew with a rank that has shown itself to be sound; who fails again is at fault. Here nobody
+is named who has not failed with two different sound ranks, so that a broken link between two ranks
+is told from a broken rank. A pair that is slow, compared with the median of all, is treated as one
+that failed, but its verdict is another: slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Literal
+
+from fft.trace.blame import Place, Rollback, named_by_all, place_text
+
+How = Literal["failed", "silent", "slow", "rollbacks"]
+Confidence = Literal["high", "medium"]
+Pair = tuple[Place, Place]
+_GRAVEST: tuple[How, ...] = ("failed", "rollbacks", "silent", "slow")
+
+SLOW_FACTOR = 3.0
+"""Of the median of all."""
+SLOW_EXCESS_S = 0.25
+"""And so much beyond it: shorter times are the machine's moods."""
+FEWEST_TO_COMPARE = 3
+"""Of two times nobody can say which is the right one."""
+FEW = 4
+"""So many ranks all meet each other."""
+FEWEST_ROLLBACKS = 3
+"""Fewer that name one rank are chance."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One check of one rank. ``ok`` None: it could not be made, which is nobody's fault."""
+
+    ok: bool | None
+    seconds: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One network check. ``ok`` holds if both sides said so."""
+
+    round: int
+    pair: Pair
+    ok: bool
+    seconds: float = 0.0
+    text: str = ""
+
+    def other(self, rank: Place) -> Place:
+        """Whom ``rank`` met."""
+        return self.pair[1] if self.pair[0] == rank else self.pair[0]
+
+
+@dataclass
+class Findings:
+    """All results so far."""
+
+    alone: dict[Place, dict[str, Outcome]] = field(default_factory=dict)
+    """What each rank did by itself: check → outcome."""
+    meetings: list[Meeting] = field(default_factory=list)
+    silent: dict[Place, str] = field(default_factory=dict)
+    """Who did not answer, in words."""
+    left: set[Place] = field(default_factory=set)
+    """Who was not in the job any more when the checks were through."""
+
+    def broken(self, rank: Place) -> list[str]:
+        """What the rank's own checks found wrong with it."""
+        checks, common = self.alone.get(rank, {}), self.failed_by_all()
+        return [
+            f"{kind}: {one.text}"
+            for kind, one in checks.items()
+            if one.ok is False and kind not in common
+        ]
+
+    def failed_by_all(self) -> set[str]:
+        """Checks that failed on every rank, of several: that is no rank's fault."""
+        failed = [{k for k, one in c.items() if one.ok is False} for c in self.alone.values()]
+        return set.intersection(*failed) if len(failed) > 1 else set()
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank at fault. ``how``: the gravest of its faults; ``evidence``: all of it, in words."""
+
+    rank: Place
+    how: How
+    confidence: Confidence
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Who is at fault, the gravest first; and what else a person should know."""
+
+    culprits: tuple[Culprit, ...]
+    notes: tuple[str, ...] = ()
+
+
+# --- the rounds ------------------------------------------------------------------------------
+
+
+def next_pairs(ranks: Sequence[Place], findings: Findings) -> list[Pair]:
+    """Who shall meet whom; empty: there is nothing more to learn.
+
+    Each rank at most once. In the first round neighbours meet; later only who is under suspicion,
+    or has met nobody yet, and one sound rank each. Where they are few, everyone meets everyone:
+    one meeting of three tells nothing about what is slow.
+    """
+    usable = [r for r in ranks if r not in findings.silent and not findings.broken(r)]
+    if not findings.meetings:
+        return list(zip(usable[::2], usable[1::2], strict=False))
+    sound = _sound(findings)
+    met = {frozenset(meeting.pair) for meeting in findings.meetings}
+    open_cases = [r for r in usable if r not in sound and len(_failed_with(r, findings)) < 2]
+    partners = [r for r in usable if r in sound] or open_cases
+    if len(usable) <= FEW:
+        open_cases = partners = usable
+    pairs: list[Pair] = []
+    taken: set[Place] = set()
+    for rank in open_cases:
+        free = (p for p in partners if p != rank and p not in taken)
+        partner = next((p for p in free if frozenset((rank, p)) not in met), None)
+        if rank not in taken and partner is not None:
+            taken |= {rank, partner}
+            pairs.append((rank, partner))
+    return pairs
+
+
+def _sound(findings: Findings) -> set[Place]:
+    """Who has been in a meeting that was neither failed nor slow."""
+    limit = _slow_limit(_best_times(findings).values())
+    return {rank for m in findings.meetings if m.ok and m.seconds <= limit for rank in m.pair}
+
+
+def _failed_with(rank: Place, findings: Findings) -> dict[Place, Meeting]:
+    """The sound ranks with which ``rank`` had a meeting that failed or was slow."""
+    sound = _sound(findings)
+    limit = _slow_limit(_best_times(findings).values())
+    return {
+        m.other(rank): m
+        for m in findings.meetings
+        if rank in m.pair
+        and m.other(rank) in sound - findings.left
+        and not (m.ok and m.seconds <= limit)
+    }
+
+
+def _best_times(findings: Findings) -> dict[Place, float]:
+    """Of each rank the shortest meeting: a slow one is in none that is short."""
+    best: dict[Place, float] = {}
+    for meeting in findings.meetings:
+        for rank in meeting.pair if meeting.ok else ():
+            best[rank] = min(meeting.seconds, best.get(rank, meeting.seconds))
+    return best
+
+
+def _slow_limit(times: Iterable[float]) -> float:
+    """Seconds beyond which a time is slow among these; infinite where there are too few."""
+    known = sorted(times)
+    if len(known) < FEWEST_TO_COMPARE:
+        return float("inf")
+    middle = median_low(known)
+    return max(SLOW_FACTOR * middle, middle + SLOW_EXCESS_S)
+
+
+# --- the verdict -----------------------------------------------------------------------------
+
+
+def judge(
+    ranks: Sequence[Place], findings: Findings, rollbacks: Sequence[Rollback] = ()
+) -> Diagnosis:
+    """Who is at fault, by the checks and by what the last rollbacks say."""
+    notes: list[str] = []
+    against: dict[Place, list[tuple[How, str]]] = {}
+    for rank in ranks:
+        against[rank] = [
+            *(("failed", text) for text in findings.broken(rank)),
+            *(_by_network(rank, findings) if rank not in findings.left else ()),
+            *_by_time(rank, findings),
+        ]
+        answers = findings.alone and rank not in findings.left  # else it is not the rank
+        if rank in findings.silent and answers:
+            against[rank].append(("silent", findings.silent[rank]))
+    one = named_by_all(rollbacks, FEWEST_ROLLBACKS)
+    if one is not None and one in against:
+        against[one].append(("rollbacks", _by_rollbacks(one, rollbacks)))
+    if not findings.alone:
+        notes.append("no rank answers: does this job run, and is it of this version of FFT?")
+    notes += [f"the check of {kind} failed on every rank" for kind in findings.failed_by_all()]
+    notes += [f"{place_text(rank)} left the job meanwhile" for rank in sorted(findings.left)]
+    notes += _open_questions(ranks, findings)
+    notes += _partly_named(rollbacks) if one is None else []
+    if not any(against.values()) and not notes:
+        notes.append("every check of every rank was passed")
+    found = [_culprit(rank, list(words)) for rank, words in against.items() if words]
+    found.sort(key=lambda culprit: _GRAVEST.index(culprit.how))
+    return Diagnosis(tuple(found), tuple(notes))
+
+
+def _culprit(rank: Place, words: Sequence[tuple[How, str]]) -> Culprit:
+    ways = [how for how, _ in words]
+    how = min(ways, key=_GRAVEST.index)
+    high = how == "failed" or len(set(ways)) > 1
+    return Culprit(rank, how, "high" if high else "medium", tuple(text for _, text in words))
+
+
+def _by_network(rank: Place, findings: Findings) -> list[tuple[How, str]]:
+    if rank in _sound(findings):
+        return []
+    bad = _failed_with(rank, findings)
+    if len(bad) < 2:
+        return []
+    how: How = "failed" if any(not m.ok for m in bad.values()) else "slow"
+    return [(how, _told(rank, meeting)) for meeting in bad.values()]
+
+
+def _told(rank: Place, meeting: Meeting) -> str:
+    other = place_text(meeting.other(rank))
+    where = f"network, round {meeting.round}, with {other}, which is sound with others"
+    return f"{where}: {_what(meeting)}"
+
+
+def _what(meeting: Meeting) -> str:
+    return f"slow, {meeting.seconds:.2f} s" if meeting.ok else meeting.text
+
+
+def _by_time(rank: Place, findings: Findings) -> list[tuple[How, str]]:
+    """Slow by itself, though right."""
+    found: list[tuple[How, str]] = []
+    for kind, outcome in findings.alone.get(rank, {}).items():
+        times = [
+            checks[kind].seconds
+            for checks in findings.alone.values()
+            if kind in checks and checks[kind].ok
+        ]
+        if outcome.ok and outcome.seconds > _slow_limit(times):
+            middle = median_low(times)
+            text = f"{kind}: slow, {outcome.seconds:.2f} s; the median is {middle:.2f} s"
+            found.append(("slow", text))
+    return found
+
+
+def _by_rollbacks(rank: Place, rollbacks: Sequence[Rollback]) -> str:
+    last = rollbacks[-1]
+    return (
+        f"rollbacks: all {len(rollbacks)} at step {last.step} name {place_text(rank)}, the last: "
+        f"{last.cause[:300]} (each was a new attempt with the same batch: it may be the data)"
+    )
+
+
+def _partly_named(rollbacks: Sequence[Rollback]) -> list[str]:
+    if not rollbacks:
+        return []
+    counts: dict[str, int] = {}
+    for one in rollbacks:
+        for place in one.named:
+            counts[place_text(place)] = counts.get(place_text(place), 0) + 1
+    told = ", ".join(f"{place} in {count}" for place, count in sorted(counts.items()))
+    return [
+        f"the {len(rollbacks)} rollbacks at step {rollbacks[-1].step} "
+        f"name {told or 'nobody'}; the last: {rollbacks[-1].cause[:300]}"
+    ]
+
+
+def _open_questions(ranks: Sequence[Place], findings: Findings) -> list[str]:
+    """Meetings that went wrong and accuse nobody."""
+    sound = _sound(findings)
+    named = {rank for rank in ranks if _by_network(rank, findings)}
+    limit = _slow_limit(_best_times(findings).values())
+    notes = []
+    for meeting in findings.meetings:
+        if (meeting.ok and meeting.seconds <= limit) or named & set(meeting.pair):
+            continue
+        one, other = map(place_text, meeting.pair)
+        if set(meeting.pair) <= sound:
+            why = "both are sound with others, so it is what lies between these two"
+        else:
+            why = "there were not enough sound ranks to tell which side is at fault"
+        notes.append(f"network, round {meeting.round}, {one} with {other}: {_what(meeting)}; {why}")
+    return notes

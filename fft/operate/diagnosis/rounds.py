@@ -1,0 +1,295 @@
+"""Asking a job's ranks for checks, round by round, until it is known who is at fault.
+
+Speaks on the bus, and waits, bounded, for each answer.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fft.messages.commands import MOST_CHECKED, Answer, Check, CheckTask, fresh_id
+from fft.messages.protocol import Record
+from fft.messages.wire import Packed
+from fft.operate.client import FIRST_ANSWER_S, Ear, JobClient, OperatorError
+from fft.operate.diagnosis.plan import (
+    Diagnosis,
+    Findings,
+    Meeting,
+    Outcome,
+    Pair,
+    judge,
+    next_pairs,
+)
+from fft.trace.blame import History, Place, Rollback, place_text
+
+LIMIT_S = 20.0
+"""For one check of one rank: some hundred times what it takes."""
+MOST_ROUNDS = 16
+_LATER_S = 2.0
+"""Beyond the limit, for the answer itself."""
+_DRAIN_S = 0.05
+"""To take in what was heard; it lies ready."""
+
+Answers = Callable[[float], Iterator[Answer]]
+
+
+@dataclass
+class Report:
+    """A diagnosis: what was found, and on what it is founded."""
+
+    step: int
+    epoch: int
+    ranks: list[Place]
+    findings: Findings
+    rollbacks: list[Rollback]
+    verdict: Diagnosis
+    actions: list[str] = field(default_factory=list)
+    """What was done about it."""
+
+    def lines(self) -> list[str]:
+        """The verdict in words: one line for each culprit and each note."""
+        told = [
+            f"group {c.rank[0]} rank {c.rank[1]} is at fault ({c.how}, confidence {c.confidence}): "
+            + "; ".join(c.evidence)
+            for c in self.verdict.culprits
+        ]
+        told = told or ["nobody was found at fault"]
+        return [*told, *self.verdict.notes, *self.actions]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "ranks": [
+                {
+                    "group": rank[0],
+                    "rank": rank[1],
+                    "checks": {k: asdict(o) for k, o in self.findings.alone.get(rank, {}).items()},
+                    "silent": self.findings.silent.get(rank),
+                }
+                for rank in self.ranks
+            ],
+            "meetings": [
+                {**asdict(m), "pair": [place_text(rank) for rank in m.pair]}
+                for m in self.findings.meetings
+            ],
+            "rollbacks": [
+                {**asdict(r), "named": sorted(place_text(rank) for rank in r.named)}
+                for r in self.rollbacks
+            ],
+            "culprits": [
+                {**asdict(c), "rank": c.rank[1], "group": c.rank[0]} for c in self.verdict.culprits
+            ],
+            "notes": list(self.verdict.notes),
+            "actions": list(self.actions),
+        }
+
+
+def diagnose(desk: JobClient, rollbacks: Sequence[Rollback] = (), limit: float = LIMIT_S) -> Report:
+    """Check all ranks of the job's epoch, alone and in pairs, and judge.
+
+    ``rollbacks``: what is known of those since the last commit; what is decided meanwhile is heard
+    besides. ``limit`` (s) bounds each check. Raises ``OperatorError``: there is no epoch to check;
+    ``BusError``: the bus is lost.
+    """
+    with desk.hearing() as ear:
+        job = desk.job()
+        if job.head is None or job.epoch is None:
+            raise OperatorError(
+                f"no epoch of a job could be read on the bus at {desk.bus.url}; is it the job's "
+                "FFT_BUS, its name included? Look with `fft watch --once`"
+            )
+        ranks = sorted((p.group, p.rank) for p in job.epoch.peers)
+        if len(ranks) > MOST_CHECKED:
+            raise OperatorError(
+                f"the job has {len(ranks)} ranks; at most {MOST_CHECKED} are checked"
+            )
+        findings = Findings()
+        _check_alone(desk, ranks, findings, limit)
+        for number in range(1, MOST_ROUNDS + 1):
+            pairs = next_pairs(ranks, findings)
+            if not pairs:
+                break
+            _check_pairs(desk, number, pairs, findings, limit)
+        run = _heard(ear, job.head, rollbacks)
+    _excuse_who_left(desk, job.epoch, findings)
+    step = run[-1].step if run else job.head.step
+    return Report(step, job.head.epoch, ranks, findings, run, judge(ranks, findings, run))
+
+
+# --- everyone by himself -----------------------------------------------------------------------
+
+
+def _check_alone(desk: JobClient, ranks: list[Place], findings: Findings, limit: float) -> None:
+    waiting = ranks
+    for _ in range(2):  # once more, for who was only late
+        answered = _ask_alone(desk, waiting, findings, limit)
+        waiting = [rank for rank in waiting if rank not in answered]
+        if not waiting or not answered:
+            break
+    for rank in waiting:
+        findings.silent[rank] = "does not answer"
+
+
+def _ask_alone(
+    desk: JobClient, ranks: Sequence[Place], findings: Findings, limit: float
+) -> set[Place]:
+    """Who answered. Who says nothing at all is not waited for until the limit."""
+    tasks = tuple(CheckTask(group, rank, "alone") for group, rank in ranks)
+    command = Check(fresh_id(), tasks, desk.me, limit=limit)
+    with desk.asking(command) as answers:
+        said, done = _gather(answers, ranks, limit)
+    _none_refused(said)
+    for rank in said:
+        results = done.get(rank)
+        if results is None:
+            findings.silent[rank] = "began its checks, and never told what came of them"
+        else:
+            findings.alone[rank] = {k: _outcome(results.get(k)) for k in ("compute", "memory")}
+    return set(said)
+
+
+def _gather(
+    answers: Answers,
+    ranks: Sequence[Place],
+    limit: float,
+    heard: Mapping[Place, Answer] | None = None,
+) -> tuple[dict[Place, Answer], dict[Place, dict[str, Any]]]:
+    """Everyone's first word, and the results. ``heard``: first words that were taken before.
+
+    Who says nothing in `FIRST_ANSWER_S` is waited for no longer.
+    """
+    by_name = {f"group {group} rank {rank}": (group, rank) for group, rank in ranks}
+    said = {rank: word for rank, word in (heard or {}).items() if rank in by_name.values()}
+    done: dict[Place, dict[str, Any]] = {}
+    began = time.monotonic()
+    first, last = began + FIRST_ANSWER_S, began + limit + _LATER_S
+    while True:
+        now = time.monotonic()
+        awaited = by_name.values() if now < first else said
+        if all(rank in done for rank in awaited):
+            return said, done
+        answer = next(answers(last if now >= first or len(said) == len(by_name) else first), None)
+        if answer is None:
+            if time.monotonic() >= last:
+                return said, done
+        elif (rank := by_name.get(answer.by)) is not None:
+            said.setdefault(rank, answer)
+            if answer.verdict != "accepted":
+                done[rank] = _data(answer)
+
+
+def _none_refused(said: Mapping[Place, Answer]) -> None:
+    """Raise ``OperatorError`` if somebody else is at a diagnosis of this job."""
+    for rank, answer in said.items():
+        if answer.verdict == "refused":
+            raise OperatorError(
+                f"group {rank[0]} rank {rank[1]} is at another check: wait for the end of that"
+            )
+
+
+# --- in pairs ----------------------------------------------------------------------------------
+
+
+def _check_pairs(
+    desk: JobClient, number: int, pairs: Sequence[Pair], findings: Findings, limit: float
+) -> None:
+    keys = {pair: secrets.token_hex(16) for pair in pairs}
+    listen = tuple(CheckTask(*pair[0], "listen", key=keys[pair]) for pair in pairs)
+    with desk.asking(Check(fresh_id(), listen, desk.me, number, limit)) as heard:
+        words = _first_words(heard, [pair[0] for pair in pairs])
+        addresses = {
+            pair: str(_data(words[pair[0]]).get("address", ""))
+            for pair in pairs
+            if pair[0] in words
+        }
+        open_pairs = [pair for pair, address in addresses.items() if address]
+        connect = tuple(
+            CheckTask(*pair[1], "connect", addresses[pair], keys[pair]) for pair in open_pairs
+        )
+        second = [Check(fresh_id(), connect, desk.me, number, limit)] if connect else []
+        with desk.asking(*second) as other_heard:
+            said, there = _gather(other_heard, [pair[1] for pair in open_pairs], limit)
+        # Also who waits for a partner that is silent: until it has given up it refuses others.
+        _, here = _gather(heard, [pair[0] for pair in open_pairs], limit, words)
+    _none_refused({**words, **said})
+    for pair in pairs:
+        if pair not in addresses:
+            findings.silent[pair[0]] = f"answered before, and no more in round {number}"
+        elif pair in open_pairs and pair[1] not in said:
+            findings.silent[pair[1]] = f"answered before, and no more in round {number}"
+        else:
+            sides = [here.get(pair[0]), there.get(pair[1])]
+            if pair not in open_pairs:
+                sides = [_data(words[pair[0]]), {"network": {"ok": True}}]
+            findings.meetings.append(_meeting(number, pair, sides))
+
+
+def _first_words(answers: Answers, ranks: Sequence[Place]) -> dict[Place, Answer]:
+    """What each of them says first; who says nothing for long is not in it."""
+    by_name = {f"group {group} rank {rank}": (group, rank) for group, rank in ranks}
+    said: dict[Place, Answer] = {}
+    for answer in answers(time.monotonic() + FIRST_ANSWER_S):
+        if (rank := by_name.get(answer.by)) is not None:
+            said.setdefault(rank, answer)
+        if len(said) == len(by_name):
+            break
+    return said
+
+
+def _meeting(number: int, pair: Pair, sides: Sequence[dict[str, Any] | None]) -> Meeting:
+    """Good if both sides say so; else what those say who do not."""
+    outcomes = [_outcome((results or {}).get("network")) for results in sides]
+    ok = all(outcome.ok for outcome in outcomes)
+    told = [
+        f"{place_text(rank)} says: {outcome.text}"
+        for rank, outcome in zip(pair, outcomes, strict=True)
+        if ok or not outcome.ok
+    ]
+    return Meeting(number, pair, ok, max(o.seconds for o in outcomes), "; ".join(told))
+
+
+# --- answers -----------------------------------------------------------------------------------
+
+
+def _data(answer: Answer) -> dict[str, Any]:
+    try:
+        data = json.loads(answer.text)
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _outcome(data: object) -> Outcome:
+    """One result as a rank wrote it; what is none says nothing for or against the rank."""
+    if not isinstance(data, dict):
+        return Outcome(None, 0.0, "no result")
+    ok, seconds = data.get("ok"), data.get("seconds")
+    good = ok if isinstance(ok, bool) else None
+    known = float(seconds) if isinstance(seconds, int | float) else 0.0
+    return Outcome(good, known, str(data.get("text", ""))[:300])
+
+
+def _heard(ear: Ear, head: Record, before: Sequence[Rollback]) -> list[Rollback]:
+    """The rollbacks at one step: those known before, the head, and what was heard meanwhile."""
+    history = History()
+    words = ear.words(time.monotonic() + _DRAIN_S)
+    for record in (head, *(word.record for word in words if isinstance(word, Packed))):
+        history.take(asdict(record))
+    if not before:
+        return history.run
+    run = {one.n: one for one in (*before, *history.run) if one.step == before[0].step}
+    return [run[n] for n in sorted(run)]
+
+
+def _excuse_who_left(desk: JobClient, epoch: Record, findings: Findings) -> None:
+    """Who has left the job meanwhile need not answer, nor stand by a connection."""
+    now = desk.job().epoch
+    for peer in set(epoch.peers) - set(() if now is None else now.peers):
+        findings.left.add((peer.group, peer.rank))

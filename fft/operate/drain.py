@@ -1,0 +1,126 @@
+"""Taking groups out of a running job: after a commit (drain), or at once (evict).
+
+Speaks on the bus, and waits, bounded, for what comes of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fft.messages.commands import Evict, fresh_id
+from fft.messages.protocol import Death, Drain, Record, encode
+from fft.messages.wire import Packed
+from fft.operate.client import FIRST_ANSWER_S, Ear, JobClient, JobState, OperatorError, listed
+
+_REAPED_S = 20.0
+"""Beyond the grace: for the supervisor to see the processes end."""
+
+
+def drain(desk: JobClient, groups: Sequence[str], wait: float) -> Record:
+    """Ask ``groups`` to leave, and wait for it, at most ``wait`` seconds.
+
+    Returns the record with which the last of them left. Raises ``OperatorError``: there is no such
+    group, or it has not left; then the text says what happened meanwhile.
+    """
+    with desk.hearing() as ear:
+        before = desk.job()
+        before.check_groups(groups, desk.bus.url)
+        desk.bus.broadcast(encode(Drain(tuple(groups), by=desk.me)))
+        return _has_left(desk, ear, groups, wait, before)
+
+
+def _has_left(
+    desk: JobClient, ear: Ear, groups: Sequence[str], wait: float, before: JobState
+) -> Record:
+    missing, commits, abort = set(groups), 0, ""
+    for word in ear.words(time.monotonic() + wait):
+        if not isinstance(word, Packed):
+            continue
+        record = word.record
+        if record.kind == "commit":
+            commits += 1
+            missing -= set(record.leavers)
+        elif record.kind == "abort":
+            abort = f"; the last attempt was rolled back: {record.cause}"
+        elif (epoch := desk.whole(word)) is not None:  # left out, or dead: gone all the same
+            missing &= {entry.group for entry in epoch.members}
+        if not missing:
+            return record
+    assert before.head is not None
+    what = f"{commits} steps were committed meanwhile" if commits else "nothing was committed"
+    raise OperatorError(
+        f"group {listed(sorted(missing))} has not left within {wait:g} s: {what}, since step "
+        f"{before.head.step}{abort}. The drain stands; look with `fft watch`, or take it out at "
+        "once with `fft evict`"
+    )
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What came of an eviction."""
+
+    told_dead: tuple[str, ...]
+    """Processes that were said dead to the job, in words."""
+    done: str
+    """The supervisor's last word."""
+
+
+def evict(
+    desk: JobClient, place: str, *, restart: bool, grace: float, on_accepted: Callable[[str], None]
+) -> Eviction:
+    """Leave out GROUP or GROUP.RANK at once, and have its processes ended by their supervisor.
+
+    The job goes on without it before its processes have ended. ``on_accepted`` hears the
+    supervisor's first word. Raises ``OperatorError``: no such group, no supervisor on this bus, or
+    it refused.
+    """
+    job = desk.job()
+    group, rank = _place(job, place)
+    told = _tell_dead(desk, job, group, rank)
+    command = Evict(fresh_id(), group, desk.me, rank, grace, restart)
+    with desk.asking(command) as answers:
+        for answer in answers(time.monotonic() + FIRST_ANSWER_S):
+            if answer.verdict == "refused":
+                raise OperatorError(f"{answer.by} refused: {answer.text}")
+            on_accepted(f"{answer.by}: {answer.text}")
+            break
+        else:
+            raise OperatorError(_nobody(desk, told, group, job))
+        for answer in answers(time.monotonic() + grace + _REAPED_S):
+            if answer.verdict == "done":
+                return Eviction(told, answer.text)
+    raise OperatorError(f"the processes of group {group} have not ended {grace + _REAPED_S:g} s on")
+
+
+def _place(job: JobState, text: str) -> tuple[str, int | None]:
+    """GROUP or GROUP.RANK; a group's name may have a dot in it."""
+    group, dot, rank = text.rpartition(".")
+    if text in job.groups or not dot or not rank.isdecimal():
+        return text, None
+    return group, int(rank)
+
+
+def _tell_dead(desk: JobClient, job: JobState, group: str, rank: int | None) -> tuple[str, ...]:
+    """A death notice for each process of the place that is in the epoch."""
+    entry = job.groups.get(group)
+    ranks = [] if entry is None else [r for r in entry.ranks if rank in (None, r.rank)]
+    if entry is not None and not ranks:
+        numbers = ", ".join(str(r.rank) for r in entry.ranks)
+        raise OperatorError(f"no rank {rank} in group {group}; its ranks: {numbers}")
+    cause = f"evicted by {desk.me}"
+    for r in ranks:
+        desk.bus.broadcast(encode(Death(group, r.rank, r.pid, r.host, "operator", cause)))
+    return tuple(f"{group}/{r.rank}: pid {r.pid} on {r.host}" for r in ranks)
+
+
+def _nobody(desk: JobClient, told: tuple[str, ...], group: str, job: JobState) -> str:
+    """Why an eviction went nowhere, or only half the way."""
+    missing = f"no supervisor answered on {desk.bus.url} within {FIRST_ANSWER_S:g} s"
+    if not told:
+        return f"{missing}, and no group {group!r} is in the job; its groups: {listed(job.groups)}"
+    return (
+        f"{missing}. The job was told to go on without {'; '.join(told)}, but who still lives "
+        "is not let in again: end it by hand"
+    )

@@ -1,0 +1,198 @@
+"""What a job is doing, told by its bus alone: the model behind ``fft watch``. Pure.
+
+It is fed with everything that is broadcast, and with the registers where it begins; what is not
+broadcast (votes, acknowledgements) it does not know. Times are seconds on the caller's clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fft.health.detectors.straggler import Stragglers
+from fft.messages.commands import COMMANDS, Command, command_to_json
+from fft.messages.protocol import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
+from fft.messages.speed import SpeedReport
+
+_RATE_COMMITS = 20  # over so many commits the rate of steps is taken
+_STALE_S = 10.0  # after so long without a commit there is no rate
+_DECISIONS = 8
+
+IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
+LEFT_OUT, SUSPECTED = "left out", "suspected"
+
+
+@dataclass
+class RankSeen:
+    """The newest known process of one rank. ``why``: what somebody said when it went."""
+
+    inc: int
+    pid: int
+    host: str
+    state: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One group on the screen."""
+
+    group: str
+    ranks: Mapping[int, RankSeen]
+    draining: bool
+
+    def state(self) -> str:
+        """Its state in words; ranks that differ from one another are named."""
+        states = {rank.state for rank in self.ranks.values()}
+        if len(states) != 1:
+            return ", ".join(f"rank {n} {self.ranks[n].state}" for n in sorted(self.ranks))
+        state = states.pop()
+        return f"{state}, asked to leave" if self.draining and state == IN_EPOCH else state
+
+    def why(self) -> str:
+        """The last word on one of its ranks that went."""
+        return next((rank.why for rank in self.ranks.values() if rank.why), "")
+
+
+@dataclass
+class JobModel:
+    """The job so far."""
+
+    head: Record | None = None
+    lost: str = ""
+    """Why the bus cannot be heard; empty: it is heard."""
+    decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
+    commands: deque[Command] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    _groups: dict[str, dict[int, RankSeen]] = field(default_factory=dict)
+    _leaving: set[str] = field(default_factory=set)
+    _commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_COMMITS))
+
+    def begin(self, head: Record | None, epoch: Record | None) -> None:
+        """The registers where the watching begins, or begins again after the bus was lost."""
+        self.lost = ""
+        self._commits.clear()
+        if epoch is not None:
+            self._enter(epoch)
+        if head is not None and (self.head is None or head.n >= self.head.n):
+            self.head = head
+
+    def see(
+        self, word: BusMessage | Record | Command | SpeedReport, now: float
+    ) -> list[dict[str, Any]]:
+        """Take in one thing that was broadcast; lines for ``--json`` on what it changes.
+
+        A record is whole. What a word says by itself is in `event_of`.
+        """
+        match word:
+            case SpeedReport():
+                rank = f"{word.group}/{word.rank}"
+                changes = self.stragglers.hear(rank, word.inc, word.compute)
+                return [{"event": "straggler", **asdict(change)} for change in changes]
+            case Record():
+                self._decided(word, now)
+            case Join(hello=hello):
+                self._join(hello.peer, hello.pid, hello.host)
+            case Leave(peer=peer, cause=cause):
+                self._gone(peer.group, peer.rank, LEFT, cause, inc=peer.inc)
+            case Death() | Suspect():
+                cause = f"{word.cause} (seen by {word.by})"
+                state = DEAD if isinstance(word, Death) else SUSPECTED
+                self._gone(word.group, word.rank, state, cause, pid=word.pid)
+            case Drain(groups=groups):
+                self._leaving |= set(groups)
+            case _ if isinstance(word, COMMANDS):
+                self.commands.append(word)
+        return []
+
+    def pace(self, group: str) -> str:
+        """The slow ranks of ``group``, each with how many times the median time it takes."""
+        places = ((rank.rpartition("/"), factor) for rank, factor in self.stragglers.slow.items())
+        return ", ".join(f"rank {rank}: {by:.1f} ×" for (of, _, rank), by in places if of == group)
+
+    def rate(self, now: float) -> float | None:
+        """Committed steps a second; None: too few commits, or none lately."""
+        if len(self._commits) < 2 or now - self._commits[-1][0] > _STALE_S:
+            return None
+        (first, from_step), (last, to_step) = self._commits[0], self._commits[-1]
+        return (to_step - from_step) / (last - first) if last > first else None
+
+    def rows(self) -> list[GroupRow]:
+        """The groups, by name; numbers in the order of numbers."""
+        names = sorted(self._groups, key=lambda name: (len(name), name))
+        return [GroupRow(name, self._groups[name], name in self._leaving) for name in names]
+
+    def _decided(self, record: Record, now: float) -> None:
+        if self.head is not None and record.n <= self.head.n:
+            return
+        self.head = record
+        self.decisions.append(record)
+        if record.kind == "epoch":
+            self._enter(record)
+        elif record.kind == "commit":
+            self._commits.append((now, record.step))
+            for group in record.leavers:
+                self._leaving.discard(group)
+                for rank in self._groups.get(group, {}).values():
+                    rank.state, rank.why = LEFT, f"drained at step {record.step}"
+
+    def _enter(self, epoch: Record) -> None:
+        """Everyone that the epoch names is in it; who was in the last one and is not, is out."""
+        named = {entry.group for entry in epoch.members}
+        for entry in epoch.members:
+            self._groups[entry.group] = {
+                r.rank: RankSeen(r.inc, r.pid, r.host, IN_EPOCH) for r in entry.ranks
+            }
+        for group, ranks in self._groups.items():
+            for rank in ranks.values():
+                if group not in named and rank.state == IN_EPOCH:
+                    rank.state = LEFT_OUT
+        self._leaving &= named
+
+    def _join(self, peer: Peer, pid: int, host: str) -> None:
+        ranks = self._groups.setdefault(peer.group, {})
+        known = ranks.get(peer.rank)
+        if known is None or known.inc < peer.inc or known.state != IN_EPOCH:
+            ranks[peer.rank] = RankSeen(peer.inc, pid, host, JOINING)
+
+    def _gone(
+        self, group: str, rank: int, state: str, why: str, inc: int | None = None, pid: int = 0
+    ) -> None:
+        known = self._groups.get(group, {}).get(rank)
+        if known is None or (known.inc != inc and known.pid != pid):
+            return
+        if known.state != LEFT:  # a drained process says that it leaves, too; it has been told
+            known.state, known.why = state, why
+
+
+def event_of(word: BusMessage | Record | Command | SpeedReport) -> dict[str, Any] | None:
+    """One line for ``--json``; None: nothing that a person would want to know."""
+    match word:
+        case Record():
+            line: dict[str, Any] = {
+                "event": word.kind,
+                "n": word.n,
+                "epoch": word.epoch,
+                "txn": word.txn,
+                "step": word.step,
+                "by": str(word.by),
+            }
+            if word.kind == "epoch":
+                line["members"] = [str(peer) for peer in word.peers]
+            if word.leavers:
+                line["leavers"] = list(word.leavers)
+            return {**line, "cause": word.cause} if word.cause else line
+        case Join(hello=hello):
+            return {"event": "join", "peer": str(hello.peer), "pid": hello.pid, "host": hello.host}
+        case Leave(peer=peer, cause=cause):
+            return {"event": "leave", "peer": str(peer), "cause": cause}
+        case Death() | Suspect():
+            where = {"group": word.group, "rank": word.rank, "pid": word.pid, "host": word.host}
+            return {"event": word.type, **where, "by": word.by, "cause": word.cause}
+        case Drain():
+            return {"event": "drain", "groups": list(word.groups), "by": word.by}
+        case _ if isinstance(word, COMMANDS):
+            return {"event": "command", **command_to_json(word)}
+    return None

@@ -1,0 +1,1 @@
+"""The protocol, pure: spec, table, guards, effects, the participant, its guarantees."""

@@ -1,0 +1,253 @@
+"""The participant: (state, event, now) → (state, effects). Pure; the heart of FFT.
+
+``handle`` compares fencing tokens in one place (``_stale``) before any row is looked at, finds the
+row in the spec's table, runs its effects by name, then tries the state's exit rows until none
+applies, and last gives deferred events another chance. Nothing is decided outside the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fft.messages.protocol import (
+    Ack,
+    Applied,
+    ApplyFailed,
+    Ballot,
+    Begin,
+    BusMessage,
+    ClearTimers,
+    Connected,
+    Death,
+    Decision,
+    Effect,
+    Event,
+    Fault,
+    Healed,
+    HealFailed,
+    Hello,
+    Here,
+    Join,
+    Leave,
+    Peer,
+    Prepared,
+    Ready,
+    Restored,
+    Suspect,
+    Timer,
+)
+from fft.protocol.effects import EFFECTS, Action, arm
+from fft.protocol.guards import GUARDS, Guard
+from fft.protocol.spec import Row
+from fft.protocol.state import GENESIS, Config, Local, peers_meant
+from fft.protocol.table import EXIT, Table, Turn
+
+_MAX_CHAIN = 16
+"""Exit rows taken in a row without an event between; more means a spec that never settles."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One row taken."""
+
+    source: str
+    dest: str
+    event: str
+    guards: dict[str, bool]
+    effects: list[str]
+    row: Row
+    """As the spec has it."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one event did. ``verdict`` other than ``row`` means that nothing changed.
+
+    ``reason``: of such a verdict; with ``row``: a deferred event, tried again, was refused.
+    """
+
+    verdict: Literal["row", "ignored", "deferred", "fenced", "known", "refused"]
+    reason: str = ""
+    steps: list[Step] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+
+
+def event_name(event: Event) -> str:
+    """The name under which a spec speaks of the event."""
+    return f"timer.{event.name}" if isinstance(event, Timer) else event.type
+
+
+class Participant:
+    """Runs one participant's part of the protocol over a table; holds no state itself.
+
+    ``guards``, ``actions`` and ``stale`` are what the names of a spec mean, and the fencing. The
+    checker's planted bugs replace one of them in a subclass; nobody else does.
+    """
+
+    guards: Mapping[str, Guard] = GUARDS
+    actions: Mapping[str, Action] = EFFECTS
+
+    def __init__(self, table: Table, config: Config) -> None:
+        self.table = table
+        self.config = config
+
+    def initial(
+        self,
+        lineage: str = GENESIS,
+        step: int = 0,
+        cursor: int = 0,
+        batches: int = 0,
+        now: float = 0.0,
+    ) -> Local:
+        """State of a participant that holds the given training state and knows of nobody."""
+        return Local(
+            state=self.table.spec.initial,
+            lineage=lineage,
+            step=step,
+            cursor=cursor,
+            batches=batches,
+            since=now,
+        )
+
+    def handle(self, before: Local, event: Event, now: float) -> tuple[Local, Outcome]:
+        """React to one event. ``before`` is left as it was; ``now`` is monotonic seconds."""
+        s = copy.copy(before)
+        out = self._handle_one(s, event, now)
+        if out.verdict != "row":
+            if out.verdict == "deferred":
+                s.deferred = (*s.deferred, event)
+            return s, out
+        self._retry_deferred(s, out, before.state, now)
+        return s, out
+
+    def stale(self, s: Local, event: Event) -> Outcome | None:
+        """What to say of an event that is fenced or known already; None: it counts."""
+        return _stale(s, event)
+
+    def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
+        while s.deferred and s.state != tried_in:
+            tried_in, waiting, s.deferred = s.state, s.deferred, ()
+            for event in waiting:
+                again = self._handle_one(s, event, now)
+                if again.verdict == "deferred":
+                    s.deferred = (*s.deferred, event)
+                elif again.verdict == "refused":
+                    out.reason = f"a deferred {event.type} was refused: {again.reason}"
+                out.steps += again.steps
+                out.effects += again.effects
+
+    def _handle_one(self, s: Local, event: Event, now: float) -> Outcome:
+        if (stale := self.stale(s, event)) is not None:
+            return stale
+        name = event_name(event)
+        verdict, reason = self.table.verdict(s.state, name)
+        match verdict:
+            case "ignore":
+                return Outcome("ignored", reason)
+            case "defer":
+                return Outcome("deferred", reason)
+            case "refuse":
+                return Outcome("refused", reason)
+        out, before = Outcome("row"), (s.timers, s.bus_down)
+        if isinstance(event, Timer):
+            s.timers = {n: serial for n, serial in s.timers.items() if n != event.name}
+        elif isinstance(event, (BusMessage, Ballot)):
+            s.bus_down = False  # whatever it says, the bus has spoken
+        if not self._take_row(s, out, event, name, now):
+            s.timers, s.bus_down = before
+            return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
+        for _ in range(_MAX_CHAIN):
+            if not self._take_row(s, out, event, EXIT, now):
+                return out
+        raise AssertionError(f"exit rows of {s.state} never settle")
+
+    def _take_row(self, s: Local, out: Outcome, event: Event, name: str, now: float) -> bool:
+        source = s.state
+        turn = self.table.look_up(Turn(source, self._checker(s, event)), name)
+        if turn.row is None:
+            return False
+        out.steps.append(Step(source, turn.state, name, turn.guards, turn.row.effects, turn.row))
+        if turn.row.to is not None:
+            s.state, s.since = turn.state, now
+            self._enter(s, out)
+        self._run(s, out, event, turn.row)
+        return True
+
+    def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
+        return lambda name: self.guards[name](s, self.config, event)
+
+    def _enter(self, s: Local, out: Outcome) -> None:
+        lasting = self.table.spec.common.timers
+        if gone := tuple(name for name in s.timers if name not in lasting):
+            s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
+            out.effects.append(ClearTimers(gone))
+        for name in self.table.spec.states[s.state].timers:
+            out.effects.append(arm(s, self.config, name))
+
+    def _run(self, s: Local, out: Outcome, event: Event, row: Row) -> None:
+        for name in row.effects:
+            out.effects += self.actions[name](s, self.config, event)
+
+
+# --- fencing ------------------------------------------------------------------------------------
+
+
+def _stale(s: Local, event: Event) -> Outcome | None:
+    """The one place where tokens are compared: what is older than I am changes nothing."""
+    match event:
+        case Timer(name=name, serial=serial):
+            if s.timers.get(name) != serial:
+                return Outcome("known", "the timer was cleared")
+        case Decision(record=record):
+            return _stale_decision(s, event) if record is not None else None
+        case Ack(hello=hello, token=token):
+            if token.epoch < s.token.epoch:
+                return Outcome("fenced", f"ack of {token}, I stand at {s.token}")
+            return _stale_hello(s, hello)
+        case Join(hello=hello):
+            return _stale_hello(s, hello)
+        case Ready(peer=peer, epoch=epoch) | Begin(peer=peer, epoch=epoch):
+            if epoch < s.token.epoch:
+                return Outcome("fenced", f"{event.type} for epoch {epoch}, I stand at {s.token}")
+            return _stale_peer(s, peer)
+        case Leave(peer=peer) | Here(peer=peer):
+            return _stale_peer(s, peer)
+        case Death() | Suspect():
+            if not peers_meant(s, event):
+                return Outcome("fenced", f"the {event.type} of a process that is nobody here")
+        case Prepared() | Ballot() | Applied() | ApplyFailed() | Fault():
+            if event.token != s.token:
+                return Outcome("fenced", f"{event.type} of {event.token}, I stand at {s.token}")
+        case Restored(token=token):
+            if token != s.restoring:
+                return Outcome("fenced", f"restored {token}, I wait for {s.restoring}")
+        case Connected() | Healed() | HealFailed():
+            if event.epoch != s.token.epoch:
+                text = f"{event.type} for epoch {event.epoch}, I stand at {s.token}"
+                return Outcome("fenced", text)
+    return None
+
+
+def _stale_decision(s: Local, event: Decision) -> Outcome | None:
+    assert event.record is not None
+    if s.head is None or event.record.n > s.head.n:
+        return None
+    if event.record.n == s.head.n and event.record != s.head:
+        return Outcome("refused", f"two values for record {s.head.n} of the head register")
+    return Outcome("known", "a decision I have obeyed")
+
+
+def _stale_hello(s: Local, hello: Hello) -> Outcome | None:
+    return _stale_peer(s, hello.peer)
+
+
+def _stale_peer(s: Local, peer: Peer) -> Outcome | None:
+    known = s.hellos.get((peer.group, peer.rank))
+    if known is not None and known.peer.inc > peer.inc:
+        return Outcome("fenced", f"{peer} was replaced by {known.peer}")
+    if peer in s.dead:
+        return Outcome("fenced", f"{peer} has ended")
+    return None

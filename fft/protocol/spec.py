@@ -1,0 +1,92 @@
+"""The spec format: strict models of an FSM file. Pure.
+
+A spec holds names only; what a guard or an effect means is code in this room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Row(_Strict):
+    """One way to react: if all guards hold, run the effects in order and go to ``to``."""
+
+    to: str | None = Field(
+        None, description="next state; absent: stay, the state is not re-entered"
+    )
+    guard: list[str] = Field(default_factory=list, description="names; all must hold")
+    effects: list[str] = Field(default_factory=list, description="names; run in this order")
+    why: str = Field("", description="a sentence for the reader and the diagram")
+
+
+Rows = Annotated[list[Row], Field(min_length=1)]
+
+
+class StateSpec(_Strict):
+    """One state: for every event it has rows, or says by name why it ignores or defers it."""
+
+    doc: str = ""
+    timers: list[str] = Field(
+        default_factory=list, description="armed on entry, cleared on leaving"
+    )
+    on: dict[str, Rows] = Field(default_factory=dict)
+    exit: list[Row] = Field(
+        default_factory=list, description="exit guards: tried in order after every event"
+    )
+    ignore: dict[str, str] = Field(default_factory=dict, description="event: reason")
+    defer: dict[str, str] = Field(default_factory=dict, description="event: reason")
+    terminal: bool = False
+
+
+class Common(_Strict):
+    """Rows for every state that is not terminal and does not name the event itself."""
+
+    on: dict[str, Rows] = Field(default_factory=dict)
+    ignore: dict[str, str] = Field(default_factory=dict)
+    timers: list[str] = Field(
+        default_factory=list, description="timers that effects arm and that outlive a state"
+    )
+
+
+class Groups(_Strict):
+    """Which groups a paradigm has, and how each keeps together."""
+
+    replicate: Literal["every_step"] = Field(description="sync policy of the replicate groups")
+    shard: Literal["fails_as_one", "none"] = Field(description="unit of fault tolerance")
+
+
+class Policies(_Strict):
+    """Choices that guards read."""
+
+    min_reductions: int = Field(
+        1, ge=0, description="reductions that a YES needs, so that a phantom step cannot commit"
+    )
+    on_divergence: Literal["stop", "heal"] = Field(
+        "stop",
+        description="replicas differ: end the job, or have whoever differs from most fetch anew",
+    )
+
+
+class FsmSpec(_Strict):
+    """A whole paradigm, as written in ``fsm_specs/<name>.yaml``."""
+
+    name: str
+    version: Literal[1]
+    doc: str = ""
+    groups: Groups
+    policies: Policies
+    timeouts: dict[str, float] = Field(description="timer name: default, in seconds")
+    initial: str
+    common: Common = Common()
+    states: dict[str, StateSpec]
+
+    def digest(self) -> str:
+        """Hex digest of the content; two processes of one job must have the same."""
+        return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()

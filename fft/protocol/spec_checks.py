@@ -1,0 +1,193 @@
+"""Static checks of a spec: names known, states reachable, rows in no fight, events answered.
+
+Pure. Each problem is (place in the file, sentence with the mend).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import get_args
+
+from fft.messages.protocol import Event, Timer
+from fft.protocol.effects import EFFECTS
+from fft.protocol.guards import GUARDS
+from fft.protocol.spec import FsmSpec, Row, StateSpec
+from fft.protocol.table import EXIT
+
+Place = tuple[str | int, ...]
+Problem = tuple[Place, str]
+
+EVENTS: frozenset[str] = frozenset(
+    kind.__dataclass_fields__["type"].default for kind in get_args(Event) if kind is not Timer
+)
+"""Names of all events but timers, which are ``timer.<name>``."""
+
+
+def check_spec(spec: FsmSpec) -> list[Problem]:
+    """Every problem of the spec; empty if it can be run."""
+    problems = list(_names(spec))
+    if problems:
+        return problems  # what follows takes the names for granted
+    return [*_fights(spec), *_silences(spec), *_reach(spec), *_deferrals(spec)]
+
+
+def _row_lists(spec: FsmSpec) -> Iterator[tuple[Place, str, list[Row]]]:
+    """(place, event, rows) of the whole file; exit rows come under the event ``exit``."""
+    for event, rows in spec.common.on.items():
+        yield ("common", "on", event), event, rows
+    for name, state in spec.states.items():
+        for event, rows in state.on.items():
+            yield ("states", name, "on", event), event, rows
+        if state.exit:
+            yield ("states", name, "exit"), EXIT, state.exit
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"unknown {kind} {name!r}; {hint}"
+
+
+def _names(spec: FsmSpec) -> Iterator[Problem]:
+    events = EVENTS | {f"timer.{name}" for name in spec.timeouts}
+    if spec.initial not in spec.states:
+        yield ("initial",), _unknown("state", spec.initial, spec.states)
+    for name, seconds in spec.timeouts.items():
+        if seconds <= 0:
+            yield ("timeouts", name), f"{seconds:g} s is no time to wait; give a positive number"
+    for place, event, rows in _row_lists(spec):
+        if event != EXIT and event not in events:
+            yield place, _unknown("event", event, events)
+        for i, row in enumerate(rows):
+            yield from _row_names(spec, (*place, i), row)
+    for owner, silent in _silent_lists(spec):
+        for event in silent:
+            if event not in events:
+                yield (*owner, event), _unknown("event", event, events)
+    armed: list[tuple[Place, list[str]]] = [(("common",), spec.common.timers)]
+    armed += [(("states", name), state.timers) for name, state in spec.states.items()]
+    for owner, timers in armed:
+        for i, timer in enumerate(timers):
+            if timer not in spec.timeouts:
+                yield (*owner, "timers", i), _unknown("timer", timer, spec.timeouts)
+
+
+def _row_names(spec: FsmSpec, place: Place, row: Row) -> Iterator[Problem]:
+    if row.to is not None and row.to not in spec.states:
+        yield (*place, "to"), _unknown("state", row.to, spec.states)
+    for i, name in enumerate(row.guard):
+        if name not in GUARDS:
+            yield (*place, "guard", i), _unknown("guard", name, GUARDS)
+    for i, name in enumerate(row.effects):
+        if name not in EFFECTS:
+            yield (*place, "effects", i), _unknown("effect", name, EFFECTS)
+
+
+def _silent_lists(spec: FsmSpec) -> Iterator[tuple[Place, dict[str, str]]]:
+    yield ("common", "ignore"), spec.common.ignore
+    for name, state in spec.states.items():
+        yield ("states", name, "ignore"), state.ignore
+        yield ("states", name, "defer"), state.defer
+
+
+def _fights(spec: FsmSpec) -> Iterator[Problem]:
+    """Two rows fight if the earlier one holds whenever the later one does."""
+    for place, event, rows in _row_lists(spec):
+        for j, later in enumerate(rows):
+            for i, earlier in enumerate(rows[:j]):
+                if set(earlier.guard) <= set(later.guard):
+                    yield (
+                        (*place, j),
+                        f"rows {i} and {j} fight: row {i} is taken whenever row {j} could be; "
+                        "put the one with more guards first, or remove one",
+                    )
+        if event == EXIT:
+            for i, row in enumerate(rows):
+                if not row.guard:
+                    yield (*place, i), "an exit row needs a guard, or the state is never left alone"
+    for name, state in spec.states.items():
+        named = [set(state.on), set(state.ignore), set(state.defer)]
+        for event in sorted(set[str]().union(*named)):
+            if sum(event in group for group in named) > 1:
+                yield (
+                    ("states", name),
+                    f"event {event!r} stands twice among on, ignore and defer; keep one",
+                )
+
+
+def answered(spec: FsmSpec, state: StateSpec) -> set[str]:
+    """Events that the state says something to."""
+    return set().union(state.on, state.ignore, state.defer, spec.common.on, spec.common.ignore)
+
+
+def _silences(spec: FsmSpec) -> Iterator[Problem]:
+    for name, state in spec.states.items():
+        if state.terminal:
+            if state.on or state.exit or state.defer or state.timers:
+                yield ("states", name), "a terminal state has no rows, deferrals or timers"
+            continue
+        timers = [*state.timers, *spec.common.timers]
+        expected = EVENTS | {f"timer.{timer}" for timer in timers}
+        for event in sorted(expected - answered(spec, state)):
+            yield (
+                ("states", name),
+                f"event {event!r} has no way out of {name}: give it a row under `on`, or name it "
+                "under `ignore` or `defer` with the reason",
+            )
+
+
+def successors(spec: FsmSpec, name: str) -> set[str]:
+    """States that one row leads to from ``name``."""
+    state = spec.states[name]
+    if state.terminal:
+        return set()
+    named = state.on.keys() | state.ignore.keys() | state.defer.keys()
+    rows = [row for rows in state.on.values() for row in rows] + state.exit
+    rows += [row for event, rs in spec.common.on.items() if event not in named for row in rs]
+    return {row.to for row in rows if row.to is not None}
+
+
+def _closure(edges: dict[str, set[str]], start: set[str]) -> set[str]:
+    seen, todo = set(start), list(start)
+    while todo:
+        for nxt in edges.get(todo.pop(), set()) - seen:
+            seen.add(nxt)
+            todo.append(nxt)
+    return seen
+
+
+def _reach(spec: FsmSpec) -> Iterator[Problem]:
+    forward = {name: successors(spec, name) for name in spec.states}
+    for name in spec.states.keys() - _closure(forward, {spec.initial}):
+        yield (
+            ("states", name),
+            f"state {name} cannot be reached from {spec.initial}: add a row that leads to it, or "
+            "remove it",
+        )
+    backward: dict[str, set[str]] = {name: set() for name in spec.states}
+    for source, targets in forward.items():
+        for target in targets:
+            backward[target].add(source)
+    ends = {name for name, state in spec.states.items() if state.terminal}
+    if not ends:
+        yield ("states",), "there is no terminal state; mark one with `terminal: true`"
+    for name in spec.states.keys() - _closure(backward, ends) if ends else ():
+        yield ("states", name), f"no way leads out of {name} to a terminal state; add a row"
+
+
+def _deferrals(spec: FsmSpec) -> Iterator[Problem]:
+    """A deferred event must be answered in some state that can follow."""
+    edges = {name: successors(spec, name) for name in spec.states}
+    for name, state in spec.states.items():
+        for event in state.defer:
+            later = _closure(edges, edges[name])
+            if not any(
+                event in spec.states[n].on or event in spec.common.on
+                for n in later
+                if not spec.states[n].terminal
+            ):
+                yield (
+                    ("states", name, "defer", event),
+                    f"event {event!r} is deferred, but no state after {name} has a row for it",
+                )

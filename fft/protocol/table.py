@@ -1,0 +1,128 @@
+"""FsmSpec → table, a ``transitions`` machine. The only importer of that library.
+
+Pure. One table serves any number of participants: the library's events are triggered on a small
+unregistered object (``Turn``), because registered models keep bound triggers that a copy of the
+model would share (see DESIGN.md, "traps").
+
+A step takes half a dozen look-ups, and the checker millions. What the library does for one is to
+go through the candidates in its own table until all conditions of one hold; the rest, callbacks
+that nobody has set and log records, took a quarter of the engine's time. So `look_up` goes through
+that table itself, and tests hold it to `trigger`, the library's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, cast
+
+from transitions import EventData, Machine
+
+from fft.protocol.spec import FsmSpec, Row
+
+EXIT = "exit"
+"""Name under which a state's exit rows are triggered; no event may be called so."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One look-up: starts in ``state``; afterwards ``row`` is the row taken, if any."""
+
+    state: str
+    check: Callable[[str], bool]
+    row: Row | None = None
+    guards: dict[str, bool] = field(default_factory=dict)
+    """Guards asked so far, with their answers."""
+
+    def ask(self, name: str) -> bool:
+        """Whether the guard holds; it is looked at once."""
+        if name not in self.guards:
+            self.guards[name] = self.check(name)
+        return self.guards[name]
+
+    def allows(self, row: Row) -> bool:
+        """Whether all guards of the row hold; those behind one that does not are not asked."""
+        return all(map(self.ask, row.guard))
+
+
+Verdict = Literal["row", "ignore", "defer", "refuse"]
+
+
+class Table:
+    """The transition table of a spec."""
+
+    def __init__(self, spec: FsmSpec) -> None:
+        self.spec = spec
+        self._machine = Machine(
+            model=None,
+            states=list(spec.states),
+            initial=spec.initial,
+            auto_transitions=False,
+            send_event=True,
+            queued=False,
+        )
+        self._rows: set[tuple[str, str]] = set()
+        for name, state in spec.states.items():
+            shared = {} if state.terminal else spec.common.on
+            named = state.on.keys() | state.ignore.keys() | state.defer.keys()
+            rows = {**{e: r for e, r in shared.items() if e not in named}, **state.on}
+            if state.exit:
+                rows[EXIT] = state.exit
+            for event, candidates in rows.items():
+                self._add(name, event, candidates)
+        self._candidates = {at: self._listed(*at) for at in self._rows}
+
+    def _add(self, state: str, event: str, rows: list[Row]) -> None:
+        self._rows.add((state, event))
+        for row in rows:
+            self._machine.add_transition(
+                trigger=event,
+                source=state,
+                dest=row.to,
+                conditions=[partial(_ask, name) for name in row.guard],
+                before=partial(_take, row),
+            )
+
+    def _listed(self, state: str, event: str) -> tuple[Row, ...]:
+        """The rows of the library's table, in its order."""
+        found = self._machine.events[event].transitions[state]
+        return tuple(cast("partial[None]", t.before[0]).args[0] for t in found)
+
+    def verdict(self, state: str, event: str) -> tuple[Verdict, str]:
+        """What the state says to the event by name, and why: rows, ignore, defer, or refuse."""
+        spec = self.spec.states[state]
+        if (state, event) in self._rows:
+            return "row", ""
+        if event in spec.ignore:
+            return "ignore", spec.ignore[event]
+        if event in spec.defer:
+            return "defer", spec.defer[event]
+        if not spec.terminal and event in self.spec.common.ignore:
+            return "ignore", self.spec.common.ignore[event]
+        if spec.terminal:
+            return "ignore", "the state is terminal"
+        return "refuse", f"{state} has no row for {event!r}"
+
+    def look_up(self, turn: Turn, event: str) -> Turn:
+        """Find the first row whose guards hold; ``turn.state`` is then the next state."""
+        for row in self._candidates.get((turn.state, event), ()):
+            if turn.allows(row):
+                turn.row, turn.state = row, row.to or turn.state
+                break
+        return turn
+
+    def trigger(self, turn: Turn, event: str) -> Turn:
+        """The same, by the library."""
+        if (turn.state, event) in self._rows:
+            self._machine.events[event].trigger(turn)
+        return turn
+
+
+def _ask(name: str, event: EventData) -> bool:
+    return cast(Turn, event.model).ask(name)
+
+
+def _take(row: Row, event: EventData) -> None:
+    turn = cast(Turn, event.model)
+    turn.row = row

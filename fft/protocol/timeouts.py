@@ -1,0 +1,305 @@
+"""Every timeout as one table: what it bounds, where its value is from, what it must fit to. Pure.
+
+Values that the user gave are kept. A default that does not fit to them is fitted; two given values
+that contradict each other are refused, with the reason and a set that would work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fft.util.errors import FftError
+
+if TYPE_CHECKING:  # each trainer's monitor starts with this module, and needs no pydantic
+    from fft.protocol.spec import FsmSpec
+
+TORCHFT_DEFAULT_S = 60.0
+"""Default of torchft's three timeouts, in seconds."""
+LONGEST_BUS_OPERATION_S = 10.0
+"""No operation on the bus is waited for longer, whatever ``connect_timeout`` says."""
+NATS_FAILOVER_S = 10.0
+"""What a change of leader costs a NATS cluster, in seconds. A follower waits for 4 to 9 s, drawn at
+random, before it stands for election, and that is no setting (nats-server: server/raft.go,
+``minElectionTimeoutDefault``); the rest is the election, and what clients add."""
+
+ARGUMENTS = {
+    "timeout": "fetching state from a peer; what an abort leaves behind in a process group",
+    "quorum_timeout": "building process groups after the epoch is formed; with "
+    "membership=lighthouse, a txn's quorum too",
+    "connect_timeout": "reaching torchft's store and the bus at the start",
+}
+"""The manager's arguments that are torchft's, and what else they bound besides what follows."""
+
+_BOUNDS = {
+    "bus_operation": "one operation on the bus; follows connect_timeout, "
+    f"{LONGEST_BUS_OPERATION_S:g} s at most, {2 * NATS_FAILOVER_S:g} s on nats://",
+    "bus_failover": "a change of leader among NATS servers; they wait 4 to 9 s before they elect",
+    "join_interval": "until a joiner says again that it is there",
+    "join_window": "the wait of the first epoch for groups that were announced",
+    "quorum": "being without an epoch, or in none; then the participant stops",
+    "ack_window": "the wait for acknowledgements; who is silent is left out of the next epoch",
+    "coordinator_window": "the silence of who forms the next epoch; then another one does",
+    "vote_window": "being in doubt before ABORT is proposed",
+    "ready_window": "the wait for all members in a new epoch's barrier, state transfer included",
+    "drain_window": "the wait of a leaver for those who stay",
+    "pause": "unit of the growing pauses between rollbacks in a row: 1, 2, 4 … 64 times this",
+    "bus_retry": "until what may be lost with the bus is said again",
+    "bus_limit": "being without the bus; then the participant stops",
+}
+_DERIVED = ("bus_operation", "bus_failover")
+"""Rows that nobody can give: they follow from others, or from the bus."""
+
+_HANGS = {
+    "hang_limit": (
+        600.0,
+        "no progress of a main thread; 5 x the median step (1 s at least) where that is shorter",
+    ),
+    "hang_grace": (30.0, "the rollback of a txn that hangs; then the monitor ends its process"),
+}
+"""Of the monitor: seconds, and what they bound."""
+_DRAINS = {
+    "drain_margin": (
+        5.0,
+        "what a leaver's deadline keeps for its end; without a commit by then it leaves without "
+        "(half of the deadline, where that is shorter)",
+    ),
+}
+HOST_LIMIT_S = 5.0
+_HOSTS = {
+    "host_limit": (
+        HOST_LIMIT_S,
+        "the silence of a host before others go on without it; 3 x the longest gap between its "
+        "heartbeats (0.4 x this at least) where that is shorter",
+    ),
+}
+_LIGHTHOUSE = {
+    "lighthouse_window": (
+        1.0,
+        "the wait for a member that the lighthouse's quorum does not name, before it is suspected; "
+        "with membership=lighthouse",
+    ),
+}
+_OURS = {**_HANGS, **_DRAINS, **_HOSTS, **_LIGHTHOUSE}
+
+
+class TimeoutsError(FftError):
+    """The timeouts cannot be used together; the message has the reasons and a set that works."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that the user chose, in seconds, and by what: ``timeout=``, ``--set`` …"""
+
+    seconds: float
+    by: str
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """One row of the table; ``seconds``, and where they are from."""
+
+    name: str
+    seconds: float
+    origin: str
+    bounds: str
+    fixed: bool = False
+    """Chosen by the user."""
+    fitted: int = 0
+    """Moved up (1) or down (-1) to fit, and then never the other way."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``larger`` must be at least ``factor`` times ``smaller``."""
+
+    larger: str
+    factor: float
+    smaller: str
+    why: str
+
+    def least(self, table: Mapping[str, Timeout]) -> float:
+        """What ``larger`` must be at least, in seconds."""
+        return self.factor * table[self.smaller].seconds
+
+    def holds(self, table: Mapping[str, Timeout]) -> bool:
+        """Whether the table keeps this rule; a rule on a timer that is not there does."""
+        if not {self.larger, self.smaller} <= set(table):
+            return True
+        least = self.least(table)
+        return table[self.larger].seconds >= least or math.isclose(
+            table[self.larger].seconds, least
+        )
+
+
+RULES = (
+    Rule("bus_limit", 4, "bus_retry", "the bus must get several chances before it is given up"),
+    Rule("bus_limit", 2, "bus_operation", "one slow operation must not be the end"),
+    Rule("bus_limit", 2, "bus_failover", "the bus must outlive its leader, and a split vote"),
+    Rule("vote_window", 2, "bus_retry", "a vote that was lost must be said again before an ABORT"),
+    Rule("coordinator_window", 2, "ack_window", "it gives a sign of life once in each ack_window"),
+    Rule("quorum", 2, "coordinator_window", "a silent coordinator must be replaced before the end"),
+    Rule("join_window", 2, "join_interval", "a joiner's first word may be lost"),
+    Rule("quorum", 2, "join_window", "the first epoch must come before the end"),
+    Rule("quorum", 64, "pause", "the longest pause must not end the job"),
+    Rule(
+        "quorum_timeout",
+        2,
+        "lighthouse_window",
+        "who is not named must be suspected before the quorum is given up",
+    ),
+    Rule(
+        "ready_window", 1, "timeout", "a member that still fetches its state must not be left out"
+    ),
+)
+
+
+def bus_operation(url: str) -> float:
+    """Seconds after which an operation on the bus at ``url`` is given up, at most."""
+    return 2 * NATS_FAILOVER_S if _is_nats(url) else LONGEST_BUS_OPERATION_S
+
+
+def _is_nats(url: str) -> bool:
+    return url.partition("://")[0] in ("nats", "tls")
+
+
+def resolve(spec: FsmSpec, given: Mapping[str, Given], bus: str = "") -> dict[str, Timeout]:
+    """The timeouts by name: the spec's timers, torchft's arguments, and those of the bus.
+
+    ``bus`` is its URL; without one it is taken to be ``tcp://``.
+
+    Raises:
+        TimeoutsError: an unknown name, a time that is none, or given values that contradict
+            each other.
+    """
+    _check(spec, given)
+    table = _unfitted(spec, given, bus)
+    problems = _fit(table)
+    if problems:
+        raise TimeoutsError("\n".join(["the timeouts do not fit:", *problems, _advice(table)]))
+    return table
+
+
+def from_env(environ: Mapping[str, str]) -> dict[str, Given]:
+    """What torchft's variables say: ``TORCHFT_TIMEOUT_SEC`` and its like."""
+    found = {}
+    for name in ARGUMENTS:
+        if text := environ.get(variable := f"TORCHFT_{name.upper()}_SEC"):
+            found[name] = Given(_seconds(name, text), variable)
+    return found
+
+
+def from_pairs(pairs: Iterable[str]) -> dict[str, Given]:
+    """``NAME=SECONDS`` each. Raises ``TimeoutsError`` for anything else."""
+    found = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        found[name] = Given(_seconds(name, text), "--set")
+    return found
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise TimeoutsError(f"timeouts: {name}={text!r}; write NAME=SECONDS, as {name}=5") from None
+
+
+def timers(spec: FsmSpec, table: Mapping[str, Timeout]) -> dict[str, float]:
+    """Seconds by timer name, as the core wants them."""
+    return {name: table[name].seconds for name in spec.timeouts}
+
+
+def _check(spec: FsmSpec, given: Mapping[str, Given]) -> None:
+    known = {*spec.timeouts, *ARGUMENTS, *_OURS}
+    for name, value in given.items():
+        if name not in known:
+            raise TimeoutsError(
+                f"timeouts: unknown name {name!r}; known: {', '.join(sorted(known))}"
+            )
+        if not (value.seconds > 0 and math.isfinite(value.seconds)):
+            raise TimeoutsError(
+                f"timeouts: {name} is {value.seconds:g} s ({value.by}); give a positive number"
+            )
+
+
+def _unfitted(spec: FsmSpec, given: Mapping[str, Given], bus: str) -> dict[str, Timeout]:
+    table: dict[str, Timeout] = {}
+
+    def put(name: str, bounds: str, seconds: float, origin: str, fixed: bool = False) -> None:
+        if chosen := given.get(name):
+            seconds, origin, fixed = chosen.seconds, chosen.by, True
+        table[name] = Timeout(name, seconds, origin, bounds, fixed)
+
+    for name, bounds in ARGUMENTS.items():
+        put(name, bounds, TORCHFT_DEFAULT_S, "torchft's default")
+    wait, quorum, connect = (table[name] for name in ARGUMENTS)
+    operation, by = min((bus_operation(bus), "the bus"), (connect.seconds, connect.origin))
+    put("bus_operation", _BOUNDS["bus_operation"], operation, by, by != "the bus" and connect.fixed)
+    if _is_nats(bus):
+        put("bus_failover", _BOUNDS["bus_failover"], NATS_FAILOVER_S, "a fact of NATS", True)
+    for name, seconds in spec.timeouts.items():
+        bounds, source = _BOUNDS.get(name, f"a timer of {spec.name}"), None
+        if name == "vote_window":
+            source = wait
+        elif name in ("quorum", "ready_window"):
+            source = quorum
+        if source is None:
+            put(name, bounds, seconds, f"spec {spec.name}")
+        else:  # a barrier's window may grow with the transfer that it has to hold
+            put(name, bounds, source.seconds, source.origin, source.fixed and name == "quorum")
+    for name, (seconds, bounds) in _OURS.items():
+        put(name, bounds, seconds, "FFT's default")
+    return table
+
+
+def _fit(table: dict[str, Timeout]) -> list[str]:
+    """Fit what the user did not choose; what still does not fit, as lines."""
+    while broken := [rule for rule in RULES if not rule.holds(table)]:
+        if not any(_mend(table, rule) for rule in broken):
+            return list(_told(table, broken))
+    return []
+
+
+def _mend(table: dict[str, Timeout], rule: Rule) -> bool:
+    """Raise the larger or lower the smaller, if it may be moved that way. Whether it could be."""
+    larger, smaller = table[rule.larger], table[rule.smaller]
+    if not larger.fixed and larger.fitted >= 0:
+        table[larger.name] = _moved(larger, rule.least(table), 1, smaller)
+    elif not smaller.fixed and smaller.fitted <= 0:
+        table[smaller.name] = _moved(smaller, larger.seconds / rule.factor, -1, larger)
+    else:
+        return False
+    return True
+
+
+def _moved(timeout: Timeout, seconds: float, way: int, other: Timeout) -> Timeout:
+    verb = "raised" if way > 0 else "lowered"
+    origin = timeout.origin if timeout.fitted else f"{timeout.origin}, {verb} to fit {other.name}"
+    return replace(timeout, seconds=seconds, origin=origin, fitted=way)
+
+
+def _told(table: Mapping[str, Timeout], broken: list[Rule]) -> Iterator[str]:
+    for rule in broken:
+        larger, smaller = table[rule.larger], table[rule.smaller]
+        times = "" if rule.factor == 1 else f"{rule.factor:g} x "
+        yield (
+            f"  {larger.name} = {larger.seconds:g} s ({larger.origin}) must be at least {times}"
+            f"{smaller.name} = {smaller.seconds:g} s ({smaller.origin}): {rule.why}"
+        )
+
+
+def _advice(table: Mapping[str, Timeout]) -> str:
+    """A set that would work: what is too short, made longer."""
+    works = dict(table)
+    while broken := [rule for rule in RULES if not rule.holds(works)]:  # ends: no rule is circular
+        for rule in broken:
+            works[rule.larger] = replace(works[rule.larger], seconds=rule.least(works))
+    changed = [
+        t
+        for t in works.values()
+        if (t.fixed or t.seconds != table[t.name].seconds) and t.name not in _DERIVED
+    ]
+    return "these would work: " + ", ".join(f"{t.name}={t.seconds:.12g}" for t in changed)

@@ -1,0 +1,1254 @@
+"""A whole job as a transition system: the shipped core and table over a bus that may fail.
+
+Pure. A state is a short tuple of numbers (``fft.prove.intern``); ``Model.steps`` gives every step
+that a participant, its main thread, the bus or a fault can take next. Engines are modelled as in
+``fft.engine.loop``: the effects of an event are carried out in order, one step for each that others
+can see (broadcast, read, decide, vote), so that anybody can act, and crash, between two of them;
+answers are handled after the effects and before anything else. Real time does not exist: a timer
+may fire early as a fault, or when nothing else can happen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import permutations
+from typing import Any, NamedTuple
+
+from fft.messages.protocol import (
+    AbortGroups,
+    Ack,
+    Applied,
+    Apply,
+    ApplyFailed,
+    Ballot,
+    Begin,
+    Broadcast,
+    BusDown,
+    CastVote,
+    Connected,
+    Death,
+    Decide,
+    Decision,
+    Drain,
+    Effect,
+    Event,
+    Fault,
+    Finish,
+    Heal,
+    Healed,
+    HealFailed,
+    Here,
+    Join,
+    Leave,
+    Manifest,
+    Peer,
+    Prepared,
+    ReadHead,
+    Ready,
+    Record,
+    Restore,
+    Restored,
+    Start,
+    StartTxn,
+    Stop,
+    Suspect,
+    Tell,
+    Timer,
+    Token,
+    Vote,
+)
+from fft.protocol.invariants import INVARIANTS, Claim, Given, Holds, Know, Move, Same
+from fft.protocol.participant import Outcome, Participant
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import GENESIS, Config, member_peers
+from fft.protocol.table import Table
+from fft.prove.bits import Bits
+from fft.prove.intern import Interner, Renamer, freeze, thaw
+
+KINDS = (
+    "fault",  # the body raises, before or after its vote
+    "no",  # the body ends with a NO
+    "misfit",  # the body took part in no reduction, or in others than its peers, and says YES
+    "skip",  # the user skips the step, after its reductions or before
+    "corrupt",  # a state changes that nobody was to change
+    "bare",  # a vote without a digest, where others have one
+    "torn",  # the optimizer step fails half way
+    "heal",  # rebuilding groups or fetching state fails, though everybody lives
+    "crash",  # a process ends; a monitor tells
+    "silent",  # a process ends; nobody tells
+    "restart",  # an ended group comes back as new incarnations
+    "twin",  # group A is started a second time while the first one lives
+    "drain",  # a group is asked to leave
+    "hang",  # a monitor says of a process, rightly or not, that its main thread does not move
+    "early",  # a timer fires before its time: false suspicion
+    "lose",  # a message never reaches one listener
+    "twice",  # a message reaches one listener twice
+    "swap",  # two messages reach one listener in the other order
+    "lapse",  # one operation on the bus fails; whether it took effect is unknown
+    "outage",  # the bus is out of reach for a while
+    "deaf",  # a listener loses its place in the message order, and hears nothing for all any more
+    "quit",  # the user shuts a manager down
+    "forget",  # the bus ends and comes back empty
+)
+"""Faults, each with a budget of its own in a scope."""
+
+GROUPS = "ABCDEFGH"
+SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
+"""Effects that others can see: each is a step of its own."""
+QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
+"""What a process is to hear, and what a step is called that takes the first of it."""
+_UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "forget")
+"""Faults that tell an order of messages from another."""
+_GIVES_UP = "bus_limit"
+"""Fires by itself only for whom the bus is gone: outages are shorter."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The bounds of one search: who takes part, how far it goes, which faults and how many."""
+
+    name: str
+    groups: int = 2
+    ranks: int = 1
+    commits: int = 2
+    """Main threads begin no body at this committed step."""
+    faults: int = 1
+    """Faults in all."""
+    budget: tuple[tuple[str, int], ...] = ()
+    """Kind of fault: how many at most. Kinds that are not named do not happen."""
+    formed: bool = True
+    """Begin where the first epoch is running; else where the processes start."""
+    alike: bool = True
+    """All groups begin with the same weights; else the first epoch copies one group's."""
+    least: int = 1
+    """Groups without which nothing goes on."""
+    digests: bool = False
+    """Votes bring digests of the states."""
+    heals: bool = False
+    """Whose state differs from most fetches it anew; else the job ends where states differ."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
+        begin = "from the first txn" if self.formed else "from process start"
+        least = f", {self.least} at least" if self.least > 1 else ""
+        least += ", states compared" if self.digests else ""
+        least += " and healed" if self.heals else ""
+        return (
+            f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
+            f"{self.faults} faults of: {what or 'none'}"
+        )
+
+
+@dataclass(frozen=True)
+class World:
+    """How bus and main threads behave; anything but the default is a planted bug of theirs."""
+
+    write_once: bool = True
+    """``compare_set`` compares."""
+    generations: bool = True
+    """A bus that lost its memory is recognised and never used again."""
+    attempts: bool = True
+    """Every attempt at a step has a ballot of its own."""
+    patient: bool = True
+    """The main thread of a learner waits for its state before it says that the body has ended."""
+
+
+REAL = World()
+
+
+class Node(NamedTuple):
+    """One process. ``local`` < 0: it is not there."""
+
+    inc: int
+    local: int = -1
+    inbox: tuple[int, ...] = ()
+    """Messages for everyone, in the order that all have in common."""
+    mail: tuple[int, ...] = ()
+    """Messages for this process alone; those for everyone may come before or after them."""
+    pending: tuple[int, ...] = ()
+    """Effects of the last event that are not carried out yet; the first is a shared one."""
+    answers: tuple[int, ...] = ()
+    """Answers of the bus, handled when ``pending`` is empty."""
+    task: tuple[Any, ...] | None = None
+    """The command that the main thread has, as (name, …)."""
+    source: int | None = None
+    """Of a learner in its first txn: where the state is on its way from."""
+    done: int = -1
+    """The main thread's word that it applied the step, not handled yet."""
+    bits: Bits | None = None
+    aged: frozenset[str] = frozenset()
+    """Timers that are armed since before a much shorter one ran out."""
+
+
+class Shared(NamedTuple):
+    """What the bus holds."""
+
+    head: Record | None = None
+    ballots: tuple[tuple[Token, tuple[Vote, ...]], ...] = ()
+    bus: str = "up"
+    """``up``, ``down`` (out of reach) or ``gone`` (its memory is lost)."""
+
+
+View = tuple[int, int | None, int, str]
+
+State = tuple[int, ...]
+"""Numbers of the nodes, then of shared, budget and facts."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: what was done, by or to whom, and the state it leads to."""
+
+    who: int
+    """Index of the node; -1: nobody's."""
+    what: str
+    free: bool
+    """Not a fault: happens sooner or later if it can."""
+    state: State
+    broken: tuple[str, str] | None = None
+    """(property, text) that the step breaks."""
+    checks: tuple[int, ...] = ()
+    """Numbers of the claim lists weighed in it."""
+
+
+class _Handled(NamedTuple):
+    local: int
+    effects: tuple[int, ...]
+    claims: int
+    refused: str
+    outcome: Outcome
+    kept: frozenset[str]
+    """Timers that are armed as they were before."""
+
+
+class Act(NamedTuple):
+    """A step as far as one process and the bus know it; the rest of the state follows."""
+
+    what: str
+    cost: str | None
+    """The kind of fault it is, if any."""
+    node: int
+    shared: int = -1
+    """-1: as before."""
+    sent: tuple[int, ...] = ()
+    told: tuple[Peer, int] | None = None
+    """A message for one participant alone."""
+    claims: tuple[int, ...] = ()
+    broken: tuple[str, str] | None = None
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one node's turn has come to so far."""
+
+    node: Node
+    shared: Shared
+    sent: list[int] = field(default_factory=list)
+    told: tuple[Peer, int] | None = None
+    claims: list[int] = field(default_factory=list)
+    broken: tuple[str, str] | None = None
+
+
+class Model:
+    """The transition system of a spec in a scope.
+
+    Args:
+        participant: the class that runs the core; planted bugs are subclasses.
+        only: names of the properties to evaluate, ``protocol`` among them; by default all.
+    """
+
+    def __init__(
+        self,
+        spec: FsmSpec,
+        scope: Scope,
+        participant: type[Participant] = Participant,
+        world: World = REAL,
+        only: Collection[str] = (),
+    ) -> None:
+        self.spec, self.scope, self.world, self.only = spec, scope, world, only
+        self._class, self._table = participant, Table(spec)
+        self.places = scope.groups * scope.ranks
+        twin = dict(scope.budget).get("twin", 0) > 0
+        self.size = self.places + (scope.ranks if twin else 0)
+        """Places, and those of a twin of group A behind them."""
+        self.nodes: Interner[Node] = Interner()
+        self.shared: Interner[Shared] = Interner()
+        self.budgets: Interner[tuple[int, ...]] = Interner()
+        self.facts: Interner[frozenset[tuple[Any, Any]]] = Interner()
+        self.events: Interner[Event] = Interner()
+        self.effects: Interner[AnyEffect] = Interner()
+        self.locals: Interner[tuple[Any, ...]] = Interner()
+        self.claims: Interner[tuple[tuple[str, Claim], ...]] = Interner()
+        self.rows: set[int] = set()
+        """``id`` of every spec row that was taken."""
+        self._participants: dict[tuple[int, int], Participant] = {}
+        self._handled: dict[tuple[int, int, int, int], _Handled] = {}
+        self._weighed: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[str, str] | None]] = {}
+        self._seen: dict[int, View] = {}
+        self._node_views: dict[int, View | None] = {}
+        self._pruned: dict[tuple[int, Any], int] = {}
+        self._tidied: dict[tuple[int, int], int] = {}
+        self._kept: dict[tuple[int, int, int, int], tuple[Act, ...]] = {}
+        self._quiet_acts: dict[tuple[int, int, bool], Act | None] = {}
+        self._calms: dict[int, bool] = {}
+        self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
+        names = GROUPS[: scope.groups]
+        # Lineages of unlike starts have the groups' names mixed in: no symmetry to fold.
+        turns = list(permutations(names))[1:] if scope.alike and not twin else []
+        self._turned = [_Turned(self, dict(zip(names, p, strict=True))) for p in turns]
+
+    # --- participants ---
+
+    def peer(self, who: int, inc: int) -> Peer:
+        """The participant at an index."""
+        return Peer(GROUPS[who % self.places // self.scope.ranks], who % self.scope.ranks, inc)
+
+    def participant(self, who: int, inc: int) -> Participant:
+        """Its core."""
+        found = self._participants.get((who, inc))
+        if found is None:
+            me = self.peer(who, inc)
+            config = Config(
+                me=me,
+                world=self.scope.ranks,
+                store=f"{me.group}.{inc}",
+                transport="",
+                pid=1,
+                host=_host(me),
+                timeouts=self.spec.timeouts,
+                min_groups=self.scope.least,
+                expected_groups=self.scope.groups,
+                min_reductions=self.spec.policies.min_reductions,
+                on_divergence="heal" if self.scope.heals else "stop",
+            )
+            found = self._participants[who, inc] = self._class(self._table, config)
+        return found
+
+    def _born(self, who: int, inc: int) -> Node:
+        """A process that has just connected."""
+        lineage = GENESIS if self.scope.alike else f"{self.peer(who, inc).group}.{inc}"
+        local = self.participant(who, inc).initial(lineage)
+        return Node(inc, self.locals.id(freeze(local)), bits=Bits(lineage))
+
+    # --- first state ---
+
+    def initial(self) -> State:
+        """The state that the search begins with."""
+        state = self._fresh()
+        if not self.scope.formed:
+            return state
+        while any((self.node(state, i).task or ("",))[0] != "txn" for i in range(self.places)):
+            steps = self.steps(state, faults=False)
+            step = next((s for s in steps if s.what != "body ends"), None)
+            if step is None or step.broken:
+                raise RuntimeError(f"the first epoch does not form: {step and step.broken}")
+            state = step.state
+        return state
+
+    def _fresh(self) -> State:
+        left = dict(self.scope.budget)
+        budget = (self.scope.faults, *(left.get(kind, 0) for kind in KINDS))
+        nodes = [self._born(i, 1) for i in range(self.places)] + [Node(0)] * self.scope.ranks
+        nodes, shared = nodes[: self.size], Shared()
+        for i, node in enumerate(nodes[: self.places]):
+            turn = _Turn(node, shared)
+            self._handle(turn, i, self.events.id(Start()))
+            nodes[i], shared = turn.node, turn.shared
+        return (
+            *(self.nodes.id(n) for n in nodes),
+            self.shared.id(shared),
+            self.budgets.id(budget),
+            self.facts.id(frozenset()),
+        )
+
+    def node(self, state: State, who: int) -> Node:
+        """A node of a state."""
+        return self.nodes[state[who]]
+
+    # --- steps ---
+
+    def steps(self, state: State, faults: bool = True, every: bool = False) -> Iterator[Step]:
+        """Every step that can be taken in ``state``; ``faults``: those that faults take, too.
+
+        Args:
+            every: leave out none that may as well come later.
+        """
+        size = self.size
+        shared_id, left_id = state[size], state[size + 1]
+        if not faults:
+            left_id = self.budgets.id((0,) * (1 + len(KINDS)))
+        quiet = None if every else self._quiet(state, shared_id, left_id)
+        if quiet is not None:
+            yield self._close(*quiet, state)
+            return
+        idle = True
+        for who in range(size):
+            for act in self._acts(who, state, shared_id, left_id):
+                idle = idle and act.cost is not None
+                yield self._close(who, act, state)
+        shared = self.shared[shared_id]
+        if shared.bus == "down":
+            idle = False
+            yield self._close(-1, self._to_bus("bus back", shared._replace(bus="up")), state)
+        if idle:
+            yield from self._timers_when_idle(state, shared)
+        left = self.budgets[left_id]
+        if left[0]:
+            yield from self._faults_of_bus(state, shared, left)
+            yield from self._restarts(state, left)
+
+    def _quiet(self, state: State, shared_id: int, left_id: int) -> tuple[int, Act] | None:
+        """An act that may as well come before everything else that can happen, if there is one.
+
+        Hearing a message that is only noted down (no row but its own, no effect, no fact) gives the
+        same in any order with what else can happen here or elsewhere, as long as no fault is left
+        that touches messages, timers or the bus. Such confluent steps can be taken first, alone,
+        without loss (partial order reduction; Groote & van de Pol, *State space reduction using
+        partial tau-confluence*). What a note leaves behind of somebody who has meanwhile ended, or
+        been left behind, is read by no guard. A decision that is known already says nothing, now or
+        later, whatever faults are left.
+        """
+        calm = self._calm(left_id) and self.shared[shared_id].bus == "up"
+        for who in range(self.size):
+            key = (who, state[who], calm)
+            if key not in self._quiet_acts:
+                self._quiet_acts[key] = self._hear_quietly(who, self.nodes[state[who]], calm)
+            if (found := self._quiet_acts[key]) is not None:
+                return who, found
+        return None
+
+    def _calm(self, left_id: int) -> bool:
+        found = self._calms.get(left_id)
+        if found is None:
+            left = self.budgets[left_id]
+            found = not left[0] or not any(left[1 + KINDS.index(kind)] for kind in _UNQUIET)
+            self._calms[left_id] = found
+        return found
+
+    def _hear_quietly(self, who: int, node: Node, calm: bool) -> Act | None:
+        if node.local < 0 or node.pending:
+            return None
+        for queue in QUEUES:
+            waiting = getattr(node, queue)
+            event = self.events[waiting[0]] if waiting else None
+            found = None
+            if isinstance(event, Decision):
+                found = self._hear_in_vain(who, node, queue)
+            elif calm and isinstance(event, (Join, Ack, Ready, Begin, Here)):
+                found = self._note_quietly(who, node, queue)
+            if found is not None:
+                return found
+        return None
+
+    def _hear_in_vain(self, who: int, node: Node, queue: str) -> Act | None:
+        number = getattr(node, queue)[0]
+        act = _Here(self, who, node, Shared(), (0,)).hear(queue)
+        known = self._handled[who, node.inc, node.local, number].outcome.verdict == "known"
+        return act if known and not act.broken else None
+
+    def _note_quietly(self, who: int, node: Node, queue: str) -> Act | None:
+        if thaw(self.locals[node.local]).bus_down:
+            return None
+        number = getattr(node, queue)[0]
+        act = _Here(self, who, node, Shared(), (0,)).hear(queue)
+        after = self.nodes[act.node]
+        same = after.local >= 0 and not after.pending and after.task == node.task
+        if act.broken or act.sent or act.told or not same:
+            return None
+        rows = self._handled[who, node.inc, node.local, number].outcome.steps
+        notes = all(isinstance(c, Holds) for n in act.claims for _, c in self.claims[n])
+        return act if notes and len(rows) <= 1 else None
+
+    def _acts(self, who: int, state: State, shared_id: int, left_id: int) -> Iterable[Act]:
+        """What the process at an index can do, or suffer, by itself."""
+        node_id = state[who]
+        node = self.nodes[node_id]
+        if node.local < 0:
+            return ()
+        shared = self.shared[shared_id]
+        key = (who, node_id, shared_id if node.pending else -1, left_id)
+        found = self._kept.get(key)
+        if found is None:
+            here = _Here(self, who, node, shared, self.budgets[left_id])
+            found = self._kept[key] = tuple(here.acts())
+        if node.task is None or node.pending:
+            return found
+        here = _Here(self, who, node, shared, self.budgets[left_id])
+        if node.task[0] == "heal":
+            return (*found, *here.healing([self.nodes[i] for i in state[: self.size]]))
+        if node.task[0] == "txn" and node.source is not None:
+            return (*found, *here.learning([self.nodes[i] for i in state[: self.size]]))
+        return found
+
+    def _timers_when_idle(self, state: State, shared: Shared) -> Iterator[Step]:
+        """Nothing else can happen: time passes until a timer fires.
+
+        Of two timers of which one is at least twice as long, the shorter fires first; a longer one
+        when a shorter one has fired since it was armed.
+        """
+        armed: list[tuple[int, str, int]] = []
+        for who in range(self.size):
+            node = self.nodes[state[who]]
+            if node.local >= 0:
+                local = thaw(self.locals[node.local])
+                lost = shared.bus == "gone" or local.deaf
+                timers = local.timers.items()
+                armed += [(who, name, n) for name, n in timers if lost or name != _GIVES_UP]
+        lasts = self.spec.timeouts
+        shortest = min((lasts[name] for _, name, _ in armed), default=0.0)
+        for who, name, serial in armed:
+            node = self.nodes[state[who]]
+            if lasts[name] >= 2 * shortest and name not in node.aged:
+                continue
+            older = list(state)
+            for other, longer, _ in armed:
+                if lasts[longer] >= 2 * lasts[name] and longer != name:
+                    grown = self.nodes[older[other]]
+                    older[other] = self.nodes.id(grown._replace(aged=grown.aged | {longer}))
+            here = _Here(self, who, self.nodes[older[who]], shared, (0,))
+            act = here.event(f"timer {name}", here.node, Timer(name, serial))
+            yield self._close(who, act, tuple(older))
+
+    def _faults_of_bus(self, state: State, shared: Shared, left: tuple[int, ...]) -> Iterator[Step]:
+        if shared.bus != "up":
+            return
+        if left[1 + KINDS.index("outage")]:
+            act = self._to_bus("bus away", shared._replace(bus="down"), "outage")
+            yield self._close(-1, act, state)
+        if left[1 + KINDS.index("forget")]:
+            empty = Shared(bus="gone" if self.world.generations else "up")
+            yield self._close(-1, self._to_bus("bus forgets", empty, "forget"), state)
+
+    def _to_bus(self, what: str, shared: Shared, cost: str | None = None) -> Act:
+        return Act(what, cost, -1, self.shared.id(shared))
+
+    def _restarts(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
+        """A whole group comes back; what is left of it ends before."""
+        if left[1 + KINDS.index("restart")]:
+            for first in range(0, self.places, self.scope.ranks):
+                if not self._is_whole(state, first):
+                    yield self._start(state, first, "comes back", "restart")
+        if left[1 + KINDS.index("twin")] and self._is_whole(state, 0):
+            ends = all(self.node(state, who).local < 0 for who in range(self.places, self.size))
+            if ends:
+                yield self._start(state, self.places, "is started twice", "twin")
+
+    def _is_whole(self, state: State, first: int) -> bool:
+        return all(self.node(state, first + r).local >= 0 for r in range(self.scope.ranks))
+
+    def _start(self, state: State, first: int, what: str, cost: str) -> Step:
+        """All ranks of a group start, as the newest incarnations of their identities."""
+        ranks, after = self.scope.ranks, list(state)
+        same = [
+            i for i in range(self.size) if i % self.places // ranks == first % self.places // ranks
+        ]
+        inc = max(self.node(state, i).inc for i in same) + 1
+        for who in range(first, first + ranks):
+            turn = _Turn(self._born(who, inc), self.shared[state[self.size]])
+            self._handle(turn, who, self.events.id(Start()))
+            after[who] = self.nodes.id(turn.node)
+        return self._close(first, Act(what, cost, after[first]), tuple(after))
+
+    def _close(self, who: int, act: Act, state: State) -> Step:
+        """The state that an act leads to."""
+        size, after = self.size, list(state)
+        if who >= 0:
+            after[who] = act.node
+        if act.shared >= 0:
+            after[size] = act.shared
+        if act.sent:
+            for i in range(size):
+                after[i] = self._deliver(after[i], act.sent)
+        if act.told is not None:
+            self._post(after, *act.told)
+        if act.cost is not None:
+            after[size + 1] = self._spend(state[size + 1], act.cost)
+        broken = act.broken
+        if act.claims and broken is None:
+            after[-1], broken = self.weigh(state[-1], act.claims)
+        self._forget(after)
+        return Step(who, act.what, act.cost is None, tuple(after), broken, act.claims)
+
+    def _deliver(self, node_id: int, sent: tuple[int, ...]) -> int:
+        found = self._delivered.get((node_id, sent))
+        if found is None:
+            node = self.nodes[node_id]
+            hears = node.local >= 0 and not thaw(self.locals[node.local]).deaf
+            found = self.nodes.id(node._replace(inbox=node.inbox + sent)) if hears else node_id
+            self._delivered[node_id, sent] = found
+        return found
+
+    def _post(self, after: list[int], to: Peer, message: int) -> None:
+        """Put a message into the mail of a participant, if it is there."""
+        ranks = self.scope.ranks
+        for who in (GROUPS.index(to.group) * ranks + to.rank, self.places + to.rank):
+            node = self.nodes[after[who]] if who < self.size else Node(0)
+            if node.local >= 0 and self.peer(who, node.inc) == to:
+                after[who] = self.nodes.id(node._replace(mail=(*node.mail, message)))
+
+    def _spend(self, left_id: int, cost: str) -> int:
+        spent = list(self.budgets[left_id])
+        spent[0] -= 1
+        spent[1 + KINDS.index(cost)] -= 1
+        # What is left of single kinds means nothing once the total is spent.
+        return self.budgets.id(tuple(spent) if spent[0] else (0,) * len(spent))
+
+    # --- one turn of a node ---
+
+    def _handle(self, turn: _Turn, who: int, event: int) -> None:
+        """Handle an event and carry out what nobody else can see, answers included."""
+        node = turn.node
+        key = (who, node.inc, node.local, event)
+        found = self._handled.get(key)
+        if found is None:
+            found = self._handled[key] = self._compute(*key)
+        turn.claims.append(found.claims)
+        if found.refused and turn.broken is None and (not self.only or "protocol" in self.only):
+            turn.broken = ("protocol", found.refused)
+        aged = node.aged & found.kept if node.aged else node.aged
+        pending = node.pending + found.effects
+        turn.node = node._replace(local=found.local, pending=pending, aged=aged)
+        self._settle(turn, who)
+
+    def _compute(self, who: int, inc: int, local: int, event: int) -> _Handled:
+        participant, happened = self.participant(who, inc), self.events[event]
+        before = thaw(self.locals[local])
+        try:
+            after, out = participant.handle(before, happened, 0.0)
+        except Exception as error:  # noqa: BLE001  (whatever the core raises is a finding)
+            text = f"the core raises {type(error).__name__}: {error}"
+            out, kept = Outcome("refused", text), frozenset(before.timers)
+            return _Handled(local, (), self.claims.id(()), text, out, kept)
+        self.rows.update(id(step.row) for step in out.steps)
+        refused = out.reason if out.verdict in ("refused", "row") else ""
+        move = Move(participant.config.me, before, happened, after, out)
+        claims = tuple(
+            (name, claim)
+            for name, function in INVARIANTS.items()
+            if not self.only or name in self.only
+            for claim in function(move)
+        )
+        frees = any(isinstance(e, AbortGroups) for e in out.effects)
+        effects = tuple(self.effects.id(_bare(e, frees)) for e in out.effects if _matters(e))
+        kept = frozenset(n for n, serial in after.timers.items() if serial <= before.timer_serial)
+        number = self.locals.id(freeze(after))
+        return _Handled(number, effects, self.claims.id(claims), refused, out, kept)
+
+    def _settle(self, turn: _Turn, who: int) -> None:
+        node = turn.node
+        while node.pending and not isinstance(effect := self.effects[node.pending[0]], SHARED):
+            node = self._privately(node._replace(pending=node.pending[1:]), who, effect)
+        turn.node = node
+        if not node.pending and node.answers and node.local >= 0:
+            turn.node = node._replace(answers=node.answers[1:])
+            self._handle(turn, who, node.answers[0])
+
+    def _privately(self, node: Node, who: int, effect: AnyEffect) -> Node:
+        match effect:
+            case Restore(cause=cause) if cause == _BLOCKED and node.task is not None:
+                return node._replace(source=None, task=("blocked",))  # nothing frees it
+            case Restore(token=token):
+                node = node._replace(source=None)
+                match node.task:
+                    case ("heal", epoch, int()):
+                        return node._replace(task=("restore", token, epoch))
+                return node._replace(task=("restore", token))
+            case Apply(skip=skip):
+                token = Token(*thaw(self.locals[node.local]).token)
+                return node._replace(task=("apply", token, skip))
+            case _Begin(token=token):
+                assert node.bits is not None
+                bits = node.bits.begin(self.peer(who, node.inc), token)
+                return node._replace(task=("txn", token), bits=bits)
+            case _Fetch(epoch=epoch, group=group, late=late):
+                ranks = self.scope.ranks
+                source = None if group is None else GROUPS.index(group) * ranks + who % ranks
+                if late:  # it has nothing to wait for but the others
+                    return node._replace(task=("heal", epoch, None), source=source)
+                return node._replace(task=("heal", epoch, source), source=None)
+            case Finish():
+                return Node(node.inc)
+            case _:
+                raise TypeError(f"the model cannot carry out {effect}")
+
+    def _operate(self, turn: _Turn, who: int, done: bool, answered: bool) -> None:
+        """Carry out the first pending operation on the bus."""
+        node = turn.node
+        effect = self.effects[node.pending[0]]
+        answer: Event | None = None
+        if done:
+            answer = self._on_bus(turn, effect)
+        if not answered:
+            answer = BusDown(type(effect).__name__, "")
+        answers = node.answers if answer is None else (*node.answers, self.events.id(answer))
+        turn.node = node._replace(pending=node.pending[1:], answers=answers)
+        self._settle(turn, who)
+
+    def _on_bus(self, turn: _Turn, effect: AnyEffect) -> Event | None:
+        shared = turn.shared
+        match effect:
+            case Broadcast(message=message):
+                turn.sent.append(self.events.id(message))
+            case Tell(to=to, message=message):
+                turn.told = (to, self.events.id(message))
+            case ReadHead():
+                return Decision(shared.head)
+            case Decide(after=after, proposal=proposal):
+                if shared.head == after or not self.world.write_once:
+                    turn.shared = shared._replace(head=proposal)
+                head = turn.shared.head
+                return None if head is None else Decision(head, won=head == proposal)
+            case CastVote(token=token, vote=vote, voters=voters):
+                ballots = dict(shared.ballots)
+                slot = token
+                if not self.world.attempts and shared.head is not None:
+                    slot = Token(_NEVER, shared.head.step)
+                votes = ballots.get(slot, ())
+                if sum(v.peer == vote.peer for v in votes) < 2:  # a third copy adds nothing new
+                    votes = tuple(sorted((*votes, vote), key=lambda v: v.peer))
+                ballots[slot] = votes
+                turn.shared = shared._replace(ballots=tuple(sorted(ballots.items())))
+                return Ballot(token, votes) if len(votes) >= voters else None
+        return None
+
+    def is_excused(self, step: Step) -> bool:
+        """A bus that lost its memory leaves participants in doubt: the one way to end so."""
+        gone = self.shared[step.state[self.size]].bus == "gone"
+        return step.broken is not None and step.broken[0] == "decided" and gone
+
+    # --- facts ---
+
+    def weigh(self, facts: int, claims: tuple[int, ...]) -> tuple[int, tuple[str, str] | None]:
+        """Facts after claims, and the first claim that does not hold."""
+        found = self._weighed.get((facts, claims))
+        if found is None:
+            found = self._weighed[facts, claims] = self._weigh(facts, claims)
+        return found
+
+    def _weigh(self, facts: int, claims: tuple[int, ...]) -> tuple[int, tuple[str, str] | None]:
+        known = dict(self.facts[facts])
+        for name, claim in (pair for number in claims for pair in self.claims[number]):
+            match claim:
+                case Know(key=key, value=value):
+                    known.setdefault(key, value)
+                case Same(key=key, value=value, text=text):
+                    if (was := known.setdefault(key, value)) != value:
+                        return facts, (name, text.replace("{was}", str(was)))
+                case Holds(ok=ok, text=text):
+                    if not ok:
+                        return facts, (name, text)
+                case Given(keys=keys, text=text, test=test, needed=needed):
+                    missing = [key for key in keys if key not in known]
+                    holds = not needed if missing else test(*(known[k] for k in keys))
+                    if holds is False:
+                        return facts, (name, text)
+        return self.facts.id(frozenset(known.items())), None
+
+    def local_epoch(self, node: Node) -> int:
+        """Epoch that a node stands in; 0: none."""
+        return 0 if node.local < 0 else max(0, self._view(node.local)[0])
+
+    def _view(self, local: int) -> View:
+        """(epoch, number of the head, cursor, lineage) of a local state.
+
+        The epoch of a participant outside, which may yet be in any that is newer than e, is -e - 1.
+        """
+        found = self._seen.get(local)
+        if found is None:
+            s = thaw(self.locals[local])
+            found = self._seen[local] = (
+                s.token.epoch if s.epoch is not None else -s.token.epoch - 1,
+                s.head.n if s.head else None,
+                s.cursor,
+                s.lineage,
+            )
+        return found
+
+    def _forget(self, state: list[int]) -> None:
+        """Drop what no later move of anybody can speak of: old facts, and old ballots."""
+        size, epoch, record, cursor, lineages = self.size, _NEVER, _NEVER, _NEVER, set()
+        for number in state[:size]:
+            view = self._node_view(number)
+            if view is None:
+                continue
+            at = view[0] if view[0] >= 0 else -view[0] - 1
+            if at < epoch:
+                epoch = at
+            if view[1] is not None and view[1] < record:
+                record = view[1]
+            if view[2] < cursor:
+                cursor = view[2]
+            lineages.add(view[3])
+        shared_id, facts = state[size], state[-1]
+        head = self.shared[shared_id].head
+        if head is not None:
+            lineages.add(head.lineage)
+        floor = (epoch, record - 1, cursor, frozenset(lineages))
+        kept = self._pruned.get((facts, floor))
+        if kept is None:
+            left = frozenset(f for f in self.facts[facts] if _alive(f[0], *floor))
+            kept = self._pruned[facts, floor] = self.facts.id(left)
+        state[-1] = kept
+        tidy = self._tidied.get((shared_id, epoch))
+        if tidy is None:
+            shared = _tidy(self.shared[shared_id], epoch)
+            tidy = self._tidied[shared_id, epoch] = self.shared.id(shared)
+        state[size] = tidy
+
+    def _node_view(self, number: int) -> View | None:
+        if number not in self._node_views:
+            local = self.nodes[number].local
+            self._node_views[number] = None if local < 0 else self._view(local)
+        return self._node_views[number]
+
+    # --- symmetry ---
+
+    def canonical(self, state: State) -> State:
+        """The smallest of the states that differ from ``state`` only in the names of groups."""
+        best = state
+        for turned in self._turned:
+            if (other := turned.state(state)) < best:
+                best = other
+        return best
+
+
+class _Turned:
+    """States under other names of the groups; every part is renamed once and kept."""
+
+    def __init__(self, model: Model, names: dict[str, str]) -> None:
+        self._model, self._rename = model, Renamer(names)
+        ranks = model.scope.ranks
+        self._to = [
+            GROUPS.index(names[GROUPS[who // ranks]]) * ranks + who % ranks
+            for who in range(model.size)
+        ]
+        self._nodes: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        self._facts: dict[int, int] = {}
+        self._events: dict[int, int] = {}
+        self._effects: dict[int, int] = {}
+        self._locals: dict[int, int] = {}
+
+    def state(self, state: State) -> State:
+        """The state under the other names."""
+        size, after = self._model.size, list(state)
+        nodes = self._nodes
+        for who, to in enumerate(self._to):
+            number = state[who]
+            new = nodes.get(number)
+            after[to] = self._node(number) if new is None else new
+        number = state[size]
+        new = self._shared.get(number)
+        after[size] = self._bus(number) if new is None else new
+        number = state[-1]
+        new = self._facts.get(number)
+        after[-1] = self._kept(self._facts, self._model.facts, number) if new is None else new
+        return tuple(after)
+
+    def _kept(self, kept: dict[int, int], values: Interner[Any], number: int) -> int:
+        new = kept.get(number)
+        if new is None:
+            new = kept[number] = values.id(self._rename(values[number]))
+        return new
+
+    def _node(self, number: int) -> int:
+        model, node = self._model, self._model.nodes[number]
+        if node.local >= 0:
+            task = node.task
+            if task is not None and task[0] == "heal" and task[2] is not None:
+                task = (*task[:2], self._to[task[2]])
+            event = partial(self._kept, self._events, model.events)
+            effect = partial(self._kept, self._effects, model.effects)
+            node = node._replace(
+                local=self._kept(self._locals, model.locals, node.local),
+                inbox=tuple(map(event, node.inbox)),
+                mail=tuple(map(event, node.mail)),
+                pending=tuple(map(effect, node.pending)),
+                answers=tuple(map(event, node.answers)),
+                done=node.done if node.done < 0 else event(node.done),
+                task=task,
+                source=None if node.source is None else self._to[node.source],
+                bits=self._rename(node.bits),
+            )
+        self._nodes[number] = model.nodes.id(node)
+        return self._nodes[number]
+
+    def _bus(self, number: int) -> int:
+        head, ballots, bus = self._model.shared[number]
+        rename = self._rename
+        turned = tuple(
+            (token, tuple(sorted((rename(v) for v in votes), key=lambda v: v.peer)))
+            for token, votes in ballots
+        )
+        new = self._model.shared.id(Shared(rename(head), turned, bus))
+        self._shared[number] = new
+        return new
+
+
+class _Here:
+    """One process in a state, and what can happen there."""
+
+    def __init__(
+        self,
+        model: Model,
+        who: int,
+        node: Node,
+        shared: Shared,
+        left: tuple[int, ...],
+    ) -> None:
+        self.model, self.who, self.node = model, who, node
+        self.shared, self.left = shared, left
+        self.me = model.peer(who, node.inc)
+
+    def may(self, kind: str) -> bool:
+        """Whether a fault of this kind is left."""
+        return bool(self.left[0] and self.left[1 + KINDS.index(kind)])
+
+    def acts(self) -> Iterator[Act]:
+        """Everything but healing, which depends on other processes."""
+        node = self.node
+        if node.task is not None:
+            yield from self._main_thread()
+        if node.pending:
+            yield from self._operations()
+        else:
+            if node.done >= 0:
+                event = self.model.events[node.done]
+                yield self.event("handles applied", node._replace(done=-1), event)
+            for queue in QUEUES:
+                if getattr(node, queue):
+                    yield self.hear(queue)
+        if self.left[0]:
+            yield from self._faults()
+
+    def left_with(self, queue: str, rest: tuple[int, ...]) -> Node:
+        """The process with this left in a queue."""
+        node = self.node
+        return node._replace(inbox=rest) if queue == "inbox" else node._replace(mail=rest)
+
+    def hear(self, queue: str) -> Act:
+        """The process handles the first message that waits in a queue."""
+        first, *rest = getattr(self.node, queue)
+        node = self.left_with(queue, tuple(rest))
+        return self.event(QUEUES[queue], node, self.model.events[first])
+
+    # --- the bus ---
+
+    def _operations(self) -> Iterator[Act]:
+        effect = self.model.effects[self.node.pending[0]]
+        name = type(effect).__name__
+        if self.shared.bus == "up":
+            yield self._operate(f"does {name}", True, True)
+            if self.may("lapse"):
+                yield from self._lapses(effect, "lapse", (True, False))
+        else:
+            # Whatever was on its way when the bus went may have got through, as long as it lives.
+            outcomes = (True, False) if self.shared.bus == "down" else (False,)
+            yield from self._lapses(effect, None, outcomes)
+
+    def _lapses(
+        self, effect: AnyEffect, cost: str | None, outcomes: tuple[bool, ...]
+    ) -> Iterator[Act]:
+        for done in outcomes:
+            if not (done and isinstance(effect, ReadHead)):
+                text = f"fails at {type(effect).__name__}{', which was done' if done else ''}"
+                yield self._operate(text, done, False, cost)
+
+    # --- the main thread ---
+
+    def _main_thread(self) -> Iterator[Act]:
+        node, model = self.node, self.model
+        assert node.task is not None and node.bits is not None
+        (name, *args), bits = node.task, node.bits
+        idle = node._replace(task=None)
+        if name == "apply":
+            yield from self._apply(idle, bits, *args)
+        elif node.pending:
+            return
+        elif name == "restore":
+            if args[1:]:  # the fetch that the rollback ends may have begun to write
+                torn = node._replace(task=(name, args[0]), bits=bits.torn(self.me))
+                yield self.event("ends its fetch half way", torn, HealFailed(args[1], "", True))
+            yield self.event("restores", idle._replace(bits=bits.restored()), Restored(args[0]))
+            if self.may("torn"):  # the body had changed what nothing was kept of
+                torn = idle._replace(bits=bits.torn(self.me).restored())
+                yield self.event("restores half", torn, Restored(args[0], torn=True), "torn")
+        elif name == "txn" and self._step() < model.scope.commits:
+            yield from self._body(idle, args[0])
+
+    def _step(self) -> int:
+        """The step that the txn begins at."""
+        local = thaw(self.model.locals[self.node.local])
+        return int(local.step if local.healed or local.epoch is None else local.epoch.step)
+
+    def _apply(self, idle: Node, bits: Bits, token: Token, skip: bool) -> Iterator[Act]:
+        events = self.model.events
+        after = bits.skipped(token) if skip else bits.applied(self.me, token)
+        done = events.id(Applied(token, after.told))
+        yield self.put("applies", idle._replace(bits=after, done=done))
+        if self.may("torn"):
+            done = events.id(ApplyFailed(token, ""))
+            yield self.put(
+                "applies half", idle._replace(bits=bits.torn(self.me), done=done), "torn"
+            )
+
+    def _body(self, idle: Node, token: Token) -> Iterator[Act]:
+        assert idle.bits is not None
+        digest = idle.bits.digest if self.model.scope.digests else None
+        yes = Prepared(token, True, _REDUCED, digest=digest)
+        if idle.source is None or not self.model.world.patient:
+            yield self.event("body ends", idle, yes)
+        if digest is not None and self.may("bare") and idle.source is None:
+            bare = dataclasses.replace(yes, digest=None)
+            yield self.event("body ends without a digest", idle, bare, "bare")
+        if self.may("skip") and idle.source is None:
+            skips = dataclasses.replace(yes, skip=True)
+            yield self.event("body skips", idle, skips, "skip")
+            early = dataclasses.replace(skips, manifest=Manifest())
+            yield self.event("body skips early", idle, early, "skip")
+        if self.may("no"):
+            yield self.event("body ends with NO", idle, Prepared(token, False), "no")
+        if self.may("misfit") and idle.source is None:
+            spoilt = idle._replace(bits=idle.bits.spoil(self.me))
+            yield self.event("body reduces nothing", spoilt, Prepared(token, True), "misfit")
+            more = Prepared(token, True, dataclasses.replace(_REDUCED, count=2))
+            yield self.event("body reduces twice", spoilt, more, "misfit")
+            other = Prepared(token, True, dataclasses.replace(_REDUCED, shapes="y"))
+            yield self.event("body reduces something else", spoilt, other, "misfit")
+
+    def healing(self, nodes: list[Node]) -> Iterator[Act]:
+        """Groups are rebuilt, and state is fetched from a member that is there."""
+        assert self.node.task is not None and self.node.bits is not None
+        _, epoch, source = self.node.task
+        idle, bits, ready = self.node._replace(task=None), self.node.bits, True
+        gone = self._lost_member(nodes)
+        if source is not None:
+            peer = self._newest(nodes, source)
+            at, serves = self.model.local_epoch(peer), self._serves(peer)
+            ready, gone = at == epoch and serves, gone or at > epoch or not serves
+            if ready:
+                assert peer.bits is not None
+                bits = bits.fetched(peer.bits)
+        if ready and idle.source is not None:
+            yield self.event("connects", idle, Connected(epoch))
+        elif ready:
+            event = Healed(epoch, 0 if source is None else 1, "", bits.told)
+            yield self.event("heals", idle._replace(bits=bits), event)
+        if gone or self.may("heal"):
+            torn = source is not None
+            bits = self.node.bits.torn(self.me) if torn else self.node.bits
+            failed = HealFailed(epoch, "", torn)
+            cost = None if gone else "heal"
+            yield self.event("fails to heal", idle._replace(bits=bits), failed, cost)
+
+    def learning(self, nodes: list[Node]) -> Iterator[Act]:
+        """The state that a learner fetches while the others compute is there, or does not come."""
+        node, bits = self.node, self.node.bits
+        assert node.source is not None and bits is not None
+        epoch, peer = self.model.local_epoch(node), self._newest(nodes, node.source)
+        serves = self.model.local_epoch(peer) == epoch and self._serves(peer)
+        if serves:
+            assert peer.bits is not None
+            bits = bits.learnt(peer.bits)
+            event = Healed(epoch, 1, "", bits.told)
+            yield self.event("learns", node._replace(bits=bits, source=None), event)
+        if not serves or self.may("heal"):
+            torn = node._replace(task=None, source=None, bits=bits.torn(self.me))
+            cost = "heal" if serves else None
+            yield self.event("fails to learn", torn, HealFailed(epoch, "", True), cost)
+
+    def _serves(self, source: Node) -> bool:
+        """Whether the source lives and holds the state that my epoch begins with."""
+        mine = thaw(self.model.locals[self.node.local]).epoch
+        held = "" if source.local < 0 else thaw(self.model.locals[source.local]).lineage
+        return mine is not None and held == mine.lineage
+
+    def _lost_member(self, nodes: list[Node]) -> bool:
+        """Whether a member of my epoch is no longer there, or somewhere else."""
+        epoch = self.model.local_epoch(self.node)
+        for peer in member_peers(thaw(self.model.locals[self.node.local])):
+            other = self._newest(
+                nodes, GROUPS.index(peer.group) * self.model.scope.ranks + peer.rank
+            )
+            gone = other.local < 0 or other.inc != peer.inc
+            if gone or self.model.local_epoch(other) > epoch:
+                return True
+        return False
+
+    def _newest(self, nodes: list[Node], at: int) -> Node:
+        """The process in a place, or its twin if that is the one that lives."""
+        twin = nodes[self.model.places + at] if self.model.places + at < len(nodes) else nodes[at]
+        return max(nodes[at], twin, key=lambda node: (node.local >= 0, node.inc))
+
+    # --- faults ---
+
+    def _faults(self) -> Iterator[Act]:
+        if self.may("crash"):
+            told = Death(self.me.group, self.me.rank, 1, _host(self.me), "x")
+            yield self._end("crash", (self.model.events.id(told),))
+        if self.may("silent"):
+            yield self._end("silent", ())
+        if not self.node.pending:
+            yield from self._events_at_fault()
+        if self.may("hang"):
+            seen = self.model.events.id(
+                Suspect(self.me.group, self.me.rank, 1, _host(self.me), "x")
+            )
+            yield self._act("is said to hang", _Turn(self.node, self.shared, [seen]), "hang")
+        if self.may("corrupt") and (self.node.task or ("",))[0] == "txn":
+            assert self.node.bits is not None
+            odd = self.node._replace(bits=self.node.bits.corrupted(self.me))
+            yield self.put("state is corrupted", odd, "corrupt")
+        if self.may("drain") and self.me.rank == 0:
+            asked = self.model.events.id(Drain((self.me.group,), "x"))
+            yield self._act("is asked to leave", _Turn(self.node, self.shared, [asked]), "drain")
+
+    def _events_at_fault(self) -> Iterator[Act]:
+        node = self.node
+        local = thaw(self.model.locals[node.local])
+        if self.may("fault") and local.state in ("NORMAL", "PREPARED", "COMMIT", "HEALING"):
+            broken = node._replace(task=None) if local.state == "NORMAL" else node
+            yield self.event("raises", broken, Fault(local.token, ""), "fault")
+        if self.may("early"):
+            for name, serial in local.timers.items():
+                if name == _GIVES_UP:
+                    continue
+                yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
+        if self.may("deaf") and not local.deaf:
+            lost = BusDown("listen", "")
+            yield self.event("is deaf from now on", node._replace(inbox=()), lost, "deaf")
+        if self.may("quit"):
+            yield self.event("is shut down", node, Stop(), "quit")
+        for queue, hears in QUEUES.items():
+            yield from self._messages_at_fault(queue, hears)
+
+    def _messages_at_fault(self, queue: str, hears: str) -> Iterator[Act]:
+        node, waiting = self.node, getattr(self.node, queue)
+        if waiting and self.may("lose"):
+            yield self.put(f"never {hears}", self.left_with(queue, waiting[1:]), "lose")
+        if waiting and self.may("twice"):
+            yield self.event(f"{hears} twice", node, self.model.events[waiting[0]], "twice")
+        if len(waiting) > 1 and self.may("swap"):
+            rest = self.left_with(queue, (waiting[0], *waiting[2:]))
+            second = self.model.events[waiting[1]]
+            yield self.event(hears.replace("0", "1"), rest, second, "swap")
+
+    def _end(self, cost: str, sent: tuple[int, ...]) -> Act:
+        turn = _Turn(Node(self.node.inc), self.shared, list(sent))
+        return self._act(f"ends ({cost})", turn, cost)
+
+    # --- making acts ---
+
+    def event(self, what: str, node: Node, event: Event, cost: str | None = None) -> Act:
+        """The process, put to ``node``, handles an event."""
+        turn = _Turn(node, self.shared)
+        self.model._handle(turn, self.who, self.model.events.id(event))
+        return self._act(what, turn, cost)
+
+    def put(self, what: str, node: Node, cost: str | None = None) -> Act:
+        """The process is now ``node``; nobody handles anything."""
+        return self._act(what, _Turn(node, self.shared), cost)
+
+    def _operate(self, what: str, done: bool, answered: bool, cost: str | None = None) -> Act:
+        turn = _Turn(self.node, self.shared)
+        self.model._operate(turn, self.who, done, answered)
+        return self._act(what, turn, cost)
+
+    def _act(self, what: str, turn: _Turn, cost: str | None) -> Act:
+        same = turn.shared is self.shared
+        return Act(
+            what,
+            cost,
+            self.model.nodes.id(turn.node),
+            -1 if same else self.model.shared.id(turn.shared),
+            tuple(turn.sent),
+            turn.told,
+            tuple(turn.claims),
+            turn.broken,
+        )
+
+
+def _host(peer: Peer) -> str:
+    return f"{peer.group}.{peer.rank}.{peer.inc}"
+
+
+_NEVER = 1 << 30
+_BLOCKED = "blocked"
+_REDUCED = Manifest(1, 4, "x")
+"""What all bodies reduce, but for those at fault."""
+
+
+def _tidy(shared: Shared, epoch: int) -> Shared:
+    """Ballots of epochs that everybody has left are never added to again."""
+    if epoch == _NEVER:
+        return shared
+    kept = tuple(b for b in shared.ballots if b[0].epoch >= epoch)
+    return shared if len(kept) == len(shared.ballots) else shared._replace(ballots=kept)
+
+
+def _matters(effect: Effect) -> bool:
+    return isinstance(effect, (*SHARED, Restore, Apply, StartTxn, Heal, Finish))
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """``StartTxn``, as far as it matters here."""
+
+    token: Token
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """``Heal``, as far as it matters here; ``group``: whom to fetch from; ``late``: in the txn."""
+
+    epoch: int
+    group: str | None
+    late: bool = False
+
+
+AnyEffect = Effect | _Begin | _Fetch
+
+
+def _bare(effect: Effect, frees: bool) -> AnyEffect:
+    """The effect without texts, which nobody acts on, and without places in the member list.
+
+    ``frees``: whether the process groups are aborted besides; else a main thread that is in one
+    stays there.
+    """
+    match effect:
+        case Decide(after=after, proposal=proposal):
+            return Decide(after, dataclasses.replace(proposal, cause=""))
+        case Broadcast(message=Leave() | Death() as message):
+            return Broadcast(dataclasses.replace(message, cause=""))
+        case Restore(token=token):
+            return Restore(token, "" if frees else _BLOCKED)
+        case StartTxn(token=token):
+            return _Begin(token)
+        case Heal(record=record, index=index, fetch_from=source):
+            if source is None:
+                return _Fetch(record.epoch, None)
+            late = record.members[index].group in record.learners
+            return _Fetch(record.epoch, record.members[source].group, late)
+    return effect
+
+
+def _alive(key: Any, epoch: int, record: int, cursor: int, lineages: frozenset[str]) -> bool:
+    """Whether a later move can still speak of ``key``."""
+    match key[0]:
+        case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of" | "skip":
+            return bool(key[1].epoch >= epoch)
+        case "start":
+            return bool(key[1].epoch >= epoch)
+        case "epoch" | "in barrier" | "members":
+            return bool(key[1] >= epoch)
+        case "record":
+            return bool(key[1] >= record)
+        case "data from":
+            return bool(key[1] >= cursor)
+        case "digest" | "held":
+            return key[1] in lineages
+    raise ValueError(f"how long does fact {key} matter?")

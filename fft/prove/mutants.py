@@ -1,0 +1,1003 @@
+"""Planted bugs: small changes of table, core or bus, each of which the checker must catch.
+
+Pure, but for ``write_table``. A mutant names the property that catches it, and the smallest scope
+found in which it does; the shipped table must be clean in the same scope, or the catch would mean
+nothing. A mutant that survives is a hole in the properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fft.messages.protocol import (
+    Apply,
+    Ballot,
+    Begin,
+    CastVote,
+    Decide,
+    Decision,
+    Effect,
+    Event,
+    GroupEntry,
+    Join,
+    Peer,
+    Prepared,
+    Record,
+    StartTxn,
+    Token,
+)
+from fft.protocol.effects import EFFECTS, Action
+from fft.protocol.guards import GUARDS, Guard
+from fft.protocol.load import load_spec, parse_spec
+from fft.protocol.participant import Outcome, Participant
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
+from fft.prove.checker import Result, Search, search
+from fft.prove.model import REAL, Scope, World
+from fft.util.errors import FftError
+
+Raw = dict[str, Any]
+"""A spec as plain data."""
+Change = Callable[[Raw], None]
+
+BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug.
+
+    ``what`` tells it in a sentence; ``expected`` names the property that it breaks (an invariant,
+    ``protocol`` or ``eventually``).
+    """
+
+    name: str
+    what: str
+    expected: str
+    scope: Scope
+    change: Change | None = None
+    """What is changed in the table."""
+    participant: type[Participant] = Participant
+    """The core, in which some names mean something else."""
+    world: World = REAL
+    base: str = "hsdp"
+    """The table that is changed."""
+
+    @cached_property
+    def spec(self) -> FsmSpec:
+        """The table with the bug in it; it passes the same checks as any other."""
+        sound = load_spec(self.base)
+        if self.change is None:
+            return sound
+        raw = sound.model_dump()
+        self.change(raw)
+        return parse_spec(yaml.safe_dump(raw), f"mutant {self.name}")
+
+    @property
+    def place(self) -> str:
+        """Where the bug is."""
+        where = [
+            word
+            for word, there in (
+                ("table", self.change is not None or self.base != "hsdp"),
+                ("core", self.participant is not Participant),
+                ("main thread", not self.world.patient),
+                ("bus", replace(self.world, patient=True) != REAL),
+            )
+            if there
+        ]
+        return ", ".join(where)
+
+
+def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
+    """Search the mutant's scope with the bug in place. ``limit``: states."""
+    return search(mutant.spec, mutant.scope, mutant.participant, mutant.world, limit)
+
+
+@cache
+def run_sound(scope: Scope) -> Result:
+    """Search a scope of the shipped table with nothing planted. Kept per scope."""
+    return search(load_spec("hsdp"), scope)[1]
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def small(
+    *,
+    groups: int = 2,
+    commits: int = 1,
+    formed: bool = True,
+    alike: bool = True,
+    digests: bool = False,
+    heals: bool = False,
+    **budget: int,
+) -> Scope:
+    """A scope with these faults, all of which may happen in one run."""
+    faults = sum(budget.values())
+    kinds = tuple(sorted(budget.items()))
+    return Scope(
+        "mutant",
+        groups,
+        commits=commits,
+        faults=faults,
+        budget=kinds,
+        formed=formed,
+        alike=alike,
+        digests=digests,
+        heals=heals,
+    )
+
+
+def planted(
+    guards: Mapping[str, Guard] | None = None, actions: Mapping[str, Action] | None = None
+) -> type[Participant]:
+    """The core with other guards or actions under these names."""
+    new_guards, new_actions = {**GUARDS, **(guards or {})}, {**EFFECTS, **(actions or {})}
+
+    class Planted(Participant):
+        guards = new_guards
+        actions = new_actions
+
+    return Planted
+
+
+def on(raw: Raw, state: str, event: str) -> list[Raw]:
+    """Rows of an event in a state."""
+    rows: list[Raw] = raw["states"][state]["on"].setdefault(event, [])
+    return rows
+
+
+def instead(state: str, event: str, **row: Any) -> Change:
+    """One row in the place of whatever the state says to the event."""
+
+    def change(raw: Raw) -> None:
+        raw["states"][state]["ignore"].pop(event, None)
+        raw["states"][state]["defer"].pop(event, None)
+        on(raw, state, event)[:] = [row]
+
+    return change
+
+
+def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
+    """Rows without these effects; only in rows of these events, if any are named."""
+
+    def change(raw: Raw) -> None:
+        for there in (raw["common"], *raw["states"].values()):
+            for event, rows in (*there["on"].items(), ("exit", there.get("exit", []))):
+                for row in rows if not events or event in events else ():
+                    row["effects"] = [name for name in row["effects"] if name not in effects]
+
+    return change
+
+
+def _all(*changes: Change) -> Change:
+    def change(raw: Raw) -> None:
+        for one in changes:
+            one(raw)
+
+    return change
+
+
+def _always(s: Local, c: Config, event: Event) -> bool:
+    return True
+
+
+def _never(s: Local, c: Config, event: Event) -> bool:
+    return False
+
+
+def _proposing(name: str, other: Callable[[Local, Record], Record]) -> dict[str, Action]:
+    """The action of that name, proposing another record."""
+
+    def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+        for effect in EFFECTS[name](s, c, event):
+            assert isinstance(effect, Decide)
+            yield Decide(effect.after, other(s, effect.proposal))
+
+    return {name: act}
+
+
+def _seeing(
+    other: Callable[[Local], Local], *guards: str
+) -> tuple[dict[str, Guard], dict[str, Action]]:
+    """Guards, and ``propose_epoch``, that see the state otherwise than it is."""
+
+    def ask(name: str) -> Guard:
+        return lambda s, c, event: GUARDS[name](other(s), c, event)
+
+    def propose(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+        proposal = next_epoch(other(s), c)
+        assert proposal is not None
+        s.proposed = True
+        if s.head is not None:
+            proposal = replace(proposal, n=s.head.n + 1, epoch=s.head.epoch + 1)
+        yield Decide(s.head, proposal)
+
+    return {name: ask(name) for name in guards}, {"propose_epoch": propose}
+
+
+# --- deciding -------------------------------------------------------------------------------------
+
+
+def _majority(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Ballot) and 2 * len(event.votes) > len(member_peers(s))
+
+
+def _cast_for_majority(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    for effect in EFFECTS["cast_vote"](s, c, event):
+        assert isinstance(effect, CastVote)
+        yield replace(effect, voters=len(member_peers(s)) // 2 + 1)
+
+
+def _yes_anyway(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Prepared)
+
+
+def _yes_unless_failed(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Prepared) and event.yes
+
+
+def _apply_at_once(raw: Raw) -> None:
+    """The vote's row applies; what follows COMMIT waits for it; COMMIT's rows apply no more."""
+    on(raw, "NORMAL", "prepared")[0]["effects"].append("apply")
+    prepared = raw["states"]["PREPARED"]
+    prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
+    for row in prepared["on"]["decision"]:
+        row["effects"] = [name for name in row["effects"] if name != "apply"]
+
+
+def _counts_fit(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Ballot) and len({v.manifest.count for v in event.votes}) == 1
+
+
+# --- skips ----------------------------------------------------------------------------------------
+
+
+def _commit_as_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    assert isinstance(event, Ballot)
+    votes = tuple(replace(vote, skip=False) for vote in event.votes)
+    return EFFECTS["propose_commit"](s, c, replace(event, votes=votes))
+
+
+def _count_always(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    skipped = s.skip
+    EFFECTS["note_applied"](s, c, event)
+    s.step += skipped
+    return ()
+
+
+def _missed_is_a_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    (effect,) = EFFECTS["apply"](s, c, event)
+    if s.head is not None and s.head.token != s.token:
+        s.skip = False
+    assert isinstance(effect, Apply)
+    yield replace(effect, skip=s.skip)
+
+
+def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
+    settled = GUARDS["settled_commit"](s, c, event)
+    assert isinstance(event, Decision)
+    return settled and event.record is not None and event.record.lineage == committed(s, c).lineage
+
+
+def _pause_for_all(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    head = s.head
+    s.head = None if head is None else replace(head, skip=False)
+    yield from EFFECTS["pause"](s, c, event)
+    s.head = head
+
+
+# --- states that differ ---------------------------------------------------------------------------
+
+
+def _keep_odd_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    lineage = s.lineage
+    EFFECTS["note_head"](s, c, event)
+    s.lineage = lineage
+    return ()
+
+
+def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    for effect in EFFECTS["propose_apart"](s, c, event):
+        assert isinstance(effect, Decide)
+        most = tuple(p for p in member_peers(s) if p not in effect.proposal.odd)
+        yield replace(effect, proposal=replace(effect.proposal, odd=most))
+
+
+def _same_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    token = s.token
+    EFFECTS["note_applied"](s, c, event)
+    s.token = token
+    return ()
+
+
+def _unseen_in_lineage(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    lineage = s.lineage
+    EFFECTS["note_applied"](s, c, event)
+    s.lineage = lineage
+    return ()
+
+
+ROLL_BACK = ["cancel_futures", "abort_groups", "restore"]
+
+# --- fencing --------------------------------------------------------------------------------------
+
+
+class _NoEpochs(Participant):
+    def stale(self, s: Local, event: Event) -> Outcome | None:
+        out = super().stale(s, event)
+        return None if out and out.verdict == "fenced" and "I stand at" in out.reason else out
+
+
+class _NoIncarnations(Participant):
+    def stale(self, s: Local, event: Event) -> Outcome | None:
+        out = super().stale(s, event)
+        return None if out and out.verdict == "fenced" and "replaced by" in out.reason else out
+
+
+class _FirstDeferredOnly(Participant):
+    def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
+        if s.state != tried_in:
+            s.deferred = s.deferred[:1]
+        super()._retry_deferred(s, out, tried_in, now)
+
+
+# --- epochs ---------------------------------------------------------------------------------------
+
+
+def _begins(**wrong: Callable[[StartTxn], object]) -> dict[str, Action]:
+    """``start_txn`` with other values."""
+
+    def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+        (effect,) = EFFECTS["start_txn"](s, c, event)
+        assert isinstance(effect, StartTxn)
+        values: dict[str, Any] = {name: value(effect) for name, value in wrong.items()}
+        yield replace(effect, **values)
+
+    return {"start_txn": act}
+
+
+def _any_begin(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Begin)
+
+
+def _own_batches(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    batches = s.batches
+    EFFECTS["note_healed"](s, c, event)
+    s.batches = batches
+    return ()
+
+
+def _leave_blocked(raw: Raw) -> None:
+    for row in on(raw, "NORMAL", "decision"):
+        row["effects"] = [name for name in row["effects"] if name != "abort_groups"]
+
+
+def _wait_for_all(s: Local, c: Config, event: Event) -> bool:
+    return all(s.stopped.get(p, Token(0, 0)) >= s.token for p in member_peers(s))
+
+
+def _current_by_step(s: Local, record: Record) -> Record:
+    def entry(group: GroupEntry) -> GroupEntry:
+        ranks = tuple(
+            replace(r, current=s.hellos[group.group, r.rank].step == record.step)
+            for r in group.ranks
+        )
+        return replace(group, ranks=ranks)
+
+    return replace(record, members=tuple(entry(g) for g in record.members))
+
+
+def _leavers_forgotten(s: Local) -> Local:
+    return replace(s, head=replace(s.head, leavers=())) if s.head and s.head.leavers else s
+
+
+def _head_forgotten(s: Local) -> Local:
+    return replace(s, head=None)
+
+
+def _leaver_says_ack(raw: Raw) -> None:
+    (row,) = (r for r in on(raw, "PREPARED", "decision") if r["to"] == "DRAIN_COMMIT")
+    row["effects"].insert(-1, "say_ack_committed")
+
+
+def _leave_at_once(raw: Raw) -> None:
+    row = {"guard": ["asked_to_leave"], "to": "EXIT", "effects": ["say_leave", "finish"]}
+    raw["states"]["NORMAL"]["exit"].insert(0, row)
+
+
+def _without_the_dead(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    EFFECTS["adopt_epoch"](s, c, event)
+    assert s.epoch is not None
+    members = tuple(g for g in s.epoch.members if not s.dead & set(g.peers()))
+    s.epoch = replace(s.epoch, members=members)
+    return ()
+
+
+def _late_if_member(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    assert isinstance(event, Join)
+    before = s.joining
+    EFFECTS["note_join"](s, c, event)
+    if event.hello.peer in member_peers(s):
+        s.joining = before
+    return ()
+
+
+def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
+    return bool(s.joining) or GUARDS["member_lost"](s, c, event)
+
+
+def _votes_without_state(raw: Raw) -> None:
+    on(raw, "NORMAL", "prepared")[0]["guard"] = ["votes_yes"]
+
+
+def _able(s: Local) -> set[Peer]:
+    return {p for p in member_peers(s) if p.group not in learners(s)}
+
+
+def _able_voted(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Ballot) and {v.peer for v in event.votes} >= _able(s)
+
+
+def _cast_for_the_able(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    for effect in EFFECTS["cast_vote"](s, c, event):
+        assert isinstance(effect, CastVote)
+        yield replace(effect, voters=len(_able(s)))
+
+
+def _never_armed(raw: Raw) -> None:
+    on(raw, "INIT", "start")[0]["to"] = None
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def _torn_is_good(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    return EFFECTS["note_applied"](s, c, event)
+
+
+def _propose_again(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    EFFECTS["note_bus_down"](s, c, event)
+    s.proposed = False
+    return ()
+
+
+# --- the bugs -------------------------------------------------------------------------------------
+
+MUTANTS: tuple[Mutant, ...] = (
+    # who decides
+    Mutant(
+        "local_commit",
+        "Nobody communicates: whose reductions succeeded applies the step (a teaching spec).",
+        "validity",
+        small(),
+        base="local_commit",
+    ),
+    Mutant(
+        "plain_votes",
+        "Decisions are broadcast, not written to the register; who is in doubt aborts (a teaching "
+        "spec).",
+        "agreement",
+        small(lose=1),
+        base="plain_votes",
+    ),
+    Mutant(
+        "majority",
+        "A majority of YES votes commits.",
+        "validity",
+        small(groups=3),
+        participant=planted({"all_voted": _majority}, {"cast_vote": _cast_for_majority}),
+    ),
+    Mutant(
+        "apply_before_decision",
+        "The optimizer step runs with the vote, before the decision.",
+        "replicas_equal",
+        small(no=1),
+        _apply_at_once,
+    ),
+    Mutant(
+        "yes_in_spite_of_error",
+        "A body that failed votes YES.",
+        "validity",
+        small(no=1),
+        participant=planted({"votes_yes": _yes_anyway}),
+    ),
+    Mutant(
+        "phantom_step",
+        "Who took part in no reduction may vote YES.",
+        "validity",
+        small(groups=1, misfit=1),
+        participant=planted({"votes_yes": _yes_unless_failed}),
+    ),
+    Mutant(
+        "manifests_not_compared",
+        "Votes commit though their ranks took part in different numbers of reductions.",
+        "validity",
+        small(misfit=1),
+        participant=planted({"manifests_fit": _always}),
+    ),
+    Mutant(
+        "shapes_not_compared",
+        "Votes commit though ranks of one number reduced other tensors, as many.",
+        "validity",
+        small(misfit=1),
+        participant=planted({"manifests_fit": _counts_fit}),
+    ),
+    Mutant(
+        "votes_counted_per_step",
+        "The ballot of a step keeps the votes of an attempt that was rolled back.",
+        "validity",
+        small(no=1),
+        world=World(attempts=False),
+    ),
+    Mutant(
+        "register_overwritten",
+        "The register takes any value, whatever it holds.",
+        "agreement",
+        small(formed=False, commits=0),
+        world=World(write_once=False),
+    ),
+    Mutant(
+        "abort_after_commit",
+        "A fault while the committed step is applied rolls it back.",
+        "exactly_once",
+        small(fault=1),
+        instead(
+            "COMMIT", "fault", to="ROLLBACK_REQ", effects=["note_cause", "propose_abort"], guard=[]
+        ),
+    ),
+    Mutant(
+        "commit_not_finished",
+        "Who learns of the next decision while it applies a committed step drops the step.",
+        "exactly_once",
+        small(fault=1, commits=2),
+        instead(
+            "COMMIT", "decision", to="ROLLBACK_SYNC", effects=["note_head", "say_ack", *ROLL_BACK]
+        ),
+    ),
+    # skips
+    Mutant(
+        "skip_ignored",
+        "Who proposes COMMIT does not look whether somebody skips the step.",
+        "skip",
+        small(skip=1),
+        participant=planted(actions={"propose_commit": _commit_as_step}),
+    ),
+    Mutant(
+        "skip_counted_as_step",
+        "A txn that was committed as a skip counts as a step.",
+        "exactly_once",
+        small(skip=1),
+        participant=planted(actions={"note_applied": _count_always}),
+    ),
+    Mutant(
+        "skip_not_recognised",
+        "A lineage does not tell who missed the decision that the txn was committed as a skip.",
+        "protocol",
+        small(skip=1, lose=1),
+        participant=planted({"settled_commit": _settled_by_a_step}),
+    ),
+    Mutant(
+        "missed_skip_is_a_step",
+        "Who missed the decision of a skip, and learns that it was committed, runs the step.",
+        "skip",
+        small(skip=1, lose=1),
+        participant=planted(actions={"apply": _missed_is_a_step}),
+    ),
+    Mutant(
+        "skip_counts_as_failure",
+        "A rollback because the user skipped the step counts towards the pauses.",
+        "skip",
+        small(skip=1),
+        participant=planted(actions={"pause": _pause_for_all}),
+    ),
+    # states that differ
+    Mutant(
+        "digests_not_compared",
+        "Votes commit though they tell that states of replicas differ.",
+        "divergence",
+        small(corrupt=1, digests=True),
+        participant=planted({"digests_fit": _always}),
+    ),
+    Mutant(
+        "odd_one_not_healed",
+        "Whose state differs from most goes on with it.",
+        "divergence",
+        small(groups=3, corrupt=1, digests=True, heals=True),
+        participant=planted(actions={"note_head": _keep_odd_state}),
+    ),
+    Mutant(
+        "majority_given_up",
+        "Those whose states agree fetch the state of the one that differs.",
+        "divergence",
+        small(groups=3, corrupt=1, digests=True, heals=True),
+        participant=planted(actions={"propose_apart": _give_up_most}),
+    ),
+    # in doubt
+    Mutant(
+        "presumed_commit",
+        "Who is in doubt when its time is up takes COMMIT for granted.",
+        "validity",
+        small(early=1),
+        instead("PREPARED", "timer.vote_window", to="COMMIT", effects=["assume_commit", "apply"]),
+    ),
+    Mutant(
+        "presumed_abort",
+        "Who is in doubt when its time is up takes ABORT for granted.",
+        "agreement",
+        small(early=1),
+        instead(
+            "PREPARED",
+            "timer.vote_window",
+            to="ROLLBACK_SYNC",
+            effects=["assume_abort", "say_ack", *ROLL_BACK],
+        ),
+    ),
+    Mutant(
+        "leaves_in_doubt",
+        "Who is in doubt when its time is up ends, though the register could be asked.",
+        "decided",
+        small(early=1),
+        instead("PREPARED", "timer.vote_window", to="EXIT", effects=["say_leave", "stop_in_doubt"]),
+    ),
+    Mutant(
+        "waits_in_doubt_for_ever",
+        "Who is in doubt waits to be told, and never asks the register.",
+        "eventually",
+        small(lose=1),
+        instead("PREPARED", "timer.vote_window", effects=["rearm"]),
+    ),
+    # numbers and fences
+    Mutant(
+        "no_fencing_by_epoch",
+        "Words from an older epoch count.",
+        "fencing",
+        small(no=1, twice=1),
+        participant=_NoEpochs,
+    ),
+    Mutant(
+        "no_fencing_by_incarnation",
+        "Words of an incarnation that has been replaced count.",
+        "fencing",
+        small(twin=1),
+        participant=_NoIncarnations,
+    ),
+    Mutant(
+        "bus_restart_unnoticed",
+        "The bus comes back empty, numbers begin again, and nobody notices.",
+        "agreement",
+        small(forget=1, formed=False, commits=0),
+        world=World(generations=False),
+    ),
+    Mutant(
+        "epoch_number_repeats",
+        "What hands out epoch numbers has restarted: the next epoch is number 1 again.",
+        "protocol",
+        small(no=1),
+        participant=planted(
+            actions=_proposing("propose_epoch", lambda s, record: replace(record, epoch=1))
+        ),
+    ),
+    Mutant(
+        "txn_number_repeats",
+        "The txn after a commit has the number of the one before.",
+        "shard_unity",
+        small(commits=2),
+        participant=planted(actions={"note_applied": _same_txn}),
+    ),
+    Mutant(
+        "step_not_in_lineage",
+        "An applied step does not show in the lineage.",
+        "exactly_once",
+        small(),
+        participant=planted(actions={"note_applied": _unseen_in_lineage}),
+    ),
+    Mutant(
+        "first_deferred_only",
+        "Of several decisions that were put off during the optimizer step only one is obeyed.",
+        "agreement",
+        small(fault=1, early=1, commits=2),
+        participant=_FirstDeferredOnly,
+    ),
+    # the next epoch
+    Mutant(
+        "epoch_without_waiting",
+        "The next epoch is proposed before all live members have stopped.",
+        "live_set",
+        small(no=1),
+        participant=planted({"all_stopped": _always}),
+    ),
+    Mutant(
+        "begin_of_any_epoch",
+        "A member leaves its barrier at the word for any epoch.",
+        "live_set",
+        small(formed=False, commits=0, early=1, lose=2),
+        participant=planted({"begun": _any_begin}),
+    ),
+    Mutant(
+        "groups_not_aborted",
+        "Who is in a body when ABORT is decided does not abort its process groups.",
+        "eventually",
+        small(no=1),
+        _leave_blocked,
+    ),
+    Mutant(
+        "waits_for_the_dead",
+        "The next epoch waits for the acknowledgements of dead members, too.",
+        "eventually",
+        small(crash=1),
+        participant=planted({"all_stopped": _wait_for_all}),
+    ),
+    Mutant(
+        "acknowledges_once",
+        "An acknowledgement that was lost is never said again, nor its sender suspected.",
+        "eventually",
+        small(no=1, lapse=1),
+        without("say_ack", "suspect_silent", events=("timer.ack_window", "timer.bus_retry")),
+    ),
+    Mutant(
+        "coordinator_never_doubted",
+        "The next epoch is left to its coordinator, however long that says nothing.",
+        "eventually",
+        small(no=1, silent=1),
+        without("suspect_coordinator"),
+    ),
+    Mutant(
+        "barrier_left_early",
+        "A member begins the epoch's first txn as soon as it is ready itself.",
+        "live_set",
+        small(formed=False),
+        participant=planted({"all_ready": _always}),
+    ),
+    Mutant(
+        "own_member_list",
+        "Each member strikes from the epoch's list whom it knows to be dead.",
+        "live_set",
+        small(no=1, crash=1),
+        participant=planted(actions={"adopt_epoch": _without_the_dead}),
+    ),
+    Mutant(
+        "committed_state_given_up",
+        "The next epoch begins with the furthest state that is left, committed or not.",
+        "samples_once",
+        small(torn=1, crash=1),
+        participant=planted(*_seeing(_head_forgotten, "epoch_possible")),
+    ),
+    Mutant(
+        "heals_by_step",
+        "Whose step number is that of the epoch fetches nothing, whatever its lineage.",
+        "replicas_equal",
+        small(formed=False, alike=False, commits=0),
+        participant=planted(actions=_proposing("propose_epoch", _current_by_step)),
+    ),
+    Mutant(
+        "join_taken_for_late",
+        "A member that asks to join is taken for a late word from before it was let in.",
+        "eventually",
+        small(heal=1, fault=1, formed=False, alike=False, commits=0),
+        participant=planted(actions={"note_join": _late_if_member}),
+    ),
+    Mutant(
+        "no_timers_at_start",
+        "The start does not enter INIT, so that its timers are not armed.",
+        "eventually",
+        small(crash=1, formed=False, commits=0),
+        _never_armed,
+    ),
+    Mutant(
+        "joiner_ends_the_attempt",
+        "Who asks to come in ends the running attempt, as a lost member does.",
+        "join",
+        small(crash=1, restart=1),
+        participant=planted({"member_lost": _lost_or_joining}),
+    ),
+    Mutant(
+        "joiner_unmarked",
+        "A commit does not end the epoch because somebody waits to come in.",
+        "join",
+        small(crash=1, restart=1),
+        participant=planted(
+            actions=_proposing("propose_commit", lambda s, r: replace(r, change=bool(r.leavers)))
+        ),
+    ),
+    Mutant(
+        "learner_votes_early",
+        "A learner votes when its body has ended, whether or not its state has come.",
+        "validity",
+        small(crash=1, restart=1, commits=2),
+        _votes_without_state,
+        world=World(patient=False),
+    ),
+    Mutant(
+        "learner_not_counted",
+        "A commit waits for the votes of those only who had the state when the epoch began.",
+        "validity",
+        small(crash=1, restart=1, commits=2),
+        participant=planted({"all_voted": _able_voted}, {"cast_vote": _cast_for_the_able}),
+    ),
+    # state and data
+    Mutant(
+        "not_restored",
+        "A rollback leaves buffers, RNG states and gradients as the attempt left them.",
+        "replicas_equal",
+        small(fault=1),
+        without("restore"),
+    ),
+    Mutant(
+        "torn_taken_for_good",
+        "A step that failed half way counts as applied.",
+        "replicas_equal",
+        small(torn=1, commits=2),
+        participant=planted(actions={"mark_torn": _torn_is_good}),
+    ),
+    Mutant(
+        "torn_after_its_word",
+        "Who said that it would hold the state, and then tore it, goes along with the epoch.",
+        "replicas_equal",
+        small(groups=3, drain=1, torn=1),
+        participant=planted({"misjudged": _never}),
+    ),
+    Mutant(
+        "batches_not_healed",
+        "Who fetches a state keeps its own count of batches.",
+        "replicas_equal",
+        small(torn=1),
+        participant=planted(actions={"note_healed": _own_batches}),
+    ),
+    Mutant(
+        "first_slice_for_all",
+        "Every group takes the first slice of a txn's data.",
+        "samples_once",
+        small(formed=False, alike=False, commits=0),
+        participant=planted(actions=_begins(index=lambda start: 0)),
+    ),
+    Mutant(
+        "contributors_miscounted",
+        "A txn begins with one contributor more than it has.",
+        "samples_once",
+        small(formed=False, commits=0),
+        participant=planted(actions=_begins(participants=lambda start: start.participants + 1)),
+    ),
+    Mutant(
+        "other_data_begun",
+        "A txn begins with data that are not those it commits.",
+        "samples_once",
+        small(),
+        participant=planted(actions=_begins(cursor=lambda start: start.cursor + 1)),
+    ),
+    Mutant(
+        "cursor_moves_on_abort",
+        "An ABORT moves the data cursor.",
+        "samples_once",
+        small(no=1),
+        participant=planted(
+            actions=_proposing("propose_abort", lambda s, r: replace(r, cursor=r.cursor + 2))
+        ),
+    ),
+    Mutant(
+        "cursor_stands_on_commit",
+        "A COMMIT leaves the data cursor where it was.",
+        "samples_once",
+        small(),
+        participant=planted(
+            actions=_proposing("propose_commit", lambda s, r: replace(r, cursor=s.cursor))
+        ),
+    ),
+    # leaving
+    Mutant(
+        "drains_before_commit",
+        "A group that is asked to leave leaves in the middle of a txn.",
+        "drain",
+        small(drain=1),
+        _leave_at_once,
+    ),
+    Mutant(
+        "leaver_in_next_epoch",
+        "The epoch after a drain still has the group that left.",
+        "drain",
+        small(drain=1),
+        _leaver_says_ack,
+        planted(*_seeing(_leavers_forgotten, "all_stopped", "epoch_possible")),
+    ),
+    Mutant(
+        "leaver_unmarked",
+        "The commit with which a group leaves does not end the epoch.",
+        "drain",
+        small(drain=1, commits=2),
+        participant=planted(
+            actions=_proposing("propose_commit", lambda s, r: replace(r, change=False))
+        ),
+    ),
+    Mutant(
+        "ended_too_early",
+        "The commit with which some leave says that the job ends.",
+        "drain",
+        small(drain=1),
+        participant=planted(
+            actions=_proposing("propose_commit", lambda s, r: replace(r, last=bool(r.leavers)))
+        ),
+    ),
+    Mutant(
+        "leaves_between_epochs",
+        "Who is asked to leave and has no epoch leaves at once, though others wait for it.",
+        "drain",
+        small(drain=1, fault=1),
+        participant=planted({"all_others_left": _always}),
+    ),
+    # the bus
+    Mutant(
+        "proposal_repeated_at_once",
+        "A proposal that fails with the bus is repeated at once: no timer ever has its turn.",
+        "eventually",
+        small(forget=1, formed=False),
+        participant=planted(actions={"note_bus_down": _propose_again}),
+    ),
+    Mutant(
+        "proposal_never_repeated",
+        "A proposal that was lost with the bus is waited for for ever.",
+        "eventually",
+        small(crash=1, lapse=1),
+        without("give_up_proposal"),
+    ),
+)
+
+
+# --- the table of the docs ------------------------------------------------------------------------
+
+
+class NotCaught(FftError):
+    """A mutant survived, or was caught by another property than the one it names."""
+
+
+def caught(mutant: Mutant) -> tuple[Search, Result]:
+    """Search the mutant's scope.
+
+    Raises:
+        NotCaught: the bug does not break the property that it must break.
+    """
+    made, result = run(mutant)
+    found = result.violation.name if result.violation else "nothing"
+    if found != mutant.expected:
+        raise NotCaught(f"mutant {mutant.name} must break {mutant.expected}; it broke {found}")
+    return made, result
+
+
+def row_of(mutant: Mutant) -> str:
+    """The mutant's first columns in the table: what does not change with the model."""
+    kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.scope.budget)
+    shape = f"{mutant.scope.groups} x {mutant.scope.ranks}"
+    shape += "" if mutant.scope.formed else " from start"
+    scope = f"{shape}, {kinds or 'no fault'}"
+    return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {scope} |"
+
+
+def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
+    yield "| mutant | what is planted | where | caught by | scope | states | steps |"
+    yield "|---|---|---|---|---|--:|--:|"
+    for mutant in mutants:
+        result = caught(mutant)[1]
+        assert result.violation is not None
+        yield f"{row_of(mutant)} {result.states:,} | {len(result.violation.path)} |"
+
+
+def write_table(path: Path, mutants: Iterable[Mutant] = MUTANTS) -> None:
+    """Put the mutants as a table between its markers in a Markdown file; searches every one.
+
+    Raises:
+        NotCaught: one of them survives.
+        ValueError: the markers are not there, once each and in order.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# Proof\n\n{BEGIN}\n{END}\n"
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path}: put {BEGIN} and {END} where the table shall stand")
+    table = "\n".join(_rows(mutants))
+    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")

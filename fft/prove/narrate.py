@@ -1,0 +1,253 @@
+"""Steps of a modelled job in words: for counterexamples and for scenario files. Pure.
+
+Participants are called ``A/0``, later incarnations ``A/0#2``; a txn ``epoch.txn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fft.messages.protocol import (
+    Broadcast,
+    CastVote,
+    Death,
+    Decide,
+    Decision,
+    Drain,
+    Event,
+    Finish,
+    Peer,
+    Record,
+    Suspect,
+    Tell,
+    Timer,
+    Token,
+)
+from fft.protocol.participant import Outcome
+from fft.protocol.state import Local
+from fft.prove.intern import thaw
+from fft.prove.model import QUEUES, SHARED, Model, Node, Shared, State, Step
+
+
+def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
+    """The run of a path, a line a step: who does what, and what changes."""
+    state = model.initial()
+    for number, (who, what) in enumerate(path, 1):
+        step = find_step(model, state, who, what)
+        yield f"{number:3}. {tell(model, state, step)}"
+        state = step.state
+
+
+def find_step(model: Model, state: State, who: int, what: str) -> Step:
+    """The step of that name. Raises ``LookupError`` where it cannot be taken."""
+    for step in model.steps(state, every=True):
+        if (step.who, step.what) == (who, what):
+            return step
+    raise LookupError(f"{what!r} of process {who} cannot happen here")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def name(peer: Peer) -> str:
+    """``A/0``; with the incarnation unless it is the first."""
+    return f"{peer.group}/{peer.rank}" + (f"#{peer.inc}" if peer.inc > 1 else "")
+
+
+def txn(token: Token) -> str:
+    """``epoch.txn``."""
+    return f"{token[0]}.{token[1]}"
+
+
+def say_record(record: Record | None) -> str:
+    """A value of the head register in few words."""
+    if record is None:
+        return "empty register"
+    if record.kind == "epoch":
+        groups = " ".join(
+            g.group + (f"#{g.ranks[0].inc}" if g.ranks[0].inc > 1 else "") for g in record.members
+        )
+        return f"epoch {record.epoch} of {groups}"
+    text = f"{record.kind} {txn(record.token)}"
+    if record.skip:
+        text += ", skipped"
+    if record.odd or record.diverged:
+        odd = " ".join(map(name, record.odd))
+        return f"{text} ({f'{odd} differs from most' if odd else 'replicas differ'})"
+    if record.leavers:
+        return f"{text}, with which {' '.join(record.leavers)} leaves"
+    return f"{text}, the last of its epoch" if record.change else text
+
+
+def say(event: Event | Any) -> str:
+    """An event in few words."""
+    match event:
+        case Decision(record=record):
+            return say_record(record) + (f" by {name(record.by)}" if record else "")
+        case Death(group=group, rank=rank, host=host):
+            return f"death of {name(Peer(group, rank, int(host.rpartition('.')[2])))}"
+        case Suspect(group=group, rank=rank, host=host):
+            return f"suspicion of {name(Peer(group, rank, int(host.rpartition('.')[2])))}"
+        case Drain(groups=groups):
+            return f"drain of {' '.join(groups)}"
+        case Timer(name=timer):
+            return f"timer {timer}"
+    peer = getattr(event, "peer", None) or getattr(getattr(event, "hello", None), "peer", None)
+    token = getattr(event, "token", None)
+    of = f" of {name(peer)}" if peer else f" {txn(token)}" if token else ""
+    return f"{event.type}{of}"
+
+
+def say_effect(effect: Any) -> str:
+    """An operation on the bus, to be done."""
+    match effect:
+        case Broadcast(message=message):
+            return f"say {say(message)}"
+        case Tell(to=to, message=message):
+            return f"tell {name(to)} {say(message)}"
+        case Decide(proposal=proposal):
+            return f"propose {say_record(proposal)}"
+        case CastVote(token=token):
+            return f"vote YES in {txn(token)}"
+    return "read the register"
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def tell(model: Model, state: State, step: Step) -> str:
+    """One line: who does what, what changes in its state, and what it will do on the bus."""
+    if step.who < 0:
+        return step.what
+    before, after = model.node(state, step.who), model.node(step.state, step.who)
+    me = name(model.peer(step.who, after.inc))
+    if step.what in ("comes back", "is started twice"):
+        return f"{me.partition('/')[0]} {step.what} as {me}; will {_todo(model, after.pending)}"
+    text = f"{me} {_action(model, state, step)}"
+    notes = [n for n in (_moved(model, before, after, step), _will(model, before, after)) if n]
+    return f"{text}: {'; '.join(notes)}" if notes else text
+
+
+def _action(model: Model, state: State, step: Step) -> str:
+    node, what = model.node(state, step.who), step.what
+    if (heard := message_of(model, node, what)) is not None:
+        event, verb = heard, "is told" if "is told" in what else "hears"
+        verdict = outcome(model, node, step)
+        said = f"{verb} {say(event)}"
+        if what.startswith("never"):
+            said = f"never {said}"
+        elif what.endswith("twice"):
+            said += ", and will once more"
+        elif what.endswith("1"):
+            said += " before what was said earlier"
+        return (
+            said if verdict is None or verdict.verdict == "row" else f"{said} ({verdict.verdict})"
+        )
+    if what.startswith("does"):
+        return _does(model.effects[node.pending[0]], *_bus(model, state, step))
+    if what.startswith("fails at"):
+        todo = say_effect(model.effects[node.pending[0]])
+        how = "which is done, but the answer is lost" if what.endswith("was done") else "in vain"
+        return f"fails to {todo}, {how}"
+    if what == "heals" and node.task is not None:
+        return f"heals, fetches {'nothing' if node.task[2] is None else 'the state'}"
+    if what == "connects":
+        return "rebuilds its groups, and begins to fetch the state"
+    if what == "learns":
+        return "has fetched the state"
+    return what
+
+
+def fetched(node: Node, what: str) -> bool:
+    """Whether this step of a process brings it the state of another."""
+    healed = what == "heals" and node.task is not None and node.task[2] is not None
+    return healed or what == "learns"
+
+
+def _bus(model: Model, state: State, step: Step) -> tuple[Shared, Shared]:
+    return model.shared[state[model.size]], model.shared[step.state[model.size]]
+
+
+def _does(effect: Any, before: Shared, after: Shared) -> str:
+    match effect:
+        case Broadcast(message=message):
+            return f"says {say(message)}"
+        case Tell(to=to, message=message):
+            return f"tells {name(to)} {say(message)}"
+        case Decide(proposal=proposal):
+            came = "wins" if after.head == proposal else f"loses to {say_record(after.head)}"
+            if before.head == proposal:
+                came = "finds it there already"
+            return f"proposes {say_record(proposal)} and {came}"
+        case CastVote(token=token, voters=voters):
+            votes = dict(after.ballots).get(token, ())
+            voted = len({vote.peer for vote in votes})
+            return f"votes YES in {txn(token)}, {voted} of {voters}"
+    return f"reads the register: {say_record(after.head)}"
+
+
+def _moved(model: Model, before: Node, after: Node, step: Step) -> str:
+    if before.local < 0:
+        return ""
+    was = thaw(model.locals[before.local])
+    if after.local < 0:
+        return (
+            "" if step.what.startswith("ends") else f"{was.state} → {ending(model, before, step)}"
+        )
+    now = thaw(model.locals[after.local])
+    return "" if now.state == was.state else f"{was.state} → {label(now)}"
+
+
+def label(local: Local) -> str:
+    """The state, and where a txn is open which one."""
+    return f"{local.state} {txn(local.token)}" if local.state == "NORMAL" else local.state
+
+
+def ending(model: Model, before: Node, step: Step) -> str:
+    """``out``, with the error that the user sees if there is one."""
+    if step.what.startswith("ends"):
+        return "ended"
+    found = outcome(model, before, step)
+    errors = [e.error for e in found.effects if isinstance(e, Finish)] if found else []
+    return f"out ({errors[0]})" if errors and errors[0] else "out"
+
+
+def _will(model: Model, before: Node, after: Node) -> str:
+    left = before.pending[1:] if len(before.pending) > 0 else ()
+    new = after.pending[len(left) :] if after.pending[: len(left)] == left else after.pending
+    todo = _todo(model, new)
+    return f"will {todo}" if todo and after.pending != before.pending else ""
+
+
+def _todo(model: Model, pending: tuple[int, ...]) -> str:
+    return ", ".join(say_effect(effect) for effect in on_bus(model, pending))
+
+
+def on_bus(model: Model, pending: tuple[int, ...]) -> list[Any]:
+    """Those of the effects that others can see."""
+    return [e for e in map(model.effects.__getitem__, pending) if isinstance(e, SHARED)]
+
+
+def message_of(model: Model, node: Node, what: str) -> Event | None:
+    """The message that a step of that name takes; None: it takes none."""
+    for queue, hears in QUEUES.items():
+        verb = hears.removesuffix(" 0")
+        if what.removeprefix("never ").startswith(verb):
+            waiting = getattr(node, queue)
+            return model.events[waiting[1 if what == f"{verb} 1" else 0]]
+    return None
+
+
+def outcome(model: Model, node: Node, step: Step) -> Outcome | None:
+    """What the core made of the event that the step brings; None: the step brings none."""
+    local = thaw(model.locals[node.local])
+    event = None if step.what.startswith("never") else message_of(model, node, step.what)
+    match step.what.removesuffix(" early").split():
+        case ["timer", timer]:
+            event = Timer(timer, local.timers[timer])
+        case ["handles", *_]:
+            event = model.events[node.done]
+    if event is None:
+        return None
+    return model.participant(step.who, node.inc).handle(local, event, 0.0)[1]

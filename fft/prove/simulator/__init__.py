@@ -1,0 +1,1 @@
+"""A whole job in one process, under one seed and a virtual clock. Pure."""

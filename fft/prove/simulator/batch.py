@@ -1,0 +1,303 @@
+"""Many seeds in parallel processes, what they add up to, and how a seed that failed is replayed.
+
+Uses processes, the wall clock (for seeds per second) and rich; the simulated jobs know of none of
+it. A seed lives the same life wherever and whenever it is run.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fft.protocol.load import load_spec
+from fft.protocol.spec import FsmSpec
+from fft.prove.simulator.faults import CHANCES, DEFAULT, RATES, Weather
+from fft.prove.simulator.job import Result, row_names, run_seed
+from fft.util.errors import FftError
+
+_CHUNK = 25
+"""Seeds that a worker runs before it tells."""
+_KEPT = 5
+"""Failures that are kept whole, and whose traces are written."""
+
+
+class SimulateError(FftError):
+    """Arguments of ``fft simulate`` that cannot be used; the message names the mend."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """What seeds add up to. ``seconds``: virtual; ``wall``: real."""
+
+    seeds: int = 0
+    events: int = 0
+    commits: int = 0
+    aborts: int = 0
+    epochs: int = 0
+    checks: int = 0
+    seconds: float = 0.0
+    wall: float = 0.0
+    stateless: int = 0
+    """Jobs that stopped because nobody alive held the state any more, as they must."""
+    slowest: float = 0.0
+    """Longest time from calm until a job was well."""
+    faults: Counter[str] = field(default_factory=Counter)
+    rows: set[str] = field(default_factory=set)
+    failed: int = 0
+    failures: list[Result] = field(default_factory=list)
+    """The failing seeds with the lowest numbers."""
+
+    def add(self, result: Result) -> None:
+        """Count one seed."""
+        self.seeds += 1
+        self.events += result.events
+        self.commits += result.commits
+        self.aborts += result.aborts
+        self.epochs += result.epochs
+        self.checks += result.checks
+        self.seconds += result.seconds
+        self.faults.update(result.faults)
+        self.rows |= result.rows
+        if result.violations:
+            self.failed += 1
+            self._keep([result])
+        elif result.settled_in is None:
+            self.stateless += 1
+        else:
+            self.slowest = max(self.slowest, result.settled_in)
+
+    def merge(self, other: Batch) -> None:
+        """Count what another batch has counted."""
+        for name in ("seeds", "events", "commits", "aborts", "epochs", "checks", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.stateless += other.stateless
+        self.failed += other.failed
+        self.slowest = max(self.slowest, other.slowest)
+        self.faults.update(other.faults)
+        self.rows |= other.rows
+        self._keep(other.failures)
+
+    def _keep(self, failures: list[Result]) -> None:
+        self.failures = sorted([*self.failures, *failures], key=lambda r: r.seed)[:_KEPT]
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def run_batch(
+    first: int,
+    count: int,
+    spec: FsmSpec,
+    weather: Weather = DEFAULT,
+    jobs: int = 1,
+    told: Callable[[Batch], None] = lambda _: None,
+) -> Batch:
+    """Run the seeds from ``first`` on; ``told`` gets the sums so far, now and then.
+
+    ``jobs`` processes are started, and ended when this returns or raises; 1: none is.
+    """
+    total, began = Batch(), time.monotonic()
+    chunks = [
+        (start, min(_CHUNK, first + count - start)) for start in range(first, first + count, _CHUNK)
+    ]
+
+    def take(part: Batch) -> None:
+        total.merge(part)
+        total.wall = time.monotonic() - began
+        told(total)
+
+    if jobs == 1 or len(chunks) == 1:
+        for start, size in chunks:
+            take(_chunk(start, size, spec, weather))
+        return total
+    context = multiprocessing.get_context("spawn")  # this process may have threads
+    pool = ProcessPoolExecutor(min(jobs, len(chunks)), context, _set_up, (spec, weather))
+    try:
+        for done in as_completed([pool.submit(_work, *chunk) for chunk in chunks]):
+            take(done.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return total
+
+
+_given: list[tuple[FsmSpec, Weather]] = []
+_parent: list[int] = []
+"""Of a worker: the process that started it."""
+
+
+def _set_up(spec: FsmSpec, weather: Weather) -> None:
+    _given[:] = [(spec, weather)]
+    _parent[:] = [os.getppid()]
+
+
+def _work(first: int, count: int) -> Batch:
+    spec, weather = _given[0]
+    return _chunk(first, count, spec, weather)
+
+
+def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather) -> Batch:
+    batch = Batch()
+    # A life makes cycles, but few; looking for them at every allocation costs a tenth of the time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for seed in range(first, first + count):
+            if _parent and os.getppid() != _parent[0]:
+                os._exit(1)  # nobody is left to tell
+            batch.add(run_seed(seed, spec, weather))
+    finally:
+        if collecting:
+            gc.enable()
+        gc.collect()
+    return batch
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def simulate(
+    spec_name: str,
+    seeds: int | None,
+    first: int,
+    jobs: int | None,
+    seed: int | None,
+    trace_dir: Path | None,
+    console: Console,
+) -> bool:
+    """``fft simulate``: run, report to ``console``, and say whether nothing was found.
+
+    Raises:
+        SimulateError, SpecError: the arguments or the spec cannot be used.
+    """
+    _check(seeds, first, jobs, seed)
+    spec = load_spec(spec_name)
+    if seed is not None:
+        result = replay(seed, spec, trace_dir)
+        _tell_seed(result, trace_dir, console)
+        return not result.violations
+    count, workers = seeds or 1000, jobs or os.cpu_count() or 1
+    batch = _with_progress(first, count, spec, workers, console)
+    console.print(table_of(batch, f"{spec.name}, seeds {first} to {first + count - 1}"))
+    missed = sorted(set(row_names(spec).values()) - batch.rows)
+    console.print(f"rows of the table taken: {len(batch.rows)} of {len(batch.rows) + len(missed)}")
+    for failure in batch.failures:
+        _tell_failure(failure, spec, spec_name, trace_dir or Path("runs", "simulate"), console)
+    return not batch.failed
+
+
+def _check(seeds: int | None, first: int, jobs: int | None, seed: int | None) -> None:
+    if seed is not None and (seeds is not None or first):
+        raise SimulateError("--seed runs one seed; leave out --seeds and --first, or --seed")
+    if seeds is not None and seeds < 1:
+        raise SimulateError(f"--seeds {seeds}: give the number of seeds to run, 1 or more")
+    if first < 0 or (seed is not None and seed < 0):
+        raise SimulateError("a seed is a whole number from 0 on; give --first or --seed as one")
+    if jobs is not None and jobs < 1:
+        raise SimulateError(f"--jobs {jobs}: give the number of processes, 1 or more")
+
+
+def replay(seed: int, spec: FsmSpec, trace_dir: Path | None) -> Result:
+    """Run one seed, with traces in ``trace_dir/seed-<seed>``; older ones there are replaced."""
+    directory = None if trace_dir is None else trace_dir / f"seed-{seed}"
+    if directory is not None and directory.is_dir():
+        for old in directory.glob("*.jsonl"):
+            old.unlink()
+    return run_seed(seed, spec, trace_dir=directory)
+
+
+def replay_command(seed: int, spec_name: str, trace_dir: Path) -> str:
+    """The one command that lives a seed again and leaves its traces."""
+    name = "" if spec_name == "hsdp" else f"{shlex.quote(spec_name)} "
+    return f"fft simulate {name}--seed {seed} --trace-dir {shlex.quote(str(trace_dir))}"
+
+
+def _with_progress(first: int, count: int, spec: FsmSpec, jobs: int, console: Console) -> Batch:
+    columns = (
+        TextColumn("simulating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} seeds/s, {task.fields[failed]} failed"),
+        TimeRemainingColumn(),
+    )
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("seeds", total=count, rate=0.0, failed=0)
+
+        def show(batch: Batch) -> None:
+            rate = batch.seeds / max(batch.wall, 1e-9)
+            progress.update(task, completed=batch.seeds, rate=rate, failed=batch.failed)
+
+        return run_batch(first, count, spec, jobs=jobs, told=show)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def table_of(batch: Batch, title: str) -> Table:
+    """The sums of a batch as a table."""
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    figures = {
+        "seeds": f"{batch.seeds:,}",
+        "events handled by the core": f"{batch.events:,}",
+        "commits": f"{batch.commits:,}",
+        "aborts": f"{batch.aborts:,}",
+        "epochs": f"{batch.epochs:,}",
+        "checks of invariants": f"{batch.checks:,}",
+        "jobs that lost all state, and stopped": f"{batch.stateless:,}",
+        "slowest return to calm (virtual s)": f"{batch.slowest:.1f}",
+        "virtual seconds": f"{batch.seconds:,.0f}",
+        "seconds": f"{batch.wall:.1f}",
+        "seeds/s": f"{batch.seeds / max(batch.wall, 1e-9):.1f}",
+        "violations (seeds)": f"{batch.failed:,}",
+    }
+    for name, value in figures.items():
+        table.add_row(name, value, end_section=name == "violations (seeds)")
+    for kind, words in {**RATES, **CHANCES}.items():
+        table.add_row(f"{kind}: {words}", f"{batch.faults[kind]:,}")
+    return table
+
+
+def _tell_failure(
+    failure: Result, spec: FsmSpec, spec_name: str, trace_dir: Path, console: Console
+) -> None:
+    for violation in failure.violations:
+        console.print(
+            f"seed {failure.seed}: {violation.name}: {violation.text}", markup=False, soft_wrap=True
+        )
+    replay(failure.seed, spec, trace_dir)
+    command = replay_command(failure.seed, spec_name, trace_dir)
+    console.print(f"  replay: {command}", markup=False, soft_wrap=True)
+    traces = shlex.quote(str(trace_dir / f"seed-{failure.seed}"))
+    console.print(f"  audit:  fft audit {traces}", markup=False, soft_wrap=True)
+
+
+def _tell_seed(result: Result, trace_dir: Path | None, console: Console) -> None:
+    faults = ", ".join(f"{kind} {n}" for kind, n in sorted(result.faults.items())) or "none"
+    settled = "never" if result.settled_in is None else f"in {result.settled_in:.1f} s"
+    lines = [
+        f"seed {result.seed}: {result.groups} groups x {result.ranks} ranks at the start",
+        f"  {result.events} events, {result.commits} commits, {result.aborts} aborts, "
+        f"{result.epochs} epochs, {result.seconds:.1f} virtual s, {result.checks} checks",
+        f"  faults: {faults}",
+        f"  well again after the last fault: {settled}",
+    ]
+    if trace_dir is not None:
+        lines.append(f"  traces: {trace_dir / f'seed-{result.seed}'}")
+    lines += [f"  VIOLATED {v.name} at {v.place or '-'}: {v.text}" for v in result.violations]
+    lines.append("verdict: " + ("VIOLATION" if result.violations else "no violation"))
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

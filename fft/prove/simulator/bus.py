@@ -1,0 +1,218 @@
+"""The bus of a simulated job: ordered broadcast, head register, ballots, and ways to lose them.
+
+Keeps the contract of the real bus: every listener hears all messages in one order, each after a
+delay of its own; the register is linearizable; a vote cast twice stands twice in its ballot, and
+ballots live in a few reused slots, as the engine has it. An operation arrives some time after it
+was begun and is answered some time after that; in between anything can happen to either side.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fft.messages.protocol import (
+    Ballot,
+    Broadcast,
+    BusDown,
+    BusMessage,
+    CastVote,
+    Decide,
+    Decision,
+    DropBallot,
+    Event,
+    Peer,
+    ReadHead,
+    Record,
+    Tell,
+    Token,
+    Vote,
+)
+
+if TYPE_CHECKING:
+    from fft.prove.simulator.job import World
+    from fft.prove.simulator.process import Process
+
+Operation = Broadcast | Tell | ReadHead | Decide | CastVote | DropBallot
+SLOTS = 8
+"""Ballot slots, as the engine reuses them."""
+_LONGEST_TROUBLE_S = 20.0
+"""Less than the spec's ``bus_limit``: that participants end after it is their duty, no fault."""
+_RECOVERY_S = 5.0
+"""A link that was up for so long has had its chance; what comes then is a new trouble."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One process's way to the bus."""
+
+    until: float = 0.0
+    """Cut until then, in virtual seconds."""
+    since: float = 0.0
+    """When the trouble began that this cut belongs to."""
+    fails: bool = False
+    """While it is cut, operations fail, and their outcome is unknown; else they wait."""
+    lag: float = 0.0
+    """The most that a message is late beyond the usual, in seconds."""
+    last: float = 0.0
+    """When the newest message arrives; none overtakes another."""
+    last_alone: float = 0.0
+    """The same of messages for this process alone."""
+    held: deque[tuple[BusMessage, bool]] = field(default_factory=deque)
+    """Messages that wait for the link; whether they are for this process alone."""
+    waiting: list[Operation] = field(default_factory=list)
+    """The operation that waits for the link."""
+    deaf: bool = False
+
+
+class SimBus:
+    """One for the whole job."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._clock = world.clock
+        self.head: Record | None = None
+        self.history: list[Record] = []
+        """Every value the register ever had."""
+        self.slots: dict[int, list[tuple[Token, Vote]]] = {}
+
+    # --- operations, begun by a process ---
+
+    def begin(self, caller: Process, operation: Operation) -> None:
+        """Start an operation; ``caller.answered`` follows, if the caller lives to hear it."""
+        self._clock.after(
+            self._world.latency.operation(caller.slow), None, self._arrive, caller, operation
+        )
+
+    def _arrive(self, caller: Process, operation: Operation) -> None:
+        world, link = self._world, caller.link
+        if not caller.alive and world.rng.random() < 0.5:
+            return  # died before it was sent
+        if link.until > self._clock.now:
+            if not link.fails:
+                link.waiting.append(operation)
+                return
+            if world.rng.random() < 0.3:  # it got there, its answer does not
+                self._carry_out(operation)
+            self._clock.after(world.latency.hop(), caller, self._fail, caller, operation)
+            return
+        answer = self._carry_out(operation)
+        delay = world.latency.hop() * caller.slow
+        self._clock.after(delay, caller, self._answer, caller, operation, answer)
+
+    def _answer(self, caller: Process, operation: Operation, answer: Event | None) -> None:
+        link = caller.link
+        if link.until > self._clock.now and link.fails:
+            self._fail(caller, operation)
+        elif link.until > self._clock.now:
+            delay = link.until - self._clock.now
+            self._clock.after(delay, caller, self._answer, caller, operation, answer)
+        else:
+            caller.answered(answer)
+
+    def _fail(self, caller: Process, operation: Operation) -> None:
+        self._world.count("operation_failed")
+        caller.answered(BusDown(type(operation).__name__, "the bus is out of reach"))
+
+    def _carry_out(self, operation: Operation) -> Event | None:
+        match operation:
+            case Broadcast(message=message):
+                self.publish(message)
+            case Tell(to=to, message=message):
+                self._post(to, message)
+            case ReadHead():
+                return Decision(self.head)
+            case Decide(after=after, proposal=proposal):
+                if self.head == after:
+                    self.head = proposal
+                    self.history.append(proposal)
+                    self._world.hopeless |= proposal.diverged
+                return Decision(self.head, won=self.head == proposal)
+            case CastVote(token=token, vote=vote, voters=voters):
+                slot = self.slots.setdefault((token.epoch + token.txn) % SLOTS, [])
+                slot.append((token, vote))
+                votes = tuple(v for t, v in slot if t == token)
+                return Ballot(token, votes) if len(votes) >= voters else None
+            case DropBallot(token=token):
+                self.slots.pop((token.epoch + token.txn + SLOTS // 2) % SLOTS, None)
+        return None
+
+    # --- messages ---
+
+    def publish(self, message: BusMessage) -> None:
+        """The message has its place in the order: every listener gets it, sooner or later."""
+        world = self._world
+        for listener in world.live():
+            if not listener.link.deaf:
+                self._give(listener, message)
+
+    def _post(self, to: Peer, message: BusMessage) -> None:
+        """The message is for one participant alone. Nobody can fall behind in its own mail."""
+        process = self._world.processes.get(to)
+        if process is not None and process.alive:
+            self._give(process, message, alone=True)
+
+    def _give(self, listener: Process, message: BusMessage, alone: bool = False) -> None:
+        world = self._world
+        if world.strikes("lost"):
+            return
+        if not alone and world.strikes("deaf"):
+            self._deafen(listener)
+            return
+        for _ in range(2 if world.strikes("repeated") else 1):
+            self._send(listener, listener.link, message, alone)
+
+    def _send(self, listener: Process, link: Link, message: BusMessage, alone: bool) -> None:
+        if link.until > self._clock.now or link.held:
+            link.held.append((message, alone))
+            return
+        world = self._world
+        due = self._clock.now + world.latency.hop() + link.lag * world.rng.random()
+        if alone:  # the two ways have no order in common
+            link.last_alone = due = max(due, link.last_alone)
+        else:
+            link.last = due = max(due, link.last)
+        self._clock.after(due - self._clock.now, listener, self._deliver, listener, message)
+
+    def _deliver(self, listener: Process, message: BusMessage) -> None:
+        listener.post(message)
+
+    def _deafen(self, listener: Process) -> None:
+        listener.link.deaf = True
+        self._clock.after(
+            self._world.latency.hop(),
+            listener,
+            listener.post,
+            BusDown("listen", "this listener fell 1024 messages behind"),
+        )
+
+    # --- links ---
+
+    def cut(self, process: Process, seconds: float, fails: bool) -> None:
+        """The process cannot reach the bus for so long; what it hears waits.
+
+        Cuts in a row are one trouble, which ends before anybody gives the bus up.
+        """
+        link, now = process.link, self._clock.now
+        if now - link.until > _RECOVERY_S:
+            link.since = now
+        until = min(now + seconds, link.since + _LONGEST_TROUBLE_S)
+        if until <= max(now, link.until):
+            return
+        if link.until <= now:
+            link.fails = fails
+        link.until = until
+        self._clock.after(until - now, None, self.mend, process)
+
+    def mend(self, process: Process) -> None:
+        """Let the link's time be over, if it is: what waited goes on."""
+        link = process.link
+        if link.until > self._clock.now:
+            return
+        held, link.held = link.held, deque()
+        for message, alone in held:
+            self._send(process, link, message, alone)
+        waiting, link.waiting = link.waiting, []
+        for operation in waiting:
+            self._arrive(process, operation)

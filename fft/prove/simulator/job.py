@@ -1,0 +1,640 @@
+"""``fft simulate``: a whole job in one process, under one seed and a virtual clock.
+
+The shipped core and table run in every participant; bus, register, processes, process groups,
+supervisor and faults are modelled around them. A run has four parts: faults of the weather strike
+until enough steps are committed; then it is **calm**, and within a bounded virtual time everyone
+must be in one epoch and commit again; then all drain, and must be out in good order; then the whole
+history is judged by the invariants. Equal seed, spec and weather give an equal run, to the byte of
+its traces: one random generator, no real clock, no order by hash or address.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fft.messages.protocol import BusMessage, Drain, Effect, Event, Peer, Record, Timer, Token
+from fft.protocol.invariants import History, Move, judge
+from fft.protocol.load import load_spec
+from fft.protocol.participant import Participant
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import GENESIS, Config, committed
+from fft.protocol.table import Table
+from fft.prove.bits import Bits
+from fft.prove.clock import Clock
+from fft.prove.simulator.bus import SimBus
+from fft.prove.simulator.chaos import Chaos
+from fft.prove.simulator.faults import DEFAULT, Weather
+from fft.prove.simulator.groups import Group
+from fft.prove.simulator.meetings import Meeting
+from fft.prove.simulator.process import Process
+from fft.trace.live_sets import judge_live_sets
+from fft.trace.writer import TraceWriter, header, trace_path
+
+_WALL = 1_700_000_000.0
+"""Wall clock of the traces at virtual second 0."""
+_LIMIT_EVENTS = 500
+"""Events handled after which the faults stop, however many steps are committed."""
+_LIMIT_SECONDS = 60.0
+_LAST_EVENT = 20_000
+"""No run is so long; a job that talks without end is a violation of liveness."""
+_LOOK = 0.25
+"""Virtual seconds between two looks at whether a calm job is well."""
+
+_SHAPES = [(2, 1)] * 9 + [(3, 1)] * 5 + [(2, 2)] * 4 + [(4, 1)] + [(3, 2)] + [(4, 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """What must never happen, and did. ``name``: an invariant, or one of the simulator's own:
+    ``liveness``, ``protocol_error`` (a refused event), ``crash`` (an exception in the core)."""
+
+    name: str
+    text: str
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one seed did. Seconds are virtual."""
+
+    seed: int
+    groups: int
+    ranks: int
+    violations: tuple[Violation, ...]
+    faults: Mapping[str, int]
+    events: int
+    commits: int
+    aborts: int
+    epochs: int
+    seconds: float
+    settled_in: float | None
+    """From calm until everyone was in one epoch and had committed again; None: no state is left,
+    and the job has stopped as it must."""
+    checks: int
+    rows: frozenset[str]
+    """Rows of the table that were taken."""
+
+
+class Latency:
+    """How long things take, in virtual seconds, before a process's own slowness."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._hop, self._jitter = rng.choice(
+            [(0.0003, 0.2), (0.001, 1.0), (0.001, 5.0), (0.005, 1.0)]
+        )
+        self._work = rng.choice([0.02, 0.05, 0.1])
+        self.handling = 0.00005
+        self.calm_work = 0.0
+        """Of a body, once it is calm: long, so that waiting for others costs few events."""
+
+    def _about(self, base: float) -> float:
+        return base * (0.5 + self._rng.random())
+
+    def hop(self) -> float:
+        """One way over the network."""
+        u = self._rng.random()
+        return self._hop * (0.5 + u * self._jitter if u < 0.98 else 20.0 * self._jitter)
+
+    def operation(self, slow: float) -> float:
+        """From the begin of an operation to its arrival at the bus."""
+        return self.hop() * slow
+
+    def compute(self) -> float:
+        """Forward and backward pass."""
+        return self._about(self.calm_work or self._work)
+
+    def apply(self) -> float:
+        """The optimizer step."""
+        return self._about(self._work * 0.2)
+
+    def restore(self) -> float:
+        """Unwinding, waiting for the groups to be quiet, putting back."""
+        return self._about(self._work * 0.2)
+
+    def transfer(self) -> float:
+        """Fetching a state."""
+        return self._about(self._work * 2.0)
+
+    def notice(self) -> float:
+        """Until somebody sees a process or a connection end."""
+        return self._about(0.005)
+
+    def boot(self) -> float:
+        """From the start of a process to its first message."""
+        return self._about(0.2)
+
+    def exit(self) -> float:
+        """From the last command to the end of the process."""
+        return self._about(0.01)
+
+
+class _Stop(Exception):
+    """A violation that makes going on pointless."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is collected while the job runs."""
+
+    events: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    rows: set[tuple[str, int]] = field(default_factory=set)
+    violations: list[Violation] = field(default_factory=list)
+
+
+class World:
+    """Everything that exists in one run."""
+
+    def __init__(
+        self,
+        seed: int,
+        spec: FsmSpec,
+        table: Table,
+        weather: Weather,
+        trace_dir: Path | None,
+        participant: type[Participant],
+    ) -> None:
+        self.spec = spec
+        self.rng = rng = random.Random(seed)
+        self.clock = Clock()
+        self.latency = Latency(rng)
+        self.count_groups, self.ranks = rng.choice(_SHAPES)
+        self.group_timeout = rng.choice([1.0, 3.0, 10.0])
+        """Seconds until a reduction that somebody does not enter fails by itself."""
+        self.awaits_reductions = rng.random() < 0.5
+        """Whether errors of reductions show when the body is over (as in torchft's loop)."""
+        self.reductions = 3
+        self.weather = weather.drawn(rng)
+        self.bus = SimBus(self)
+        self.processes: dict[Peer, Process] = {}
+        self.history = History()
+        self.outage_until = 0.0
+        self.burst_until = 0.0
+        self.is_calm = self.is_ending = self.hopeless = False
+        self.seen = _Seen()
+        self._table = table
+        self._participant = participant
+        self._trace_dir = trace_dir
+        self._traces: dict[Peer, TraceWriter] = {}
+        self._meetings: dict[tuple[int, ...], Meeting] = {}
+        self._incarnations: Counter[tuple[str, int]] = Counter()
+        self._skips: dict[Token, int] = {}
+        self._all_skip: dict[Token, bool] = {}
+        whims = random.Random(f"whims of {seed}")  # so that what came before lives as before
+        corrupts = bool(self.weather.chances.get("corrupted"))
+        self.compares = corrupts and whims.random() < 0.5
+        """Whether votes bring digests."""
+        self._on_divergence: Literal["stop", "heal"] = whims.choice(["stop", "heal"])
+        self._whims = whims
+        self._timeouts = self._draw_timeouts()
+        self._alike = rng.random() < 0.5
+        """Whether all groups start with equal states (``init_sync=False``)."""
+        self.min_groups = 2 if rng.random() < 0.15 and self.count_groups > 2 else 1
+        self.target = rng.randint(3, 10)
+        supervised = rng.random()
+        self.groups = {
+            str(n): Group(self, str(n), rng.random() < (1.0 if supervised < 0.5 else 0.5))
+            for n in range(self.count_groups)
+        }
+        self.chaos = Chaos(self)
+
+    def _draw_timeouts(self) -> dict[str, float]:
+        rng = self.rng
+        drawn = {
+            "vote_window": rng.choice([2.0, 5.0, 20.0]),
+            "ready_window": rng.choice([5.0, 20.0]),
+            "ack_window": rng.choice([0.5, 1.0]),
+            "join_window": rng.choice([1.0, 5.0]),
+            "drain_window": rng.choice([2.0, 5.0]),
+        }
+        mine = {name: value for name, value in drawn.items() if name in self.spec.timeouts}
+        return {**self.spec.timeouts, **mine}
+
+    # --- processes ---
+
+    def spawn(self, group: Group, rank: int, instance: int) -> Process:
+        """A process comes up: a new incarnation of (group, rank)."""
+        self._incarnations[(group.name, rank)] += 1
+        peer = Peer(group.name, rank, self._incarnations[(group.name, rank)])
+        store = f"store-{group.name}-{instance}"
+        config = Config(
+            me=peer,
+            world=self.ranks,
+            store=store,
+            transport=f"http://{peer.group}.{peer.rank}.{peer.inc}",
+            pid=1000 + len(self.processes),
+            host="sim",
+            timeouts=self._timeouts,
+            min_groups=self.min_groups,
+            expected_groups=self.count_groups,
+            min_reductions=self.spec.policies.min_reductions,
+            on_divergence=self._on_divergence,
+        )
+        participant = self._participant(self._table, config)
+        lineage = GENESIS if self._alike else f"fresh:{group.name}:{store}"
+        local = participant.initial(lineage, now=self.clock.now)
+        process = Process(self, participant, local, Bits(f"{lineage}/{rank}"), group, instance)
+        self.processes[peer] = process
+        self.history.moves[peer] = []
+        if self._trace_dir is not None:
+            clocks = (lambda: _WALL + self.clock.now, lambda: self.clock.now)
+            trace = self._traces[peer] = TraceWriter(self._trace_dir, peer, clocks)
+            trace.write("header", header(self.spec, config, local))
+        process.start()
+        return process
+
+    def live(self) -> list[Process]:
+        """Processes that have not ended, in the order of their starts."""
+        return [p for p in self.processes.values() if p.alive]
+
+    def is_alive(self, peer: Peer) -> bool:
+        """Whether the process is there."""
+        return peer in self.processes and self.processes[peer].alive
+
+    def kill(self, process: Process) -> None:
+        """End a process by SIGKILL; whoever looks after its group knows."""
+        self._end(process, -9)
+
+    def strike_down(self, process: Process) -> None:
+        """End a process by SIGKILL, as a fault."""
+        if process.alive:
+            self._end(process, -9)
+            process.group.ended(process)
+
+    def exited(self, process: Process, code: int) -> None:
+        """A process has ended by its own word."""
+        self._end(process, code)
+        process.group.ended(process)
+
+    def _end(self, process: Process, code: int) -> None:
+        process.alive, process.code = False, code
+        self.lost(process.peer, None)
+        if not self.is_calm and not self.holds_state():
+            self.hopeless = True
+
+    # --- what processes ask of the world ---
+
+    def handle(self, process: Process, event: Event) -> list[Effect]:
+        """Let the core handle an event, note the move, and return the effects to carry out."""
+        seen, now = self.seen, self.clock.now
+        before = process.local
+        try:
+            process.local, out = process.participant.handle(before, event, now)
+        except Exception as error:  # noqa: BLE001 - whatever the core raises is a finding
+            self._violated("crash", f"{error!r} on {event} in {before.state}", str(process.peer))
+        seen.events += 1
+        moves = self.history.moves[process.peer]
+        place = f"{process.peer}:{len(moves) + 1}"
+        moves.append(Move(process.peer, before, event, process.local, out, place, now))
+        if self._traces:
+            self._traces[process.peer].outcome(before, process.local, event, out, now)
+        for step in out.steps:
+            seen.rows.add((step.source, id(step.effects)))
+        if out.verdict == "refused":
+            text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
+            self._violated("protocol_error", text, place)
+        return out.effects
+
+    def _violated(self, name: str, text: str, place: str = "") -> None:
+        self.seen.violations.append(Violation(name, text[:1000], place))
+        raise _Stop
+
+    def consumed(self, process: Process, token: Token, number: int, step: int) -> None:
+        """The data loader notes that a slice went into a committed txn."""
+        self.history.consumed.append((process.peer, token, number, str(process.peer)))
+        if self._traces:
+            data = {"slice": number, "step": step, "token": list(token)}
+            self._traces[process.peer].note("consumed", data)
+
+    def announce(self, message: BusMessage) -> None:
+        """The supervisor says something on the bus; while the bus is away it waits or gives up."""
+        delay = self.latency.hop()
+        if self.outage_until > self.clock.now:
+            if self.rng.random() < 0.5:
+                return
+            delay += self.outage_until - self.clock.now
+        self.clock.after(delay, None, self.bus.publish, message)
+
+    def meeting(self, key: tuple[int, ...], peers: tuple[Peer, ...]) -> Meeting:
+        """The meeting of that name; made by whoever comes first."""
+        if key not in self._meetings:
+            self._meetings[key] = Meeting(self, peers)
+        return self._meetings[key]
+
+    def lost(self, peer: Peer, era: int | None) -> None:
+        """``peer`` is gone (None), or has dropped its connections of that era."""
+        for key, meeting in list(self._meetings.items())[-8:]:
+            if peer in meeting.peers and era in (None, key[0]):
+                meeting.lose(peer)
+
+    def told(self) -> History:
+        """The history in the order in which an audit reads the traces: equal order, equal words."""
+        order = sorted(self.history.moves, key=lambda peer: trace_path(Path(), peer).name)
+        consumed = sorted(self.history.consumed, key=lambda told: order.index(told[0]))
+        return History({peer: self.history.moves[peer] for peer in order}, consumed)
+
+    # --- faults ---
+
+    def count(self, kind: str) -> None:
+        """A fault of this kind has happened."""
+        self.seen.faults[kind] += 1
+
+    def strikes(self, kind: str) -> bool:
+        """Whether a fault of this kind strikes here and now."""
+        chance = self.weather.chances.get(kind, 0.0)
+        if not chance or self.is_calm or self.rng.random() >= chance:
+            return False
+        self.count(kind)
+        return True
+
+    def body_fault(self) -> str | None:
+        """The fault that will strike a body that begins now; counted when it does."""
+        if self.is_calm:
+            return None
+        return self.chaos.body_fault()
+
+    def skips_alone(self, token: Token, members: tuple[Peer, ...]) -> bool:
+        """Whether the caller may be the one that skips reductions: what all skip nobody can see."""
+        if len(members) == 1 or token in self._skips:
+            return False
+        self.count("skipped")
+        self._skips[token] = -1
+        return True
+
+    def skipped_by_all(self, token: Token) -> int:
+        """The rank number that skips a reduction in this txn, in every group; -1: none."""
+        if token not in self._skips:
+            skips = self.strikes("skipped_by_all")
+            self._skips[token] = self.rng.randrange(self.ranks) if skips else -1
+        return self._skips[token]
+
+    def all_skip(self, token: Token) -> bool:
+        """Whether the user skips this txn on all ranks."""
+        if token not in self._all_skip:
+            self._all_skip[token] = self.strikes("all_skip")
+        return self._all_skip[token]
+
+    def digest_interval(self) -> int:
+        """Every how many steps a process takes a digest for its vote."""
+        return self._whims.choice([1, 1, 2, 4])
+
+    def holds_state(self, without: Group | None = None) -> bool:
+        """Whether the job could go on with the whole groups that are there.
+
+        ``without``: and that one gone.
+        """
+        head, groups = self.bus.head, [g for g in self.groups.values() if g is not without]
+        if head is None:
+            return True
+        if head.diverged:
+            return False
+        able = [
+            g.live
+            for g in groups
+            if g.whole and not g.leaving and not any(p.link.deaf for p in g.live)
+        ]
+        return bool(able) and all(
+            any(_holds(p, head) for ranks in able for p in ranks if p.peer.rank == rank)
+            for rank in range(self.ranks)
+        )
+
+    # --- the run ---
+
+    def run(self) -> float | None:
+        """The whole life of the job. Returns how long it took to settle when it was calm."""
+        settled: float | None = None
+        try:
+            for group in self.groups.values():
+                group.start()
+            self.chaos.begin()
+            self._until_calm()
+            settled = self._calm()
+            if settled is not None:
+                self._drain()
+        except _Stop:
+            pass
+        finally:
+            for trace in self._traces.values():
+                trace.close()
+        return settled
+
+    def _until_calm(self) -> None:
+        first = self.clock.now
+        while (
+            self._step() < self.target
+            and self.seen.events < _LIMIT_EVENTS
+            and self.clock.now < first + _LIMIT_SECONDS
+            and not self.hopeless
+        ):
+            if not self.clock.turn():
+                return
+
+    def _step(self) -> int:
+        return self.bus.head.step if self.bus.head else 0
+
+    def _pass(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        until, passed = self.clock.now + seconds, [False]
+        self.clock.after(seconds, None, passed.__setitem__, 0, True)
+        while not passed[0] and self.clock.now <= until:
+            self.clock.turn()
+            if self.seen.events > _LAST_EVENT:
+                self._violated("liveness", f"more than {_LAST_EVENT} events: {self._where()}")
+
+    def bound(self) -> float:
+        """Virtual seconds within which a calm job must be well again."""
+        t = self._timeouts
+        windows = ("vote_window", "ready_window", "bus_limit", "join_window")
+        waits = sum(t.get(name, 0.0) for name in windows)
+        return 2 * waits + 64 * t.get("pause", 0.1) + 20 * t.get("ack_window", 1.0) + 30.0
+
+    def _calm(self) -> float | None:
+        """Faults have stopped: see that the job gets well. None: it is lost, as it must be."""
+        self.is_calm = True
+        self.latency.calm_work = 0.4
+        self.chaos.end()
+        begun, deadline = self.clock.now, self.clock.now + self.bound()
+        self._pass(1.0)  # what was on its way arrives
+        can = self.holds_state()
+        self.hopeless = not can
+        step = self._step()
+        while self.clock.now < deadline:
+            if can and self._state_left(begun):
+                can = False
+                self.hopeless = True
+            if can:
+                self._mend_groups()
+                if self._step() >= step + 2 and self._is_well():
+                    return self.clock.now - begun
+            elif not self._in_doubt():
+                return None
+            self._pass(_LOOK)
+        what = "no progress" if can else "in doubt"
+        self._violated(
+            "liveness",
+            f"{what} {self.clock.now - begun:.0f} s after the last fault: {self._where()}",
+        )
+        return None
+
+    def _state_left(self, begun: float) -> bool:
+        """Whether the state is gone because who held it left by its own word, or states differ.
+
+        Asked to leave; or it had waited for others since before the calm began, at ``begun``, and
+        ``quorum`` ended.
+        """
+        head = self.bus.head
+        if head is None or self.holds_state():
+            return False
+        if head.diverged:
+            return True
+        held = [p for p in self.processes.values() if p.local.lineage == head.lineage]
+        return any(p.code == 0 or self._gave_up(p, begun) for p in held)
+
+    def _gave_up(self, process: Process, begun: float) -> bool:
+        moves = self.history.moves[process.peer]
+        last = next((move for move in moves if move.after.state == "EXIT"), None)
+        if last is None or not isinstance(last.event, Timer):
+            return False
+        return last.event.name == "quorum" and last.before.since < begun
+
+    def _mend_groups(self) -> None:
+        """Whatever is not whole by now is replaced by the operator."""
+        for group in self.groups.values():
+            ended = [p for p in group.processes if not p.alive]
+            leaves = bool(group.live) and all(p.code == 0 for p in ended)
+            if group.coming or group.whole or leaves or (group.away and self._enough()):
+                continue
+            group.replace(group.instance)
+
+    def _enough(self) -> bool:
+        return sum(g.whole for g in self.groups.values()) >= self.min_groups
+
+    def _is_well(self) -> bool:
+        """Whether every live process is a member of the newest epoch, in its txns."""
+        head = self.bus.head
+        if head is None or any(g.coming for g in self.groups.values()):
+            return False
+        return all(
+            p.local.epoch is not None
+            and p.local.token.epoch == head.epoch
+            and p.local.state in ("NORMAL", "PREPARED", "COMMIT")
+            for p in self.live()
+        )
+
+    def _in_doubt(self) -> bool:
+        return any(p.local.vote is not None and p.local.state != "EXIT" for p in self.live())
+
+    def _drain(self) -> None:
+        """Everyone leaves; everyone must be out in good order."""
+        self.is_ending = True
+        leaving, groups = self.live(), self.groups
+        self.announce(Drain(groups=tuple(groups), by="supervisor"))
+        if self.rng.random() < 0.5:  # and passes a SIGTERM on
+            for group in groups.values():
+                group.drain(by_signal=True)
+        deadline = self.clock.now + self.bound()
+        while self.live():
+            if self.clock.now > deadline:
+                self._violated("liveness", f"asked to drain, but still there: {self._where()}")
+            self._pass(_LOOK)
+        if self.bus.head is not None and self.bus.head.diverged:
+            return  # noticed only now, and the end of everyone
+        # Who has lost its place in the message order can only be ended, and its group with it.
+        deaf = {p.peer.group for p in leaving if p.local.deaf}
+        badly = [p for p in leaving if p.code != 0 and p.peer.group not in deaf]
+        if bad := [f"{p.peer} ({p.code})" for p in badly]:
+            self._violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
+
+    def _where(self) -> str:
+        head = self.bus.head
+        at = f"head {head.kind} {head.epoch}.{head.txn} step {head.step}" if head else "no head"
+        states = ", ".join(f"{p.peer} {p.local.state} {p.local.token}" for p in self.live())
+        return f"{at}; {states or 'nobody is there'}"
+
+
+def _holds(process: Process, head: Record) -> bool:
+    """Whether the process has the head's state, or will have it by its own means."""
+    s = process.local
+    if s.state == "EXIT":
+        return False
+    if s.lineage == head.lineage:
+        return True
+    config = process.participant.config
+    ways = (committed(s, config).lineage, committed(s, config, skip=True).lineage)
+    return s.vote is not None and head.lineage in ways
+
+
+def run_seed(
+    seed: int,
+    spec: FsmSpec | str = "hsdp",
+    weather: Weather = DEFAULT,
+    trace_dir: Path | None = None,
+    participant: type[Participant] = Participant,
+) -> Result:
+    """Live one seed and judge it.
+
+    Args:
+        spec: the table everyone runs, or the name or path of one.
+        trace_dir: where every participant's trace goes; None: none is written.
+        participant: the core; another class plants a bug.
+
+    Raises:
+        SpecError: the spec cannot be used.
+    """
+    loaded = load_spec(spec) if isinstance(spec, str) else spec
+    world = World(seed, loaded, _table(loaded), weather, trace_dir, participant)
+    settled = world.run()
+    history = world.told()
+    findings = [*judge(history), judge_live_sets(history)]
+    told = [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
+    kinds = Counter(record.kind for record in world.bus.history)
+    return Result(
+        seed=seed,
+        groups=world.count_groups,
+        ranks=world.ranks,
+        violations=(*told, *world.seen.violations),
+        faults=dict(world.seen.faults),
+        events=world.seen.events,
+        commits=kinds["commit"],
+        aborts=kinds["abort"],
+        epochs=kinds["epoch"],
+        seconds=world.clock.now,
+        settled_in=settled,
+        checks=sum(f.checks for f in findings),
+        rows=_names(loaded, world.seen.rows),
+    )
+
+
+_tables: list[tuple[FsmSpec, Table]] = []
+
+
+def _table(spec: FsmSpec) -> Table:
+    """Tables are costly to build and can be shared; the newest is kept."""
+    if not _tables or _tables[0][0] is not spec:
+        _tables[:] = [(spec, Table(spec))]
+    return _tables[0][1]
+
+
+def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
+    """Every row by state and identity of its effects: ``STATE event 1``; 1 is the first row."""
+    names: dict[tuple[str, int], str] = {}
+    for state, told in spec.states.items():
+        if told.terminal:
+            continue
+        named = told.on.keys() | told.ignore.keys() | told.defer.keys()
+        shared = {event: rows for event, rows in spec.common.on.items() if event not in named}
+        for event, rows in {**shared, **told.on, "exit": told.exit}.items():
+            for number, row in enumerate(rows, 1):
+                names[(state, id(row.effects))] = f"{state} {event} {number}"
+    return names
+
+
+def _names(spec: FsmSpec, taken: set[tuple[str, int]]) -> frozenset[str]:
+    names = row_names(spec)
+    return frozenset(names[key] for key in taken)

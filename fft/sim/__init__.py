@@ -1,1 +1,0 @@
-"""Clusters of pure participants in one process: no thread, clock, socket or torch."""

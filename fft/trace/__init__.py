@@ -1,0 +1,1 @@
+"""The trace of a run: written, followed, judged and reported. Starts nothing."""

@@ -1,0 +1,699 @@
+"""Who was alive together: the formal semantics of a live set, decided for one execution. Pure.
+
+The definition is that of JAX's live_devices document, section "Formal Semantics". Every process
+performs events one after another: it **starts**, it **enters** the barrier (sends its request), it
+**leaves** it with a set of members (receives the reply), it **fails**. From its start, or its
+start again, to its failure a process is alive, and otherwise dead; it is in the barrier from
+entering to leaving or failing. An execution is **valid** if failures can be moved, earlier or
+later, though never past another event of the same process, such that for every leave with a set
+``P`` there is an instant at which every process of ``P`` is in the barrier and every other process
+is dead. One placement of the failures serves all instants.
+
+Where the document leaves room, this is how it is read here:
+
+- The instant of an answer lies in the stay that got it (the document builds on linearizability);
+  so who is given a set is in it.
+- "The same set to every process" is part of the verdict: at the instant of an answer each member
+  is in a stay that ends with the same answer, or with none because the process failed.
+- A failure that no start comes before says that the process was dead from the beginning.
+- A process without a failure is alive to the end of the execution, as a diagram shows it.
+- Time is an order of events and no more. ``timed`` takes it from a clock that all share; other
+  orders, as of messages, are given as pairs. What no order holds apart may be put either way.
+- An ``act`` is any other event; failures are not moved past it.
+- Barriers may have names. Stays in different ones never meet.
+
+**Decision procedure.** Put all events in some linear order that agrees with the given one: its
+prefixes are cuts, and each answer asks for a cut at which every process, looked at by itself, is
+where it should be. Such a conjunction has a least cut above any given cut, which is found by
+pushing on whoever is not where it should be, and then those whom its events wait for (Garg and
+Waldecker's detection of weak conjunctive predicates). An execution is valid if cuts for all
+answers can be chosen that form one chain, since a chain of cuts is what the prefixes of one order
+are. So: from the cut reached, take the least cut of each process's next answer. If one lies below
+all others, taking it costs nothing, since every chain that goes on from here can be given it
+first. If not, each of the minimal ones is tried. With n processes and m events an instant costs
+O(n * (m + n)); k answers that follow each other cost O(k) times that. Only answers whose order is
+open and matters branch (as when their sets are disjoint, and failures could fall on either side),
+so that the worst case is exponential in how many of those there are at one time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from fft.messages.protocol import (
+    Ack,
+    Ballot,
+    Begin,
+    Broadcast,
+    CastVote,
+    Decide,
+    Decision,
+    Join,
+    Leave,
+    Peer,
+    Ready,
+    Tell,
+)
+from fft.protocol.invariants import Finding, History, Move
+from fft.protocol.state import member_peers
+from fft.util.errors import FftError
+
+Kind = Literal["start", "enter", "leave", "fail", "act"]
+Mark = tuple[str, int]
+"""(process, index of one of its events)"""
+
+
+class ExecutionError(FftError):
+    """The given events are no execution: their order is circular, or impossible in one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of one process."""
+
+    kind: Kind
+    barrier: str = ""
+    """Enter: which barrier, where there are several."""
+    members: frozenset[str] = frozenset()
+    """Leave: the set that was given."""
+    place: str = ""
+    """Where it stands, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """Events of every process in its own order, and what is known of the order between processes.
+
+    A pair that names a failure keeps it from moving to the wrong side; the document has none.
+    """
+
+    lines: Mapping[str, tuple[Event, ...]]
+    before: frozenset[tuple[Mark, Mark]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """At this point of the order ``members`` were in ``barrier``, and all others dead."""
+
+    members: frozenset[str]
+    barrier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSetVerdict:
+    """``order`` is the witness of a valid execution, ``reason`` what is wrong with another one."""
+
+    valid: bool
+    order: tuple[Mark | Instant, ...] = ()
+    reason: str = ""
+    answers: int = 0
+    """How many leaves were judged."""
+
+    @property
+    def instants(self) -> tuple[Instant, ...]:
+        """The instants of the witness, in order."""
+        return tuple(x for x in self.order if isinstance(x, Instant))
+
+
+def timed(
+    lines: Mapping[str, Sequence[tuple[float, Event]]], failures_move: bool = True
+) -> Execution:
+    """An execution from events with times of one shared clock; equal times are not ordered.
+
+    ``failures_move=False`` is the document's first, simple definition: failures stay in place.
+    """
+    marks = sorted(
+        (at, name, i)
+        for name, line in lines.items()
+        for i, (at, event) in enumerate(line)
+        if not (failures_move and event.kind == "fail")
+    )
+    before: set[tuple[Mark, Mark]] = set()
+    latest: dict[str, int] = {}
+    same: list[Mark] = []
+    for n, (at, name, i) in enumerate(marks):
+        if n and at > marks[n - 1][0]:
+            latest.update(same)
+            same = []
+        before.update(((q, j), (name, i)) for q, j in latest.items() if q != name)
+        same.append((name, i))
+    return Execution({q: tuple(e for _, e in line) for q, line in lines.items()}, frozenset(before))
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+Cut = tuple[int, ...]
+"""How many events of each process have happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """One process in the barrier; ``members`` None: it got no answer."""
+
+    process: str
+    entered: int
+    barrier: str
+    members: frozenset[str] | None
+
+    def __str__(self) -> str:
+        where = f" in {self.barrier}" if self.barrier else ""
+        return f"{self.process} was given {_names(self.members or ())}{where}"
+
+
+_Where = _Stay | Literal["dead", "out"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stuck:
+    """``stay`` has no instant: ``process`` cannot be where it should be from ``bound`` on."""
+
+    stay: _Stay
+    process: int
+    bound: int
+    cause: Mark | None
+
+
+def _names(names: Iterable[str]) -> str:
+    return "{" + ", ".join(sorted(names)) + "}"
+
+
+def _whereabouts(name: str, line: Sequence[Event]) -> list[_Where]:
+    """Where the process is before its first event and after each. Raises ``ExecutionError``."""
+    found: list[_Where] = ["dead"]
+    for i, event in enumerate(line):
+        now, inside = found[-1], isinstance(found[-1], _Stay)
+        match event.kind:
+            case "start" if now == "dead":
+                found.append("out")
+            case "fail" if now != "dead" or i == 0:
+                found.append("dead")
+            case "enter" if now == "out":
+                ends = (e for e in line[i + 1 :] if e.kind in ("leave", "fail"))
+                end = next(ends, event)
+                answer = end.members if end.kind == "leave" else None
+                found.append(_Stay(name, i, event.barrier, answer))
+            case "leave" if inside:
+                found.append("out")
+            case "act" if now != "dead":
+                found.append(now)
+            case _:
+                state = "in the barrier" if inside else now
+                raise ExecutionError(
+                    f"process {name}, {event.place or f'event {i + 1}'}: {event.kind} while it is "
+                    f"{state}; "
+                    "each life is: start, any number of enter and leave, fail"
+                )
+    return found
+
+
+_Sources = Mapping[tuple[int, int], list[tuple[int, int]]]
+"""For (process, index): what must have happened before it, besides its own past."""
+
+
+def _vectors(lengths: Sequence[int], sources: _Sources) -> list[list[Cut]]:
+    """For every event the least cut that holds it; too short where the order is circular."""
+    found: list[list[Cut]] = [[] for _ in lengths]
+    progress = True
+    while progress:
+        progress = False
+        for p, length in enumerate(lengths):
+            while (i := len(found[p])) < length:
+                below = sources.get((p, i), [])
+                if any(len(found[q]) <= j for q, j in below):
+                    break
+                past = [found[q][j] for q, j in below] + found[p][-1:]
+                least = [max(column) for column in zip(*past, strict=True)] or [0] * len(lengths)
+                least[p] = i + 1
+                found[p].append(tuple(least))
+                progress = True
+    return found
+
+
+class _Model:
+    """The execution, ready for questions about cuts."""
+
+    def __init__(self, execution: Execution) -> None:
+        self.names = sorted(execution.lines)
+        self.lines = [execution.lines[name] for name in self.names]
+        self.where = [_whereabouts(*x) for x in zip(self.names, self.lines, strict=True)]
+        self._check_members()
+        self.need = self._needs(execution.before)
+        self._fitting: dict[tuple[str, frozenset[str], str], list[_Stay]] = {}
+
+    @cached_property
+    def stays(self) -> list[list[_Stay]]:
+        """Stays that got an answer, by process, in order."""
+        return [
+            [x for x in dict.fromkeys(line) if isinstance(x, _Stay) and x.members is not None]
+            for line in self.where
+        ]
+
+    def _check_members(self) -> None:
+        for name, line in zip(self.names, self.lines, strict=True):
+            for event in line:
+                if strangers := event.members - set(self.names):
+                    raise ExecutionError(
+                        f"process {name} was given {_names(strangers)}, of which nothing is told; "
+                        "a process that never ran has an empty line"
+                    )
+
+    def _needs(self, before: Iterable[tuple[Mark, Mark]]) -> list[list[Cut]]:
+        """For every event the least cut that holds it. Raises ``ExecutionError`` on a circle."""
+        index = {name: p for p, name in enumerate(self.names)}
+        sources: _Sources = defaultdict(list)
+        for (q, j), (name, i) in before:
+            sources[index[name], i].append((index[q], j))
+        need = _vectors([len(line) for line in self.lines], sources)
+        held = [self.event((p, len(n))) for p, n in enumerate(need) if len(n) < len(self.lines[p])]
+        if held:
+            raise ExecutionError(f"the order is circular; none can be first of: {', '.join(held)}")
+        return need
+
+    def event(self, mark: tuple[int, int]) -> str:
+        """An event in words."""
+        p, i = mark
+        event = self.lines[p][i]
+        return f"{self.names[p]}'s {event.kind} ({event.place or f'event {i + 1}'})"
+
+    def fits(self, stay: _Stay, p: int, k: int) -> bool:
+        """Whether process ``p``, after ``k`` events, is where the answer of ``stay`` has it."""
+        name, at = self.names[p], self.where[p][k]
+        if name == stay.process:
+            return at == stay and name in (stay.members or ())
+        if name in (stay.members or ()):
+            return isinstance(at, _Stay) and self.meet(at, stay)
+        return at == "dead"
+
+    @staticmethod
+    def meet(one: _Stay, stay: _Stay) -> bool:
+        """Whether the answer of ``stay`` can come out of a meeting with ``one``."""
+        return one.barrier == stay.barrier and one.members in (None, stay.members)
+
+    def asks(self, stay: _Stay) -> tuple[object, ...]:
+        """Equal for stays that ask the same of a cut."""
+        members = stay.members or frozenset()
+        one_each = True
+        for name in members:
+            key = (stay.barrier, members, name)
+            if key not in self._fitting:
+                line = self.where[self.names.index(name)]
+                self._fitting[key] = [
+                    x for x in dict.fromkeys(line) if isinstance(x, _Stay) and self.meet(x, stay)
+                ]
+            one_each = one_each and len(self._fitting[key]) == 1
+        plain = one_each and stay.process in members
+        return (stay.barrier, members) if plain else (stay,)
+
+    def least(self, above: Cut, stay: _Stay) -> Cut | _Stuck:
+        """The least cut from ``above`` on that is an instant of the answer of ``stay``."""
+        cut, cause = list(above), [None] * len(above)  # type: list[int], list[Mark | None]
+        todo = list(range(len(cut)))
+        while todo:
+            p = todo.pop()
+            places = range(cut[p], len(self.where[p]))
+            k = next((k for k in places if self.fits(stay, p, k)), None)
+            if k is None:
+                return _Stuck(stay, p, cut[p], cause[p])
+            cut[p] = k
+            for q, bound in enumerate(self.need[p][k - 1] if k else ()):
+                if bound > cut[q]:
+                    cut[q], cause[q] = bound, (self.names[p], k - 1)
+                    todo.append(q)
+        return tuple(cut)
+
+    def explain(self, stuck: _Stuck) -> str:
+        """Why there is no instant, in words."""
+        stay, p = stuck.stay, stuck.process
+        name = self.names[p]
+        if name == stay.process and name not in (stay.members or ()):
+            return f"{stay}, which leaves out {name} itself"
+        inside = name in (stay.members or ())
+        want = "in the barrier with that answer or none" if inside else "dead"
+        fitting = [k for k in range(len(self.where[p])) if self.fits(stay, p, k)]
+        if not fitting:  # a member: whoever else was dead at the beginning
+            given = [_names(s.members or ()) for s in self.stays[p] if s.barrier == stay.barrier]
+            other = f"; it was given {', '.join(given[:3])}" if given else ""
+            return f"{stay}, but {name} is never {want}{other}"
+        end = self.event((p, fitting[-1]))
+        at = stuck.cause and self.event((self.names.index(stuck.cause[0]), stuck.cause[1]))
+        return f"{stay}, but {name} is {want} only until {end}, which comes before " + (
+            at or "the instant just taken"
+        )
+
+
+# --- the decision ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Cuts taken so far, newest first."""
+
+    cut: Cut
+    stay: _Stay
+    rest: _Path | None
+
+    def __iter__(self) -> Iterator[_Path]:
+        """The path from its beginning."""
+        found: list[_Path] = []
+        at: _Path | None = self
+        while at is not None:
+            found.append(at)
+            at = at.rest
+        return reversed(found)
+
+
+@dataclass(slots=True)
+class _Search:
+    """A chain of cuts for ``stays`` (by process, in order), or the ends where none goes on."""
+
+    model: _Model
+    stays: list[list[_Stay]]
+    dead_ends: list[tuple[_Path | None, _Stuck]] = field(default_factory=list)
+
+    def run(self) -> list[_Path] | None:
+        """The chain; None: there is none, and ``dead_ends`` tells why."""
+        nothing = tuple(0 for _ in self.model.names)
+        stack: list[tuple[Cut, Cut, _Path | None]] = [(nothing, nothing, None)]
+        seen: set[tuple[Cut, Cut]] = set()
+        while stack:
+            cut, heads, path = stack.pop()
+            due = [line[h] for line, h in zip(self.stays, heads, strict=True) if h < len(line)]
+            if not due:
+                return list(path) if path else []
+            for stay, option in self._options(cut, due, path):
+                state = (option, self._served(heads, option))
+                if state not in seen:
+                    seen.add(state)
+                    stack.append((*state, _Path(option, stay, path)))
+        return None
+
+    def _options(self, cut: Cut, due: list[_Stay], path: _Path | None) -> list[tuple[_Stay, Cut]]:
+        """Minimal next cuts; none if some answer can have no instant any more."""
+        found: dict[Cut, _Stay] = {}
+        for stay in {self.model.asks(stay): stay for stay in due}.values():
+            least = self.model.least(cut, stay)
+            if isinstance(least, _Stuck):
+                self.dead_ends.append((path, least))
+                return []
+            found[least] = stay
+        return [
+            (stay, one)
+            for one, stay in found.items()
+            if not any(other != one and _below(other, one) for other in found)
+        ]
+
+    def _served(self, heads: Cut, cut: Cut) -> Cut:
+        """``heads`` after every answer that the cut is an instant of."""
+        served = list(heads)
+        for p, h in enumerate(heads):
+            if h < len(self.stays[p]):
+                stay = self.stays[p][h]
+                fits = all(self.model.fits(stay, q, k) for q, k in enumerate(cut))
+                served[p] += fits
+        return tuple(served)
+
+
+def _below(one: Cut, other: Cut) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def decide(execution: Execution) -> LiveSetVerdict:
+    """Whether the execution is valid, with a witness or the reason.
+
+    Raises:
+        ExecutionError: the events are no execution.
+    """
+    return _decide(_Model(execution))
+
+
+def _decide(model: _Model) -> LiveSetVerdict:
+    answers = sum(map(len, model.stays))
+    chain = _Search(model, model.stays).run()
+    if chain is None:
+        return LiveSetVerdict(False, reason=_reason(model), answers=answers)
+    return LiveSetVerdict(True, tuple(_linear(model, chain)), answers=answers)
+
+
+def _linear(model: _Model, chain: Iterable[_Path]) -> Iterator[Mark | Instant]:
+    """One order of all events in which the cuts of the chain are prefixes."""
+    done = [0] * len(model.names)
+    end = tuple(map(len, model.lines))
+    for step in (*chain, None):
+        target = step.cut if step else end
+        while _below(tuple(done), target) and tuple(done) != target:
+            for p, goal in enumerate(target):
+                while done[p] < goal and _below(_apart(model.need[p][done[p]], p), tuple(done)):
+                    yield model.names[p], done[p]
+                    done[p] += 1
+        if step:
+            yield Instant(step.stay.members or frozenset(), step.stay.barrier)
+
+
+def _apart(need: Cut, p: int) -> Cut:
+    return (*need[:p], 0, *need[p + 1 :])
+
+
+def _reason(model: _Model) -> str:
+    """The fewest answers that cannot all be right, and why."""
+    core = list({model.asks(s): s for line in model.stays for s in line}.values())
+    nothing = tuple(0 for _ in model.names)
+    for stay in core:
+        if isinstance(least := model.least(nothing, stay), _Stuck):
+            return f"no instant: {model.explain(least)}"
+    for stay in list(core):
+        fewer = [s for s in core if s != stay]
+        if _search(model, fewer).run() is None:
+            core = fewer
+    search = _search(model, core)
+    search.run()
+    told = [f"no common order of the instants of: {'; '.join(map(str, core))}"]
+    for path, stuck in search.dead_ends[:4]:
+        first = ", then ".join(_names(step.stay.members or ()) for step in path or ())
+        told.append(f"with {first or 'nothing'} first: {model.explain(stuck)}")
+    return "\n  ".join(told)
+
+
+def _search(model: _Model, stays: list[_Stay]) -> _Search:
+    return _Search(model, [[s for s in line if s in stays] for line in model.stays])
+
+
+def unheard(execution: Execution) -> list[str]:
+    """Answers that hold a member of which the order does not say that it had entered before.
+
+    Such an execution may be valid, but by luck: there is an order in which the member came late.
+    Who answers by messages alone can only be sure of what was heard. Raises ``ExecutionError``.
+    """
+    return list(_unheard(_Model(execution)))
+
+
+def _unheard(model: _Model) -> Iterator[str]:
+    for p, stays in enumerate(model.stays):
+        for stay in stays:
+            left = max(k for k, at in enumerate(model.where[p]) if at == stay)
+            for name in sorted(stay.members or ()):
+                q = model.names.index(name)
+                past = model.where[q][: model.need[p][left][q] + 1]
+                if not any(isinstance(at, _Stay) and model.meet(at, stay) for at in past):
+                    told = model.event((p, left))
+                    yield f"{stay} at {told}, without having heard that {name} was in the barrier"
+
+
+def render(execution: Execution, verdict: LiveSetVerdict) -> str:
+    """The witness or the reason as text, one event or instant a line."""
+    if not verdict.valid:
+        return f"invalid: {verdict.reason}"
+    told = ["valid, in this order:"]
+    for x in verdict.order:
+        if isinstance(x, Instant):
+            barrier = f" of {x.barrier}" if x.barrier else ""
+            told.append(f"  --- instant: {_names(x.members)} in the barrier{barrier}, others dead")
+        else:
+            event = execution.lines[x[0]][x[1]]
+            given = f" with {_names(event.members)}" if event.kind == "leave" else ""
+            told.append(f"  {x[0]} {event.kind}{given}")
+    return "\n".join(told)
+
+
+# --- runs of FFT ----------------------------------------------------------------------------------
+
+_Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one move is to this page: its events, and what it says and hears."""
+
+    events: list[Event]
+    says: list[_Key]
+    hears: list[_Key]
+    place: str = ""
+
+
+def execution_of(history: History) -> Execution:
+    """The execution of the epochs' barriers that a history tells of.
+
+    A participant **starts** when it takes the record of an epoch (before, nobody waits for it),
+    **enters** the epoch's barrier with ``Healed`` or ``Connected`` (it says ready), **leaves** from
+    HEALING to NORMAL with the members of its record, and has **failed** when it takes another
+    epoch's record or its moves end, whatever the cause: killed, rolled back, left out, drained, or
+    simply the end of the history, after which it may have failed. As failures move, it does not
+    matter when exactly. A participant that ended between ready and leaving may therefore be held
+    for alive: the others leave with it in their set, which is valid, and find out later. What it
+    may not be is a member without having entered.
+
+    The order between participants is that of communication: a message is heard after it was first
+    said, a register record is seen after its author proposed it, votes are seen after they are
+    cast. Clocks are not compared. Members without any moves here (their trace is missing) are
+    taken at their word: they entered where somebody heard their ready.
+
+    Raises:
+        ExecutionError: somebody left a barrier without entering it, or heard what was said later.
+    """
+    turns = {peer: _turns(moves) for peer, moves in history.moves.items()}
+    turns |= _untraced(history)
+    peers = sorted(turns)
+    heard = _hearing(peers, turns)
+    clocks = _vectors([len(turns[p]) for p in peers], heard)
+    for peer, clock in zip(peers, clocks, strict=True):
+        if len(clock) < len(turns[peer]):
+            place = turns[peer][len(clock)].place
+            raise ExecutionError(f"{peer} heard at {place} what was said only later")
+    return _project(peers, turns, clocks)
+
+
+def judge_live_sets(history: History) -> Finding:
+    """Guarantee 8 on a whole history. One check per barrier left.
+
+    Violated if the execution is not valid, and also if it is valid by luck (``unheard``).
+    """
+    finding = Finding("barriers")
+    try:
+        model = _Model(execution_of(history))
+        verdict = _decide(model)
+    except ExecutionError as error:
+        finding.expect(False, str(error), "")
+        return finding
+    finding.checks = verdict.answers
+    finding.violation = verdict.reason or next(_unheard(model), None)
+    if finding.violation is not None:
+        places = (e.place for line in model.lines for e in line)
+        finding.place = next((x for x in places if x and f"({x})" in finding.violation), "")
+    return finding
+
+
+def _turns(moves: Sequence[Move]) -> list[_Turn]:
+    found: list[_Turn] = []
+    alive = False
+    for move in moves:
+        events = _events(move)
+        if alive and any(e.kind == "start" for e in events):
+            events.insert(0, Event("fail"))
+        alive = alive or bool(events)
+        found.append(_Turn(events, list(_says(move)), list(_hears(move)), move.place))
+    if alive:
+        found.append(_Turn([Event("fail")], [], []))
+    return found
+
+
+def _events(move: Move) -> list[Event]:
+    """What the move is in the document's words."""
+    events: list[Event] = []
+    old, new = move.before.epoch, move.after.epoch
+    if new is not None and (old is None or old.n != new.n):
+        events.append(Event("start", place=move.place))
+    if move.after.in_barrier and not move.before.in_barrier:
+        events.append(Event("enter", f"epoch {move.after.token.epoch}", place=move.place))
+    if any(s.source == "HEALING" and s.dest == "NORMAL" for s in move.out.steps):
+        members = frozenset(map(str, member_peers(move.after)))
+        events.append(Event("leave", members=members, place=move.place))
+    return events
+
+
+def _says(move: Move) -> Iterator[_Key]:
+    """What others may hear of after this move: what only this participant can say."""
+    for effect in move.out.effects:
+        match effect:
+            case Broadcast(message=message) | Tell(message=message):
+                yield ("message", message)
+            case Decide(proposal=proposal):
+                yield ("record", proposal)
+            case CastVote(token=token):
+                yield ("vote", token, move.peer)
+
+
+def _hears(move: Move) -> Iterator[_Key]:
+    """What somebody must have said before this move."""
+    match move.event:
+        case Decision(record=record):
+            if record is not None:
+                yield ("record", record)
+        case Ballot(token=token, votes=votes):
+            for vote in votes:
+                yield ("vote", token, vote.peer)
+        case Join() | Ack() | Ready() | Begin() | Leave() as message:
+            yield ("message", message)
+
+
+def _untraced(history: History) -> dict[Peer, list[_Turn]]:
+    """Members that have no moves in the history, as others heard of them."""
+    listed: dict[Peer, set[int]] = defaultdict(set)
+    ready: set[Ready] = set()
+    for move in history.all():
+        for peer in member_peers(move.after):
+            if peer not in history.moves and move.after.epoch is not None:
+                listed[peer].add(move.after.epoch.epoch)
+        if isinstance(move.event, (Ready, Begin)):  # who lets the others begin is there itself
+            ready.add(Ready(move.event.peer, move.event.epoch))
+    return {
+        peer: [_life(Ready(peer, epoch), ready) for epoch in sorted(epochs)]
+        for peer, epochs in listed.items()
+    }
+
+
+def _life(word: Ready, ready: Container[Ready]) -> _Turn:
+    """An epoch of a participant of which only the ready is known, if that."""
+    place = f"{word.peer} without a trace, in epoch {word.epoch}"
+    if word not in ready:
+        return _Turn([Event("start", place=place), Event("fail")], [], [])
+    enter = Event("enter", f"epoch {word.epoch}", place=place)
+    return _Turn([Event("start", place=place), enter, Event("fail")], [("message", word)], [])
+
+
+def _hearing(peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]]) -> _Sources:
+    """For each turn those in which what it hears was first said."""
+    said: dict[_Key, tuple[int, int]] = {}
+    for p, peer in enumerate(peers):
+        for i, turn in enumerate(turns[peer]):
+            for key in turn.says:
+                said.setdefault(key, (p, i))
+    return {
+        (p, i): [said[key] for key in turn.hears if key in said]
+        for p, peer in enumerate(peers)
+        for i, turn in enumerate(turns[peer])
+        if turn.hears
+    }
+
+
+def _project(
+    peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]], clocks: list[list[Cut]]
+) -> Execution:
+    """The order of all moves, cut down to that of the events. Failures have no part in it."""
+    lines: dict[str, tuple[Event, ...]] = {}
+    fixed: list[list[tuple[int, int]]] = []  # by participant: (turn, index of the event)
+    for peer in peers:
+        found = [(i, event) for i, turn in enumerate(turns[peer]) for event in turn.events]
+        lines[str(peer)] = tuple(event for _, event in found)
+        fixed.append([(i, n) for n, (i, event) in enumerate(found) if event.kind != "fail"])
+    before: set[tuple[Mark, Mark]] = set()
+    for p, marks in enumerate(fixed):
+        for i, n in marks:
+            for q, bound in enumerate(clocks[p][i]):
+                at = bisect_left(fixed[q], (bound, 0))
+                if q != p and at:
+                    before.add(((str(peers[q]), fixed[q][at - 1][1]), (str(peers[p]), n)))
+    return Execution(lines, frozenset(before))

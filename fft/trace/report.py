@@ -1,0 +1,230 @@
+"""What the faults of a run cost, out of its traces: one row a rollback or membership change; and
+where each error of a rank's own came from.
+
+Reads trace files only. Times are wall clock of one host, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fft.trace.audit import Trace, read_lines, read_trace, trace_files
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One fault with its consequences."""
+
+    fault: str
+    noticed: str
+    rolled_back_ms: float | None
+    """Fault → the last survivor has its start of the step back."""
+    next_commit_ms: float | None
+    """Fault → next commit on the last survivor."""
+    attempts_lost: int
+    bytes_healed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    wall: float
+    who: tuple[str, int, int]
+    record: dict[str, Any]
+
+    @property
+    def event(self) -> dict[str, Any]:
+        """The event of a transition; empty for anything else."""
+        return self.record.get("event") or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A register record that closed an epoch, when it was first known."""
+
+    wall: float
+    record: dict[str, Any]
+    following: dict[str, Any] | None
+    """Record of the next epoch."""
+
+    @property
+    def what(self) -> str:
+        """Why the epoch ended, in a few words."""
+        if self.record["kind"] == "abort":
+            return str(self.record["cause"])
+        if self.record["leavers"]:
+            return f"leaves after a commit: group {', '.join(self.record['leavers'])}"
+        return "a group asked to join"
+
+
+def incidents(directory: str | Path) -> list[Incident]:
+    """Every fault of a run: injected ones, and ends of epochs that nobody injected."""
+    paths = trace_files(directory)
+    traces = [read_trace(path) for path in paths]
+    lines = sorted(_lines(traces), key=lambda x: x.wall)
+    ends = _ends(lines)
+    found: list[tuple[float, Incident]] = []
+    explained = set()
+    for wall, name in _injected(lines):
+        end = next((e for e in ends if e.wall >= wall), None)
+        if end is not None:
+            explained.add(end.record["n"])
+        found.append((wall, _incident(lines, name, wall, end)))
+    for end in ends:
+        if end.record["n"] not in explained:
+            name = end.what if end.record["kind"] == "commit" else "not injected"
+            found.append((end.wall, _incident(lines, name, end.wall, end)))
+    return [incident for _, incident in sorted(found, key=lambda f: f[0])]
+
+
+def fault_table(directory: str | Path) -> Table:
+    """The incidents as a table."""
+    table = Table(title="faults and what they cost")
+    table.add_column("fault", overflow="fold")
+    table.add_column("noticed by", overflow="fold", max_width=56)
+    for name in ("ms to rolled back", "ms to next commit", "attempts lost", "bytes healed"):
+        table.add_column(name, justify="right")
+    for i in incidents(directory):
+        table.add_row(
+            Text(i.fault),
+            Text(i.noticed),
+            _ms(i.rolled_back_ms),
+            _ms(i.next_commit_ms),
+            str(i.attempts_lost),
+            str(i.bytes_healed),
+        )
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class OwnError:
+    """Errors of one rank, of one class and place, in one step."""
+
+    group: str
+    rank: int
+    step: int
+    error: str
+    where: str
+    operation: str
+    times: int
+
+
+def own_errors(directory: str | Path) -> list[OwnError]:
+    """Where the errors of the ranks came from, in the order in which they came."""
+    found: Counter[tuple[str, int, int, str, str, str]] = Counter()
+    for line in read_lines(directory, lambda line: line.get("note") == "fault"):
+        data = line["data"]
+        error = f"{data['type']}: {data['message']}"
+        place = (error, data["where"], data["operation"])
+        found[(line["group"], line["rank"], line["step"], *place)] += 1
+    return [OwnError(*key, times) for key, times in found.items()]
+
+
+def place_table(directory: str | Path) -> Table | None:
+    """The errors as a table; None: there were none."""
+    table = Table(title="errors and where they came from")
+    for name in ("rank", "step", "times"):
+        table.add_column(name, justify="right")
+    for name in ("error", "where"):
+        table.add_column(name, overflow="fold")
+    for e in own_errors(directory):
+        where = f"{e.where}\n{e.operation}" if e.operation else e.where
+        rank = f"{e.group}/{e.rank}"
+        table.add_row(rank, str(e.step), str(e.times), Text(e.error), Text(where))
+    return table if table.rows else None
+
+
+def input_wait(directory: str | Path) -> str:
+    """How long committed steps waited for their input, on all ranks, and which rank longest."""
+    waits: dict[tuple[str, int], list[float]] = {}
+    for line in _lines(map(read_trace, trace_files(directory))):
+        if line.record.get("note") == "consumed" and "input_ms" in line.record["data"]:
+            waits.setdefault(line.who[:2], []).append(line.record["data"]["input_ms"])
+    if not waits:
+        return "input waited: no step says"
+    ranked = sorted((_share(found, 0.99), who) for who, found in waits.items())
+    slowest, (group, rank) = ranked[-1]
+    every = [ms for found in waits.values() for ms in found]
+    return (
+        f"input waited: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
+        f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
+    )
+
+
+def _share(values: list[float], share: float) -> float:
+    """The value that ``share`` of ``values`` do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _lines(traces: Iterable[Trace]) -> Iterable[_Line]:
+    for trace in traces:
+        for _, record in trace.lines:
+            if record["kind"] in ("transition", "note"):
+                who = (record["group"], record["rank"], record["inc"])
+                yield _Line(record["wall"], who, record)
+
+
+def _ends(lines: list[_Line]) -> list[_End]:
+    known: dict[int, tuple[float, dict[str, Any]]] = {}
+    for line in lines:
+        if record := line.event.get("record"):
+            known.setdefault(record["n"], (line.wall, record))
+    ends = []
+    for n, (wall, record) in sorted(known.items()):
+        if record["kind"] == "abort" or record["change"]:
+            following = known.get(n + 1, (0.0, None))[1]
+            ends.append(_End(wall, record, following))
+    return ends
+
+
+def _injected(lines: list[_Line]) -> list[tuple[float, str]]:
+    first: dict[str, float] = {}
+    for line in lines:
+        if line.record.get("note") == "inject":
+            data = line.record["data"]
+            first.setdefault(f"{data['name']} ({data['kind']}, step {data['step']})", line.wall)
+    return [(wall, name) for name, wall in first.items()]
+
+
+def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> Incident:
+    if end is None:
+        return Incident(name, "the job ended before anybody had to notice", None, None, 0, 0)
+    record = end.record
+    epoch = end.following["epoch"] if end.following else None
+    # Those who were in the epoch that ended and committed a later step: the survivors.
+    inside = {x.who for x in lines if x.record.get("epoch") == record["epoch"]}
+    commits: dict[tuple[str, int, int], float] = {}
+    for x in lines:
+        later = x.wall >= wall and x.event.get("type") == "applied"
+        if later and x.who in inside and x.record["step"] > record["step"]:
+            commits.setdefault(x.who, x.wall)
+    restored = [
+        x.wall
+        for x in lines
+        if x.event.get("type") == "restored"
+        and x.event["token"] == [record["epoch"], record["txn"]]
+    ]
+    healed = [
+        x.event["bytes"]
+        for x in lines
+        if x.event.get("type") == "healed" and x.event["epoch"] == epoch
+    ]
+    return Incident(
+        fault=name,
+        noticed=end.what,
+        rolled_back_ms=(max(restored) - wall) * 1e3 if restored else None,
+        next_commit_ms=(max(commits.values()) - wall) * 1e3 if commits else None,
+        attempts_lost=int(record["kind"] == "abort"),
+        bytes_healed=sum(healed),
+    )

@@ -1,0 +1,282 @@
+"""What a running job is doing, learned by tailing its trace files, and two ways to show it.
+
+Reads ``<dir>/g<group>r<rank>i<incarnation>.jsonl`` and writes to the terminal only. It
+judges nothing: a record or line that it cannot read is skipped (the audit names it).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fft.trace.blame import History
+
+_FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
+_FAULT_CHARS = 60  # of a fault's text in a plain line
+_COMMITS = frozenset({"COMMIT", "DRAIN_COMMIT"})
+
+
+@dataclass
+class RankView:
+    """The newest incarnation of one rank, as its trace shows it."""
+
+    inc: int
+    state: str = "INIT"
+    epoch: int = 0
+    step: int = 0
+    members: tuple[str, ...] = ()
+    loss: float | None = None
+    commits: int = 0
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A planned fault that fired: where the job stood when it did."""
+
+    name: str
+    kind: str
+    group: str
+    step: int
+    epoch: int
+
+
+@dataclass
+class JobView:
+    """The whole job: each rank's newest incarnation, and the planned faults so far."""
+
+    ranks: dict[tuple[str, int], RankView] = field(default_factory=dict)
+    injected: dict[str, Injected] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    committed: bool = False
+    """Whether any process has committed a step."""
+
+    def of(self, group: str) -> list[RankView]:
+        """The ranks of ``group`` seen so far, in order."""
+        return [view for (name, _), view in sorted(self.ranks.items()) if name == group]
+
+    def incs(self, group: str) -> dict[int, int]:
+        """The newest incarnation seen of each rank of ``group``."""
+        return {rank: view.inc for (name, rank), view in self.ranks.items() if name == group}
+
+    def committed_since(self, group: str, incs: dict[int, int]) -> bool:
+        """Whether an incarnation newer than ``incs`` has committed a step."""
+        return any(
+            view.commits > 0 and view.inc != incs.get(rank)
+            for (name, rank), view in self.ranks.items()
+            if name == group
+        )
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the job has committed."""
+        return max((view.step for view in self.ranks.values()), default=0)
+
+
+class TraceTail:
+    """Follows all trace files of a directory; `poll` takes in what was appended."""
+
+    def __init__(self, directory: Path) -> None:
+        self.view = JobView()
+        self._directory = directory
+        self._files: dict[str, tuple[IO[bytes], re.Match[str]]] = {}
+        self._rest: dict[str, bytes] = {}
+        self._through: set[str] = set()
+        """Files of processes that were started again since: read to the end, and closed."""
+
+    def poll(self) -> JobView:
+        """Read every line completed since the last call and return the updated view."""
+        for path in sorted(self._directory.glob("*.jsonl")):
+            name = path.name
+            is_new = name not in self._files and name not in self._through
+            if is_new and (match := _FILE.fullmatch(name)):
+                self._files[name] = (path.open("rb"), match)
+                self._rest[name] = b""
+        for name, (file, match) in list(self._files.items()):
+            key, inc = (match["group"], int(match["rank"])), int(match["inc"])
+            is_over = (newest := self.view.ranks.get(key)) is not None and newest.inc > inc
+            *lines, self._rest[name] = (self._rest[name] + file.read()).split(b"\n")
+            for line in lines:
+                self._take(key, inc, line)
+            if is_over:  # else a job that starts processes for long holds a descriptor for each
+                self._let_go(name)
+        return self.view
+
+    def _let_go(self, name: str) -> None:
+        file, _ = self._files.pop(name)
+        file.close()
+        del self._rest[name]
+        self._through.add(name)
+
+    def close(self) -> None:
+        """Close all files."""
+        for file, _ in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _take(self, key: tuple[str, int], inc: int, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(record, dict):
+            return
+        self.view.history.take(_mapping(_mapping(record.get("event")).get("record")))
+        if record.get("note") == "inject":
+            self._take_injection(key, record)
+        self.view.committed |= record.get("kind") == "transition" and record.get("to") in _COMMITS
+        known = self.view.ranks.get(key)
+        if known is None or inc > known.inc:
+            fault = known.fault if known else ""
+            known = self.view.ranks[key] = RankView(inc=inc, fault=fault)
+        if inc == known.inc:
+            _update(known, record)
+
+    def _take_injection(self, key: tuple[str, int], record: dict[str, Any]) -> None:
+        data = _mapping(record.get("data"))
+        name, kind = data.get("name"), data.get("kind")
+        if isinstance(name, str) and isinstance(kind, str):
+            step, epoch = _number(record.get("step")), _number(record.get("epoch"))
+            injected = Injected(name, kind, key[0], step, epoch)
+            self.view.injected.setdefault(name, injected)
+
+
+def _update(view: RankView, record: dict[str, Any]) -> None:
+    """Take one record of the newest incarnation into its view."""
+    view.epoch = _number(record.get("epoch"), view.epoch)
+    view.step = _number(record.get("step"), view.step)
+    data = _mapping(record.get("data"))
+    if record.get("kind") == "transition":
+        before, state = record.get("from"), record.get("to")
+        if isinstance(state, str):
+            view.commits += state in _COMMITS and state != before
+            view.state = state
+        members = record.get("members")
+        if isinstance(members, list):
+            view.members = tuple(sorted(str(member) for member in members))
+        if record.get("cause"):
+            view.fault = str(record["cause"]).splitlines()[0]
+    elif record.get("note") == "metrics" and isinstance(data.get("loss"), (int, float)):
+        view.loss = float(data["loss"])
+    elif record.get("note") == "inject":
+        view.fault = f"planned: {data.get('name')}"
+
+
+def _number(value: object, otherwise: int = 0) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+# --- showing it ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One group on the screen. ``doing`` is the supervisor's word on its processes."""
+
+    group: str
+    doing: str
+    state: str = "-"
+    epoch: int = 0
+    step: int = 0
+    loss: float | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The screen at one moment; ``elapsed`` in seconds since the start of the job."""
+
+    elapsed: float
+    rows: Sequence[Row]
+    fired: int
+    planned: int
+
+
+def row_of(view: JobView, group: str, doing: str) -> Row:
+    """The row of ``group``: the state of its first rank, the lowest step of all its ranks."""
+    ranks = view.of(group)
+    if not ranks:
+        return Row(group, doing)
+    first = ranks[0]
+    fault = next((rank.fault for rank in ranks if rank.fault), "")
+    step = min(rank.step for rank in ranks)
+    return Row(group, doing, first.state, first.epoch, step, first.loss, fault)
+
+
+class Display(Protocol):
+    """Shows snapshots; `close` leaves the terminal as it was found."""
+
+    def show(self, snapshot: Snapshot) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LiveDisplay:
+    """A table that is redrawn in place, for a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Redraw the table."""
+        title = f"{snapshot.elapsed:.0f} s, {snapshot.fired} of {snapshot.planned} faults fired"
+        table = Table(title=title, title_justify="left")
+        for head in ("group", "processes", "state", "epoch", "step", "loss"):
+            table.add_column(head, no_wrap=True)
+        table.add_column("last fault", overflow="ellipsis", no_wrap=True, ratio=1)
+        for row in snapshot.rows:
+            numbers = (str(row.epoch), str(row.step), _loss(row.loss))
+            table.add_row(row.group, row.doing, row.state, *numbers, Text(row.fault))
+        self._live.update(table, refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table standing."""
+        self._live.stop()
+
+
+class PlainDisplay:
+    """At most one line a second, for a log file or a pipe."""
+
+    def __init__(self, console: Console, every: float = 1.0) -> None:
+        self._console = console
+        self._every = every
+        self._next = 0.0
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Print the line unless the last one is too recent."""
+        if snapshot.elapsed < self._next:
+            return
+        self._next = snapshot.elapsed + self._every
+        parts = [f"{snapshot.elapsed:6.1f} s  faults {snapshot.fired}/{snapshot.planned}"]
+        for row in snapshot.rows:
+            fault = f" [{row.fault[:_FAULT_CHARS]}]" if row.fault else ""
+            place = f"{row.state} epoch {row.epoch} step {row.step} loss {_loss(row.loss)}"
+            parts.append(f"g{row.group} {row.doing}: {place}{fault}")
+        line = "  |  ".join(parts)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.3f}"
+
+
+def open_display(console: Console) -> Display:
+    """The display that fits ``console``."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)

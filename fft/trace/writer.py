@@ -1,0 +1,241 @@
+"""The trace: one JSON Lines file per process, enough to decide every guarantee afterwards.
+
+Each line is one ``write`` to the file, made before the effects of what it tells are carried out,
+so that a SIGKILL loses at most the line being written. ``h`` chains the lines: it is a digest of
+the previous line's ``h`` and the line's own text, so that a changed, lost or inserted line shows.
+What cannot be written, on a full disk, is counted and left out, and a line of kind ``gap`` says so:
+training does not depend on its trace. Never imports the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic_core import PydanticSerializationError, to_json
+
+from fft.messages.protocol import Event, Peer, event_to_json
+from fft.protocol.participant import Outcome
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import Config, Local, members
+from fft.trace.format import FORMAT, chain
+
+logger = logging.getLogger(__name__)
+
+Records = list[tuple[str, dict[str, Any]]]
+
+
+class _End(NamedTuple):
+    """How far a trace is written."""
+
+    size: int = 0
+    """Bytes."""
+    seq: int = 0
+    link: str = ""
+
+
+def _encode(line: dict[str, Any]) -> str:
+    try:
+        return to_json(line, inf_nan_mode="constants").decode()
+    except PydanticSerializationError:  # half a character, as in the name of a file
+        return json.dumps(line, separators=(",", ":"))
+
+
+def trace_path(directory: Path, peer: Peer) -> Path:
+    """File of one participant: ``g<group>r<rank>i<incarnation>.jsonl``."""
+    safe = "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in peer.group)
+    return directory / f"g{safe}r{peer.rank}i{peer.inc}.jsonl"
+
+
+def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str, Any]:
+    """What a replay needs besides the events: spec, configuration, the state at the start."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    values["timeouts"] = dict(config.timeouts)
+    start = {
+        "lineage": local.lineage,
+        "step": local.step,
+        "cursor": local.cursor,
+        "batches": local.batches,
+    }
+    return {
+        "format": FORMAT,
+        "spec": spec.model_dump(mode="json"),
+        "config": values,
+        "start": start,
+        **more,
+    }
+
+
+class TraceWriter:
+    """Appends records to one participant's file. Thread-safe; ``close`` ends it.
+
+    Raises OSError if the file cannot be made, for another reason than a full disk.
+
+    Args:
+        directory: made if absent. None: nothing is written (and nothing can be audited).
+        clocks: (wall, monotonic) in seconds.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        peer: Peer,
+        clocks: tuple[Callable[[], float], Callable[[], float]] = (time.time, time.monotonic),
+    ) -> None:
+        self.peer = peer
+        self.path: Path | None = None
+        self._fd: int | None = None
+        self._wall, self._mono = clocks
+        self._end = _End()
+        self._before: tuple[_End, int] | None = None
+        """Where the last write began, and how many records it had, or told of as lost."""
+        self._lost = 0
+        """Records that could not be written, and that no line tells of yet."""
+        self._failing = False
+        self._lock = threading.Lock()
+        if directory is not None:
+            self.path = trace_path(directory, peer)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self.path, flags, 0o644)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                logger.error("no trace: %s; training goes on, and cannot be audited", error)
+
+    def write(self, kind: str, fields: dict[str, Any]) -> None:
+        """Append one record."""
+        self._write([(kind, fields)])
+
+    def _write(self, records: Records) -> None:
+        """Append records in one write: nothing comes between them, and no kill but in a write."""
+        with self._lock:
+            if self._fd is None:
+                return
+            told = [self._gap(), *records] if self._lost else records
+            try:
+                self._append(self._fd, told)
+            except OSError as error:
+                self._lose(self._fd, len(records), error)
+                return
+            if self._failing:
+                self._failing = False
+                logger.error("the trace %s is written again, with a gap", self.path)
+
+    def _append(self, fd: int, records: Records) -> None:
+        """Raises OSError, and then the end of the file is as it was."""
+        begin, (_, seq, link) = self._end, self._end
+        who = {"group": self.peer.group, "rank": self.peer.rank, "inc": self.peer.inc}
+        when = {"wall": self._wall(), "mono": self._mono()}
+        text = ""
+        for kind, fields in records:
+            seq += 1
+            body = _encode({"seq": seq, "kind": kind, **when, **who, **fields})
+            link = chain(link, body)
+            text += f'{body[:-1]},"h":"{link}"}}\n'
+        data = text.encode()
+        try:
+            _write_all(fd, data)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(fd, begin.size)
+            raise
+        self._end = _End(begin.size + len(data), seq, link)
+        self._before = begin, len(records) + max(0, self._lost - 1)
+        self._lost = 0
+
+    def _gap(self) -> tuple[str, dict[str, Any]]:
+        return "gap", {"lost": self._lost}
+
+    def _lose(self, fd: int, records: int, error: OSError) -> None:
+        """Count what was not written; the first time, mark the place while there is some room."""
+        self._lost += records
+        if self._failing:
+            return
+        self._failing = True
+        told = "the trace %s cannot be written: %s; training goes on, and the audit will say so"
+        logger.error(told, self.path, error)
+        with suppress(OSError):
+            self._append(fd, [self._gap()])
+            return
+        if self._before is None:
+            return
+        # No room for a line: it takes that of the last write, which is thereby lost too.
+        end, count = self._before
+        with suppress(OSError):
+            os.ftruncate(fd, end.size)
+            self._end, self._lost = end, self._lost + count
+            self._append(fd, [self._gap()])
+
+    def outcome(self, before: Local, after: Local, event: Event, out: Outcome, now: float) -> None:
+        """Append what one event did: a line per row taken, or a line that says why not.
+
+        Events that the table ignores by name, and decisions heard a second time, change nothing
+        and leave no line.
+        """
+        if self._fd is None:
+            return
+        if out.verdict in ("known", "ignored"):
+            return
+        told = {"event": event_to_json(event), "at": now}
+        if out.verdict != "row":
+            self.write(out.verdict, {**_where(before), **told, "reason": out.reason})
+            return
+        where = _where(after)
+        rows = [
+            {
+                **where,
+                "from": step.source,
+                "to": step.dest,
+                "on": step.event,
+                "guards": step.guards,
+                "effects": step.effects,
+                "cause": after.cause or None,
+                **(told if i == 0 else {"event": None}),
+            }
+            for i, step in enumerate(out.steps)
+        ]
+        self._write([("transition", row) for row in rows])
+
+    def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
+        """Append something that is no transition: metrics, an injected fault, a slice consumed."""
+        where = _where(local) if local is not None else {}
+        self.write("note", {"note": name, "data": data, **where})
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        with self._lock:
+            if self._fd is None:
+                return
+            if self._lost:
+                logger.error("the trace %s ends without its last %d lines", self.path, self._lost)
+                with suppress(OSError):  # it says of a gap already, if it could
+                    self._append(self._fd, [self._gap()])
+            os.close(self._fd)
+            self._fd = None
+
+
+def _where(s: Local) -> dict[str, Any]:
+    return {
+        "epoch": s.token.epoch,
+        "txn": s.token.txn,
+        "step": s.step,
+        "lineage": s.lineage,
+        "state": s.state,
+        "members": [g.group for g in members(s)],
+    }
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

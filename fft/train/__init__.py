@@ -1,0 +1,1 @@
+"""What a training script uses, and the only room that loads torch: the manager and its parts."""

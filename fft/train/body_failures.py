@@ -1,0 +1,43 @@
+"""Counts the failures of the body on this rank, to tell a mistake in it from bad luck. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from fft.util.error_places import fingerprint, may_pass
+
+SAME = 2
+"""An error that comes back at one step, the same in every word and call, will come back again."""
+ANY = 5
+"""Whatever they are."""
+
+
+class BodyFailures:
+    """The failures in a row at one step. Main thread only."""
+
+    def __init__(self, limit: int | None) -> None:
+        """``limit``: after so many, of whatever sort, it is hopeless; None: `SAME`, or `ANY`."""
+        self._same = SAME if limit is None else limit
+        self._any = ANY if limit is None else limit
+        self.committed()
+
+    def committed(self) -> None:
+        """A step is done: what comes is a new trouble."""
+        self._step = -1
+        self._all = self._alike = 0
+        self._last: Hashable = None
+
+    def failed(self, step: int, members: Hashable, error: Exception) -> str | None:
+        """Count one, in an epoch of ``members``. Why to try no more; None: try again."""
+        if step != self._step:
+            self.committed()
+            self._step = step
+        # with other members it may be their going that failed it
+        this = None if may_pass(error) else (members, fingerprint(error))
+        self._alike = self._alike + 1 if this is not None and this == self._last else 1
+        self._all, self._last = self._all + 1, this
+        if this is not None and self._alike >= self._same:
+            return f"the body failed {self._alike} times in a row by the same error at step {step}"
+        if self._all >= self._any:
+            return f"the body failed {self._all} times in a row at step {step}"
+        return None

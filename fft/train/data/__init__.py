@@ -1,0 +1,1 @@
+"""Which items a rank takes, and what loads them."""

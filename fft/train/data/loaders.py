@@ -1,0 +1,347 @@
+"""Loaders by item number, on torch's ``DataLoader``: workers load this rank's items only, ahead.
+
+torch's iterator asks a batch sampler what to load next. Here that is a `_Schedule`, which knows the
+items that are due if the members stay (`fft.train.data.source.Due`). It never ends: where there is
+nothing to load it asks for nothing, so one iterator, and its workers, last as long as the training.
+Answers carry their number. After a change of the members what still fits is kept, what came for
+nothing is dropped, and what is not yet begun is not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from functools import partial
+from itertools import count
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fft.train.data.source import DataError, Due, same_data
+from fft.train.data.worker import (
+    Answer,
+    Data,
+    Reader,
+    Request,
+    Samples,
+    Substreams,
+    begin_worker,
+    same,
+)
+
+_ENDING_S = 1.0
+"""For a worker whose connection is closed to have ended."""
+_OPTIONS = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "pin_memory_device",
+    "persistent_workers",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "timeout",
+)
+_REFUSED = {
+    "sampler": "the order comes from the cursor; write the order into the dataset",
+    "batch_sampler": "the order comes from the cursor; write the order into the dataset",
+    "generator": "the order comes from seed=",
+    "in_order": "the order comes from the cursor",
+}
+
+
+class _Schedule:
+    """The batch sampler: which item is asked for next."""
+
+    def __init__(
+        self, samples: Callable[[int], list[int] | None], items: int | None, workers: int
+    ) -> None:
+        self.samples, self.items = samples, items
+        self.due: Due | None = None
+        self.asked: set[int] = set()
+        """Requests under way."""
+        self.ready: dict[int, Answer] = {}
+        """Answers that came and are, or will be, taken."""
+        self._ahead = max(1, workers)
+        """Requests go to the workers in turn."""
+
+    def __iter__(self) -> _Schedule:
+        return self
+
+    def __next__(self) -> Request:
+        number = self._next()
+        if number is None or self.due is None:
+            return Request(None, 0, None)
+        self.asked.add(number)
+        return Request(number, self._ahead * self.due.step, self.samples(number))
+
+    def _next(self) -> int | None:
+        if self.due is None:
+            return None
+        missing = (
+            n
+            for n in count(self.due.number, self.due.step)
+            if n not in self.asked and n not in self.ready
+        )
+        number = next(missing)
+        return None if self.items is not None and number >= self.items else number
+
+    def wants(self, number: int) -> bool:
+        """Whether this rank takes item ``number``, now or later, if the members stay."""
+        due = self.due
+        return due is not None and number >= due.number and (number - due.number) % due.step == 0
+
+
+class _Loader:
+    """What loaders by number have in common: a `DataSource` on torch's ``DataLoader``."""
+
+    in_any_order = True
+
+    def __init__(
+        self,
+        data: Data,
+        seed: int,
+        samples: Callable[[int], list[int] | None],
+        items: int | None,
+        identity: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        for name in options:
+            if name not in _OPTIONS:
+                why = _REFUSED.get(name, f"it takes {', '.join(_OPTIONS)}")
+                raise DataError(f"{self._name} does not take {name}=: {why}")
+        workers = options.get("num_workers", 0)
+        self._items = items
+        self._identity = identity
+        self._window = torch.zeros(2, dtype=torch.int64) if workers > 0 else None
+        if self._window is not None:
+            self._window.share_memory_()  # type: ignore[no-untyped-call]
+        self._reader = Reader(self._name, data, seed, self._window)
+        self._samples = samples
+        self._workers = workers
+        self._seed = seed
+        users = options.pop("worker_init_fn", None)
+        self._options = {**options, "worker_init_fn": partial(begin_worker, users)}
+        self._make()  # torch checks the options
+        self._schedule: _Schedule | None = None
+        self._iterator: Any = None
+
+    @property
+    def _name(self) -> str:
+        return f"fft.{type(self).__name__}"
+
+    def _make(self) -> tuple[_Schedule, DataLoader[Any]]:
+        schedule = _Schedule(self._samples, self._items, self._workers)
+        # its own generator: torch draws a seed for the workers when they start
+        own = torch.Generator().manual_seed(self._seed)
+        made: DataLoader[Any] = DataLoader(
+            self._reader,
+            batch_sampler=schedule,  # type: ignore[arg-type]  # of requests
+            collate_fn=same,
+            generator=own,
+            **self._options,
+        )
+        return schedule, made
+
+    def __getitem__(self, number: int) -> Any:
+        """Item ``number``, loaded by the calling thread."""
+        return self._reader.read_here(Request(number, 1, self._samples(number)))
+
+    # --- DataSource ---
+
+    def open(self) -> None:
+        """Start the workers. They idle until it is known what is due."""
+        if self._iterator is None:
+            if self._window is not None:
+                self._window.zero_()
+            self._schedule, loader = self._make()
+            self._iterator = iter(loader)
+
+    def holds(self, first: int, count: int) -> bool:
+        return self._items is None or first + count <= self._items
+
+    def take(self, due: Due) -> Any:
+        """Item ``due.number``: waits for it if it is not there yet.
+
+        Raises what the loading raised, with the number of the item; what torch's loader raises if a
+        worker has died, with the exit code, or ``timeout`` is over.
+        """
+        self.open()
+        schedule = self._schedule
+        assert schedule is not None
+        schedule.due = due
+        if self._window is not None:
+            self._window.copy_(torch.tensor([due.number, due.step]))
+        for number in [n for n in schedule.ready if not schedule.wants(n)]:
+            del schedule.ready[number]
+        while due.number not in schedule.ready:
+            try:
+                answer = Answer(*next(self._iterator))
+            except BaseException as error:
+                for worker, code in self._dead_workers(error).items():
+                    error.add_note(f"{self._name}: worker {worker} has ended, exit code {code}")
+                self.close()  # what was under way is lost
+                raise
+            if answer.number is None:
+                continue
+            schedule.asked.discard(answer.number)
+            if answer.kind != "unwanted" and schedule.wants(answer.number):
+                schedule.ready[answer.number] = answer
+        answer = schedule.ready[due.number]
+        if answer.kind == "failed":
+            del schedule.ready[due.number]
+            answer.value.reraise()
+        return answer.value
+
+    def _dead_workers(self, error: BaseException) -> dict[int, int]:
+        """Exit codes of workers that have ended, by their numbers."""
+        workers = self._iterator._workers if self._workers > 0 else ()
+        if isinstance(error, OSError | EOFError):  # told by a connection, before it can be reaped
+            ended = wait([w.sentinel for w in workers], _ENDING_S)
+            for w in workers:
+                w.join(_ENDING_S if w.sentinel in ended else 0)
+        return {i: w.exitcode for i, w in enumerate(workers) if not w.is_alive()}
+
+    def export(self, first: int) -> Any:
+        """Only what tells equal loaders from others: any item can be had at any time."""
+        return self._identity
+
+    def load(self, state: Any, first: int) -> None:
+        same_data(self, self._identity, state)
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator, self._iterator, self._schedule = self._iterator, None, None
+        if self._workers > 0 and iterator is not None:
+            iterator._shutdown_workers()
+
+
+class CursorLoader(_Loader):
+    """Batches of a map-style dataset by number, in an order that every group computes alike.
+
+    Item ``n`` is batch ``n % batches`` of pass ``n // batches``; each pass visits every sample
+    once in a new random order. Nothing needs to be transferred to a group that joins.
+
+    Before each item the global generators of torch, numpy and random are seeded from (seed, item
+    number), so an item with random augmentation has the same bits however often and by whomever
+    it is loaded. (A generator that the dataset made for itself is its own affair.) On the main
+    thread they are put back afterwards.
+
+    Args:
+        dataset: ``len()`` and ``[index]``; ``__getitems__`` is used if it is there.
+        batch_size: samples per item, that is, for one rank in one step.
+        seed: equal on all ranks.
+        passes: end after so many passes; None: never.
+        collate: another name of ``collate_fn``.
+        collate_fn: list of samples → batch; default: torch's ``default_collate``.
+        shuffle: a random order; False: that of the dataset, in every pass.
+        drop_last: leave the last, incomplete batch of a pass out.
+        options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
+            ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
+            with their meaning there. ``persistent_workers`` is taken too and changes nothing:
+            workers last from the begin of ``transactions`` to its end.
+
+    Raises:
+        DataError: there is no full batch in the dataset, or an option is none.
+        ValueError: torch's own check of an option.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        seed: int = 0,
+        passes: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        **options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise DataError(
+                f"a CursorLoader needs samples by index, which {type(dataset).__name__} has not; "
+                "use fft.StreamLoader(open), where open(first, step) gives every step-th batch"
+            )
+        least = batch_size if drop_last else 1
+        if not isinstance(dataset, Sized) or batch_size < 1 or len(dataset) < least:
+            raise DataError(
+                f"a CursorLoader needs a dataset with at least batch_size={batch_size} samples"
+            )
+        order = _Order(len(dataset), batch_size, seed, shuffle, drop_last)
+        identity = {
+            "samples": len(dataset),
+            "batch_size": batch_size,
+            "seed": seed,
+            "passes": passes,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
+        items = None if passes is None else passes * order.batches
+        data = Samples(dataset, collate_fn or collate)
+        self.indices = order.samples
+        """Item number → sample indexes."""
+        super().__init__(data, seed, order.samples, items, identity, options)
+
+
+class StreamLoader(_Loader):
+    """Batches of a stream that can be opened anywhere: each rank reads only its own items.
+
+    With workers, each of them opens a part of the rank's items; a stream that is open is gone on
+    with, and opened anew only when the members change. The generators are seeded as for a
+    `CursorLoader`.
+
+    Args:
+        open: ``open(first, step)`` → an iterable of batches: items ``first``, ``first + step``,
+            ``first + 2 * step``, …, of a numbering of the whole data that is the same on all
+            ranks. Item ``n`` must be the same batch whichever way the stream was opened. If the
+            iterator has ``close()``, it is called before another is opened.
+        items: how many items there are, on all ranks together; None: the stream never ends.
+        seed: for the global generators while an item is read; equal on all ranks.
+        options: as `CursorLoader`'s.
+
+    Raises:
+        DataError: an option is none.
+        ValueError: torch's own check of an option.
+    """
+
+    def __init__(
+        self,
+        open: Callable[[int, int], Any],
+        items: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if not callable(open):
+            raise DataError(
+                f"a StreamLoader needs a function open(first, step), not a {type(open).__name__}"
+            )
+        identity = {"items": items, "seed": seed}
+        super().__init__(Substreams(open), seed, lambda _: None, items, identity, options)
+
+
+class _Order:
+    """Which samples make up which item. Pure."""
+
+    def __init__(
+        self, samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool
+    ) -> None:
+        self._samples, self._batch_size = samples, batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self.batches = samples // batch_size if drop_last else -(-samples // batch_size)
+        """Items of one pass."""
+        self._pass: tuple[int, torch.Tensor] | None = None
+
+    def samples(self, number: int) -> list[int]:
+        """Sample indexes of item ``number``."""
+        which, place = divmod(number, self.batches)
+        first = place * self._batch_size
+        end = min(first + self._batch_size, self._samples)
+        if not self._shuffle:
+            return list(range(first, end))
+        if self._pass is None or self._pass[0] != which:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
+            self._pass = which, torch.randperm(self._samples, generator=generator)
+        found: list[int] = self._pass[1][first:end].tolist()
+        return found

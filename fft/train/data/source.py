@@ -1,0 +1,278 @@
+"""Data by the committed global cursor: which item a rank takes, and what gives it.
+
+The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
+loader (a batch) for each of its ranks. In a txn the i-th participating group takes the i-th slice
+after the cursor; COMMIT moves it by the number of participating groups, ABORT leaves it. Sources
+count in items: slice ``n`` of groups of ``R`` ranks is items ``n * R`` … ``n * R + R - 1``.
+Touches only the loader it is given; everything runs on the thread that trains, between two bodies.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from fft.messages.protocol import StartTxn
+from fft.util.errors import FftError
+
+
+class DataError(FftError):
+    """The loader cannot give the items that the cursor asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The item that a rank takes, and those that follow as long as the members stay."""
+
+    first: int
+    """Everything before it is committed."""
+    number: int
+    """The item of this rank; ``number + k * step`` is that of the k-th txn after this one."""
+    step: int
+    """Items that all ranks of all groups take in one txn."""
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """What ``transactions`` draws from. All ranks of all groups must have equal sources.
+
+    Attributes:
+        in_any_order: items can be had before ``load`` has said where the others are.
+    """
+
+    in_any_order: bool
+
+    def open(self) -> None:
+        """Called once before the first txn: start what takes time to start."""
+
+    def holds(self, first: int, count: int) -> bool:
+        """Whether there are items ``first`` … ``first + count - 1``. The same on every rank."""
+
+    def take(self, due: Due) -> Any:
+        """Item ``due.number``, again and again the same object until ``due.first`` passes it."""
+
+    def export(self, first: int) -> Any:
+        """State from which an equal source can go on at item ``first``: plain values, tensors."""
+
+    def load(self, state: Any, first: int) -> None:
+        """Go on at item ``first`` from the ``export`` of another group."""
+
+    def close(self) -> None:
+        """End what ``open`` and ``take`` have started. Idempotent; may be opened again."""
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class ItemsSource:
+    """A list or another sequence of batches: item ``n`` is ``items[n]``; it ends with the last."""
+
+    in_any_order = True
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = items
+
+    def open(self) -> None:
+        """Nothing to start."""
+
+    def holds(self, first: int, count: int) -> bool:
+        return first + count <= len(self._items)
+
+    def take(self, due: Due) -> Any:
+        return self._items[due.number]
+
+    def export(self, first: int) -> Any:
+        return {"items": len(self._items)}
+
+    def load(self, state: Any, first: int) -> None:
+        same_data(self, {"items": len(self._items)}, state)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class StreamSource:
+    """Any stateful loader as a source: every rank draws the whole stream and keeps its items.
+
+    Items that were drawn but not committed stay here, so that a replay sees the same objects.
+    The loader must give the same items in the same order on every rank, and have
+    ``state_dict`` / ``load_state_dict`` so that a group that joins can go on where the others are.
+    """
+
+    in_any_order = False
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._start: int | None = None
+        self._items: list[Any] = []
+        self._states: list[Any] = []
+        """Loader state before each of ``_items``."""
+
+    def open(self) -> None:
+        """Nothing to start: the first item is drawn when its txn begins."""
+
+    def holds(self, first: int, count: int) -> bool:
+        self._forget(first)
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        while len(self._items) < count:
+            state = self._state()
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                return False
+            self._states.append(state)
+            self._items.append(item)
+        return True
+
+    def take(self, due: Due) -> Any:
+        if not self.holds(due.first, due.number - due.first + 1):
+            raise DataError(f"item {due.number} is due, and {_named(self._loader)} ends before")
+        return self._items[due.number - due.first]
+
+    def export(self, first: int) -> Any:
+        self._forget(first)
+        return self._states[0] if self._states else self._state()
+
+    def load(self, state: Any, first: int) -> None:
+        if not isinstance(self._loader, _Stateful):
+            raise DataError(
+                f"{_named(self._loader)} has no load_state_dict, so a group that joins cannot go "
+                "on at the common cursor; use fft.CursorLoader or a stateful loader"
+            )
+        self._loader.load_state_dict(copy.deepcopy(state))
+        self._iterator, self._start = None, first
+        self._items, self._states = [], []
+
+    def close(self) -> None:
+        """Nothing to end: the loader is the user's."""
+
+    def _forget(self, first: int) -> None:
+        """Drop what was committed: everything before ``first``."""
+        if self._start is None:
+            if first > 0 and not isinstance(self._loader, _Stateful):
+                raise DataError(
+                    f"the job goes on at item {first}, and {_named(self._loader)} can only begin "
+                    "at its first; use fft.CursorLoader or a stateful loader"
+                )
+            self._start = first
+        done = first - self._start
+        if not 0 <= done <= len(self._items):
+            raise DataError(f"item {first} is due, but this loader is at {self._start}")
+        del self._items[:done], self._states[:done]
+        self._start = first
+
+    def _state(self) -> Any:
+        if isinstance(self._loader, _Stateful):
+            return copy.deepcopy(self._loader.state_dict())
+        return None
+
+
+def as_source(loader: Any, replay_only: bool = False) -> DataSource:
+    """The source for what the user passed to ``transactions``.
+
+    Raises:
+        DataError: it cannot be restored, and ``replay_only`` does not say that it need not.
+    """
+    if isinstance(loader, DataSource):
+        return loader
+    if isinstance(loader, _Stateful):
+        return StreamSource(loader)
+    if isinstance(loader, Sequence) and not isinstance(loader, str | bytes):
+        return ItemsSource(loader)
+    if replay_only:
+        return StreamSource(loader)
+    raise DataError(
+        f"transactions() was given {_named(loader)}, which has no state_dict and load_state_dict: "
+        "a group that joins could not go on where the others are, nor a job that resumes. Pass "
+        f"{_mend(loader)}; or a stateful loader, such as torchdata's StatefulDataLoader; or "
+        "replay_only=True, if nobody will ever join or resume"
+    )
+
+
+def _mend(loader: Any) -> str:
+    """What to write in the place of ``loader``."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None:
+        return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open)"
+    if not isinstance(dataset, Sized):
+        return "fft.StreamLoader(open), where open(first, step) gives every step-th batch"
+    size = getattr(loader, "batch_size", None) or "batch_size"
+    workers = getattr(loader, "num_workers", 0)
+    return f"fft.CursorLoader(dataset, {size}, num_workers={workers}, …), which takes its arguments"
+
+
+def _named(loader: Any) -> str:
+    return f"a {type(loader).__module__}.{type(loader).__qualname__}".replace("builtins.", "")
+
+
+def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
+    """Check the ``export`` of a peer against what this source would export.
+
+    Raises:
+        DataError: they would give other items; names what differs.
+    """
+    if not isinstance(theirs, dict) or set(theirs) != set(mine):
+        raise DataError(
+            f"this rank has {_named(source)}, the others have another kind of loader; "
+            "give all groups the same"
+        )
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise DataError(
+                f"{_named(source)}: {name} is {value!r} here and {theirs[name]!r} in the group "
+                "that the state came from; give all groups the same data"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The input of one attempt."""
+
+    batch: Any
+    """A copy: the body may do with it what it likes."""
+    is_last: bool
+    """There are no items for another txn of all groups."""
+    waited_ms: float
+    """For the input of this step, by all attempts at it so far; the copy included."""
+
+
+class Inputs:
+    """What one rank takes from ``source``, txn by txn.
+
+    Args:
+        ranks: of each replica group.
+        rank: of this process in its group.
+    """
+
+    def __init__(self, source: DataSource, ranks: int, rank: int) -> None:
+        self._source, self._ranks, self._rank = source, ranks, rank
+        self._step, self._waited_s = -1, 0.0
+
+    def draw(self, plan: StartTxn) -> Drawn | None:
+        """The input for ``plan``; None: the data have ended. Outside of bodies.
+
+        A spare, and a group whose weights come in this txn, compute on the first group's items.
+        """
+        from fft.train.data.batch_copy import copied  # with torch
+
+        began = time.monotonic()
+        ranks = self._ranks
+        first, count = plan.cursor * ranks, plan.participants * ranks
+        # One txn ahead, so that at the end of the data all groups leave with one commit.
+        is_last = not self._source.holds(first, 2 * count)
+        if is_last and not self._source.holds(first, count):
+            return None
+        number = first + (plan.index or 0) * ranks + self._rank
+        batch = copied(self._source.take(Due(first, number, count)))
+        if plan.step != self._step:
+            self._step, self._waited_s = plan.step, 0.0
+        self._waited_s += time.monotonic() - began
+        return Drawn(batch, is_last, self._waited_s * 1e3)

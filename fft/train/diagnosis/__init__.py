@@ -1,0 +1,1 @@
+"""The checks that a rank carries out when it is asked who is at fault."""

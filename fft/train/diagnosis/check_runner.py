@@ -1,0 +1,138 @@
+"""Where a participant carries out the checks it is asked for, beside whatever its main thread does.
+
+Owns at most two threads and the sockets of one meeting, and ends them; a computation that hangs on
+its device is left to the end of the process. Answers on the bus, into the inbox of who asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fft.bus import BusError, ErrorBus
+from fft.bus.addresses import own_address
+from fft.messages.commands import Answer, AnswerKind, Check, CheckTask, answer_inbox, encode_answer
+from fft.operate.diagnosis.plan import Outcome
+from fft.trace.blame import Place
+from fft.train.diagnosis import checks
+
+logger = logging.getLogger(__name__)
+
+_TEXT = 250
+_END_S = 2.0
+
+
+class CheckRunner:
+    """Does one check at a time. ``note`` hears each result; on the station's thread."""
+
+    def __init__(
+        self, place: Place, bus: ErrorBus, note: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._place = place
+        self._who = f"group {place[0]} rank {place[1]}"
+        self._bus = bus
+        self._note = note
+        self._line = checks.Line()
+        self._thread: threading.Thread | None = None
+        self._worker: threading.Thread | None = None
+        """Of a check that cannot be cut short; one that was given up may still run."""
+        self._busy = False
+        self._closed = False
+
+    def take(self, check: Check) -> CheckTask | None:
+        """Begin this rank's task of ``check``, if it has one. Returns at once; for one thread."""
+        mine = (t for t in check.tasks if (t.group, t.rank) == self._place)
+        task = next(mine, None)
+        if task is None or self._closed:
+            return None
+        if self._busy:
+            self._answer(check, "refused", {"error": "at another check"})
+            return task
+        self._busy = True
+        self._line = checks.Line()
+        self._thread = threading.Thread(
+            target=self._work, args=(check, task, self._line), name="fft-check", daemon=True
+        )
+        self._thread.start()
+        return task
+
+    def close(self) -> None:
+        """Cut short what is under way."""
+        self._closed = True
+        self._line.cut()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+    # --- the station's thread ---
+
+    def _work(self, check: Check, task: CheckTask, line: checks.Line) -> None:
+        try:
+            told = self._results(check, task, line)
+            self._note("check", {"id": check.id, "round": check.round, "found": told})
+        finally:
+            self._busy = False  # before the answer: whoever hears it may ask for the next check
+        self._answer(check, "done", told)
+
+    def _results(self, check: Check, task: CheckTask, line: checks.Line) -> dict[str, Any]:
+        deadline = time.monotonic() + check.limit
+        if task.part == "alone":
+            self._answer(check, "accepted", {})
+            found = {
+                "compute": self._bounded(checks.compute, deadline),
+                "memory": self._bounded(checks.memory, deadline),
+            }
+        else:
+            found = {"network": self._meet(check, task, line, deadline)}
+        return {
+            kind: {
+                "ok": one.ok,
+                "seconds": round(one.seconds, 4),
+                "text": " ".join(one.text.split())[:_TEXT],
+            }
+            for kind, one in found.items()
+        }
+
+    def _meet(self, check: Check, task: CheckTask, line: checks.Line, deadline: float) -> Outcome:
+        if task.part == "connect":
+            self._answer(check, "accepted", {})
+            return checks.connect(task.address, task.key, deadline, line)
+        try:
+            listening = checks.Listening(own_address(self._bus.url), task.key, line)
+        except OSError as error:
+            self._answer(check, "accepted", {})
+            return Outcome(False, 0.0, f"cannot listen: {error}")
+        try:
+            self._answer(check, "accepted", {"address": listening.address})
+            return listening.meet(deadline)
+        finally:
+            listening.close()
+
+    def _bounded(self, check: Callable[[], Outcome], deadline: float) -> Outcome:
+        """What ``check`` finds; failed if it is not through in time, as on a device that hangs."""
+        began = time.monotonic()
+        if self._worker is not None and self._worker.is_alive():
+            return Outcome(False, 0.0, "not begun: a check before it has never come back")
+        found: list[Outcome] = []
+
+        def work() -> None:
+            try:
+                found.append(check())
+            except Exception as error:  # noqa: BLE001 -- whatever it is, it is the finding
+                found.append(Outcome(False, 0.0, f"{type(error).__name__}: {error}"))
+
+        self._worker = threading.Thread(target=work, name="fft-check-work", daemon=True)
+        self._worker.start()
+        self._worker.join(max(0.0, deadline - began))
+        seconds = time.monotonic() - began
+        return found[0] if found else Outcome(False, seconds, f"not through in {seconds:.0f} s")
+
+    def _answer(self, check: Check, verdict: AnswerKind, data: dict[str, Any]) -> None:
+        word = Answer(check.id, self._who, verdict, json.dumps(data, ensure_ascii=False))
+        try:
+            self._bus.send(answer_inbox(check.id), encode_answer(word))
+        except BusError as error:  # who asked will miss it, and say so
+            logger.warning("could not answer a check: %s", error)

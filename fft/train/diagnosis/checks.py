@@ -1,0 +1,301 @@
+"""What one rank checks: that it computes right, that its memory keeps, that it reaches a partner.
+
+Takes at most `MEMORY_BYTES` of memory on the accelerator (the processor, if torch has none), one
+core, and one TCP connection; ends everything it opens. Needs no process group. Imports torch when
+a check is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fft.operate.diagnosis.plan import Outcome
+
+COMPUTE_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of matrix products, and the digest of what must come out.
+
+    Small whole numbers, so that all sums are exact, in every order and on every device: whoever
+    gets another digest computes wrong.
+    """
+
+    size: int
+    products: int
+    digest: str
+
+
+ON_PROCESSOR = Chain(16, 2048, "141a4cd826a19a95f6ffca3cef2e34b5")
+"""So small that torch does it on one thread: several wait for each other on a busy machine, and the
+trainer's threads are none of ours."""
+ON_ACCELERATOR = Chain(1024, 64, "75eb33a7ca8c8c7c7674af53b8c972f1")
+
+MEMORY_BYTES = 64 * 1024 * 1024
+_PART = 16 * 1024
+"""Words filled and compared at a time; more would take several threads."""
+_MEMORY_PATTERNS = (0x5555555555555555, -0x5555555555555556)
+
+ROUND_TRIPS = 20
+BULK_BLOCKS = 8
+BULK_BLOCK = 1024 * 1024
+_HELLO = b"fft-check"
+_WORD = 64
+_ACCEPTS = 64
+_GOOD, _BAD = b"+", b"-"
+
+
+class CheckError(Exception):
+    """A check that failed: its text says how."""
+
+
+# --- compute ---------------------------------------------------------------------------------
+
+
+def compute() -> Outcome:
+    """A fixed chain of matrix products, repeated: always the digest that is known to be right."""
+    import torch
+
+    device = _device(torch)
+    chain = ON_PROCESSOR if device == "cpu" else ON_ACCELERATOR
+    began = time.monotonic()
+    try:
+        digests = [_product(torch, device, chain) for _ in range(COMPUTE_REPEATS)]
+    except torch.OutOfMemoryError as error:
+        return Outcome(None, 0.0, f"no room on {device}: {error}"[:200])
+    except RuntimeError as error:
+        return Outcome(False, 0.0, f"the product failed on {device}: {error}"[:200])
+    wrong = sum(digest != chain.digest for digest in digests)
+    if wrong:
+        text = f"{wrong} of {COMPUTE_REPEATS} products on {device} came out wrong"
+        return Outcome(False, time.monotonic() - began, text)
+    return Outcome(True, time.monotonic() - began, f"right on {device}")
+
+
+def _product(torch: Any, device: str, chain: Chain) -> str:
+    """Digest of the products, each brought back to small whole numbers."""
+    numbers = torch.arange(chain.size * chain.size, dtype=torch.int64)
+    shape = (chain.size, chain.size)
+    factor = ((numbers * 7919 % 1009) % 17 - 8).reshape(shape).to(torch.float32).to(device)
+    value = ((numbers * 104729 % 2003) % 17 - 8).reshape(shape).to(torch.float32).to(device)
+    with torch.no_grad():
+        for _ in range(chain.products):
+            value = torch.remainder(factor @ value, 17.0) - 8.0
+    whole = value.to("cpu").to(torch.int8).numpy().tobytes()
+    return _digest(whole)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def memory() -> Outcome:
+    """Fill memory with a pattern and its inverse, other at every place, and read it back."""
+    import torch
+
+    device = _device(torch)
+    began = time.monotonic()
+    try:
+        places = torch.arange(_PART, dtype=torch.int64, device=device)
+        held = torch.empty(MEMORY_BYTES // 8, dtype=torch.int64, device=device)
+        wrong = sum(_changed(held, places, pattern) for pattern in _MEMORY_PATTERNS)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return Outcome(None, 0.0, f"no room on {device}: {error}"[:200])
+    except RuntimeError as error:
+        return Outcome(False, 0.0, f"the memory of {device} failed: {error}"[:200])
+    seconds = time.monotonic() - began
+    if wrong:
+        return Outcome(False, seconds, f"{wrong} words on {device} came back changed")
+    return Outcome(True, seconds, f"{held.nbytes >> 20} MiB on {device} kept")
+
+
+def _changed(held: Any, places: Any, pattern: int) -> int:
+    """How many words of ``held`` do not come back as they were put."""
+    for start in range(0, len(held), _PART):
+        held[start : start + _PART] = (places + start) ^ pattern
+    return sum(
+        int((held[start : start + _PART] != ((places + start) ^ pattern)).sum())
+        for start in range(0, len(held), _PART)
+    )
+
+
+def _device(torch: Any) -> str:
+    """The accelerator that the process uses, or the processor."""
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    return "cpu"
+
+
+# --- network ---------------------------------------------------------------------------------
+
+
+class Line:
+    """The sockets of one meeting, so that another thread can cut it short."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._cut = False
+        self._lock = threading.Lock()
+
+    def hold(self, end: socket.socket) -> None:
+        """This socket belongs to the meeting."""
+        with self._lock:
+            self._sockets.append(end)
+            cut = self._cut
+        if cut:
+            self.cut()
+
+    def cut(self) -> None:
+        """Fail whatever waits on the meeting's sockets."""
+        with self._lock:
+            self._cut = True
+            sockets = list(self._sockets)
+        for end in sockets:
+            with suppress(OSError):  # closed, or never connected
+                end.shutdown(socket.SHUT_RDWR)
+
+
+class Listening:
+    """The side of a meeting that waits for the other. Raises ``OSError`` if it cannot listen."""
+
+    def __init__(self, host: str, key: str, line: Line) -> None:
+        self._key = key
+        self._line = line
+        self._server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._server.bind((host, 0))
+            self._server.listen(4)
+        except OSError:
+            self._server.close()
+            raise
+        line.hold(self._server)
+        self.address = "{}:{}".format(*self._server.getsockname()[:2])
+
+    def meet(self, deadline: float) -> Outcome:
+        """Wait for the partner and check the connection, until ``deadline`` (monotonic, s)."""
+        try:
+            with self._partner(deadline) as partner:
+                return _exchange(partner, self._key, deadline, first=False)
+        except (CheckError, OSError) as error:
+            return Outcome(False, 0.0, _said(error))
+
+    def _partner(self, deadline: float) -> socket.socket:
+        for _ in range(_ACCEPTS):
+            self._server.settimeout(_left(deadline, "nobody connected"))
+            try:
+                connection, _ = self._server.accept()
+            except TimeoutError:
+                raise CheckError("nobody connected in time") from None
+            self._line.hold(connection)
+            try:
+                hello = _receive(connection, len(_HELLO) + 32, deadline)
+                if hmac.compare_digest(hello, _HELLO + self._key.encode()):
+                    return connection
+            except (CheckError, OSError):
+                pass  # somebody else's; the partner is still waited for
+            connection.close()
+        raise CheckError("only strangers connected")
+
+    def close(self) -> None:
+        """Stop waiting."""
+        self._server.close()
+
+
+def connect(address: str, key: str, deadline: float, line: Line) -> Outcome:
+    """Meet who listens at ``address``, until ``deadline`` (monotonic, s)."""
+    host, _, port = address.rpartition(":")
+    try:
+        left = _left(deadline, "no time to connect")
+        with socket.create_connection((host, int(port)), timeout=left) as partner:
+            line.hold(partner)
+            partner.sendall(_HELLO + key.encode())
+            return _exchange(partner, key, deadline, first=True)
+    except (CheckError, OSError, ValueError) as error:
+        return Outcome(False, 0.0, _said(error))
+
+
+def _exchange(partner: socket.socket, key: str, deadline: float, *, first: bool) -> Outcome:
+    """Round trips, then much data in both directions, held against what it must be."""
+    partner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    began = time.monotonic()
+    for number in range(ROUND_TRIPS):
+        word = _bytes(key, f"trip {number}", _WORD)
+        if first:
+            _send(partner, word, deadline)
+        if _receive(partner, _WORD, deadline) != word:
+            raise CheckError(f"round trip {number} came back changed")
+        if not first:
+            _send(partner, word, deadline)
+    trips = time.monotonic() - began
+    if first:
+        _send_bulk(partner, key, "there", deadline)
+        _take_bulk(partner, key, "back", deadline)
+    else:
+        _take_bulk(partner, key, "there", deadline)
+        _send_bulk(partner, key, "back", deadline)
+    seconds = time.monotonic() - began
+    rate = 2 * BULK_BLOCKS * BULK_BLOCK / max(seconds - trips, 1e-9) / 1e6
+    text = f"round trip {1e3 * trips / ROUND_TRIPS:.2f} ms, {rate:.0f} MB/s"
+    return Outcome(True, seconds, text)
+
+
+def _send_bulk(partner: socket.socket, key: str, way: str, deadline: float) -> None:
+    for number in range(BULK_BLOCKS):
+        _send(partner, _bytes(key, f"{way} {number}", BULK_BLOCK), deadline)
+    if _receive(partner, 1, deadline) != _GOOD:
+        raise CheckError("what was sent arrived changed, says the other side")
+
+
+def _take_bulk(partner: socket.socket, key: str, way: str, deadline: float) -> None:
+    changed = sum(
+        _receive(partner, BULK_BLOCK, deadline) != _bytes(key, f"{way} {number}", BULK_BLOCK)
+        for number in range(BULK_BLOCKS)
+    )
+    _send(partner, _BAD if changed else _GOOD, deadline)
+    if changed:
+        raise CheckError(f"{changed} of {BULK_BLOCKS} blocks arrived changed")
+
+
+def _bytes(key: str, what: str, size: int) -> bytes:
+    """Bytes that both sides know, and that no fault gives by chance."""
+    return hashlib.shake_128(f"{key} {what}".encode()).digest(size)
+
+
+def _send(partner: socket.socket, data: bytes, deadline: float) -> None:
+    partner.settimeout(_left(deadline, "the other side took nothing"))
+    partner.sendall(data)
+
+
+def _receive(partner: socket.socket, size: int, deadline: float) -> bytes:
+    got = bytearray()
+    while len(got) < size:
+        partner.settimeout(_left(deadline, "the other side sent too little"))
+        try:
+            part = partner.recv(min(size - len(got), 1 << 20))
+        except TimeoutError:
+            raise CheckError("the other side sent too little in time") from None
+        if not part:
+            raise CheckError("the other side closed the connection")
+        got += part
+    return bytes(got)
+
+
+def _left(deadline: float, what: str) -> float:
+    if (left := deadline - time.monotonic()) <= 0:
+        raise CheckError(f"{what} in time")
+    return left
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckError) else f"{type(error).__name__}: {error}"[:200]

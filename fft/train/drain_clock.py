@@ -1,0 +1,214 @@
+"""The clock of a drain: who was given a deadline, and has not left with a commit shortly before it,
+says why, and leaves all the same.
+
+One thread (`DrainClock`), which is told of notices through a queue that signal handlers may use.
+``waiting_for`` puts the state of a participant into words; it is pure. What asks, tells and leaves
+is the host, the manager; torch is not known here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fft.messages.protocol import Peer
+from fft.protocol.state import (
+    Config,
+    Local,
+    coordinator,
+    member_peers,
+    waited_for,
+)
+from fft.train.preemption import Earliest, Notice
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 3600.0
+"""What a queue can be waited for has a limit; deadlines have none."""
+_SHOWN = 8
+"""So many participants are named; of a large job's more would be no help."""
+
+
+class Leaver(Protocol):
+    """What the clock needs of the process; called on the clock's thread."""
+
+    def why_still_here(self) -> str | None:
+        """What this participant waits for; None: it is out."""
+
+    def leave(self, cause: str, limit_s: float) -> bool:
+        """Leave now, by its own word, or at least stop, within ``limit_s`` seconds.
+
+        Whether the others were told.
+        """
+
+    def note(self, name: str, data: dict[str, Any]) -> None:
+        """Put it into the trace, if there is one yet."""
+
+
+@dataclass(frozen=True)
+class _Heard:
+    notice: Notice
+    at: float
+
+
+@dataclass(frozen=True)
+class _Left:
+    at: float
+
+
+class DrainClock:
+    """Made once for a manager; lives until ``close``."""
+
+    def __init__(self, leaver: Leaver, margin_s: float) -> None:
+        self._leaver = leaver
+        self._margin_s = margin_s
+        self._words: queue.SimpleQueue[_Heard | _Left | None] = queue.SimpleQueue()
+        self._earliest = Earliest()
+        self._due: float | None = None
+        """When to leave without a commit, on the monotonic clock; None: never, or done."""
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="fft-drain", daemon=True)
+        self._thread.start()
+
+    # --- any thread, signal handlers too ---
+
+    def hear(self, notice: Notice) -> None:
+        """This participant has been asked to leave, and knows by when."""
+        self._words.put(_Heard(notice, time.monotonic()))
+
+    def left(self) -> None:
+        """The main thread knows that this participant is out."""
+        self._words.put(_Left(time.monotonic()))
+
+    def close(self, limit_s: float = 5.0) -> None:
+        """End the thread, after what was said so far. Idempotent."""
+        self._words.put(None)
+        self._thread.join(limit_s)
+
+    # --- its own thread ---
+
+    def _run(self) -> None:
+        while True:
+            try:
+                word = self._words.get(timeout=self._wait())
+            except queue.Empty:
+                if self._wait() == 0:
+                    self._run_out()
+                continue
+            match word:
+                case None:
+                    return
+                case _Heard():
+                    self._take(word.notice, word.at)
+                case _Left():
+                    self._close_account(word.at)
+
+    def _wait(self) -> float | None:
+        if self._due is None:
+            return None
+        return min(max(0.0, self._due - time.monotonic()), _LONGEST_WAIT_S)
+
+    def _take(self, notice: Notice, at: float) -> None:
+        if self._over or not self._earliest.take(notice, at):
+            return
+        within = notice.within_s
+        level = logging.INFO if within is None else logging.WARNING
+        by = "" if within is None else f", and must be out within {within:.1f} s"
+        logger.log(level, "this participant leaves with the next commit: %s%s", notice.reason, by)
+        self._leaver.note("notice", {"reason": notice.reason, "within": within})
+        if within is not None:
+            self._due = at + time_for_a_commit(within, self._margin_s)
+
+    def _run_out(self) -> None:
+        self._due = None
+        why = self._leaver.why_still_here()
+        if why is None:
+            return  # out; its main thread is about to say so
+        notice, deadline = self._earliest.notice, self._earliest.deadline
+        assert notice is not None and deadline is not None, "only a deadline can run out"
+        self._over = True
+        left = max(0.0, deadline - time.monotonic())
+        cause = f"{notice.reason}; not out {left:.1f} s before the deadline: {why}"
+        logger.warning("this participant leaves now, without waiting for a commit: %s", cause)
+        self._leaver.note("drain_late", {"reason": notice.reason, "left": left, "why": why})
+        if not self._leaver.leave(cause, left):
+            logger.error("this participant stops before its deadline, and could not tell anybody")
+            self._leaver.note("drain_untold", {"reason": notice.reason})
+
+    def _close_account(self, at: float) -> None:
+        deadline, notice = self._earliest.deadline, self._earliest.notice
+        self._due = None
+        if self._over or notice is None:
+            return
+        self._over = True
+        left = None if deadline is None else deadline - at
+        if left is not None:
+            when = "before" if left >= 0 else "after"
+            logger.warning("this participant has left, %.1f s %s its deadline", abs(left), when)
+        self._leaver.note("drained", {"reason": notice.reason, "left": left})
+
+
+def time_for_a_commit(within_s: float, margin_s: float) -> float:
+    """Seconds of ``within_s`` in which a commit is waited for; the rest is for leaving without."""
+    return within_s - min(margin_s, within_s / 2)
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def waiting_for(s: Local, c: Config, now: float) -> str:
+    """What a participant that is to leave waits for, in words. ``now``: monotonic seconds."""
+    what = (
+        f"{_what(s, c)}; {s.state} for {now - s.since:.1f} s, step {s.step}, epoch {s.token.epoch}"
+    )
+    return f"{what}; the bus is out of reach" if s.bus_down else what
+
+
+def _what(s: Local, c: Config) -> str:
+    match s.state:
+        case "NORMAL":
+            return "its txn is open, and its main thread has not voted"
+        case "PREPARED":
+            return "in doubt: it has voted YES, and the votes of others or the decision are missing"
+        case "COMMIT" | "DRAIN_COMMIT":
+            return "the commit is decided, and its main thread still runs the optimizer step"
+        case "ROLLBACK_REQ":
+            return "it has asked for a rollback, which is not decided"
+        case "ROLLBACK_SYNC" if not s.restored:
+            return "its main thread has not come back from a rollback"
+        case "ROLLBACK_SYNC" | "HEALING" if s.head is not None and s.head.kind != "epoch":
+            return f"there is no next epoch: {_no_epoch(s, c)}"
+        case "HEALING" if not s.healed:
+            return "its main thread builds process groups, or fetches state"
+        case "HEALING":
+            return f"in the barrier of its epoch: {_no_begin(s, c)}"
+        case "DRAIN_WAIT":
+            return "it is out by a commit, and waits for those who stay"
+        case "INIT":
+            return "it is in no epoch"
+    return "it has not left"
+
+
+def _no_epoch(s: Local, c: Config) -> str:
+    if (gathers := coordinator(s)) not in (None, c.me):
+        return f"{gathers} has the acknowledgements"
+    silent = {peer for peer in waited_for(s) if s.stopped.get(peer, (0, 0)) < s.token} - {c.me}
+    return f"no acknowledgement from {_names(silent)}" if silent else "too few groups, or no state"
+
+
+def _no_begin(s: Local, c: Config) -> str:
+    if (gathers := coordinator(s)) not in (None, c.me):
+        return f"{gathers} knows who is missing"
+    missing = {peer for peer in member_peers(s) if s.ready.get(peer) != s.token.epoch}
+    return (
+        f"{_names(missing - {c.me})} not there" if missing - {c.me} else "the end of it is missing"
+    )
+
+
+def _names(peers: set[Peer]) -> str:
+    shown = ", ".join(map(str, sorted(peers)[:_SHOWN]))
+    return f"{shown} and {len(peers) - _SHOWN} more" if len(peers) > _SHOWN else shown

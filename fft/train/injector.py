@@ -1,0 +1,336 @@
+"""The injector: carries faults out inside one participant, at exact places of its steps.
+
+It raises, hangs, stops or kills its own process, sends itself a SIGTERM, and cuts its own
+connections through the ``Hands`` it is given; it touches nothing else. A fault of a plan happens
+once per job, however often a process starts again: the caller's ``claim`` decides that. A fault
+that was commanded is heard once, by those who live, and needs no claim.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Literal, Protocol
+
+from fft.messages.fault_plans import (
+    BusLossFault,
+    DrainFault,
+    Fault,
+    FaultPlan,
+    HangFault,
+    KillFault,
+    NanGradientFault,
+    NetworkCutFault,
+    OneSidedFault,
+    SlowFault,
+    StopFault,
+    load_plan,
+)
+from fft.train.afflictions import hang, stop_oneself
+
+Claim = Callable[[str], bool]
+
+
+class InjectedFault(RuntimeError):
+    """What an injected exception raises; also the description handed to ``on_inject``."""
+
+    def __init__(
+        self, name: str, kind: str, phase: str, *, group: str, rank: int, step: int
+    ) -> None:
+        super().__init__(f"injected fault {name!r} ({kind} at {phase}, step {step})")
+        self.name = name
+        self.kind = kind
+        self.phase = phase
+        self.group = group
+        self.rank = rank
+        self.step = step
+
+
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+class Hands(Protocol):
+    """What only the owner of the connections can do."""
+
+    def cut_network(self) -> None:
+        """End the connections of this rank's process groups."""
+
+    def lose_bus(self) -> None:
+        """End this process's connections to the bus."""
+
+
+class Injector:
+    """Carries out inside one participant what a plan, or a command, says.
+
+    ``claim(key)`` returns True to exactly the first caller ever in the job, restarts
+    included. ``on_inject`` is called before the fault happens, so that it can be traced.
+    ``drain`` is what a drain does here; by default the process sends itself a SIGTERM. ``hands``
+    may be left out where no fault needs them.
+
+    Call it from the training thread only, except `add`. All conditions are equal on all ranks of a
+    group, so a planned fault for the whole group is armed on all of them in the same txn.
+    """
+
+    def __init__(
+        self,
+        plan: FaultPlan,
+        group: str,
+        rank: int,
+        ranks: int,
+        claim: Claim,
+        on_inject: Callable[[InjectedFault], None],
+        drain: Callable[[], None] | None = None,
+        hands: Hands | None = None,
+    ) -> None:
+        self._mine: list[Fault] = [
+            f
+            for f in plan.faults
+            if isinstance(f, Fault) and f.group == group and _concerns(f, rank)
+        ]
+        self._group = group
+        self._rank = rank
+        self._ranks = ranks
+        self._claim = claim
+        self._on_inject = on_inject
+        self._drain = drain or _terminate_oneself
+        self._hands = hands
+        self._commanded: set[str] = set()
+        self._incoming: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+        self.open = False
+        """Whether faults may be added, and so might need the hooks of a model."""
+        self._armed: list[Fault] = []
+        self._held: set[str] = set()
+        self._step = -1
+        self._epoch = (0, 0)
+        self._delay, self._delays, self._delayed = 0.0, 0, False
+        self._hooks: list[_Removable] = []
+
+    @classmethod
+    def from_env(
+        cls,
+        claim: Claim,
+        on_inject: Callable[[InjectedFault], None],
+        drain: Callable[[], None] | None = None,
+        env: Mapping[str, str] = os.environ,
+        hands: Hands | None = None,
+    ) -> Injector | None:
+        """The injector of the participant that the environment names, None if it may have none.
+
+        Reads FFT_FAULTS, FFT_INJECT (1: open to commands, as with a plan), REPLICA_GROUP_ID, RANK,
+        WORLD_SIZE and NUM_REPLICA_GROUPS. Raises FaultPlanError.
+        """
+        path = env.get("FFT_FAULTS")
+        if not path and env.get("FFT_INJECT") != "1":
+            return None
+        ranks = int(env.get("WORLD_SIZE", "1"))
+        groups = int(env["NUM_REPLICA_GROUPS"]) if "NUM_REPLICA_GROUPS" in env else None
+        plan = load_plan(path, groups, ranks) if path else FaultPlan(faults=[])
+        group, rank = env.get("REPLICA_GROUP_ID", "0"), int(env.get("RANK", "0"))
+        made = cls(plan, group, rank, ranks, claim, on_inject, drain, hands)
+        made.open = True
+        return made
+
+    def add(self, fault: Fault) -> None:
+        """Carry this out too, from the next place on that the training thread comes to.
+
+        For a fault that concerns this participant, under a name of its own. From any thread.
+        """
+        self._incoming.put(fault)
+
+    def begin(self, step: int, groups: int, commits_in_epoch: int) -> None:
+        """A txn begins that attempts ``step`` in an epoch of ``groups`` groups."""
+        self._step, self._epoch = step, (groups, commits_in_epoch)
+        self._armed, self._delayed = [], False
+        for fault in list(self._mine):
+            self._arm(fault)
+        self._admit()
+
+    def at(self, phase: str) -> None:
+        """The txn reached ``phase``: do what is planned there, if anything.
+
+        Raises InjectedFault (an exception), does not return (a kill), or returns when it is done.
+        """
+        self._admit()
+        for fault in list(self._armed):
+            if _is_place(fault, phase) and self._take(fault):
+                self._carry_out(fault, self._announce(fault, phase))
+        if phase == "before_allreduce" and self._delays > 0 and not self._delayed:
+            self._delayed = True
+            self._delays -= 1
+            hang(self._delay)
+
+    def fails_after_allreduce(self) -> bool:
+        """Whether to report the last reduction of the txn as failed.
+
+        To be asked once all reductions of the txn were waited for and have succeeded.
+        """
+        self._admit()
+        for fault in list(self._armed):
+            if isinstance(fault, OneSidedFault) and self._take(fault):
+                self._announce(fault, "after_allreduce")
+                return True
+        return False
+
+    def poisons(self, where: Literal["before", "after"]) -> bool:
+        """Whether to put a NaN into a gradient ``where`` of its reduction.
+
+        To be asked before every reduction, and after the last one of a txn.
+        """
+        self._admit()
+        for fault in list(self._armed):
+            if isinstance(fault, NanGradientFault) and fault.where == where and self._take(fault):
+                self._announce(fault, f"{where}_allreduce")
+                return True
+        return False
+
+    def attach(self, model: Any) -> None:
+        """Hook a middle submodule of a torch ``model`` (FSDP2 too) for forward and backward.
+
+        Does nothing unless such a fault is planned for this participant, or may yet be commanded.
+        `detach` undoes it.
+        """
+        phases = {getattr(fault, "phase", None) for fault in self._mine}
+        target = _middle_module(model)
+        if self.open or "forward" in phases:
+            hook = target.register_forward_pre_hook(lambda _module, _args: self.at("forward"))
+            self._hooks.append(hook)
+        if self.open or "backward" in phases:
+            hook = target.register_forward_hook(lambda _module, _args, out: self._watch(out))
+            self._hooks.append(hook)
+
+    def detach(self) -> None:
+        """Take all hooks off the models."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _watch(self, output: Any) -> None:
+        """Fire when the gradient of a middle output is there: halfway through backward."""
+        if not any(getattr(fault, "phase", None) == "backward" for fault in self._armed):
+            return
+        tensor = next(_tensors(output), None)
+        if tensor is not None:
+            tensor.register_hook(lambda _grad: self.at("backward"))
+
+    def _admit(self) -> None:
+        """Take in what was added meanwhile, and arm what is due in the present txn."""
+        with suppress(queue.Empty):
+            while True:
+                fault = self._incoming.get_nowait()
+                self._commanded.add(fault.name)
+                self._mine.append(fault)
+                self._arm(fault)
+
+    def _arm(self, fault: Fault) -> None:
+        """Arm the fault if it is due in the present txn."""
+        held = fault.name in self._held
+        if not held and not fault.due(self._step, *self._epoch):
+            return
+        if _whole_group(fault) and not held and fault.name not in self._commanded:
+            # It is claimed when armed, not when it fires: a mate that fires first ends this
+            # process too, which then must not do it again.
+            if not self._claim(self._key(fault)):
+                self._mine.remove(fault)
+                return
+            self._held.add(fault.name)
+        self._armed.append(fault)
+
+    def _carry_out(self, fault: Fault, injected: InjectedFault) -> None:
+        match fault:
+            case KillFault():
+                os.kill(os.getpid(), signal.SIGKILL)
+            case DrainFault():
+                self._drain()
+            case HangFault():
+                hang(fault.seconds, fault.holding_gil)
+            case StopFault():
+                stop_oneself(fault.seconds)
+            case SlowFault():
+                self._delay, self._delays = fault.seconds, fault.steps
+            case NetworkCutFault() if self._hands is not None:
+                self._hands.cut_network()
+            case BusLossFault() if self._hands is not None:
+                self._hands.lose_bus()
+            case _:
+                raise injected
+
+    def _key(self, fault: Fault, rank: int | None = None) -> str:
+        return f"faults/{fault.name}/{fault.group}/{self._rank if rank is None else rank}"
+
+    def _take(self, fault: Fault) -> bool:
+        """Whether it is for us to fire now; either way we are done with it afterwards."""
+        self._armed.remove(fault)
+        self._mine.remove(fault)
+        if fault.name in self._commanded:
+            self._commanded.discard(fault.name)
+            return True
+        if _whole_group(fault):
+            self._held.discard(fault.name)
+            for mate in range(self._ranks):  # one that has not begun this txn shall not fire
+                if mate != self._rank:
+                    self._claim(self._key(fault, mate))
+            return True
+        anyone = getattr(fault, "rank", None) is None
+        return self._claim(f"faults/{fault.name}/{fault.group}" if anyone else self._key(fault))
+
+    def _announce(self, fault: Any, phase: str) -> InjectedFault:
+        injected = InjectedFault(
+            fault.name, fault.kind, phase, group=self._group, rank=self._rank, step=self._step
+        )
+        self._on_inject(injected)
+        return injected
+
+
+def _whole_group(fault: Fault) -> bool:
+    is_group_kill = isinstance(fault, KillFault) and fault.rank is None
+    return is_group_kill or isinstance(fault, DrainFault)
+
+
+def _concerns(fault: Fault, rank: int) -> bool:
+    return getattr(fault, "rank", None) in (None, rank)
+
+
+def _is_place(fault: Fault, phase: str) -> bool:
+    """Whether `Injector.at` carries the fault out when it comes to ``phase``."""
+    match fault:
+        case DrainFault():
+            return phase == "vote"
+        case SlowFault():
+            return phase == "before_allreduce"
+    place = getattr(fault, "phase", None)
+    return place == phase or (place == "next" and phase != "apply")
+
+
+def _terminate_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _middle_module(model: Any) -> Any:
+    """The middle of the longest stack of blocks, else of the children, else the model itself.
+
+    Known by class name, so that this module needs no torch; ``fully_shard`` prefixes the name.
+    A ModuleList comes first: it is never called itself, but its members are.
+    """
+    for container in ("ModuleList", "Sequential"):
+        stacks = [m for m in model.modules() if type(m).__name__.endswith(container) and len(m)]
+        if stacks:
+            blocks = list(max(stacks, key=len).children())
+            return blocks[len(blocks) // 2]
+    children = list(model.children())
+    return children[len(children) // 2] if children else model
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors of a (nested) module output that take part in the backward pass."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif getattr(value, "requires_grad", False):
+        yield value

@@ -1,0 +1,363 @@
+"""Notices that this process must soon be gone, and where they come from: a file, a metadata server.
+
+A source is anything with ``poll``; a `Poller` asks it again and again on a thread of its own and
+passes on what is news. What follows from a notice is up to `fft.train.drain_clock`. Reads files,
+speaks HTTP to the addresses it is given, and touches nothing else; the standard library is all it
+needs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from fft.util.errors import FftError
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""Between two polls. Google gives 30 s from its notice to the end, Azure at least as much."""
+_HTTP_TIMEOUT_S = 2.0
+_LONGEST_BODY = 1 << 20
+_JOIN_S = 2 * _HTTP_TIMEOUT_S + 1.0
+_SAME_S = 0.1
+"""Deadlines that differ by less are one: a time of day is turned into seconds at each poll."""
+_FORM = (
+    'write nothing, or JSON such as {"within": 30} or {"deadline": "2030-01-31T12:00:00Z"} '
+    '(or Unix seconds), with a "reason" if you like'
+)
+
+
+class NoticeError(FftError):
+    """What a source said cannot be understood, or its setting cannot; says what would be."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """This process must be gone ``within_s`` seconds from now; None: soon, by nobody's clock.
+
+    Raises ``NoticeError`` for a time that is none.
+    """
+
+    reason: str
+    within_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.within_s is not None and not 0 <= self.within_s < math.inf:
+            raise NoticeError(f"within {self.within_s} s: give seconds, 0 or more, or None")
+
+
+class NoticeSource(Protocol):
+    """Whoever knows when this process must go."""
+
+    def poll(self) -> Notice | None:
+        """What is known now; None: nothing. Called on a thread of ours. May raise: it is logged,
+        once for each error, and asked again. A poll that blocks holds a shutdown up.
+        """
+
+
+class Earliest:
+    """The earliest deadline of several notices: it moves forward, never back. Pure."""
+
+    def __init__(self) -> None:
+        self.notice: Notice | None = None
+        """Of whom the deadline is; before there is one, the first notice."""
+        self.deadline: float | None = None
+        """On the clock of ``now``, in seconds; None: no notice had one."""
+
+    def take(self, notice: Notice, now: float) -> bool:
+        """Whether the notice is news: the first, the first with a deadline, or an earlier one."""
+        deadline = None if notice.within_s is None else now + notice.within_s
+        if self.notice is not None:
+            if deadline is None:
+                return False
+            if self.deadline is not None and deadline > self.deadline - _SAME_S:
+                return False
+        self.notice, self.deadline = notice, deadline
+        return True
+
+
+class Poller:
+    """Asks a source every ``interval_s`` seconds, on a thread that lives until ``close``."""
+
+    def __init__(
+        self, source: NoticeSource, on_news: Callable[[Notice], None], interval_s: float
+    ) -> None:
+        """``on_news`` is called on that thread."""
+        if not interval_s > 0:
+            raise NoticeError(f"interval_s={interval_s:g}: give a positive number of seconds")
+        self._source = source
+        self._on_news = on_news
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        self._earliest = Earliest()
+        self._errors: set[str] = set()
+        name = f"fft-notice-{type(source).__name__}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                notice = self._source.poll()
+            except Exception as error:  # noqa: BLE001 - the user's code: whatever it is, go on
+                self._tell(f"{type(error).__name__}: {error}"[:500])
+            else:
+                if notice is not None and self._earliest.take(notice, time.monotonic()):
+                    self._on_news(notice)
+            self._closed.wait(self._interval_s)
+
+    def _tell(self, error: str) -> None:
+        if error not in self._errors and len(self._errors) < 100:
+            self._errors.add(error)
+            logger.warning("%s cannot be asked, and is asked again: %s", self._source, error)
+
+    def close(self) -> None:
+        """End the thread, after the poll that it may be at. Idempotent."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+
+# --- a file -------------------------------------------------------------------------------------
+
+
+class FileNotice:
+    """The notice is that a file is there. What is in it may say by when, and why.
+
+    Nothing, or JSON: ``within``, seconds from when the file was written, or ``deadline``, a time in
+    ISO form (UTC unless it says otherwise) or in Unix seconds; and ``reason``. Anything else is a
+    notice without a deadline, and a warning.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._warned = ""
+
+    def __str__(self) -> str:
+        return f"the notice file {self._path}"
+
+    def poll(self) -> Notice | None:
+        """As the file is now. Raises OSError if it is there and cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                text = file.read(_LONGEST_BODY).decode("utf-8", "replace").strip()
+                age = max(0.0, time.time() - self._path.stat().st_mtime)
+        except FileNotFoundError:
+            return None
+        reason = f"{self._path} is there"
+        if not text:
+            return Notice(reason)
+        try:
+            return _file_content(text, reason, age)
+        except (ValueError, TypeError) as error:
+            if text != self._warned:  # it may be half written; then it is read again
+                self._warned = text
+                logger.warning("%s: %s. No deadline is taken from it; %s", self, error, _FORM)
+            return Notice(reason)
+
+
+def _file_content(text: str, reason: str, age: float) -> Notice:
+    said = json.loads(text)
+    if (
+        not isinstance(said, dict)
+        or not said
+        or not said.keys() <= {"within", "deadline", "reason"}
+    ):
+        raise ValueError("unknown content")
+    if "within" in said and "deadline" in said:
+        raise ValueError("within and deadline are two words for one thing")
+    reason = str(said.get("reason", reason))[:500]
+    if "within" in said:
+        return Notice(reason, max(0.0, _number(said["within"]) - age))
+    if "deadline" in said:
+        return Notice(reason, _until(said["deadline"]))
+    return Notice(reason)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number of seconds")
+    return float(value)
+
+
+def _until(when: Any) -> float:
+    """Seconds until a time in ISO form or Unix seconds; 0 if it has passed."""
+    if isinstance(when, str):
+        moment = datetime.fromisoformat(when)
+        at = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    else:
+        at = _number(when)
+    return max(0.0, at - time.time())
+
+
+# --- metadata servers ---------------------------------------------------------------------------
+
+Read = Callable[[int, bytes], Notice | None]
+"""(status, body) → what it means. Raises for what it does not understand."""
+
+
+class HttpNotice:
+    """The notice is what a server answers to a GET, as ``read`` reads it.
+
+    Never by way of a proxy. ``aws``, ``google`` and ``azure`` are those of the clouds.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
+        *,
+        read: Read,
+        timeout_s: float = _HTTP_TIMEOUT_S,
+    ) -> None:
+        """``headers``: if it is a function, it is asked before each poll, and may raise."""
+        self._url = url
+        self._headers = headers if callable(headers) else lambda fixed=headers or {}: fixed
+        self._read = read
+        self._timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return f"the notice server {self._url}"
+
+    def poll(self) -> Notice | None:
+        """Ask. Raises OSError if nobody answers, and what ``read`` raises."""
+        status, body = _http("GET", self._url, self._headers(), self._timeout_s)
+        return self._read(status, body)
+
+    @classmethod
+    def aws(cls, base: str = "http://169.254.169.254") -> HttpNotice:
+        """Interruption of an EC2 Spot Instance, announced two minutes before; IMDSv2."""
+        url = f"{base}/latest/meta-data/spot/instance-action"
+        return cls(url, _AwsToken(f"{base}/latest/api/token"), read=read_aws)
+
+    @classmethod
+    def google(cls, base: str = "http://metadata.google.internal") -> HttpNotice:
+        """Preemption of a Compute Engine Spot VM, announced 30 s before."""
+        url = f"{base}/computeMetadata/v1/instance/preempted"
+        return cls(url, {"Metadata-Flavor": "Google"}, read=read_google)
+
+    @classmethod
+    def azure(cls, vm: str, base: str = "http://169.254.169.254") -> HttpNotice:
+        """Scheduled Events that end or restart ``vm``, as Azure calls this machine.
+
+        All machines of a scale set are told of the events of each.
+        """
+        url = f"{base}/metadata/scheduledevents?api-version=2020-07-01"
+        return cls(
+            url, {"Metadata": "true"}, read=lambda status, body: read_azure(status, body, vm)
+        )
+
+
+def _http(method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, headers=dict(headers), method=method)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(request, timeout=timeout_s) as answer:
+            return answer.status, answer.read(_LONGEST_BODY)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(_LONGEST_BODY)
+
+
+class _AwsToken:
+    """The header of an IMDSv2 session, begun anew before it ends."""
+
+    _LIFE_S = 600
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._token = ""
+        self._until = -math.inf
+
+    def __call__(self) -> Mapping[str, str]:
+        if time.monotonic() >= self._until:
+            life = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._LIFE_S)}
+            status, body = _http("PUT", self._url, life, _HTTP_TIMEOUT_S)
+            if status != 200:
+                raise NoticeError(f"{self._url} answers {status} to the request for a token")
+            # A machine that was moved or resumed may have lost it: do not rely on it for long.
+            self._token, self._until = body.decode("ascii"), time.monotonic() + self._LIFE_S / 10
+        return {"X-aws-ec2-metadata-token": self._token}
+
+
+def read_aws(status: int, body: bytes) -> Notice | None:
+    """``spot/instance-action``: 404 as long as all is well, else what and when."""
+    if status == 404:
+        return None
+    said = _json(status, body, "instance-action")
+    action, when = str(said["action"]), str(said["time"])
+    return Notice(f"EC2 will {action} this Spot Instance at {when}", _until(when))
+
+
+GOOGLE_S = 30.0
+"""From the notice to the end of a Spot VM of Google's, in seconds; best effort, they say."""
+
+
+def read_google(status: int, body: bytes) -> Notice | None:
+    """``instance/preempted``: FALSE, then TRUE."""
+    word = body.decode("ascii", "replace").strip()
+    if status != 200 or word not in ("TRUE", "FALSE"):
+        raise NoticeError(f"instance/preempted: status {status}, {word[:80]!r}; not TRUE or FALSE")
+    return Notice("Compute Engine preempts this VM", GOOGLE_S) if word == "TRUE" else None
+
+
+_AZURE_ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
+"""Events after which no process lives. ``Freeze`` is a pause of seconds."""
+
+
+def read_azure(status: int, body: bytes, vm: str) -> Notice | None:
+    """``scheduledevents``: the first that ends ``vm``. ``NotBefore`` is empty once it has begun."""
+    events = _json(status, body, "scheduledevents")["Events"]
+    found = []
+    for event in events:
+        if event["EventType"] in _AZURE_ENDS and vm in event["Resources"]:
+            when = event.get("NotBefore") or ""
+            left = parsedate_to_datetime(when).timestamp() - time.time() if when else 0.0
+            reason = (
+                f"Azure: {event['EventType']} of {vm}, {f'not before {when}' if when else 'now'}"
+            )
+            found.append(Notice(reason, max(0.0, left)))
+    return min(found, key=lambda notice: notice.within_s or 0.0, default=None)
+
+
+def _json(status: int, body: bytes, what: str) -> dict[str, Any]:
+    if status != 200:
+        raise NoticeError(f"{what}: status {status}")
+    said = json.loads(body)
+    if not isinstance(said, dict):
+        raise NoticeError(f"{what}: no JSON object")
+    return said
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def source_of(setting: str, group: str, rank: int) -> NoticeSource:
+    """What ``FFT_NOTICE`` names; ``{group}`` and ``{rank}`` in a path are those of this process.
+
+    Raises ``NoticeError`` if it names nothing.
+    """
+    kind, _, what = setting.partition(":")
+    if kind == "file" and what:
+        return FileNotice(what.replace("{group}", group).replace("{rank}", str(rank)))
+    if kind == "azure" and what:
+        return HttpNotice.azure(what)
+    if setting == "aws":
+        return HttpNotice.aws()
+    if setting == "google":
+        return HttpNotice.google()
+    raise NoticeError(
+        f"FFT_NOTICE={setting!r}: write file:PATH, aws, google, or azure:NAME-OF-THE-VM"
+    )

@@ -1,0 +1,574 @@
+"""Process groups that can really be aborted, and rebuilt under the objects that hold them.
+
+`AbortableGroup` adopts a torchft process group object, the user's own. For gloo it makes the
+device itself, so that it knows the addresses of the group's connections and can shut exactly those
+down: nothing else frees a thread that waits in a gloo collective. Other backends abort their own
+way. What is pending, and how it is waited for, is in `works`; what tracks it, in `backend`.
+
+Touches the adopted object (never its class or module), the group's own sockets, and the keys of
+the group's own rendezvous. One short-lived thread runs while a group is configured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torchft.process_group import (
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+
+from fft.train.process_group import sockets
+from fft.train.process_group.backend import TrackedBackend
+from fft.train.process_group.freeing import time_left
+from fft.train.process_group.op_names import GroupAborted
+from fft.train.process_group.rendezvous import RendezvousStore, store_client
+from fft.train.process_group.shard import ShardProcessGroupGloo
+from fft.train.process_group.sockets import Address
+from fft.train.process_group.works import Era, TrackedWork, forget_ended
+
+logger = logging.getLogger(__name__)
+
+_ADDRESS_KEY = "fft/listeners/{rank}"
+# Pauses, in seconds, between two looks at pending Works: torch offers nothing to wait on that
+# neither raises the op's error nor blocks an accelerator stream.
+_FIRST_PAUSE = 0.0001
+_LONGEST_PAUSE = 0.002
+_OP_THREAD = "pt_gloo_runloop"  # torch's name for the threads that carry out gloo's ops
+_LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and write its connections
+_ROUNDS_NS = 5_000_000
+# How long close() waits for what the last configure() left behind, in seconds.
+_CLOSE_LIMIT = 5.0
+_stranded_backends: list[tuple[object, deque[Any]]] = []
+_stranded_lock = threading.Lock()
+
+
+@dataclass
+class _Still:
+    """A look at ops of gloo that do not end: two alike show that these write nothing any more.
+
+    Each op thread sleeps from the one to the other, and nothing can wake it but its timeout: every
+    connection is closed, or is one that gloo will not read from again. Such a one is left by an op
+    that failed between the head and the body of a message: gloo waits for the op's buffer, which is
+    gone, reads neither the rest nor the end of the connection, and turns in circles until some
+    op's timeout. Both ends of it are shut down, so nothing arrives; gloo's loop has gone round it
+    ``_ROUNDS_NS`` long, thousands of times, and not one byte was read.
+    """
+
+    parked: dict[str, str]
+    """Op threads with their context switches."""
+    open: dict[str, int]
+    """Connections with the bytes that lie in them."""
+    ran: dict[str, int]
+    """Nanoseconds that those of gloo's loops have run that do not sleep."""
+
+    def like(self, before: _Still) -> bool:
+        """Whether nothing but loops has moved since."""
+        return self.parked == before.parked and self.open == before.open
+
+    def is_for_good(self, before: _Still) -> bool:
+        """Whether this look and one like it before show that nothing will move."""
+        if not self.open:
+            return True
+        # A loop that has been asleep had nothing to read; one that waits for a core may yet.
+        rounds = [ran - before.ran.get(task, ran) for task, ran in self.ran.items()]
+        return bool(rounds) and min(rounds) >= _ROUNDS_NS
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of torchft's configure()."""
+
+    store_addr: str
+    replica_id: str
+    rank: int
+    world_size: int
+    quorum_id: int | None
+    group_rank: int | None
+    group_world_size: int | None
+    global_ranks: list[int] | None
+
+    def note_in(self, pg: Any) -> None:
+        """Leave in `pg` what torchft's own configure() leaves there."""
+        pg._replica_id = self.replica_id
+        pg._rank = self.rank
+        pg._quorum_id = self.quorum_id
+        pg._group_rank = self.group_rank
+        pg._group_world_size = self.group_world_size
+        pg._global_ranks = self.global_ranks
+
+    def as_args(self) -> tuple[Any, ...]:
+        return (
+            self.store_addr,
+            self.replica_id,
+            self.rank,
+            self.world_size,
+            self.quorum_id,
+            self.group_rank,
+            self.group_world_size,
+            self.global_ranks,
+        )
+
+
+class AbortableGroup:
+    """Handle on one torchft process group that FFT can abort, wait out and configure again.
+
+    Args:
+        pg: the group, not yet configured. It is hooked as an object: its ``configure``, ``abort``
+            and ``shutdown`` lead here from now on, until `close`.
+        name: what it is called in errors: "shard", for "on the shard group".
+
+    All methods may be called from any thread. If several members of one process group live in
+    one process, an abort by one of them also ends the connections between the others.
+
+    Raises:
+        ValueError: `pg` has been configured already, so its connections cannot be told any more.
+    """
+
+    def __init__(self, pg: ProcessGroup, name: str = "process") -> None:
+        self.pg = pg
+        self.name = name
+        self.waiting: AbstractContextManager[None] = nullcontext()
+        """Entered around every wait for an op of gloo, by whoever waits; not within itself."""
+        self.note = ""
+        """What the other members are told with the rendezvous."""
+        self.notes: dict[int, str] = {}
+        """Theirs, by rank, of the last rendezvous; of gloo only."""
+        self._target: Any = _innermost(pg)
+        self._wrapper = isinstance(self._target, ProcessGroupWrapper)
+        if self._wrapper and self._target._pg is not None:
+            raise ValueError(f"{pg!r} is configured already: make the AbortableGroup first")
+        self._gloo = self._wrapper and _can_tell_sockets(self._target)
+        self._lock = threading.Lock()
+        self._configuring = threading.Lock()
+        self._era = Era(name)
+        self._past: list[Era] = []
+        # Store clients by host:port, kept for the next rendezvous there. A new connection makes
+        # torch look up host names on both ends, the store's only thread included: seconds, where
+        # a name server is slow to answer.
+        self._clients: dict[str, list[Any]] = {}
+        self._devices: list[tuple[Any, Address]] = []
+        self._worker: threading.Thread | None = None
+        self._hooks: list[str] = []
+        self._native_configure: Callable[..., None] = self._target.configure
+        self._native_abort: Callable[[], None] = self._target.abort
+        self._hook()
+
+    # -- what FFT calls
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Abort what there is, meet the other members at `store_addr`, and build the group anew.
+
+        Arguments are torchft's; `store_addr` must never have been used before. `timeout` bounds
+        the whole call (None: the group's own timeout).
+
+        Raises:
+            GroupAborted: `abort` was called meanwhile.
+            TimeoutError: a member did not come; the text names the missing ranks.
+            ValueError: rank or world size do not fit the mesh made of this group.
+            RuntimeError: the backend could not connect, as when a member aborts or dies meanwhile.
+                The group is aborted then; configure it again at another `store_addr`.
+        """
+        call = _Call(
+            store_addr,
+            replica_id,
+            rank,
+            world_size,
+            quorum_id,
+            group_rank,
+            group_world_size,
+            global_ranks,
+        )
+        default: timedelta = getattr(self._target, "_timeout", timedelta(seconds=60))
+        limit = timeout or default
+        deadline = time.monotonic() + limit.total_seconds()
+        with self._configuring:
+            if isinstance(self._target, ShardProcessGroupGloo):
+                self._target.check_shape(rank, world_size)
+            self.abort("the process group is configured anew")
+            self.quiesce(limit)
+            era = self._begin(call)
+            device = _current_accelerator()
+            self._worker = threading.Thread(
+                target=self._build,
+                args=(era, call, deadline, device),
+                name="fft-configure",
+                daemon=True,
+            )
+            self._worker.start()
+            if not era.settled.wait(deadline - time.monotonic()):
+                raise self._give_up(era, limit)
+        self._raise_failure(era)
+
+    def abort(self, cause: str) -> None:
+        """Fail every op that is pending on this group in this process, and refuse new ones.
+
+        Idempotent, returns in milliseconds; the first `cause` of a configuration stays. A thread
+        that is blocked in a collective or in `configure` comes free at once. Tensors of the failed
+        ops may still be written until `quiesce` has returned.
+        """
+        with self._lock:
+            era = self._era
+            first = era.cause is None
+            if first:
+                era.cause = cause
+        if not first:
+            return
+        era.settled.set()
+        era.attendants.close()
+        store = era.store
+        if store is not None:
+            store.cancel(cause)
+        if self._gloo:
+            # Reading first: gloo then closes the connection by itself, whereas a write that fails
+            # before it has done so would leave its waiter asleep.
+            sockets.shut_down(era.own, era.peers, writing=False)
+            for work in list(era.works):
+                work.free()
+        else:
+            self._native_abort()
+            self._entomb(era)
+
+    def cut(self) -> int:
+        """End the group's connections as a network would, without a word; how many there were.
+
+        For faults injected on purpose. The group's next ops fail; configure it again.
+        """
+        era = self._era
+        return len(sockets.shut_down(era.own, era.peers, writing=True))
+
+    def quiesce(self, timeout: timedelta) -> None:
+        """After `abort`: wait until no op of the old group can write a tensor any more.
+
+        Then the group lets go of the old backend, which ends with the next `configure` or `close`.
+
+        Raises:
+            TimeoutError: ops are still pending after `timeout`; the text names them.
+            RuntimeError: the group is not aborted.
+        """
+        era = self._era
+        if era.cause is None:
+            raise RuntimeError("quiesce() needs an aborted process group: call abort() first")
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause = _FIRST_PAUSE
+        seen: _Still | None = None
+        while era.count() and not era.stranded:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{era.describe()} still pending {timeout.total_seconds():g} s after abort "
+                    f"({era.cause})"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+            if self._gloo:
+                closely = pause == _LONGEST_PAUSE
+                now = self._look(era, closely)
+                if now is None or seen is None or not now.like(seen):
+                    seen = now
+                else:
+                    era.stranded = closely and now.is_for_good(seen)
+        self._entomb(era)
+
+    def _look(self, era: Era, closely: bool) -> _Still | None:
+        """How the group's ops stand; None if one of them moves.
+
+        ``closely``: at connections, too, that gloo has not closed: mostly it is about to.
+        """
+        # an op that was just starting may have made a connection since
+        open_ = sockets.shut_down(era.own, era.peers, writing=True)
+        for work in list(era.works):
+            if isinstance(work, TrackedWork):
+                work.end()
+        if era.entering or (open_ and not closely):
+            return None
+        parked = sockets.parked_threads(_OP_THREAD)
+        ran = sockets.run_times(_LOOP_THREAD) if open_ else {}
+        return None if parked is None else _Still(parked, open_, ran)
+
+    def pending(self) -> int:
+        """How many ops issued through the group since the last configure() are not complete."""
+        return self._era.count()
+
+    def close(self) -> None:
+        """Abort, drop the backend, delete this member's rendezvous keys, unhook the object."""
+        self.abort("the process group is closed")
+        self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
+        if self._worker is not None:
+            self._worker.join(_CLOSE_LIMIT)
+        for era in (*self._take_past(), self._era):
+            self._retire(era, everyone=False)
+        self._clients.clear()
+        self._devices.clear()
+        for name in self._hooks:
+            self._target.__dict__.pop(name, None)
+        self._hooks.clear()
+        if self._wrapper:
+            self._target._pg = None
+
+    # -- configuring
+
+    def _begin(self, call: _Call) -> Era:
+        if self._wrapper:
+            call.note_in(self._target)
+        era = Era(self.name, call.rank, call.world_size)
+        if self._wrapper:
+            era.timeout = self._target._timeout
+        with self._lock:
+            self._past.append(self._era)
+            self._era = era
+        self._entomb(era)
+        return era
+
+    def _build(self, era: Era, call: _Call, deadline: float, device: int | None) -> None:
+        """Thread body: meet and build. Outlives its configure() only if that one gave up."""
+        backend: object | None = None
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            backend = self._make(era, call, deadline)
+        except Exception as error:  # noqa: BLE001 - raised again in configure()
+            era.error = error
+        with self._lock:
+            kept = era.cause is None and backend is not None
+            if kept:
+                era.backend = backend
+                if self._wrapper:
+                    self._target._pg = TrackedBackend(backend, era, self._gloo, self._get_waiting)
+        era.settled.set()
+        if kept:
+            for past in self._take_past():
+                self._retire(past, everyone=True)  # all members are past that rendezvous
+            return
+        sockets.shut_down(era.own, era.peers, writing=True)
+        del backend
+        if era.store is not None:
+            era.store.reclaim(everyone=False)
+
+    def _make(self, era: Era, call: _Call, deadline: float) -> object:
+        if not self._wrapper:
+            self._native_configure(*call.as_args())
+            return self._target
+        era.store_addr, _, prefix = call.store_addr.partition("/")
+        era.client = self._take_client(era.store_addr, deadline)
+        store = RendezvousStore(PrefixStore(prefix, era.client), time_left(deadline))
+        with self._lock:
+            era.store = store
+            if era.cause is not None:
+                store.cancel(era.cause)
+        if not self._gloo:
+            return self._target._create_pg(store, call.rank, call.world_size)
+        devices = self._take_devices()
+        era.own = frozenset(address for _, address in devices)
+        era.peers, self.notes = _exchange(store, era, self.note)
+        made = _gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
+        with self._lock:
+            self._devices = devices
+        return made
+
+    def _take_devices(self) -> list[tuple[Any, Address]]:
+        """gloo's devices with their listeners: kept from one configuration to the next.
+
+        To drop one takes gloo 10 ms, in which no Python runs. After a configuration that failed
+        they are made anew, since connections of it may still lie unclaimed at the listener.
+        """
+        with self._lock:
+            devices, self._devices = self._devices, []
+        return devices or [sockets.listener_of(create) for create in _device_makers()]
+
+    def _give_up(self, era: Era, limit: timedelta) -> TimeoutError:
+        store = era.store
+        waiting = store.missing if store is not None else ("the store's answer",)
+        error = TimeoutError(
+            f"configure() of rank {era.rank} of {era.world_size} got no further in "
+            f"{limit.total_seconds():g} s; waiting for {', '.join(waiting) or 'connections'}"
+        )
+        self.abort(str(error))
+        return error
+
+    def _raise_failure(self, era: Era) -> None:
+        if era.cause is not None:
+            raise GroupAborted(era.cause) from era.error
+        if era.error is not None:
+            self.abort(f"configure() failed: {era.error}")
+            raise era.error
+
+    def _take_client(self, address: str, deadline: float) -> Any:
+        """A store client that nobody else uses meanwhile."""
+        with self._lock:
+            free = self._clients.get(address)
+            kept = free.pop() if free else None
+        if kept is not None:
+            try:
+                kept.num_keys()
+                return kept
+            except RuntimeError as error:
+                logger.debug("store %s: connecting anew (%s)", address, error)
+        host, _, port = address.rpartition(":")
+        try:
+            return store_client(host.strip("[]"), int(port), time_left(deadline).total_seconds())
+        except OSError as error:
+            raise ConnectionError(f"the group's store at {address}: {error}") from error
+
+    def _retire(self, era: Era, everyone: bool) -> None:
+        """Drop what an ended configuration still holds, and its keys (RendezvousStore.reclaim)."""
+        if era.stranded:
+            _keep_stranded(era)
+        era.backend = None  # joins gloo's threads; they have nothing left to do
+        reached = era.store is not None and era.store.reclaim(everyone)
+        with self._lock:
+            client, era.client, era.store = era.client, None, None
+            if client is not None and reached:
+                # one host:port at a time: when the store moves, the old connections go
+                self._clients = {era.store_addr: self._clients.get(era.store_addr, [])}
+                self._clients[era.store_addr].append(client)
+
+    def _take_past(self) -> list[Era]:
+        with self._lock:
+            past, self._past = self._past, []
+        return past
+
+    def _get_waiting(self) -> AbstractContextManager[None]:
+        return self.waiting
+
+    def _entomb(self, era: Era) -> None:
+        """Refuse every op, until another backend is there."""
+        if self._wrapper:
+            with self._lock:
+                if self._era is era:
+                    self._target._pg = TrackedBackend(None, era)
+
+    # -- hooks on the adopted object
+
+    def _hook(self) -> None:
+        hooks: dict[str, Callable[..., Any]] = {
+            "configure": self.configure,
+            "abort": self._hooked_abort,
+            "shutdown": self.close,
+        }
+        for name, function in hooks.items():
+            setattr(self._target, name, function)
+            self._hooks.append(name)
+
+    def _hooked_abort(self, errored: bool = True) -> None:
+        self.abort("abort() was called on the process group")
+
+
+def _innermost(pg: Any) -> Any:
+    """The torchft group that owns a backend, behind torchft wrappers around other groups."""
+    while isinstance(pg, ProcessGroupWrapper) and isinstance(pg._pg, ProcessGroup):
+        pg = pg._pg
+    return pg
+
+
+def _can_tell_sockets(target: Any) -> bool:
+    """Whether the sockets of this group will be known, and say so once where they will not be."""
+    if not isinstance(target, ProcessGroupGloo):
+        return False
+    own_device = type(target)._create_pg is ProcessGroupGloo._create_pg
+    if own_device and sockets.supported():
+        return True
+    logger.warning(
+        "%s: gloo cannot be aborted here (%s); a rollback waits for the group's timeout",
+        type(target).__name__,
+        "no /proc/self/fd" if own_device else "the class makes its own gloo devices",
+    )
+    return False
+
+
+def _device_makers() -> list[Callable[[], Any]]:
+    """One maker for each gloo device, chosen as torch chooses them (GLOO_SOCKET_IFNAME)."""
+    gloo = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return [gloo.create_default_device]
+    return [lambda name=name: gloo.create_device(interface=name) for name in names]  # type: ignore[misc]
+
+
+def _exchange(
+    store: RendezvousStore, era: Era, note: str
+) -> tuple[frozenset[Address], dict[int, str]]:
+    """Publish this member's listeners and its note; those of all the others, and waits for them."""
+    word = {"listeners": sorted(era.own), "note": note}
+    store.set(_ADDRESS_KEY.format(rank=era.rank), json.dumps(word))
+    others = [r for r in range(era.world_size) if r != era.rank]
+    texts = store.multi_get([_ADDRESS_KEY.format(rank=r) for r in others]) if others else []
+    words = [json.loads(text) for text in texts]
+    notes = {rank: str(word["note"]) for rank, word in zip(others, words, strict=True)}
+    return frozenset((str(h), int(port)) for w in words for h, port in w["listeners"]), notes
+
+
+def _gloo_group(
+    store: RendezvousStore, devices: list[Any], call: _Call, timeout: timedelta, deadline: float
+) -> dist.ProcessGroup:
+    """What torchft's ProcessGroupGloo._create_pg builds, on devices of our own."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = devices
+    options._threads = 2 * len(devices)
+    # for connecting, where gloo waits up to five times as long; ops get the group's own below
+    options._timeout = time_left(deadline) / 5
+    backend: Any = dist.ProcessGroupGloo(store, call.rank, call.world_size, options)
+    backend._set_default_timeout(timeout)
+    backend._set_sequence_number_for_group()
+    if call.global_ranks:
+        backend.options.global_ranks_in_group = call.global_ranks
+    if call.group_rank is not None and call.group_world_size:
+        slot = call.group_rank % call.group_world_size
+        backend.options.group_name = f"torchft_quorum_{call.quorum_id}_rank_{slot}"
+    pg = dist.ProcessGroup(store, call.rank, call.world_size)
+    pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    kinds = ["cpu"]
+    kinds += ["cuda"] if torch.cuda.is_available() else []
+    kinds += ["xpu"] if torch.xpu.is_available() else []
+    for kind in kinds:
+        pg._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
+    return pg
+
+
+def _keep_stranded(era: Era) -> None:
+    """Never drop a backend with a sleeping op: that would join its thread, for the op's timeout.
+
+    A stranded op costs two threads, a listener and its tensors. Backends whose ops have timed out
+    since are dropped here.
+    """
+    with _stranded_lock:
+        for backend, works in list(_stranded_backends):
+            forget_ended(works)
+            if not works:
+                _stranded_backends.remove((backend, works))
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
+        # one reference more than Python knows of: at its exit the interpreter drops the others
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
+        _stranded_backends.append((era.backend, era.works))
+
+
+def _current_accelerator() -> int | None:
+    """The caller's accelerator, for the thread that works for it; None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_device_index()

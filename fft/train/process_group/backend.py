@@ -1,0 +1,177 @@
+"""What stands between a torchft process group and its backend, and tracks every op.
+
+torchft's groups pass each op on to an object of theirs, and so do ours: that object is a
+`TrackedBackend`. An op that it does not know, the backend beneath has not seen either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllreduceOptions
+from torch.distributed.distributed_c10d import Work
+
+from fft.train.process_group.op_names import CollectiveFailed, GroupAborted
+from fft.train.process_group.works import CollectiveWork, Era, PeerWork, ScatterWork, forget_ended
+from fft.train.unsafe_places import guarded
+
+COLLECTIVES = (
+    "_allgather_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "scatter",
+)
+PEER_OPS = ("recv", "recv_anysource", "send")
+_SAME = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""torch's newer names for ops."""
+SCATTERS = ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced")
+
+
+class TrackedBackend:
+    """A backend of which every op is tracked in `era`, and refused once that is aborted.
+
+    Args:
+        native: the backend; None: there is none any more, and all is refused.
+        era: the configuration that it belongs to.
+        gloo: whether it is gloo, so that waits must be freed by us.
+        around: gives what is to be entered around every wait.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        era: Era,
+        gloo: bool = False,
+        around: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._native = native
+        self._era = era
+        self._gloo = gloo
+        self._around = around
+
+    def size(self) -> int:
+        """How many members the group has, or had."""
+        return self._era.world_size
+
+    def rank(self) -> int:
+        """This member's rank."""
+        return self._era.rank
+
+    def abort(self) -> None:
+        """As the backend's; nothing where it is gone."""
+        if self._native is not None:
+            self._native.abort()
+
+    def shutdown(self) -> None:
+        """As the backend's; nothing where it is gone."""
+        if self._native is not None:
+            self._native.shutdown()
+
+    def __getattr__(self, name: str) -> Any:
+        if self._native is not None:
+            return getattr(self._native, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal()
+
+    def _refusal(self, place: str = "") -> GroupAborted:
+        return GroupAborted(self._era.cause or "the process group is being configured", place)
+
+    @guarded  # what is issued is tracked: nothing comes between
+    def _issue(self, op: str, args: tuple[Any, ...]) -> Any:
+        era, mark = self._era, object()
+        try:
+            era.entering.add(mark)  # before the look: quiesce() waits for who looked too early
+            if era.cause is not None or self._native is None:
+                raise self._refusal(era.place(op, args))
+            try:
+                if self._gloo and op in SCATTERS:
+                    return self._scatter(op, args)
+                return self._track(getattr(self._native, op)(*args), op, args)
+            except RuntimeError as error:
+                if era.cause is not None:
+                    raise GroupAborted(era.cause, era.place(op, args)) from error
+                raise CollectiveFailed(era.place(op, args), error) from error
+        finally:
+            era.entering.discard(mark)
+
+    def _track(self, work: Any, op: str, args: tuple[Any, ...]) -> Any:
+        era = self._era
+        if self._gloo:
+            assert self._around is not None
+            kind = PeerWork if op in PEER_OPS else CollectiveWork
+            work = kind(work, era, op, args, self._around())
+        with era.lock:
+            forget_ended(era.works)
+            era.works.append(work)
+        return work
+
+    def _scatter(self, op: str, args: tuple[Any, ...]) -> Work:
+        """What gloo's own does, all-reduces of copies, but on Works that can be aborted."""
+        outputs, inputs = args[:2]
+        if op == "_reduce_scatter_base":
+            outputs, inputs = [outputs], [[inputs]]
+        elif op == "reduce_scatter_tensor_coalesced":
+            inputs = [[tensor] for tensor in inputs]
+        copies = [torch.cat([t.detach().reshape(-1) for t in parts]) for parts in inputs]
+        starts = [_part(op, self._era, *pair) for pair in zip(outputs, inputs, strict=True)]
+        reduce = AllreduceOptions()
+        reduce.reduceOp = args[2].reduceOp
+
+        def keep() -> None:
+            for output, copy, start in zip(outputs, copies, starts, strict=True):
+                part = copy.narrow(0, start, output.numel())
+                output.detach().copy_(part.view(output.shape))
+
+        works = [self._track(self._native.allreduce([c], reduce), op, args) for c in copies]
+        return ScatterWork(works, keep, outputs)
+
+
+def _part(op: str, era: Era, output: torch.Tensor, inputs: list[torch.Tensor]) -> int:
+    """Where this rank's part of the joined `inputs` begins, for `output`."""
+    sizes = [t.numel() for t in inputs]
+    if op != "reduce_scatter":
+        sizes = [output.numel()] * era.world_size
+    if len(sizes) != era.world_size or sum(sizes) != sum(t.numel() for t in inputs):
+        raise ValueError(
+            f"{op}: {len(inputs)} inputs of {sum(t.numel() for t in inputs)} elements are not "
+            f"{era.world_size} parts of {output.numel()}, one for each rank"
+        )
+    if sizes[era.rank] != output.numel():
+        raise ValueError(
+            f"{op}: rank {era.rank} keeps {sizes[era.rank]} elements, and has room for "
+            f"{output.numel()}"
+        )
+    return sum(sizes[: era.rank])
+
+
+def _method(op: str) -> Callable[..., Any]:
+    def issue(self: TrackedBackend, *args: Any) -> Any:
+        return self._issue(op, args)
+
+    issue.__name__ = op
+    return issue
+
+
+for _op in (*COLLECTIVES, *PEER_OPS, *SCATTERS):
+    setattr(TrackedBackend, _op, _method(_op))
+for _name, _op in _SAME.items():
+    setattr(TrackedBackend, _name, _method(_op))

@@ -1,0 +1,103 @@
+"""What frees a caller from gloo: threads that wait in its place, and futures that can be failed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from fft.train.unsafe_places import guarded
+
+MILLISECOND = timedelta(milliseconds=1)
+
+
+class Attendants:
+    """Threads that wait in gloo for sends and receives, in place of callers who can so be freed.
+
+    As many as there are such waits at one time. An idle one ends with `close`, one that waits when
+    gloo lets it go: at once as a rule, else by the op's own timeout.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._closed = False
+
+    @guarded
+    def take(self, task: Callable[[], None]) -> None:
+        """Have `task` done by a thread."""
+        with self._lock:
+            desk = self._idle.pop() if self._idle else None
+        if desk is None:
+            desk = SimpleQueue()
+            threading.Thread(
+                target=self._serve, args=(desk,), name="fft-peer-wait", daemon=True
+            ).start()
+        desk.put(task)
+
+    def close(self) -> None:
+        """Have every thread end when it has nothing to do."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for desk in idle:
+            desk.put(None)
+
+    def _serve(self, desk: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (task := desk.get()) is not None:
+            task()
+            del task  # and its tensors
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle.append(desk)
+
+
+class FreedFuture:
+    """A future in front of gloo's, which can be failed. gloo's cannot."""
+
+    def __init__(
+        self,
+        inner: torch.futures.Future[Any],
+        failure: Callable[[BaseException], RuntimeError],
+    ) -> None:
+        self.outer: torch.futures.Future[Any] = torch.futures.Future()
+        self._failure = failure
+        self._first = itertools.count()  # its next() is one operation of the interpreter's
+        inner.add_done_callback(self._settle)
+
+    def _settle(self, inner: torch.futures.Future[Any]) -> None:
+        try:
+            value = inner.value()
+        except RuntimeError as error:
+            self.fail(self._failure(error))
+            return
+        if next(self._first) == 0:
+            self.outer.set_result(value)
+
+    def fail(self, error: RuntimeError) -> None:
+        if next(self._first) == 0:
+            self.outer.set_exception(error)
+
+
+def deadline_of(timeout: timedelta | None) -> float | None:
+    """The monotonic second at which a wait is over; None: it knows no limit.
+
+    torch counts whole milliseconds, and takes zero for no limit (``kNoTimeout``). Native code,
+    such as ``wait_tensor``, always gives it. Less than zero is over at once.
+    """
+    if timeout is None:
+        return None
+    milliseconds = int(timeout / MILLISECOND)
+    return time.monotonic() + milliseconds / 1e3 if milliseconds else None
+
+
+def time_left(deadline: float) -> timedelta:
+    """Time until `deadline` (monotonic seconds), at least a millisecond."""
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -1,0 +1,185 @@
+"""The store a process group meets its members through: cancellable, and cleared behind it.
+
+torch's own store client waits out its timeout for a member that never comes, and nobody deletes
+the keys of a rendezvous. `RendezvousStore` asks for a key again and again instead, so that it can
+be cancelled, and remembers its keys so that they can be taken back. Touches only keys of its own
+rendezvous.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from fft.util.hedged import hedged
+
+# Pauses between two looks for a key, in seconds. A look costs about 25 us. The store's own wait is
+# no choice: it cannot be cancelled, and one that runs out logs two warnings.
+_FIRST_PAUSE = 0.0002
+_LONGEST_PAUSE = 0.002
+
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
+
+
+class RendezvousCancelled(RuntimeError):
+    """The rendezvous was cancelled while a member waited in it."""
+
+
+class RendezvousStore(Store):
+    """A `torch.distributed.Store` for one rendezvous, in front of another store.
+
+    Args:
+        inner: the real store, with a prefix that no other rendezvous uses.
+        timeout: how long a wait for a key may take.
+
+    Raises (from every operation):
+        RendezvousCancelled: after `cancel`.
+        TimeoutError: a key did not appear in time; the text names it.
+    """
+
+    def __init__(self, inner: Store, timeout: timedelta) -> None:
+        super().__init__()
+        self._inner = inner
+        self._timeout = timeout
+        self._cause: str | None = None
+        self._cancelled = threading.Event()
+        self._written: set[str] = set()
+        self._missing: tuple[str, ...] = ()
+
+    def cancel(self, cause: str) -> None:
+        """Make every operation, also one that waits, raise. From any thread; never blocks."""
+        self._cause = cause
+        self._cancelled.set()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Keys that a wait is waiting for now; empty when nothing waits."""
+        return self._missing
+
+    def reclaim(self, everyone: bool) -> bool:
+        """Delete the keys this member wrote, or with `everyone` all keys of the rendezvous.
+
+        With `everyone` only when all members are past this rendezvous: then also the keys of
+        members that died in it go. Works after `cancel`. Returns False if the store is gone.
+        """
+        try:
+            keys = stored_keys(self._inner) if everyone else sorted(self._written)
+            for key in keys:
+                self._inner.delete_key(key)
+        except (DistNetworkError, DistStoreError):
+            return False
+        finally:
+            self._written = set()
+        return True
+
+    def _check(self) -> None:
+        if self._cause is not None:
+            raise RendezvousCancelled(self._cause)
+
+    def _wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause = _FIRST_PAUSE
+        self._missing = tuple(keys)
+        while not self._inner.check(list(keys)):
+            self._cancelled.wait(pause)
+            self._check()
+            self._missing = tuple(key for key in self._missing if not self._inner.check([key]))
+            if time.monotonic() >= deadline:
+                absent, waited = ", ".join(self._missing), timeout.total_seconds()
+                raise TimeoutError(f"no {absent} in the rendezvous store after {waited:g} s")
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+        self._missing = ()
+        self._check()
+
+    # The names, argument orders and meanings below are those of torch.distributed.Store.
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._wait(keys, self._timeout if timeout is None else timeout)
+
+    def get(self, key: str) -> bytes:
+        self._wait([key], self._timeout)
+        return self._inner.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._wait(keys, self._timeout)
+        return self._inner.multi_get(keys)
+
+    def set(self, key: str, value: Any) -> None:
+        self._write(key)
+        self._inner.set(key, value)
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def append(self, key: str, value: Any) -> None:
+        self._write(key)
+        self._inner.append(key, value)  # type: ignore[attr-defined]
+
+    def add(self, key: str, value: int) -> int:
+        self._write(key)
+        return self._inner.add(key, value)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        self._write(key)
+        return self._inner.compare_set(key, expected_value, desired_value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._check()
+        return self._inner.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        self._check()
+        return self._inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        self._check()
+        return self._inner.num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _write(self, key: str) -> None:
+        self._check()
+        self._written.add(key)
+
+
+def store_client(host: str, port: int, timeout: float) -> Any:
+    """A new client of torch's, or an `OSError` that says why not, within `timeout` seconds.
+
+    A plain connection is tried first, because torch logs and retries when nobody listens. torch's
+    own connecting has two waits that it does not bound: it asks the name service for the server's
+    name (one lost packet costs 5 s), and it waits for the server's answer. So tries are hedged; one
+    that is left behind ends with its lookup or its connection.
+    """
+    socket.create_connection((host, port), timeout).close()
+    limit = timedelta(seconds=timeout)
+
+    def connect() -> Any:
+        try:
+            return _TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        except RuntimeError as error:
+            raise ConnectionError(str(error).splitlines()[0]) from error
+
+    return hedged(connect, timeout, "fft-store-connect")
+
+
+def stored_keys(store: Any) -> list[str]:
+    """All keys of a TCPStore, or those below the prefix of a PrefixStore.
+
+    torch's ``list_keys`` keeps the interpreter's lock until the store has answered: of one whose
+    host has vanished, for good. ``num_keys`` waits too, but stops no other thread.
+    """
+    store.num_keys()
+    return list(store.list_keys())

@@ -1,0 +1,367 @@
+"""What is pending on a process group, and how each op is waited for.
+
+gloo forgets some waiters when their connection ends: of a send that is queued, of a receive that
+has begun, of a receive from anybody. They sleep until the op's own timeout. So nobody waits here
+for gloo alone: a wait looks for an abort every `_SLICE`. A collective's wait may be cut short and
+repeated. That of a send or receive may not: gloo closes all connections when it ends early. So a
+thread of ours waits for those, in place of the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+
+from fft.train.process_group.freeing import (
+    MILLISECOND,
+    Attendants,
+    FreedFuture,
+    deadline_of,
+    time_left,
+)
+from fft.train.process_group.op_names import CollectiveFailed, GroupAborted, what
+from fft.train.process_group.rendezvous import RendezvousStore
+from fft.train.process_group.sockets import Address
+
+# How long, at most, a wait for a gloo op goes on after an abort that gloo has not told it of.
+_SLICE = timedelta(milliseconds=50)
+
+
+@dataclass
+class Era:
+    """One configuration of a group: from one configure() to the next."""
+
+    group: str = "process"
+    """What the group is called in texts: "shard", say."""
+    rank: int = 0
+    world_size: int = 1
+    timeout: timedelta = timedelta(seconds=60)
+    """Of ops, after which gloo lets them fail."""
+    cause: str | None = None
+    """Why it was aborted; None: it was not."""
+    settled: threading.Event = field(default_factory=threading.Event)
+    backend: object | None = None
+    error: Exception | None = None
+    store: RendezvousStore | None = None
+    client: Any = None
+    store_addr: str = ""
+    own: frozenset[Address] = frozenset()
+    peers: frozenset[Address] = frozenset()
+    works: deque[Any] = field(default_factory=deque)
+    """Works that are not known to be over, oldest first; to be changed under `lock`."""
+    entering: set[object] = field(default_factory=set)
+    """One for each op that is just being issued."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stranded: bool = False
+    """Aborted with ops that gloo has forgotten: they write nothing, but end only by timeout."""
+    attendants: Attendants = field(default_factory=Attendants)
+
+    def count(self) -> int:
+        """How many ops are being issued or pending."""
+        with self.lock:
+            forget_ended(self.works)
+            return len(self.works) + len(self.entering)
+
+    def describe(self) -> str:
+        """What is pending, for people."""
+        with self.lock:
+            kinds = Counter(getattr(w, "place", "") or "op" for w in self.works)
+        parts = [f"{n} x {kind}" if n > 1 else kind for kind, n in sorted(kinds.items())]
+        if self.entering:
+            parts.append(f"{len(self.entering)} calls being issued")
+        return "; ".join(parts) or "nothing"
+
+    def place(self, op: str, args: tuple[Any, ...]) -> str:
+        """One op with its tensors and peer, and this group: for people."""
+        return (
+            f"{what(op, args)}, on the {self.group} group (rank {self.rank} of {self.world_size})"
+        )
+
+
+class TrackedWork(Work):
+    """A gloo Work that an abort frees in any case, and that knows its place.
+
+    Args:
+        work: gloo's.
+        era: of the group that it was issued on.
+        op: the method's name.
+        args: its arguments, for texts.
+        around: entered around every wait.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        era: Era,
+        op: str,
+        args: tuple[Any, ...],
+        around: AbstractContextManager[None],
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._era = era
+        self._op = op
+        self._args = args
+        self._around = around
+
+    @property
+    def place(self) -> str:
+        """Operation, tensors, peer and group, as `CollectiveFailed` says them."""
+        return self._era.place(self._op, self._args)
+
+    def is_over(self) -> bool:
+        """Whether the op writes nothing any more."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """After an abort, in `AbortableGroup.quiesce`: help the op to be over."""
+
+    def free(self) -> None:
+        """Right after an abort: free who waits by a future."""
+
+    def is_completed(self) -> bool:
+        # an aborted op has failed, though gloo may not know it yet
+        return self._era.cause is not None or self.is_over()
+
+    def exception(self) -> Any:
+        if self._era.cause is not None and not self.is_over():
+            return self._aborted()
+        return self._work.exception()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def _get_op_type(self) -> int:
+        kind: int = self._work._get_op_type()  # type: ignore[attr-defined]
+        return kind
+
+    def _aborted(self) -> GroupAborted:
+        return GroupAborted(self._era.cause or "the process group was aborted", self.place)
+
+    def _failure(self, error: BaseException | str) -> RuntimeError:
+        """The exception for an op that failed: by our own abort, or else."""
+        if self._era.cause is not None:
+            return self._aborted()
+        return CollectiveFailed(self.place, error)
+
+    def _late(self, timeout: timedelta | None) -> CollectiveFailed:
+        seconds = 0.0 if timeout is None else timeout.total_seconds()
+        return CollectiveFailed(self.place, f"not over after {seconds:g} s (the op goes on)")
+
+
+class CollectiveWork(TrackedWork):
+    """A collective, which one of gloo's own threads carries out."""
+
+    def __init__(
+        self,
+        work: Work,
+        era: Era,
+        op: str,
+        args: tuple[Any, ...],
+        around: AbstractContextManager[None],
+    ) -> None:
+        super().__init__(work, era, op, args, around)
+        self._future: FreedFuture | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As torch's: None and zero know no limit but the group's own."""
+        deadline = deadline_of(timeout)
+        work, era = self._work, self._era
+        with self._around:
+            while True:
+                left = _SLICE if deadline is None else min(_SLICE, time_left(deadline))
+                over = work.is_completed()
+                try:
+                    return work.wait(left)
+                except RuntimeError as error:
+                    if over:
+                        raise self._failure(error) from error
+                    # Either the slice ended or the op did: the next round tells.
+                    if work.is_completed():
+                        continue
+                    if era.cause is not None:
+                        raise self._aborted() from None
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise self._late(timeout) from None
+
+    def is_over(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_completed() and self._work.is_success()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that completes with the op, or fails when the group is aborted."""
+        if self._future is None:
+            self._future = FreedFuture(self._work.get_future(), self._failure)
+        if self._era.cause is not None:
+            self.free()
+        return self._future.outer
+
+    def free(self) -> None:
+        if self._future is not None and not self.is_over():
+            self._future.fail(self._aborted())
+
+
+class PeerWork(TrackedWork):
+    """A send or a receive, which is over when gloo's own wait for it has ended, however it did."""
+
+    def __init__(
+        self,
+        work: Work,
+        era: Era,
+        op: str,
+        args: tuple[Any, ...],
+        around: AbstractContextManager[None],
+    ) -> None:
+        super().__init__(work, era, op, args, around)
+        self._lock = threading.Lock()
+        self._attended = False
+        self._ended = threading.Event()
+        self._done = False
+        self._error: RuntimeError | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As torch's: None and zero know no limit but the group's own. May be repeated."""
+        deadline = deadline_of(timeout)
+        if not self._ended.is_set():
+            self._attend()
+            with self._around:
+                self._await_end(deadline, timeout)
+        if self._error is not None:
+            raise self._failure(self._error) from self._error
+        return self._done
+
+    def _attend(self) -> None:
+        if self._era.cause is not None:
+            raise self._aborted()
+        with self._lock:
+            first, self._attended = not self._attended, True
+        if first:
+            self._era.attendants.take(self._wait_in_gloo)
+
+    def _wait_in_gloo(self) -> None:
+        try:
+            # gloo's own limit would be that of connecting
+            done = self._work.wait(self._era.timeout)
+        except RuntimeError as error:
+            self._settle(False, error)
+        else:
+            self._settle(done, None)
+
+    def _await_end(self, deadline: float | None, timeout: timedelta | None) -> None:
+        while True:
+            left = _SLICE if deadline is None else min(_SLICE, time_left(deadline))
+            if self._ended.wait(left.total_seconds()):
+                return
+            if self._era.cause is not None:
+                raise self._aborted()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise self._late(timeout)
+
+    def _settle(self, done: bool, error: RuntimeError | None) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._done, self._error = done, error
+                self._ended.set()
+
+    def end(self) -> None:
+        """Have gloo close the op's connections: its answer to a wait that ends early.
+
+        Then nothing reads into the tensor any more, nor from it, whether or not gloo tells the
+        thread that attends to the op.
+        """
+        if self._ended.is_set():
+            return
+        try:
+            done = self._work.wait(MILLISECOND)
+        except RuntimeError as error:
+            self._settle(False, error)
+        else:
+            self._settle(done, None)
+
+    def is_over(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error if self._ended.is_set() else super().exception()
+
+
+class ScatterWork(Work):
+    """All-reduces of which this rank keeps its part, when it has waited for them.
+
+    Args:
+        reductions: one for each of the reduced tensors; tracked by themselves.
+        keep: copies the parts to where the caller wants them.
+        outputs: there.
+    """
+
+    def __init__(
+        self,
+        reductions: list[CollectiveWork],
+        keep: Callable[[], None],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._reductions = reductions
+        self._keep: Callable[[], None] | None = keep
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As torch's: None and zero know no limit but the group's own."""
+        deadline = deadline_of(timeout)
+        for work in self._reductions:
+            work.wait(None if deadline is None else time_left(deadline))
+        if self._keep is not None:
+            self._keep()
+            self._keep = None
+        return True
+
+    def is_completed(self) -> bool:
+        if self._keep is None:
+            return True
+        over = all(work.is_completed() for work in self._reductions)
+        return over and not all(work.is_success() for work in self._reductions)
+
+    def is_success(self) -> bool:
+        return self._keep is None
+
+    def exception(self) -> Any:
+        errors = (work.exception() for work in self._reductions)
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def forget_ended(works: deque[Any]) -> None:
+    """Drop Works that are over, wherever they stand, and their tensors with them."""
+    for _ in range(len(works)):
+        work = works.popleft()
+        over = work.is_over() if isinstance(work, TrackedWork) else work.is_completed()
+        if not over:
+            works.append(work)

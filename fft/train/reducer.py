@@ -1,0 +1,579 @@
+"""Averages gradients across the replica groups during backward: when it returns, they are reduced.
+
+The contract is that of torch's DistributedDataParallel, and so is the construction (Li et al.,
+"PyTorch Distributed", VLDB 2020): parameters lie in buckets, in the reverse of their order in the
+model; a bucket whose gradients are all there is reduced while backward goes on; the end of backward
+waits for all of them. Buckets are issued in one order, so that every rank issues the same.
+
+What differs from DDP: buckets are never rebuilt by the order in which gradients came, since a group
+that joins would not know it. And each bucket carries one number for each of its parameters, which
+says whether some group had a gradient of it, so that parameters that nobody used keep
+``grad = None``, without a second reduction.
+
+Runs on the thread of the autograd engine that runs the hooks. Touches gradients and its buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.distributed_c10d import Work
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from fft.util.errors import FftError
+
+logger = logging.getLogger(__name__)
+
+BUCKET_MB = 25.0
+"""As DDP's ``bucket_cap_mb``."""
+_FIRST_BUCKET_MB = 1.0
+"""Of the parameters that backward reaches first, so that reducing begins early; as DDP's."""
+_ALIGNMENT = 16
+"""Elements: each gradient begins at a multiple, for vectorised kernels."""
+
+
+class Reductions(Protocol):
+    """What a reducer asks of the manager."""
+
+    def reduce_gradients(self, tensor: torch.Tensor, layout: str) -> Work:
+        """Begin to average ``tensor`` in place across the groups whose gradients count.
+
+        ``layout``: what lies where in it; unlike ones must never be committed.
+        """
+
+    def reduced(self) -> None:
+        """All reductions that were begun are over. Raises if one failed and the body shall end."""
+
+
+class GradBucket:
+    """What a communication hook gets; has the methods of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, bucket: _Bucket, last: bool) -> None:
+        self._bucket = bucket
+        self._last = last
+
+    def index(self) -> int:
+        """Number of the bucket, in the order of reduction."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket, flat: to be averaged across the groups."""
+        return self._bucket.gradients()
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Put ``tensor``, of the same number of elements, in the place of the gradients."""
+        self._bucket.gradients().copy_(tensor.reshape(-1))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients, as views of ``buffer()``, in the order of ``parameters()``."""
+        return [self._bucket.view(slot) for slot in self._bucket.slots]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the bucket."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows."""
+        return self._last
+
+
+CommHook = Callable[[Any, GradBucket], "Future[Any]"]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """The place of one gradient in a bucket: ``size`` elements (of this rank) from ``offset``."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    size: int
+    stride: tuple[int, ...]
+    in_place: bool
+    """Whether the gradient is the buffer's part itself, not a copy of it."""
+    copy: tuple[int, int] | None = None
+    """Of one that is not: which tensor held the reduced gradient, and its count of edits."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: list[_Slot]
+    size: int
+    buffer: torch.Tensor | None = None
+    """``size`` elements of gradients, and one more for each slot: whether it has a gradient."""
+    missing: set[_Slot] = field(default_factory=set)
+    """Slots whose gradient has not come in this backward."""
+    touched: bool = False
+    again: bool = False
+    """A gradient came after the bucket was issued: it has to be reduced once more."""
+    work: Work | Future[Any] | None = None
+    version: int = -1
+    """Of the buffer when it was reduced: in-place edits of the gradients raise it."""
+
+    def flat(self) -> torch.Tensor:
+        if self.buffer is None:
+            size = self.size + len(self.slots)
+            self.buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return self.buffer
+
+    def gradients(self) -> torch.Tensor:
+        return self.flat()[: self.size]
+
+    def view(self, slot: _Slot) -> torch.Tensor:
+        """The place of the gradient in the buffer, in the layout of its parameter."""
+        shape = local_of(slot.parameter).shape
+        return self.flat().as_strided(shape, slot.stride, slot.offset)
+
+
+class Reducer:
+    """Reduces the gradients of one model at the end of every backward that touches it.
+
+    Args:
+        model: plain, or under FSDP2 (``fully_shard``), whose sharded gradients are reduced.
+        manager: what reduces.
+        bucket_mb: cap of a bucket, in MiB of the type that is reduced.
+        dtype: reduce in this type, such as ``torch.bfloat16``; None: in the gradient's own.
+
+    Raises:
+        FftError: no parameter needs a gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manager: Reductions,
+        bucket_mb: float = BUCKET_MB,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model = model
+        self._manager = manager
+        self._cap = bucket_mb
+        self._dtype = dtype
+        self._hook: tuple[Any, CommHook] | None = None
+        self._handles: dict[torch.Tensor, Any] = {}
+        """Our hook on each parameter."""
+        named = list(model.named_parameters())
+        self._trained_at_first = [(n, p) for n, p in named if p.requires_grad]
+        """In buckets for good; frozen later, they have no gradient."""
+        self._frozen_at_first = [(n, p) for n, p in named if not p.requires_grad]
+        """In buckets as long as they are not frozen. So what is reduced depends on what is frozen
+        now, not on the past, which who joins does not know."""
+        if not self._trained_at_first:
+            raise FftError("sync_gradients(model): no parameter of the model needs a gradient")
+        text = f"{_in_words(self._trained_at_first + self._frozen_at_first)}|{bucket_mb}|{dtype}"
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        numbers = sum(p.numel() for _, p in named)
+        self.model = f"{len(named)} parameters with {numbers} numbers ({digest})"
+        """The whole model, frozen or not, in words, and a digest: equal in all groups."""
+        self._is_quiet = False
+        self._armed: int | None = None
+        """The backward (autograd's graph task) at whose end the rest is done."""
+        self._next = 0
+        """The bucket to be issued next."""
+        self._flags: torch.Tensor | None = None
+        self._is_unreduced = False
+        """Gradients were accumulated since they were reduced."""
+        self._is_eager = True
+        """Buckets are issued while backward goes on."""
+        self._pristine: dict[_Slot, torch.Tensor] | None = None
+        self._slots: dict[torch.Tensor, tuple[_Bucket, _Slot]] = {}
+        self._lay_out()
+
+    # --- what the manager calls ---
+
+    def begin(self, exact: bool = False) -> None:
+        """A body begins: nothing of an earlier backward counts; what is trained now is reduced.
+
+        ``exact``: keep copies of the reduced gradients, so that `edited` misses nothing.
+        """
+        if any(p.requires_grad != (p in self._laid_out) for _, p in self._frozen_at_first):
+            self._lay_out()
+        self._come_last()
+        self._forget()
+        self._is_unreduced = False
+        self._pristine = {} if exact else None
+
+    def reset(self) -> None:
+        """After a rollback: no buffer that an aborted reduction has touched is used again."""
+        self._forget()
+        for bucket in self._buckets:
+            bucket.buffer = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the model, frozen or not."""
+        return list(self._model.parameters())
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def quiet(self, quiet: bool) -> bool:
+        """Whether backward only accumulates, from now on; returns how it was."""
+        before, self._is_quiet = self._is_quiet, quiet
+        return before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Have ``hook(state, bucket)`` reduce each bucket; it returns a Future of the result."""
+        if self._hook is not None:
+            raise FftError("a communication hook is registered already; DDP takes one, too")
+        self._hook = state, hook
+
+    @property
+    def unfinished(self) -> str | None:
+        """Why the gradients are not those of the job; None: they are."""
+        if self._armed is not None:
+            return "a backward() was begun and has not come to its end (an exception was caught?)"
+        if self._is_unreduced:
+            return "gradients were accumulated in no_sync() and never reduced"
+        return None
+
+    def edited(self) -> bool:
+        """Whether the body has changed gradients since they were reduced.
+
+        Told by torch's counters of edits, which miss those through ``.data``, unless the txn began
+        with ``exact``; and taken for granted of sparse ones.
+        """
+        return bool(self._sparse) or any(
+            self._is_edited(bucket, slot) for bucket in self._buckets for slot in bucket.slots
+        )
+
+    def _is_edited(self, bucket: _Bucket, slot: _Slot) -> bool:
+        grad = slot.parameter.grad
+        if self._pristine is not None:
+            before = self._pristine.get(slot)
+            if grad is None or before is None:
+                return grad is not before
+            return not _same_bits(local_of(grad), before)
+        if slot.in_place:
+            at_home = grad is None or self._is_view(bucket, slot, grad)
+            return not at_home or (
+                bucket.buffer is not None and bucket.buffer._version != bucket.version
+            )
+        return slot.copy != _mark(grad)
+
+    # --- layout ---
+
+    def _lay_out(self) -> None:
+        self._frozen = [(n, p) for n, p in self._frozen_at_first if not p.requires_grad]
+        more = [(n, p) for n, p in self._frozen_at_first if p.requires_grad]
+        trained = self._trained_at_first + more
+        sparse = _sparse_parameters(self._model)
+        self._sparse = [(n, p) for n, p in trained if p in sparse]
+        inwards = [*reversed(self._trained_at_first), *reversed(more)]
+        self._buckets = self._fill([(n, p) for n, p in inwards if p not in sparse])
+        self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
+        text = f"{_in_words(trained)}|{[b.size for b in self._buckets]}|{self._dtype}"
+        self._layout = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self._laid_out = {p for _, p in trained}
+        for parameter in [p for p in self._handles if p not in self._laid_out]:
+            self._handles.pop(parameter).remove()
+        for _, parameter in trained:
+            if parameter not in self._handles:
+                self._hook_on(parameter)
+
+    def _hook_on(self, parameter: Any) -> None:  # torch does not type this method
+        handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._handles[parameter] = handle
+
+    def _come_last(self) -> None:
+        """Hooks of the user on gradients come before ours, whenever they were registered."""
+        for parameter, handle in list(self._handles.items()):
+            is_last = next(reversed(_hooks(parameter)), None) == handle.id
+            if parameter.requires_grad and not is_last:
+                handle.remove()
+                self._hook_on(parameter)
+
+    def _fill(self, named: list[tuple[str, nn.Parameter]]) -> list[_Bucket]:
+        """Buckets by size of the whole parameters, so that all ranks of a group have as many."""
+        buckets: list[_Bucket] = []
+        used = 0.0
+        for name, parameter in named:
+            local = local_of(parameter)
+            dtype = self._dtype if self._dtype and local.is_floating_point() else local.dtype
+            mib = parameter.numel() * dtype.itemsize / 2**20
+            cap = _FIRST_BUCKET_MB if len(buckets) == 1 else self._cap
+            last = buckets[-1] if buckets else None
+            kind = (dtype, local.device)
+            if (
+                last is None
+                or kind != (last.dtype, last.device)
+                or used + mib > min(cap, self._cap)
+            ):
+                last, used = _Bucket(len(buckets), dtype, local.device, [], 0), 0.0
+                buckets.append(last)
+            last.slots.append(_slot(name, parameter, last))
+            last.size += -(-local.numel() // _ALIGNMENT) * _ALIGNMENT
+            used += mib
+        return buckets
+
+    # --- during backward ---
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._is_quiet:
+            self._is_unreduced = True
+            return
+        self._arm()
+        if (place := self._slots.get(parameter)) is None:
+            return  # sparse: at the end
+        bucket, slot = place
+        bucket.touched = True
+        if bucket.work is not None:
+            self._came_late(bucket, slot)
+            return
+        bucket.missing.discard(slot)
+        while (
+            self._is_eager
+            and self._next < len(self._buckets)
+            and not self._buckets[self._next].missing
+        ):
+            self._issue(self._buckets[self._next])
+            self._next += 1
+
+    def _came_late(self, bucket: _Bucket, slot: _Slot) -> None:
+        """A gradient came again within one backward, when its bucket was issued already."""
+        if not slot.in_place:  # FSDP2: a module that ran twice
+            bucket.again = True
+            return
+        self._is_eager = False
+        raise FftError(
+            f"the gradient of {slot.name!r} came in two parts in one backward, as it does where a "
+            "parameter is used inside and outside of a checkpoint with use_reentrant=True; from "
+            "now on gradients are reduced when all have come (use_reentrant=False overlaps again)"
+        )
+
+    def _arm(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._armed == task:
+            return
+        if self._armed is None:
+            self._start_over()
+        # One callback for each graph task. That of a checkpoint with use_reentrant=True is a task
+        # within another, and ends first; nobody can tell here whether the other one comes to a
+        # parameter, so what was touched is reduced at the end of each.
+        self._armed = task
+        nested = _is_nested()
+        Variable._execution_engine.queue_callback(lambda: self._finish(nested))
+
+    def _start_over(self) -> None:
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.slots)
+            bucket.touched = bucket.again = False
+            bucket.work = None
+
+    def _issue(self, bucket: _Bucket) -> None:
+        flat = bucket.flat()
+        used = self._gather(bucket, flat)
+        if self._hook is None:
+            tail = flat[bucket.size :]
+            if all(used):
+                tail.fill_(1)
+            else:
+                tail.copy_(torch.tensor(used, dtype=flat.dtype))
+            bucket.work = self._manager.reduce_gradients(flat, self._layout)
+            return
+        state, hook = self._hook
+        flags = torch.tensor(used, dtype=torch.float32, device=flat.device)
+        self._flags = flags if self._flags is None else torch.cat([self._flags, flags])
+        bucket.work = hook(state, GradBucket(bucket, bucket.index + 1 == len(self._buckets)))
+
+    def _gather(self, bucket: _Bucket, flat: torch.Tensor) -> list[bool]:
+        """Bring the gradients into the buffer; which slots have one."""
+        used, views, grads = [], [], []
+        with torch.no_grad():
+            for slot in bucket.slots:
+                grad = slot.parameter.grad
+                used.append(grad is not None)
+                view = bucket.view(slot)
+                if grad is None:
+                    view.zero_()
+                elif not self._is_view(bucket, slot, grad):
+                    views.append(view)
+                    grads.append(local_of(grad))
+                    if slot.in_place:
+                        slot.parameter.grad = view
+            if views:
+                torch._foreach_copy_(views, grads)
+        return used
+
+    def _is_view(self, bucket: _Bucket, slot: _Slot, grad: torch.Tensor) -> bool:
+        if bucket.buffer is None or not slot.in_place:
+            return False
+        start = bucket.buffer.data_ptr() + slot.offset * bucket.buffer.element_size()
+        return grad.data_ptr() == start and grad.stride() == slot.stride
+
+    # --- at its end ---
+
+    def _finish(self, nested: bool) -> None:
+        if self._armed is None:  # a task within this one has done it, and nothing came since
+            return
+        due = [b for b in self._buckets if b.work is None and (b.touched or not nested)]
+        for bucket in due:
+            self._issue(bucket)
+        self._complete([b for b in self._buckets if b.work is not None])
+        late = [b for b in self._buckets if b.again]
+        for bucket in late:
+            self._issue(bucket)
+        self._complete(late)
+        self._reduce_sparse()
+        self._refuse_unknown()
+        self._is_unreduced = self._is_unreduced and nested
+        self._forget()
+
+    def _complete(self, buckets: list[_Bucket]) -> None:
+        if self._flags is not None:
+            self._manager.reduce_gradients(self._flags, self._layout).wait()
+        for bucket in buckets:
+            if isinstance(bucket.work, Future):
+                bucket.gradients().copy_(_tensor_of(bucket.work.wait()).reshape(-1))
+            elif bucket.work is not None:
+                bucket.work.wait()
+        self._manager.reduced()
+        offset = 0
+        for bucket in buckets:
+            flags, count = self._flags, len(bucket.slots)
+            tail = bucket.flat()[bucket.size :] if flags is None else flags[offset : offset + count]
+            self._scatter(bucket, tail)
+            offset += count
+        self._flags = None
+
+    def _scatter(self, bucket: _Bucket, tail: torch.Tensor) -> None:
+        """Give each parameter its reduced gradient; those that no group used keep none."""
+        unused = [i for i, slot in enumerate(bucket.slots) if slot.parameter.grad is None]
+        somewhere = tail.tolist() if unused else []
+        copies, views = [], []
+        with torch.no_grad():
+            for i in unused:
+                if not somewhere[i]:
+                    continue
+                slot = bucket.slots[i]
+                if slot.in_place:
+                    slot.parameter.grad = bucket.view(slot)
+                else:
+                    slot.parameter.grad = torch.zeros_like(slot.parameter)
+            for slot in bucket.slots:
+                grad = slot.parameter.grad
+                if grad is not None and not slot.in_place:
+                    copies.append(local_of(grad))
+                    views.append(bucket.view(slot))
+            if copies:
+                torch._foreach_copy_(copies, views)
+        self._note(bucket)
+
+    def _note(self, bucket: _Bucket) -> None:
+        """What `edited` compares with."""
+        bucket.version = bucket.flat()._version
+        for slot in bucket.slots:
+            grad = slot.parameter.grad
+            if not slot.in_place:
+                slot.copy = _mark(grad)
+            if self._pristine is not None and grad is not None:
+                self._pristine[slot] = local_of(grad).clone()
+
+    def _reduce_sparse(self) -> None:
+        """Sparse gradients one by one: what gloo reduces are their entries, not their shapes."""
+        works = []
+        for _, parameter in self._sparse:
+            grad = parameter.grad
+            if grad is None:
+                empty = torch.zeros_like(parameter).to_sparse()
+                grad = empty
+            grad = parameter.grad = grad.coalesce()
+            works.append(self._manager.reduce_gradients(grad, self._layout))
+        for work in works:
+            work.wait()
+        if works:
+            self._manager.reduced()
+
+    def _refuse_unknown(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.grad is not None:
+                raise FftError(
+                    f"parameter {name!r} got a gradient, but it was frozen when this txn began, so "
+                    "it is not reduced across the groups; set requires_grad between two txns"
+                )
+
+    def _forget(self) -> None:
+        self._armed, self._flags = None, None
+        for bucket in self._buckets:
+            bucket.work = None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _slot(name: str, parameter: nn.Parameter, bucket: _Bucket) -> _Slot:
+    """A place at the end of ``bucket``, in the memory layout of the parameter where it is dense."""
+    local = local_of(parameter)
+    stride = torch.empty_like(local, device="meta").stride()  # its own, where it is dense
+    # FSDP2 holds to the tensor that it made, and may add to it while the bucket is reduced.
+    in_place = not isinstance(parameter, DTensor) and parameter.dtype == bucket.dtype
+    return _Slot(name, parameter, bucket.size, local.numel(), stride, in_place)
+
+
+def _hooks(parameter: torch.Tensor) -> dict[int, Any]:
+    """Of accumulated gradients, in the order in which they are called."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    """Changes when a gradient is edited in place, or another is put in its place."""
+    return None if grad is None else (id(grad), local_of(grad)._version)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
+    """Weights whose gradients are sparse, as DDP tells them: by their module's own argument."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+
+
+def _tensor_of(value: Any) -> torch.Tensor:
+    """The result of a communication hook: a tensor, or a list of one, as torch's own Works give."""
+    result = value[0] if isinstance(value, list | tuple) else value
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _in_words(named: list[tuple[str, nn.Parameter]]) -> str:
+    """Names, types and shapes."""
+    return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
+
+
+def _is_nested() -> bool:
+    """Whether the backward at work runs inside another: a checkpoint with use_reentrant=True.
+
+    A thread of the autograd engine's own has one call of the engine on its stack only then; a
+    thread of Python's has one more.
+    """
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    is_pythons = thread is not None and not isinstance(thread, threading._DummyThread)
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > (1 if is_pythons else 0)

@@ -1,0 +1,499 @@
+"""State from rank to rank, for a heal: bound to the job token, and nothing of it is run.
+
+In the place of torchft's `HTTPTransport`, which unpickles whatever a URL answers. Opens one
+listening socket, a thread that accepts and at most `WORKERS` that answer; `shutdown` ends them.
+
+One request in HTTP's form, as in ``GET /<server>/<what>/<nonce>/<tag> HTTP/1.0``. ``server`` names
+this transfer object, ``what`` is a digest of step and of what the state is about (epoch, lineage),
+``nonce`` is the receiver's and good for one answer, ``tag`` a keyed hash of the three. The answer
+is a head, and frames: 4 bytes of length, so many bytes, and a keyed hash of the request and
+of everything up to there. The first frame says how many bytes follow in all. So who receives keeps
+nothing in memory that did not come from the job, knows the end from a torn connection, and has
+verified every byte before torch's safe unpickler (``weights_only``) sees the first.
+
+HMAC-SHA256 here too: where processors have instructions for it, it is twice as fast as BLAKE2b.
+Without a token it is a checksum only, and anybody may ask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed._serialization import _streaming_load, _streaming_save
+from torch.utils._pytree import tree_map
+from torchft.checkpointing import CheckpointTransport
+
+from fft.bus.token import JobToken, derive, mac
+from fft.util.errors import FftError
+from fft.util.log_sampler import LogSampler
+
+WORKERS = 16
+"""Requests answered at a time; the next ones wait for a worker."""
+MAX_CONNECTIONS = 1024
+"""One more is turned away."""
+FRAME_BYTES = 1024 * 1024
+MAX_BYTES = 256 * 2**30
+"""Longest state that is taken."""
+_HEAD_BYTES = 4096
+_HEAD_S = 5.0  # for a request's head to come in: an outsider must not hold a worker for longer
+_CONNECT_S = 3.0  # at a time: so late it may be noticed that nobody needs it any more
+_CUT_S = 5.0  # for a worker whose connection was cut to end
+_LENGTH, _TOTAL = struct.Struct("!I"), struct.Struct("!Q")
+_LONG, _ALIGN = 4096, 64  # bytes; from this length on, parts begin at multiples of that
+_TAG_BYTES = 32
+
+logger = logging.getLogger(__name__)
+
+
+class TransferError(FftError):
+    """State could not be fetched or sent: names the peer, and what is wrong."""
+
+
+class _Refused(Exception):
+    """A request that is not answered with a state: HTTP status and reason."""
+
+
+@dataclass
+class _Offer:
+    what: str
+    state: Any
+    until: float
+    used: set[str] = field(default_factory=set)
+    """Nonces that were answered."""
+
+
+class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
+    """torchft's checkpoint transport between ranks of one job.
+
+    Args:
+        token: the job's; None: no protection but a checksum.
+        timeout: how long a request waits for what it asks for to be offered.
+        max_bytes: longest state that is taken.
+    """
+
+    def __init__(
+        self, token: JobToken | None, timeout: timedelta, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.about = ""
+        """What the state belongs to; sender and receiver must agree. Set it before either."""
+        self._key = token.key("fft1", "transfer") if token else derive(b"", "fft1", "transfer")
+        self._timeout = timeout.total_seconds()
+        self._max_bytes = max_bytes
+        self._server = secrets.token_hex(8)
+        self._changed = threading.Condition()
+        self._offer: _Offer | None = None
+        self._busy: set[socket.socket] = set()
+        """Connections that a worker answers or will answer."""
+        self._sending: set[socket.socket] = set()
+        """Those of them that read from the offered state."""
+        self._fetching: set[socket.socket] = set()
+        self._ended = 0
+        """How often an epoch has ended, and what was under way in it with it."""
+        self._closed = False
+        self._refused = LogSampler()
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="fft-transfer")
+        self._thread = threading.Thread(target=self._accept, name="fft-transfer", daemon=True)
+        self._thread.start()
+
+    # --- torchft's transport: sending ---
+
+    def metadata(self) -> str:
+        """Where this rank's state can be fetched."""
+        port = self._listening.getsockname()[1]
+        return f"http://{socket.gethostname()}:{port}/{self._server}"
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        """Offer ``state_dict`` until `disallow_checkpoint`; it must not change before."""
+        state = tree_map(_on_cpu, state_dict)
+        with self._changed:
+            until = time.monotonic() + timeout.total_seconds()
+            self._offer = _Offer(_what(step, self.about), state, until)
+            self._changed.notify_all()
+
+    def disallow_checkpoint(self) -> None:
+        """Offer nothing any more, and return when nothing is read from the state.
+
+        Whoever is being sent it may finish within the offer's timeout, and is then cut off.
+        """
+        with self._changed:
+            offer, self._offer = self._offer, None
+            if offer is None:
+                return
+            left = offer.until - time.monotonic()
+            if not self._changed.wait_for(lambda: not self._sending, max(0.0, left)):
+                self._cut(self._sending)
+                self._changed.wait_for(lambda: not self._sending, _CUT_S)
+
+    def interrupt(self) -> None:
+        """The epoch has ended: cut what is being sent and fetched, which is for nobody any more.
+
+        From any thread. Without it a peer whose host has vanished is waited for until the timeout.
+        """
+        with self._changed:
+            self._ended += 1
+            self._cut(self._sending)
+            self._cut(self._fetching)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End all threads and connections. Idempotent."""
+        with self._changed:
+            self._closed, self._offer = True, None
+            self._changed.notify_all()
+            self._cut({self._listening})  # wakes the thread that accepts
+            self._cut(self._busy)
+        if wait:
+            self._thread.join(_CUT_S)
+        self._listening.close()
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+        for connection in list(self._busy):  # of requests that no worker has begun with
+            connection.close()
+
+    @staticmethod
+    def _cut(connections: set[socket.socket]) -> None:
+        for connection in connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # it has ended by itself
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.error("no state can be fetched from here any more: %s", error)
+                return
+            with self._changed:
+                taken = not self._closed and len(self._busy) < MAX_CONNECTIONS
+                if taken:
+                    self._busy.add(connection)
+                    self._pool.submit(self._answer, connection)
+            if not taken:
+                connection.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._serve(connection)
+        except OSError as error:
+            if (count := self._refused.add("lost")) is not None:
+                logger.warning("a peer that fetched state was lost: %s (%d by now)", error, count)
+        except Exception:  # a worker must not end silently
+            logger.exception("sending state failed")
+        finally:
+            with self._changed:
+                self._busy.discard(connection)
+                self._sending.discard(connection)
+                self._changed.notify_all()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            what, nonce = self._authentic(_read_head(connection, time.monotonic() + _HEAD_S))
+            offer = self._wait_for(what, nonce, connection)
+        except (_Refused, TransferError) as refused:
+            if (count := self._refused.add("refused")) is not None:
+                logger.warning("a request for state was refused: %s (%d by now)", refused, count)
+            connection.sendall(f"HTTP/1.0 {refused}\r\n\r\n".encode())
+            return
+        connection.settimeout(max(0.001, offer.until - time.monotonic()))
+        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: application/octet-stream\r\n\r\n")
+        sink = _Sink()
+        _streaming_save(offer.state, sink)  # type: ignore[arg-type]
+        hashed = self._answer_mac(self._server, what, nonce)
+        out = _FrameWriter(connection, hashed, sink.total, offer.until)
+        _streaming_save(offer.state, out)  # type: ignore[arg-type]
+        out.end()
+
+    def _authentic(self, head: bytes) -> tuple[str, str]:
+        """What is asked for, and the nonce. Raises `_Refused`."""
+        words = head.split(b"\r\n", 1)[0].decode("ascii", "replace").split(" ")
+        parts = words[1].split("/") if len(words) == 3 and words[0] == "GET" else []
+        if len(parts) != 5 or parts[1] != self._server:
+            raise _Refused("400 this is no request for this rank's state")
+        _, server, what, nonce, tag = parts
+        expected = self._request_tag(server, what, nonce).encode()
+        if not hmac.compare_digest(expected, tag.encode()):
+            raise _Refused("403 the request was not made with this job's token")
+        return what, nonce
+
+    def _wait_for(self, what: str, nonce: str, connection: socket.socket) -> _Offer:
+        """The state asked for, once it is offered; it is then being sent. Raises `_Refused`."""
+        with self._changed:
+            offered: Callable[[], bool] = lambda: self._closed or self._offer is not None  # noqa: E731
+            self._changed.wait_for(offered, self._timeout)
+            offer = self._offer
+            if offer is None:
+                raise _Refused("503 no state is offered here")
+            if offer.what != what:
+                raise _Refused("409 the state of another step, epoch or lineage is offered here")
+            if nonce in offer.used:
+                raise _Refused("403 the request was answered before")
+            offer.used.add(nonce)
+            self._sending.add(connection)
+            return offer
+
+    # --- torchft's transport: receiving ---
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """The state of ``step`` that a peer offers at ``metadata``, within ``timeout``.
+
+        Raises:
+            TransferError: it is not there, does not come whole and in time, is too long, is not
+                from this job, or has in it what cannot be loaded without running it.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        try:
+            data = self._fetch(metadata, _what(step, self.about), deadline)
+        except OSError as error:  # a timeout too
+            raise TransferError(f"state of step {step} from {metadata}: {error}") from error
+        except TransferError as error:
+            raise TransferError(f"state of step {step} from {metadata}: {error}") from None
+        try:
+            return _streaming_load(_Reader(data), weights_only=True)  # type: ignore[arg-type]
+        except Exception as error:
+            raise TransferError(
+                f"state of step {step} from {metadata} cannot be loaded without running code: "
+                f"{str(error)[:500]}. Keep tensors, containers and plain values in state_dict, or "
+                "allow the type by torch.serialization.add_safe_globals"
+            ) from error
+
+    def _fetch(self, metadata: str, what: str, deadline: float) -> bytearray:
+        url = urlsplit(metadata)
+        server, nonce = url.path.strip("/"), secrets.token_hex(16)
+        if url.scheme != "http" or not url.hostname or not url.port:
+            raise TransferError("this is no address of FFT's transfer; have all ranks the same?")
+        path = "/".join(("", server, what, nonce, self._request_tag(server, what, nonce)))
+        with self._connected((url.hostname, url.port), deadline) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            head, rest = _split_head(connection, deadline)
+            status = head.split(b"\r\n", 1)[0].decode("ascii", "replace").partition(" ")[2]
+            if not status.startswith("200 "):
+                raise TransferError(f"the peer says: {status[:200]}")
+            hashed = self._answer_mac(server, what, nonce)
+            return _FrameReader(connection, rest, hashed, deadline).all(self._max_bytes)
+
+    @contextmanager
+    def _connected(self, address: tuple[str, int], deadline: float) -> Iterator[socket.socket]:
+        """A connection that `interrupt` cuts. Made in slices: before it is there nobody can."""
+        began, connection = self._ended, None
+        while connection is None:
+            left = _left(deadline)
+            with suppress(TimeoutError):
+                connection = socket.create_connection(address, timeout=min(left, _CONNECT_S))
+            if self._ended != began and connection is None:
+                raise TransferError("the epoch has ended meanwhile")
+        with connection:
+            with self._changed:
+                self._fetching.add(connection)
+                if self._ended != began:
+                    self._cut({connection})
+            try:
+                yield connection
+            finally:
+                with self._changed:
+                    self._fetching.discard(connection)
+
+    # --- keys ---
+
+    def _request_tag(self, server: str, what: str, nonce: str) -> str:
+        return mac(derive(self._key, "request", server, what, nonce), b"").hex()
+
+    def _answer_mac(self, server: str, what: str, nonce: str) -> hmac.HMAC:
+        return hmac.new(derive(self._key, "answer", server, what, nonce), digestmod="sha256")
+
+
+def _what(step: int, about: str) -> str:
+    return hashlib.sha256(f"{step} {about}".encode()).hexdigest()[:32]
+
+
+def _on_cpu(value: Any) -> Any:
+    is_away = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return value.cpu() if is_away else value
+
+
+# --- bytes on the connection ------------------------------------------------------------------
+
+
+class _Sink(io.RawIOBase):
+    """Counts what is written. Long writes begin at multiples of `_ALIGN`, as tensors must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) >= _LONG:
+            self._put(memoryview(bytes(-self.total % _ALIGN)))
+        self._put(view)
+        return len(view)
+
+    def _put(self, view: memoryview) -> None:
+        self.total += len(view)
+
+
+class _FrameWriter(_Sink):
+    """Writes frames: length, bytes, the keyed hash so far. The first one says how much comes."""
+
+    def __init__(
+        self, connection: socket.socket, hashed: hmac.HMAC, total: int, deadline: float
+    ) -> None:
+        super().__init__()
+        self._connection = connection
+        self._hashed = hashed
+        self._deadline = deadline
+        self._small = bytearray()
+        """What waits for a frame to be full: most writes are short."""
+        self._frame(memoryview(_TOTAL.pack(total)))
+
+    def _put(self, view: memoryview) -> None:
+        super()._put(view)
+        if len(self._small) + len(view) < FRAME_BYTES:
+            self._small += view
+            return
+        self._flush_small()
+        for start in range(0, len(view), FRAME_BYTES):
+            self._frame(view[start : start + FRAME_BYTES])
+
+    def end(self) -> None:
+        """Send what is left."""
+        self._flush_small()
+
+    def _flush_small(self) -> None:
+        if self._small:
+            self._frame(memoryview(bytes(self._small)))
+            self._small.clear()
+
+    def _frame(self, data: memoryview) -> None:
+        self._connection.settimeout(_left(self._deadline))
+        length = _LENGTH.pack(len(data))
+        self._hashed.update(length)
+        self._hashed.update(data)
+        self._connection.sendall(length)
+        self._connection.sendall(data)
+        self._connection.sendall(self._hashed.copy().digest())
+
+
+class _Reader(io.RawIOBase):
+    """Reads from a buffer what a `_Sink` took; tensors take the long parts over, uncopied."""
+
+    def __init__(self, data: bytearray) -> None:
+        super().__init__()
+        self._view = memoryview(data)
+        self._at = 0
+
+    def read(self, size: int = -1) -> Any:
+        if size >= _LONG:
+            self._at += -self._at % _ALIGN
+        end = len(self._view) if size < 0 else min(len(self._view), self._at + size)
+        part = self._view[self._at : end]
+        self._at = end
+        return part if len(part) >= _LONG else bytearray(part)  # tensors want to be written to
+
+    def readline(self, size: int | None = -1) -> Any:
+        line = bytearray()
+        while not line.endswith(b"\n") and (more := self.read(1)):
+            line += more
+        return bytes(line)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("not within the timeout")
+    return left
+
+
+def _split_head(connection: socket.socket, deadline: float) -> tuple[bytes, bytes]:
+    """The head of a request or an answer, and what came with it."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        connection.settimeout(_left(deadline))
+        more = connection.recv(_HEAD_BYTES)
+        if not more:
+            raise TransferError("400 the connection ended within its head")
+        data += more
+        if len(data) > _HEAD_BYTES and b"\r\n\r\n" not in data:
+            raise TransferError("400 the head is too long")
+    head, _, rest = data.partition(b"\r\n\r\n")
+    return head, rest
+
+
+def _read_head(connection: socket.socket, deadline: float) -> bytes:
+    return _split_head(connection, deadline)[0]
+
+
+class _FrameReader:
+    """Frames, each verified before the next is read."""
+
+    def __init__(
+        self, connection: socket.socket, early: bytes, hashed: hmac.HMAC, deadline: float
+    ) -> None:
+        """``early``: what was read from the connection already."""
+        self._connection = connection
+        self._early = early
+        self._hashed = hashed
+        self._deadline = deadline
+
+    def all(self, limit: int) -> bytearray:
+        """The bytes of all frames. Raises `TransferError`."""
+        first = bytearray(_TOTAL.size)
+        self._frame(memoryview(first))
+        (total,) = _TOTAL.unpack(first)
+        if total > limit:
+            raise TransferError(f"it has {total} bytes; the limit here is {limit}")
+        data, at = bytearray(total), 0
+        with memoryview(data) as view:
+            while at < total:
+                at += self._frame(view[at:])
+        return data
+
+    def _frame(self, target: memoryview) -> int:
+        """Read one frame into the beginning of ``target``; its length."""
+        head, tag = bytearray(_LENGTH.size), bytearray(_TAG_BYTES)
+        self._fill(memoryview(head))
+        (length,) = _LENGTH.unpack(head)
+        if not 0 < length <= min(FRAME_BYTES, len(target)):
+            raise TransferError("it was changed on its way, or is not from this job")
+        self._fill(target[:length])
+        self._fill(memoryview(tag))
+        self._hashed.update(head)
+        self._hashed.update(target[:length])
+        if not hmac.compare_digest(self._hashed.copy().digest(), tag):
+            raise TransferError("it was changed on its way, or is not from this job")
+        return int(length)
+
+    def _fill(self, target: memoryview) -> None:
+        got = min(len(self._early), len(target))
+        target[:got], self._early = self._early[:got], self._early[got:]
+        while got < len(target):
+            self._connection.settimeout(_left(self._deadline))
+            more = self._connection.recv_into(target[got:])
+            if not more:
+                raise TransferError("the peer ended before all was sent")
+            got += more

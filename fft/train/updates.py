@@ -1,0 +1,210 @@
+"""What a commit does to the state of a rank: scaler, optimizers, schedules, user's functions.
+
+And how a loop that steps its optimizer by itself, as torchft's do, is seen to do so. Runs on the
+main thread; touches the optimizers, schedulers and scaler that it was given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fft.util.errors import FftError
+
+
+class Updates:
+    """The update that follows a COMMIT of FFT's own loop.
+
+    Args:
+        optimizers: stepped in this order.
+        schedulers: stepped after them.
+        scaler: unscales the gradients before the vote and says whether they are finite; None: none.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[Any] = (),
+        scaler: Any | None = None,
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._schedulers = list(schedulers)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        for each in self._optimizers:
+            _refuse_unfit(each)
+        for each in self._schedulers:
+            _refuse_unfit(each)
+        self._epochs: list[Any] = []
+        """Of the schedulers, as the body began."""
+        self.after: list[Callable[[], object]] = []
+        """Functions of the user, called by `done`."""
+        self._is_mine = False
+        self._hooks = [o.register_step_pre_hook(self._refuse_in_body) for o in self._optimizers]
+        self.in_body = False
+        """The body of a txn is open, where nobody may step an optimizer."""
+
+    def close(self) -> None:
+        """Take the hooks off the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All that the optimizers step."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def on_commit(self, function: Callable[[], object]) -> None:
+        """Call ``function`` once after each update, in the order of registration."""
+        self.after.append(function)
+
+    @property
+    def scales(self) -> bool:
+        """Whether a scaler is in use."""
+        return self._scaler is not None
+
+    def opened(self) -> None:
+        """A body begins."""
+        self.in_body = True
+        self._epochs = [getattr(each, "last_epoch", None) for each in self._schedulers]
+
+    @property
+    def were_scheduled(self) -> bool:
+        """Whether the body has stepped a scheduler, which the commit does again."""
+        return self._epochs != [getattr(each, "last_epoch", None) for each in self._schedulers]
+
+    @property
+    def were_unscaled(self) -> bool:
+        """Whether the body has unscaled gradients, by the scale that it had."""
+        return self._scaler is not None and any(
+            self._scaler._per_optimizer_states[id(optimizer)]["stage"].name != "READY"
+            for optimizer in self._optimizers
+        )
+
+    def must_skip(self) -> bool:
+        """Unscale the reduced gradients; whether the scaler says that this step must be skipped."""
+        if self._scaler is None:
+            return False
+        found = False
+        for optimizer in filter(_has_gradients, self._optimizers):
+            if self._scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
+                self._scaler.unscale_(optimizer)
+            infs = self._scaler._found_inf_per_device(optimizer)
+            found = any(float(inf) > 0 for inf in infs.values()) or found
+        return found
+
+    def apply(self) -> None:
+        """Step everything, and drop the gradients. Then call `done`."""
+        self._is_mine = True
+        try:
+            for optimizer in self._optimizers:
+                if self._scaler is None:
+                    optimizer.step()
+                elif _has_gradients(optimizer):
+                    self._scaler.step(optimizer)
+            if self._scaler is not None and any(map(_has_gradients, self._optimizers)):
+                self._scaler.update()
+            for scheduler in self._schedulers:
+                scheduler.step()
+        finally:
+            self._is_mine = False
+        self._drop_gradients()
+
+    def done(self) -> None:
+        """Call the functions of the user for a committed step."""
+        for function in self.after:
+            function()
+
+    def skip(self) -> None:
+        """Back the scale off, on the ranks whose own gradients were finite, too; step nothing."""
+        if self._scaler is not None:
+            # what update() does when it has found an inf, wherever that was found
+            state = self._scaler.state_dict()
+            state["scale"] *= state["backoff_factor"]
+            state["_growth_tracker"] = 0
+            self._scaler.load_state_dict(state)
+            self.forget()
+        self._drop_gradients()
+
+    def forget(self) -> None:
+        """After a rollback: no gradient is unscaled any more."""
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _refuse_in_body(self, optimizer: Any, *_: Any) -> None:
+        if self.in_body and not self._is_mine:
+            raise FftError(
+                f"{type(optimizer).__name__}.step() inside `with txn:`: the transaction steps the "
+                "registered optimizers itself, after COMMIT; take the call out of the body (and "
+                "scaler.step() and scaler.update(), with register(..., scaler=scaler))"
+            )
+
+
+class StepWatch:
+    """Sees whether optimizer steps of this thread, of any optimizer, were begun and finished.
+
+    For loops in which the user calls ``optimizer.step()`` after ``should_commit()``.
+    """
+
+    def __init__(self) -> None:
+        self._begun = self._finished = 0
+        self._thread = threading.get_ident()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(self._finish),
+        ]
+
+    def _begin(self, *_: Any) -> None:
+        self._begun += threading.get_ident() == self._thread
+
+    def _finish(self, *_: Any) -> None:
+        self._finished += threading.get_ident() == self._thread
+
+    def begin(self) -> None:
+        """A commit: count from here, the steps of this thread."""
+        self._thread = threading.get_ident()
+        self._begun = self._finished = 0
+
+    @property
+    def was_torn(self) -> bool:
+        """Whether a step began since, and did not finish: part of the state may be updated."""
+        return self._begun > self._finished
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there was one, and none is unfinished."""
+        return 0 < self._begun == self._finished
+
+    def close(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _refuse_unfit(each: Any) -> None:
+    """Raise if ``step()`` cannot be called without arguments."""
+    try:
+        inspect.signature(type(each).step).bind(each)
+    except TypeError as error:
+        raise FftError(
+            f"{type(each).__name__}.step() needs an argument ({error}), which the transaction does "
+            "not have: do not register it; call it between two txns, after `if txn.committed:`, "
+            "and register its state as extra="
+        ) from None
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
