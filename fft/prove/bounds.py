@@ -110,7 +110,7 @@ DEFAULT = (
 ELSEWHERE = {
     "states.PREPARED.on.timer.bus_limit.0": (
         "deaf, and in doubt for 30 s while nobody else's timers go round; "
-        "tests/core/test_rows.py, 'deaf in doubt'"
+        "tests/protocol/test_rows.py, 'deaf in doubt'"
     ),
 }
 """Rows that no scope takes, why, and the test that does."""

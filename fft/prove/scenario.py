@@ -22,9 +22,9 @@ core and a shipped table, with every fault allowed. A file is a header and block
     what came of it
 
 Only ``title`` is needed. Lines that begin with ``#`` are notes. A block's output ends with an empty
-line; ``pytest tests/sim/test_scenarios.py --rewrite`` writes it anew, to be read before it is kept.
-``mutant:`` names a planted bug of ``fft.prove.mutants``; ``world:`` switches of the modelled bus
-that are off; ``only:`` the properties to evaluate, if not all.
+line; ``pytest tests/prove/test_scenarios.py --rewrite`` writes it anew, to be read before it is
+kept. ``mutant:`` names a planted bug of ``fft.prove.mutants``; ``world:`` switches of the modelled
+bus that are off; ``only:`` the properties to evaluate, if not all.
 
 Commands, ``A/0`` being rank 0 of group A (``A/0#2``: its second incarnation; ``A``: all ranks of A
 in turn; ``all``: everyone)::
@@ -239,7 +239,7 @@ def check_scenario(path: Path) -> None:
         )
         raise ScenarioError(
             f"{path}: other output than written; if it is what it should be, rewrite it "
-            "(pytest tests/sim/test_scenarios.py --rewrite)\n" + "\n".join(lines)
+            "(pytest tests/prove/test_scenarios.py --rewrite)\n" + "\n".join(lines)
         )
 
 

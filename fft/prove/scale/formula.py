@@ -1,7 +1,7 @@
 """How many requests each phase costs the job's store, in closed form.
 
 Read off the code, and confirmed by `job` event by event wherever that can be afforded
-(`tests/sim/test_scale.py` wants equality). What cannot be afforded is counted from here. Pure.
+(`tests/prove/test_scale.py` wants equality). What cannot be afforded is counted from here. Pure.
 """
 
 from __future__ import annotations

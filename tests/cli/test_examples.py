@@ -12,7 +12,7 @@ import pytest
 from fft.messages.fault_plans import load_plan
 from fft.trace.audit import audit_dir
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 150
 
 TRANSIENT = """

@@ -1,6 +1,6 @@
 """Scenario files: each runs as it says; the format refuses what it cannot mean; counterexamples.
 
-``pytest tests/sim/test_scenarios.py --rewrite`` writes the output of ``tests/scenarios`` anew.
+``pytest tests/prove/test_scenarios.py --rewrite`` writes the output of ``tests/scenarios`` anew.
 """
 
 from __future__ import annotations

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "core"))
 from jobs import HSDP, Job
 
 from fft.messages.protocol import Applied, Event, Peer, Prepared

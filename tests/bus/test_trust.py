@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_job import Job, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_engine import Job, until
 
 from fft.bus import MAX_MESSAGE_BYTES
 from fft.bus.base import HEAD, RING_MESSAGES
@@ -62,7 +62,7 @@ from fft.messages.wire import decode as decode_wire
 from fft.util.log_sampler import LogSampler
 
 ATTACKS = 100_000
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 PEER = Peer("0", 0, 1)
 HELLO = Hello(PEER, 1, "127.0.0.1:29500", "http://host-0:1/", 1000, "host-0", 3, "ab", 6, 6)

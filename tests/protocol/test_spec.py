@@ -14,7 +14,7 @@ from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
 from fft.util.errors import SpecError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "fsm_specs" / "hsdp.yaml").read_text()
 
 
