@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -56,6 +58,29 @@ def pair() -> Iterator[list[AbortableGroup]]:
     yield groups
     for group in groups:
         group.close()
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+def test_what_was_reduced_is_let_go_of_without_the_garbage_collector(
+    pair: list[AbortableGroup], by_future: bool
+) -> None:
+    """Else each step's gradients stay in memory until the collector happens to run."""
+
+    def reduce(rank: int) -> weakref.ref[torch.Tensor]:
+        tensor = torch.ones(1000)
+        work = pair[rank].pg.allreduce([tensor], AllreduceOptions())
+        if by_future:
+            work.get_future().then(lambda _: tensor).wait()
+        work.wait()
+        return weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            held = list(pool.map(reduce, range(2)))
+        until(lambda: all(ref() is None for ref in held), "the tensors to be freed")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("op", OPS)

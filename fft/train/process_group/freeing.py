@@ -68,15 +68,18 @@ class FreedFuture:
         failure: Callable[[BaseException], RuntimeError],
     ) -> None:
         self.outer: torch.futures.Future[Any] = torch.futures.Future()
-        self._failure = failure
+        self._failure: Callable[[BaseException], RuntimeError] | None = failure
+        """The op's, which holds tensors: let go of when the op has ended."""
         self._first = itertools.count()  # its next() is one operation of the interpreter's
         inner.add_done_callback(self._settle)
 
     def _settle(self, inner: torch.futures.Future[Any]) -> None:
+        failure, self._failure = self._failure, None
+        assert failure is not None, "a future ends once"
         try:
             value = inner.value()
         except RuntimeError as error:
-            self.fail(self._failure(error))
+            self.fail(failure(error))
             return
         if next(self._first) == 0:
             self.outer.set_result(value)

@@ -31,6 +31,7 @@ from fft.train.process_group.freeing import (
 from fft.train.process_group.op_names import CollectiveFailed, GroupAborted, what
 from fft.train.process_group.rendezvous import RendezvousStore
 from fft.train.process_group.sockets import Address
+from fft.train.unsafe_places import guarded
 
 # How long, at most, a wait for a gloo op goes on after an abort that gloo has not told it of.
 _SLICE = timedelta(milliseconds=50)
@@ -64,6 +65,12 @@ class Era:
     stranded: bool = False
     """Aborted with ops that gloo has forgotten: they write nothing, but end only by timeout."""
     attendants: Attendants = field(default_factory=Attendants)
+
+    @guarded  # a work that is just being looked at must not be lost
+    def forget(self) -> None:
+        """Let go of the works that are over, and so of their tensors."""
+        with self.lock:
+            forget_ended(self.works)
 
     def count(self) -> int:
         """How many ops are being issued or pending."""
@@ -190,7 +197,9 @@ class CollectiveWork(TrackedWork):
                 left = _SLICE if deadline is None else min(_SLICE, time_left(deadline))
                 over = work.is_completed()
                 try:
-                    return work.wait(left)
+                    done = work.wait(left)
+                    era.forget()
+                    return done
                 except RuntimeError as error:
                     if over:
                         raise self._failure(error) from error
