@@ -76,6 +76,7 @@ class Rank:
         self.asked = threading.Condition()
         self.committed: list[Record] = []
         self.skipped: list[Token] = []
+        self.txn = Token(0, 0)
         self.fetched = 0
         self.restored = 0
         self.ended: Finish | None = None
@@ -126,6 +127,7 @@ class Rank:
                 self.fetched += source is not None
                 self.engine.post(Healed(record.epoch))
             case StartTxn(token=token, step=step) as start:
+                self.txn = token
                 while step >= self.steps and not self.engine.superseded():
                     with self.asked:  # a newer command has no event here, so look now and then
                         self.asked.wait(0.02)
@@ -134,8 +136,8 @@ class Rank:
                     self.engine.post(Prepared(token, True, manifest, **self.says(start)))
             case Apply(record=record, skip=skip):
                 self.committed.append(record)
-                self.skipped += [record.token] if skip else []
-                self.engine.post(Applied(record.token))
+                self.skipped += [self.txn] if skip else []
+                self.engine.post(Applied(self.txn))  # the record may be a later one
             case Finish():
                 self.ended = command
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import importlib
 import io
 import logging
@@ -270,6 +271,29 @@ def test_at_random_points_each_body_is_unwound_exactly_once(
                 unwound += 1
                 raise
         assert body.unwound and unwound == 1
+
+
+def test_a_callback_of_the_garbage_collector_is_never_cut(
+    interrupter: Interrupter, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: dropped.append(raised.exc_type))
+
+    def slow(_phase: str, _info: object) -> None:
+        busy()
+
+    gc.callbacks.append(slow)
+    try:
+        rng = random.Random(4)
+        for _ in range(30):
+            asker.ask(rng.random() * 1e-3)
+            with Body(interrupter) as body:
+                while True:
+                    gc.collect(0)
+            assert body.unwound
+    finally:
+        gc.callbacks.remove(slow)
+    assert not dropped and not interrupter.repeated
 
 
 def test_an_exception_that_python_drops_is_raised_again(
