@@ -156,7 +156,8 @@ def write_matrix(result: Result, load_before: float) -> None:
 def write_soak(soak: Soak, load_before: float) -> None:
     """The part of the random run of one layout."""
     lines = [f"Measured {machine(load_before)}.", "", *soak_lines(soak), ""]
-    fill(PAGE, f"random-{soak.layout.name}", [*lines, *markdown(SAMPLED, soak_table(soak))])
+    name = "-".join(filter(None, ["random", soak.layout.name, soak.trainer]))
+    fill(PAGE, name, [*lines, *markdown(SAMPLED, soak_table(soak))])
 
 
 def _csv(row: Row) -> str:

@@ -102,6 +102,9 @@ class Sampler:
     def _name(self, process: psutil.Process) -> str | None:
         if process.pid == self.pid:
             return "supervisor"
+        parent = process.parent()
+        if parent is not None and parent.pid != self.pid and self.worker in parent.cmdline():
+            return None  # a trainer's own child, such as a worker of its loader
         words = process.cmdline()
         role = (
             "trainer"

@@ -49,6 +49,8 @@ class Soak:
     layout: Layout
     seed: int
     seconds: float
+    trainer: str | None = None
+    """The real loop that trains; None: the benchmarks' own body."""
     faults: Counter[str] = field(default_factory=Counter)
     """Fired, by kind."""
     missed: int = 0
@@ -93,7 +95,7 @@ def run(
     trainer: str | None = None,
 ) -> Soak:
     """Break a job at random for ``seconds``; traces stay under ``directory``."""
-    soak = Soak(layout, seed, seconds)
+    soak = Soak(layout, seed, seconds, trainer)
     try:
         with Job(layout, directory, PACE_S, TIMEOUTS, START_S * 3 + seconds, trainer) as job:
             job.settle("the whole job is at work", START_S)
