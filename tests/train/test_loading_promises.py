@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from test_loading import Noisy, bits, wait_until, workers
 
 import fft
