@@ -180,14 +180,13 @@ class Job:
         self.members.append(made)
         return made
 
-    def ranks(self, group: str, ranks: int, **settings: Any) -> list[Member]:
-        """One more group, of several ranks."""
-        leader = self.member(group, rank=0, ranks=ranks, **settings)
-        rest = [
-            self.member(group, rank=rank, ranks=ranks, leader=leader, **settings)
-            for rank in range(1, ranks)
-        ]
-        return [leader, *rest]
+    def ranks(self, group: str, own: Sequence[dict[str, Any]]) -> list[Member]:
+        """One more group, of a rank for each of ``own``: what only that rank is given."""
+        made: list[Member] = []
+        for rank, settings in enumerate(own):
+            leader = made[0] if made else None
+            made.append(self.member(group, rank=rank, ranks=len(own), leader=leader, **settings))
+        return made
 
     def run(self, work: Callable[[Member], None], **settings: Any) -> list[Member]:
         """All groups at the same work, to their end; an error of one is raised."""

@@ -49,7 +49,7 @@ def streamed() -> fft.StreamLoader:
 
 
 def _start(made: Job, group: str, work: Callable[[Member], None]) -> list[Member]:
-    members = made.ranks(group, RANKS)
+    members = made.ranks(group, [{}] * RANKS)
     for member in members:
         member.start(work)
     return members
