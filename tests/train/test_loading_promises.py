@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import weakref
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_loading import Noisy, bits, wait_until, workers
 
 import fft
@@ -62,6 +64,25 @@ def test_two_loaders_of_one_process_do_not_disturb_each_others_noise() -> None:
         disturbed = bits(fft.CursorLoader(Slow(), 1, seed=3).take(Due(0, 0, 1)))
         waiting.result(20)
     assert disturbed == bits(fft.CursorLoader(Slow(), 1, seed=3).take(Due(0, 0, 1)))
+
+
+def test_an_item_that_cannot_be_read_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
+    """On the main thread, where the trainer draws from them: its replay is to draw the same."""
+
+    def drawn() -> list[float]:
+        return [torch.rand(1).item(), random.random(), np.random.rand()]
+
+    def seed() -> None:
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+
+    seed()
+    wanted = drawn()
+    seed()
+    with pytest.raises(OSError, match="stale file handle"):
+        fft.CursorLoader(OnceBroken(tmp_path / "mark"), 8, shuffle=False).take(Due(0, 0, 1))
+    assert drawn() == wanted
 
 
 def test_samples_are_had_together_where_the_dataset_can_give_them_so() -> None:
