@@ -164,6 +164,29 @@ def test_what_nobody_wants_any_more_is_not_loaded_by_a_worker_that_was_asked_for
 
 
 @pytest.mark.multiprocess
+def test_what_a_worker_has_put_aside_is_loaded_when_it_is_wanted_again(tmp_path: Path) -> None:
+    """Two rollbacks in a row: the members change, and back, before the answers are taken."""
+    gate = tmp_path / "gate"
+
+    class Gated(Noisy):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index // 4 == 3:
+                wait_until(gate.exists, "the test opens the gate")
+            return super().__getitem__(index)
+
+    made = fft.CursorLoader(Gated(), 4, shuffle=False, num_workers=1, prefetch_factor=4)
+    with closing(made) as loader:
+        loader.take(Due(0, 0, 2))  # asked for ahead: 2, 4, 6, 8
+        loader.take(Due(1, 1, 1))  # and now 3, on which the worker waits, 5, 7, 9
+        loader.take(Due(2, 2, 2))  # is there; 5, 7 and 9 are for others
+        gate.touch()
+        answers = loader._iterator._worker_result_queue
+        wait_until(lambda: answers.qsize() == 4, "3 is read, and the others are put aside", 10)
+        for number in range(3, 10):
+            assert bits(loader.take(Due(number, number, 1))) == bits(loader[number])
+
+
+@pytest.mark.multiprocess
 def test_ctrl_c_is_not_for_the_workers() -> None:
     """A terminal sends it to all processes; the trainer drains, and needs data until then."""
     with closing(fft.CursorLoader(Noisy(), 4, num_workers=2)) as loader:
