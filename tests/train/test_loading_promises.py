@@ -36,6 +36,12 @@ def test_each_item_of_each_pass_and_each_seed_has_noise_of_its_own() -> None:
             assert all(mine != theirs for mine, theirs in zip(one, other, strict=True))
 
 
+def test_the_passes_of_one_seed_are_not_those_of_the_next() -> None:
+    one, two = (fft.CursorLoader(range(32), 32, seed=seed, collate_fn=list) for seed in (1, 2))
+    orders = [loader.indices(number) for loader in (one, two) for number in range(3)]
+    assert len({tuple(order) for order in orders}) == 6
+
+
 def test_two_loaders_of_one_process_do_not_disturb_each_others_noise() -> None:
     """The generators are those of the process: while one item is read no other one is."""
     inside, seeded, done = (threading.Event() for _ in range(3))
