@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_data import drawn, plan
 from test_loading import Noisy, bits, wait_until, workers
 
 import fft
 from fft.train.data.batch_copy import copied
-from fft.train.data.source import DataError, Due, StreamSource
+from fft.train.data.source import DataError, Due, Inputs, StreamSource
 
 # --- bits ----------------------------------------------------------------------------------------
 
@@ -240,6 +241,13 @@ def test_a_stream_whose_next_item_fits_by_chance_is_opened_anew_when_members_cha
     taken = [loader.take(Due(n, n, 2)) for n in (0, 2, 4)]
     taken += [loader.take(Due(n, n, 1)) for n in (6, 7, 8)]  # 6 is next either way, 7 is not
     assert taken == [0, 2, 4, 6, 7, 8]
+
+
+def test_a_rank_of_a_group_of_two_reads_one_stream_of_its_own_items() -> None:
+    log = ["failed"]
+    inputs = Inputs(numbered(log), ranks=2, rank=1)
+    taken = [drawn(inputs, plan(cursor, 0, 2)).batch for cursor in (0, 2, 4)]
+    assert (taken, log[1:]) == ([1, 5, 9], ["open 1+4"])
 
 
 def test_a_stream_is_closed_before_another_one_is_opened() -> None:
