@@ -56,10 +56,15 @@ class Reductions(Protocol):
 
 
 class GradBucket:
-    """What a communication hook gets; has the methods of ``torch.distributed.GradBucket``."""
+    """What a communication hook gets; has the methods of ``torch.distributed.GradBucket``.
+
+    It stays with the buffer of its attempt: a hook that comes late, after a rollback, writes there,
+    and not to the gradients of the replay.
+    """
 
     def __init__(self, bucket: _Bucket, last: bool) -> None:
         self._bucket = bucket
+        self._flat = bucket.flat()
         self._last = last
 
     def index(self) -> int:
@@ -68,15 +73,15 @@ class GradBucket:
 
     def buffer(self) -> torch.Tensor:
         """All gradients of the bucket, flat: to be averaged across the groups."""
-        return self._bucket.gradients()
+        return self._flat[: self._bucket.size]
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
         """Put ``tensor``, of the same number of elements, in the place of the gradients."""
-        self._bucket.gradients().copy_(tensor.reshape(-1))
+        self.buffer().copy_(tensor.reshape(-1))
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients, as views of ``buffer()``, in the order of ``parameters()``."""
-        return [self._bucket.view(slot) for slot in self._bucket.slots]
+        return [_view(self._flat, slot) for slot in self._bucket.slots]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the bucket."""
@@ -133,9 +138,7 @@ class _Bucket:
         return self.flat()[: self.size]
 
     def view(self, slot: _Slot) -> torch.Tensor:
-        """The place of the gradient in the buffer, in the layout of its parameter."""
-        shape = local_of(slot.parameter).shape
-        return self.flat().as_strided(shape, slot.stride, slot.offset)
+        return _view(self.flat(), slot)
 
 
 class Reducer:
@@ -518,6 +521,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.detach()
+
+
+def _view(flat: torch.Tensor, slot: _Slot) -> torch.Tensor:
+    """The place of the gradient in the buffer, in the layout of its parameter."""
+    return flat.as_strided(local_of(slot.parameter).shape, slot.stride, slot.offset)
 
 
 def _slot(name: str, parameter: nn.Parameter, bucket: _Bucket) -> _Slot:

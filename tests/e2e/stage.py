@@ -78,7 +78,11 @@ def parameters(model: nn.Module) -> list[list[float]]:
 
 
 class Member:
-    """One group: its model, optimizer and manager, and what its thread did."""
+    """One rank of a group: its model, optimizer and manager, and what its thread did.
+
+    A group has one rank, unless ``rank=`` and ``ranks=`` say otherwise; ``leader=`` is rank 0 then,
+    whose store the others use.
+    """
 
     def __init__(self, job: Job, group: str, **settings: Any) -> None:
         self.group = group
@@ -86,7 +90,10 @@ class Member:
         self.model = settings.pop("model", None) or Noisy(group)
         kind = settings.pop("optimizer", torch.optim.AdamW)
         self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), lr=1e-2)
-        self.store, port = host_store()
+        rank, ranks = settings.pop("rank", 0), settings.pop("ranks", 1)
+        leader: Member | None = settings.pop("leader", None)
+        self.store, self.port = host_store() if leader is None else (leader.store, leader.port)
+        self.name = group if ranks == 1 else f"{group}.{rank}"
         register = settings.pop("register", True)
         values: dict[str, Any] = {
             "load_state_dict": None,
@@ -105,9 +112,9 @@ class Member:
             pg=ProcessGroupGloo(timeout=PG_TIMEOUT),
             replica_id=group,
             store_addr="127.0.0.1",
-            store_port=port,
-            rank=0,
-            world_size=1,
+            store_port=self.port,
+            rank=rank,
+            world_size=ranks,
             **values,
         )
         if register:
@@ -139,7 +146,7 @@ class Member:
 
     def start(self, work: Callable[[Member], None]) -> Member:
         """Run ``work`` in a thread of its own, and shut the manager down after it."""
-        self._thread = threading.Thread(target=self._run, args=(work,), name=f"group-{self.group}")
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"group-{self.name}")
         self._thread.start()
         return self
 
@@ -155,7 +162,7 @@ class Member:
         """Wait for the end of the thread."""
         assert self._thread is not None
         self._thread.join(within)
-        assert not self._thread.is_alive(), f"group {self.group} is not through after {within} s"
+        assert not self._thread.is_alive(), f"group {self.name} is not through after {within} s"
 
 
 class Job:
@@ -171,6 +178,14 @@ class Job:
         """One more group."""
         made = Member(self, group, **settings)
         self.members.append(made)
+        return made
+
+    def ranks(self, group: str, own: Sequence[dict[str, Any]]) -> list[Member]:
+        """One more group, of a rank for each of ``own``: what only that rank is given."""
+        made: list[Member] = []
+        for rank, settings in enumerate(own):
+            leader = made[0] if made else None
+            made.append(self.member(group, rank=rank, ranks=len(own), leader=leader, **settings))
         return made
 
     def run(self, work: Callable[[Member], None], **settings: Any) -> list[Member]:

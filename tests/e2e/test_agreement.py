@@ -9,8 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from stage import Member, Numbers, aborts, batch_of, events, fetches, job, parameters, records
+from stage import (
+    PG_TIMEOUT,
+    Member,
+    Numbers,
+    aborts,
+    batch_of,
+    events,
+    fetches,
+    job,
+    parameters,
+    records,
+)
 from torch import nn
+from torchft import ProcessGroupGloo
 from torchft.optim import OptimizerWrapper
 
 import fft
@@ -68,6 +80,39 @@ def test_a_scaler_drives_the_transactions_and_backs_off_on_all_ranks(
     assert states["0"][0]["scale"] == 2.0**8 / 4 * 2  # grown once, after three good steps
     assert states["0"][1] == STEPS, "a skipped step is none of the schedule's"
     assert parameters(members[0].model) == parameters(members[1].model)
+
+
+def test_an_overflow_on_one_shard_alone_skips_the_step_of_all_ranks_of_all_groups(
+    tmp_path: Path,
+) -> None:
+    """Each rank of a group has but its shard: what overflows there the others do not see."""
+    scales: dict[str, float] = {}
+
+    def work(member: Member) -> None:
+        scaler = Scaler("cpu", init_scale=2.0**8)
+        member.manager.register(member.model, member.optimizer, scaler=scaler)
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            before = parameters(member.model)
+            with txn:
+                scaler.scale(_loss(member, txn.batch)).backward()
+                if txn.attempt == 2 and member.name == "0.1":
+                    member.model.last.weight.grad[0, 0] = torch.inf  # reduced, and then its own
+            assert txn.skipped == (txn.attempt == 2)
+            assert (parameters(member.model) == before) == txn.skipped
+        scales[member.name] = scaler.get_scale()
+
+    with job(tmp_path, 2) as made:
+        for group in "01":
+            made.ranks(group, [{"shard_pg": ProcessGroupGloo(PG_TIMEOUT)} for _ in range(2)])
+        for member in made.members:
+            member.start(work)
+        for member in made.members:
+            member.end()
+            assert member.error is None, repr(member.error)
+        made.audit()
+    assert _skips(tmp_path) == [False, True, False, False]
+    assert aborts(tmp_path) == []
+    assert scales == dict.fromkeys(("0.0", "0.1", "1.0", "1.1"), 2.0**7)
 
 
 def test_an_overflow_of_the_second_optimizer_alone_skips_the_step_of_both(tmp_path: Path) -> None:

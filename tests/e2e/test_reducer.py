@@ -7,14 +7,16 @@ the groups compute by themselves. With two groups that mean is exact: a sum of t
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stage import Member, Numbers, job
+from stage import Member, Numbers, aborts, batch_of, job, parameters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -418,3 +420,144 @@ def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path
     assert told and "2 parameters with 36 numbers" in told[0]
     assert "2 parameters with 45 numbers" in told[0]
     assert {type(m.error) for m in members} <= {UnlikeGroups, type(None)}
+
+
+class Shared(nn.Module):
+    """``shared`` is used inside and outside of a checkpoint that is run by another backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(1, 8), nn.Linear(8, 8)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = self.first(numbers.float()[:, None] / 64)
+        x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.shared(torch.tanh(x)).square().mean()
+
+
+def test_a_gradient_in_two_parts_fails_the_body_once_and_is_then_reduced_whole(
+    tmp_path: Path,
+) -> None:
+    """The second part comes when the bucket is under way; the replay waits for all parts."""
+
+    def tiny(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+
+    torch.manual_seed(1)
+    model = Shared()
+    found, numbers = reduced(tmp_path, model, one_backward, tiny)
+    wanted = alone(model, one_backward, numbers)
+    for mine in found:
+        assert_equal(mine, wanted)
+    causes = [record["cause"] for record in aborts(tmp_path)]
+    assert any("came in two parts in one backward" in cause for cause in causes), causes
+
+
+def test_a_backward_inside_another_reduces_nothing_that_only_an_earlier_one_has_touched(
+    tmp_path: Path,
+) -> None:
+    """Groups may use unlike parameters: what one reduced by itself would meet another's."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # of one size, for gloo ends the process where unlike ones meet
+            self.first, self.odd, self.last = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+        def forward(self, numbers: torch.Tensor, again: bool = False) -> torch.Tensor:
+            x = self.first(batch_of(numbers))
+            if not again:
+                return (self.odd(x) if int(numbers[0]) % 2 else x).square().mean()
+            return checkpoint(self.last, x, use_reentrant=True).square().mean()
+
+    def tiny(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+
+    def twice(model: nn.Module, numbers: torch.Tensor) -> None:
+        model(numbers).backward()  # ``odd`` in group 1 only
+        model.zero_grad()
+        model(numbers, again=True).backward()
+
+    torch.manual_seed(1)
+    model = Parts()
+    found, numbers = reduced(tmp_path, model, twice, tiny)
+    for mine in found:
+        assert_equal(mine, alone(model, twice, numbers))
+    assert aborts(tmp_path) == []
+
+
+class Late:
+    """Keeps what a reduction of this attempt may write to, for a write when it is long over."""
+
+    def __init__(self, begun: Callable[[], object]) -> None:
+        self.writes: list[Callable[[], object]] = []
+        self.begun = begun
+
+    def keep(self, model: nn.Module) -> None:
+        """All gradients that there are."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self.writes.append(partial(parameter.grad.fill_, 1e9))
+
+    def average(self, manager: Any, bucket: Any) -> torch.futures.Future[Any]:
+        """A communication hook, which keeps its bucket."""
+        wrong = torch.full_like(bucket.buffer(), 1e9)
+        self.writes.append(partial(bucket.set_buffer, wrong))
+        self.begun()
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        manager.allreduce(bucket.buffer()).wait()
+        done.set_result(bucket.buffer())
+        return done
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["gradients", "hook"])
+def test_what_an_aborted_attempt_writes_late_is_not_in_the_replay(
+    tmp_path: Path, hooked: bool
+) -> None:
+    """Through a gradient that somebody kept, or through the bucket that a hook was given."""
+
+    def run(folder: Path, fails: bool) -> list[list[list[float]]]:
+        under_way = threading.Event()
+
+        def work(member: Member) -> None:
+            def begun(*_: Any) -> None:
+                if manager.current_step() == 2:
+                    under_way.set()
+
+            model, manager, late = member.model, member.manager, Late(begun)
+            manager.register(model, member.optimizer, generators=[model.generator])
+            manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+            # of the parameter that comes last; the buckets of others are issued then
+            model.first.weight.register_post_accumulate_grad_hook(begun)
+            if hooked:
+                manager.register_comm_hook(manager, late.average)
+            tries = 0
+            for txn in manager.transactions(in_order(), max_steps=4):
+                tries += txn.step == 2
+                with txn:
+                    loss = model(batch_of(txn.batch)).square().mean()
+                    if fails and txn.step == 2 and tries == 1 and member.group == "1":
+                        assert under_way.wait(20)
+                        raise RuntimeError("before its reductions")
+                    aborted, late.writes = late.writes, []
+                    try:
+                        loss.backward()
+                    finally:
+                        if not hooked:
+                            late.keep(model)
+                    if txn.step == 2 and tries == 2:
+                        struck.append(len(aborted))
+                        for write in aborted:
+                            write()
+
+        with job(folder, 2) as made:
+            members = made.run(work, register=False, digest="commit")
+            made.audit()
+        assert len(aborts(folder)) == int(fails)
+        return [parameters(member.model) for member in members]
+
+    struck: list[int] = []
+    calm = run(tmp_path / "calm", False)
+    assert struck == []
+    assert run(tmp_path / "faulty", True) == calm
+    assert max(struck) > 0, "group 0 had reductions under way"

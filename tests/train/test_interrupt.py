@@ -428,6 +428,37 @@ def test_an_atomic_section_is_finished_first(interrupter: Interrupter) -> None:
     assert body.unwound and len(done) == 200_000
 
 
+def test_a_signal_of_somebody_else_does_not_cut_an_atomic_section_either(
+    interrupter: Interrupter,
+) -> None:
+    """The request waits for the end of the section, whoever sends the signal meanwhile."""
+    done = []
+    with Body(interrupter) as body:
+        with interrupter.atomic():
+            assert interrupter.request("in the middle")
+            for n in range(100):
+                signal.raise_signal(signal.SIGUSR2)
+                done.append(n)
+        compute()
+    assert body.unwound and len(done) == 100
+
+
+def test_at_random_points_no_atomic_section_is_cut(interrupter: Interrupter, asker: Asker) -> None:
+    """A signal may be under way when the section begins."""
+    rng = random.Random(13)
+    for _ in range(60):
+        begun = ended = 0
+        asker.ask(rng.random() * 1e-3)
+        with Body(interrupter) as body:
+            while True:
+                with interrupter.atomic():
+                    begun += 1
+                    abs(1)
+                    ended += 1
+                busy()
+        assert body.unwound and begun == ended
+
+
 def test_a_body_that_ends_by_itself_says_that_it_was_asked(interrupter: Interrupter) -> None:
     with Body(interrupter) as body, interrupter.atomic():
         interrupter.request("late")

@@ -214,6 +214,29 @@ def test_abort_frees_a_configure_that_waits_for_a_missing_member() -> None:
     assert not _helper_threads()
 
 
+def test_of_two_aborts_the_first_says_why() -> None:
+    """A rollback's and then that of a shutdown, say: who was at work is told what went wrong."""
+    server = store_server()
+    groups = [AbortableGroup(ProcessGroupGloo(MINUTE)) for _ in range(2)]
+    on_threads(2, lambda r: configure(groups[r], server.port, "e1", r, 2))
+    work = allreduce(groups[0], torch.ones(4))
+    groups[0].abort("rank 7 has died")
+    groups[0].abort("the process group is closed")
+    with pytest.raises(GroupAborted, match="rank 7 has died"):
+        work.wait()
+    with pytest.raises(GroupAborted, match="rank 7 has died"):
+        allreduce(groups[0], torch.ones(4))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(configure, groups[0], server.port, "e2", 0, 2)
+        until(lambda: server.check(["e2/fft/listeners/0"]), "rank 0 to publish its address")
+        groups[0].abort("nobody comes")
+        groups[0].abort("the process group is closed")
+        with pytest.raises(GroupAborted, match="nobody comes"):
+            waiting.result(10)
+    for group in groups:
+        group.close()
+
+
 def test_configure_names_the_missing_rank() -> None:
     server = store_server()
     group = AbortableGroup(ProcessGroupGloo(MINUTE))

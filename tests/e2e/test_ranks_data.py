@@ -1,0 +1,98 @@
+"""Data of groups of two ranks: each sample once, over a resume and over a join. In threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage import Job, Member, fetches, job, wait_until
+
+import fft
+
+GROUPS = RANKS = 2
+SAVED_AT = 3
+"""Step of the checkpoint."""
+SAMPLES = 4
+"""Of an item."""
+
+
+class Counting:
+    """A stateful loader: item ``n`` is samples ``4 n`` to ``4 n + 3``; its state is the next n."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.at += 1
+            yield torch.arange(SAMPLES) + (self.at - 1) * SAMPLES
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def opened(first: int, step: int) -> Iterator[torch.Tensor]:
+    """The same items, opened anywhere."""
+    for number in range(first, 2**62, step):
+        yield torch.arange(SAMPLES) + number * SAMPLES
+
+
+def streamed() -> fft.StreamLoader:
+    """A loader of the same items that has no state."""
+    return fft.StreamLoader(opened)
+
+
+def _start(made: Job, group: str, work: Callable[[Member], None]) -> list[Member]:
+    members = made.ranks(group, [{}] * RANKS)
+    for member in members:
+        member.start(work)
+    return members
+
+
+def _end(members: list[Member]) -> list[int]:
+    for member in members:
+        member.end()
+        assert member.error is None, repr(member.error)
+    return sorted(sample for member in members for sample in member.consumed)
+
+
+@pytest.mark.parametrize("loader", [Counting, streamed])
+def test_each_sample_comes_once_when_a_job_resumes_and_a_group_joins_it(
+    tmp_path: Path, loader: Callable[[], Any]
+) -> None:
+    saved: dict[str, dict[str, Any]] = {}
+
+    def save(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == SAVED_AT:
+            saved[member.name] = member.manager.state_dict()
+
+    def resumed(member: Member) -> None:
+        member.manager.load_state_dict(saved[member.name])
+        member.train(None, loader())
+
+    with job(tmp_path / "first", GROUPS) as made:
+        first = [
+            _start(made, group, lambda m: m.train(SAVED_AT + 2, loader(), save)) for group in "01"
+        ]
+        drawn = _end([member for members in first for member in members])
+        assert drawn == list(range((SAVED_AT + 2) * GROUPS * RANKS * SAMPLES))
+        made.audit()
+
+    with job(tmp_path / "second", 1) as made:
+        early = _start(made, "0", resumed)
+        wait_until(lambda: len(early[0].consumed) > 4 * SAMPLES, "group 0 goes on")
+        late = _start(made, "1", lambda m: m.train(None, loader()))
+        wait_until(lambda: len(late[0].consumed) > 4 * SAMPLES, "group 1 takes part")
+        for member in made.members:
+            member.manager.drain()
+        drawn = _end(made.members)
+        begin = SAVED_AT * GROUPS * RANKS * SAMPLES
+        assert drawn == list(range(begin, begin + len(drawn)))
+        assert {f[:2] for f in fetches(made.traces)} == {("1", 0), ("1", 1)}
+        made.audit()
