@@ -198,8 +198,9 @@ class Worker:
 
     def _is_watched(self) -> bool:
         """Whether FFT's monitor looks already: it takes a moment to start."""
-        watched = getattr(self.manager, "_watched", None)
-        return watched is None or bool(watched.begun.is_set())
+        parts = getattr(self.manager, "_parts", None)  # torchft's own manager has none
+        monitor = None if parts is None else parts.watchers.monitor
+        return monitor is None or bool(monitor.begun.is_set())
 
     def _membership(self) -> dict[str, Any]:
         manager = self.manager

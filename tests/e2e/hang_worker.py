@@ -48,8 +48,8 @@ def main() -> None:
     commits = 0
     for txn in manager.transactions(loader, max_steps=steps):
         with txn:
-            assert manager._watched is not None
-            assert manager._watched.begun.wait(LONG_S), "its monitor does not start"
+            assert manager._parts.watchers.monitor is not None
+            assert manager._parts.watchers.monitor.begun.wait(LONG_S), "its monitor does not start"
             if manager.num_participants() < 2:
                 time.sleep(LONELY_S)
             loss = F.mse_loss(model(txn.batch), txn.batch)

@@ -59,7 +59,7 @@ def test_it_trains_alone_says_so_and_leaves_nothing(
     try:
         train(manager, fails=False)
         assert manager.current_step() == 4
-        assert manager._watched is None, "a breakpoint would be taken for a hang"
+        assert manager._parts.watchers.monitor is None, "a breakpoint would be taken for a hang"
         place = ("127.0.0.1", manager._store.port)
         socket.create_connection(place, 5).close()
     finally:

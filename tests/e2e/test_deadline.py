@@ -68,14 +68,14 @@ def test_blocked_in_a_collective(two: Job, peer: str) -> None:
     def body(member: Member, txn: fft.Transaction) -> None:
         if txn.step == STEP and member.group == "0":
             if peer == "is held up" and not let_go.is_set():
-                stays.manager._replicate.abort = late  # type: ignore[method-assign]
+                stays.manager._parts.groups.replicate.abort = late  # type: ignore[method-assign]
             assert let_go.wait(LIMIT_S)
         elif txn.step == STEP:
             began.append(time.monotonic())
             member.manager.drain(WITHIN_S, "the machine goes")
 
     stays, goes = two.member("0"), two.member("1")
-    abort: Any = stays.manager._replicate.abort
+    abort: Any = stays.manager._parts.groups.replicate.abort
 
     def late(cause: str) -> None:
         assert let_go.wait(LIMIT_S)
@@ -164,17 +164,17 @@ def test_while_the_bus_does_not_answer(tmp_path: Path) -> None:
 def test_in_the_barrier_of_an_epoch(two: Job) -> None:
     let_go = threading.Event()
     stays, goes = two.member("0"), two.member("1")
-    configure: Any = stays.manager._configure
+    configure: Any = stays.manager._parts.groups.configure
 
-    def slowly(command: Any) -> None:
-        configure(command)
+    def slowly(*args: Any) -> None:
+        configure(*args)
         assert let_go.wait(LIMIT_S)
 
-    stays.manager._configure = slowly  # type: ignore[method-assign]
+    stays.manager._parts.groups.configure = slowly  # type: ignore[method-assign]
     for member in (stays, goes):
         member.start(lambda m: m.train(5))
-    engine: Any = goes.manager
-    wait_until(lambda: engine._engine and engine._engine.local.healed, "it is in the barrier")
+    job: Any = goes.manager._parts.job
+    wait_until(lambda: job.engine and job.engine.local.healed, "it is in the barrier")
     began = time.monotonic()
     goes.manager.drain(WITHIN_S, "the machine goes")
     ended_in_time(goes, began)
@@ -189,8 +189,8 @@ def test_before_the_first_epoch_there_is_nothing_to_wait_for(two: Job) -> None:
     member = two.member("0", timeouts={"join_window": 60.0, "quorum": 200.0}).start(
         lambda m: m.train(5)
     )
-    engine: Any = member.manager
-    wait_until(lambda: engine._engine and engine._engine.local.head_read, "it asks to join")
+    job: Any = member.manager._parts.job
+    wait_until(lambda: job.engine and job.engine.local.head_read, "it asks to join")
     member.manager.drain(1000.0, "the machine goes")
     member.end()
     assert member.error is None and member.manager.current_step() == 0

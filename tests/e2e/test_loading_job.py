@@ -170,10 +170,10 @@ def test_on_the_main_thread_a_rollback_interrupts_the_body_and_never_the_loading
 
         class Watched(fft.CursorLoader):
             def take(self, due: Due) -> Any:
-                inside.append(("take", manager._interrupter._open))
+                inside.append(("take", manager._parts.watchers.interrupter._open))
                 batch = super().take(due)
                 pids.add(tuple(worker.pid for worker in self._iterator._workers))
-                inside.append(("taken", manager._interrupter._open))
+                inside.append(("taken", manager._parts.watchers.interrupter._open))
                 return batch
 
         seen: list[tuple[int, list[float]]] = []
@@ -206,7 +206,7 @@ def test_a_plain_loader_is_refused_before_the_job_is_joined(tmp_path: Path) -> N
         member = made.member("0")
         with pytest.raises(DataError, match=r"fft\.CursorLoader\(dataset, 4"):
             member.train(3, loader)
-        assert member.manager._engine is None
+        assert member.manager._parts.job.engine is None
 
 
 PLAN = """

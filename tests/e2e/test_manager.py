@@ -75,7 +75,7 @@ def test_a_rank_blocked_in_gloo_is_freed_and_its_tensor_is_never_written_again(
             entering.wait(20)
             # There is no event for "is inside the collective": let some of it go over the wire.
             with suppress(TimeoutError):
-                member.manager._engine.wait_command(limit=0.2)
+                member.manager._parts.job.engine.wait_command(limit=0.2)
             failed_at.append(time.monotonic())
             raise ValueError("the body of group 2 fails")
         tensor = torch.full((4 << 20,), float(member.group) + 1)
@@ -211,7 +211,7 @@ def test_an_optimizer_that_fails_after_commit_heals_from_the_peer(
     for member in members:
         member.end()
         assert member.error is None
-        assert (member.manager._transfer is None) == (given is not None)
+        assert (member.manager._parts.exchange.transfer is None) == (given is not None)
     two.audit()
     assert FailsOnce.left == 0
     same_weights(*members)
@@ -379,7 +379,7 @@ def test_an_unreadable_message_is_counted_traced_and_nothing_else(two: Job) -> N
 
     members = two.run(lambda m: m.train(8, body=body))
     for member in members:
-        assert member.manager._engine.unreadable == len(rubbish)
+        assert member.manager._parts.job.engine.unreadable == len(rubbish)
     assert [n["data"]["count"] for n in notes(two.traces, "unreadable")] == [1, 1]
     totals = [n["data"] for n in notes(two.traces, "not_obeyed")]
     assert totals == [{"unreadable": len(rubbish)}] * 2
@@ -658,7 +658,11 @@ def test_a_checkpoint_resumes_step_lineage_and_data(tmp_path: Path) -> None:
     with job(tmp_path / "first", 2) as made:
         first = made.run(lambda m: m.train(5))
         saved = [
-            (m.manager.state_dict(), m.manager._state.export(), m.model.generator.get_state())
+            (
+                m.manager.state_dict(),
+                m.manager._parts.state.step.export(),
+                m.model.generator.get_state(),
+            )
             for m in first
         ]
     assert saved[0][0] == saved[1][0]
@@ -667,7 +671,7 @@ def test_a_checkpoint_resumes_step_lineage_and_data(tmp_path: Path) -> None:
     with job(tmp_path / "second", 2) as made:
         members = [made.member(g) for g in "01"]
         for member, (values, state, noise) in zip(members, saved, strict=True):
-            member.manager._state.load(state)
+            member.manager._parts.state.step.load(state)
             member.model.generator.set_state(noise)
             member.manager.load_state_dict(values)
             assert member.manager.current_step() == 5

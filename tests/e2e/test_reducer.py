@@ -383,7 +383,7 @@ def test_edits_of_gradients_are_seen(tmp_path: Path, dtype: torch.dtype | None) 
         model = Net()
         member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
         member.manager.sync_gradients(model, reduce_dtype=dtype)
-        (reducer,) = member.manager._reducers
+        (reducer,) = member.manager._parts.reductions.reducers
         ways = iter(["nothing", "clip", "replace", "data"])
         found = edited.setdefault(f"{member.group}{exact}", [])
         for txn in member.manager.transactions(in_order(), max_steps=4):

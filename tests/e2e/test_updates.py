@@ -292,7 +292,7 @@ def test_metrics_that_fail_after_the_step_cost_nothing(tmp_path: Path) -> None:
                 continue
             member.optimizer.step()
             if step == 2 and member.group == "1":
-                member.manager._replicate.cut()  # as a network would
+                member.manager._parts.groups.replicate.cut()  # as a network would
             member.manager.allreduce(torch.ones(1)).wait()
             if member.manager.errored() is not None:
                 lost.append(member.group)

@@ -117,7 +117,7 @@ def error_after_the_decision(job: Job) -> None:
 
     def late(manager: fft.ManagerFFT, phase: str) -> None:
         if phase == "after_vote" and job.group == 1 and manager.current_step() == 3:
-            wait_until(lambda: manager._engine.local.state == "COMMIT", "the decision")
+            wait_until(lambda: manager._parts.job.engine.local.state == "COMMIT", "the decision")
             manager.report_error(RuntimeError("came late"))
 
     _metrics(job, killed_at=None, at_phase=late)
@@ -132,7 +132,7 @@ def _metrics(
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = job.manager(**_functions(model=model, optimizer=inner))
     if at_phase is not None:
-        manager._inject = partial(at_phase, manager)
+        manager._parts.voter.inject = partial(at_phase, manager)
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     once = job.folder / "was-killed"
     while manager.current_step() < job.steps:

@@ -118,7 +118,8 @@ manager.sync_gradients(model)
 loader = fft.CursorLoader(torch.randn(64, 4), batch_size=4, seed=5)
 for txn in manager.transactions(loader, max_steps=12):
     if txn.step == 3:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (manager._trace.path.stat().st_size, hard))
+        size = manager._parts.job.trace.path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     if txn.step == int(sys.argv[2]):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     with txn:

@@ -3,7 +3,7 @@
 ``Process`` does in virtual time what ``fft.engine.loop`` does: one queue, answers of the bus before
 due timers before everything else, effects one after another, each shared operation taking its time,
 main-thread work handed over through a slot that holds the newest command. ``MainThread`` does what
-``fft.train.manager`` does with the command. Both can be stopped, slowed or killed between any two
+``fft.train.worker`` does with the command. Both can be stopped, slowed or killed between any two
 things they do.
 """
 

@@ -1,7 +1,7 @@
 """The state of a learner on its way, while the learner's body runs. One thread for each fetch.
 
 A group that joins is behind in its first txn: it fetches what the others hold while they, and it,
-compute, gives no gradients, and takes the state over before it votes (`fft.train.manager`). After
+compute, gives no gradients, and takes the state over before it votes (`fft.train.healing`). After
 Raft's learners: members that receive, and do not count yet.
 """
 

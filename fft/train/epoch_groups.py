@@ -1,0 +1,136 @@
+"""The process groups of an epoch: across the replica groups, and inside of this one.
+
+Touches torch's process groups; abort may come from any thread, the rest is the main thread's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+from torch.distributed.device_mesh import DeviceMesh
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroup
+
+from fft.messages.protocol import Heal, Peer
+from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
+from fft.util.errors import FftError, UnlikeGroups
+
+
+class EpochGroups:
+    """Built for every epoch, aborted by every rollback."""
+
+    def __init__(
+        self, manager: Manager, peer: Peer, store: str, pg: ProcessGroup, shard: ProcessGroup | None
+    ) -> None:
+        """``store``: where the ranks of this replica group meet. ``shard``: the group that they
+        shard the model over; None: it is not sharded."""
+        self._manager = manager
+        self._peer = peer
+        self._store = store
+        self.replicate = AbortableGroup(pg, "replicate")
+        self.shard = AbortableGroup(shard, "shard") if shard is not None else None
+
+    def __iter__(self) -> Iterator[AbortableGroup]:
+        yield self.replicate
+        if self.shard is not None:
+            yield self.shard
+
+    def abort(self, cause: str) -> None:
+        """Free whoever is blocked in a collective. Any thread."""
+        for group in self:
+            group.abort(cause)
+
+    def unwind(self, cause: str, waiting: AbstractContextManager[None], limit: timedelta) -> None:
+        """Abort, and wait until nothing old can write; ``waiting`` is entered around the waits."""
+        for group in self:
+            group.abort(cause)
+            with waiting:
+                group.quiesce(limit)
+
+    def cut(self) -> None:
+        """End the connections, as a network would."""
+        for group in self:
+            group.cut()
+
+    def close(self) -> None:
+        """End the groups. Idempotent."""
+        for group in self:
+            group.close()
+
+    def mesh(self) -> DeviceMesh:
+        """Device mesh over the ranks of this replica group."""
+        if self.shard is None or not isinstance(self.shard.pg, ShardProcessGroupGloo):
+            raise FftError("shard_mesh() needs shard_pg=fft.ShardProcessGroupGloo(...)")
+        if self.shard.pg._pg is None:
+            self._configure_shard(f"boot/{self._peer.inc}", 0)
+        return self.shard.pg.mesh()
+
+    def configure(self, command: Heal, models: str) -> None:
+        """Build both for the epoch of ``command``; ``models``: in words, what is reduced here.
+
+        Raises:
+            UnlikeGroups: other groups reduce something else, and this rank is wrong, or all are.
+        """
+        manager, record = self._manager, command.record
+        rank, world, members = (
+            manager._group_rank,
+            manager._group_world_size,
+            command.record.members,
+        )
+        manager._quorum_id = record.epoch
+        # Both rendezvous at once; torchft's quorum thread has nothing else to do here.
+        shard = None
+        if self.shard is not None:
+            name = f"{record.n}"
+            shard = manager._executor.submit(self._configure_shard, name, record.epoch)
+        self.replicate.note = models
+        self.replicate.configure(
+            f"{members[0].store}/fft/{record.n}.{record.epoch}/{rank}",
+            self._peer.group,
+            command.index,
+            len(members),
+            record.epoch,
+            rank,
+            world,
+            [i * world + rank for i in range(len(members))],
+            timeout=manager._quorum_timeout,
+        )
+        if shard is not None:
+            shard.result()
+        self._check_layouts(command)
+
+    def _check_layouts(self, command: Heal) -> None:
+        """Unlike reductions would meet in gloo, which ends the process then.
+
+        Who has the job's state is right, and goes on without whoever differs.
+        """
+        mine, record = self.replicate.note, command.record
+        unlike = {r: note for r, note in self.replicate.notes.items() if note != mine}
+        if not unlike:
+            return
+        held = [entry.ranks[self._manager._group_rank].current for entry in record.members]
+        index, note = next(iter(unlike.items()))
+        text = (
+            f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "
+            f"{record.members[index].group} {note or 'nothing by sync_gradients'}: all groups must "
+            "have the same model, frozen alike, and call sync_gradients alike"
+        )
+        is_right = held[command.index] and not all(held)
+        raise RuntimeError(text) if is_right else UnlikeGroups(text)
+
+    def _configure_shard(self, name: str, epoch: int) -> None:
+        assert self.shard is not None
+        rank, world = self._manager._group_rank, self._manager._group_world_size
+        self.shard.configure(
+            f"{self._store}/fft/shard/{name}",
+            self._peer.group,
+            rank,
+            world,
+            epoch,
+            rank,
+            world,
+            None,
+            timeout=self._manager._quorum_timeout,
+        )

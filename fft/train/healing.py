@@ -1,0 +1,209 @@
+"""The main thread's way into an epoch: process groups, and the state of a peer where it lacks one.
+
+Touches process groups, the checkpoint transport and the state; tells the engine what came of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torchft.manager import Manager
+
+from fft.messages.protocol import Connected, Heal, Healed, HealFailed, Record, StartTxn
+from fft.train.epoch_groups import EpochGroups
+from fft.train.participation import Participation
+from fft.train.rank_state import RankState
+from fft.train.reported import text_of
+from fft.train.settings import Learners
+from fft.train.state.learning import Learning
+from fft.train.state.transfer import StateTransfer
+from fft.util.errors import FftError, UnlikeGroups
+
+logger = logging.getLogger(__name__)
+
+_STOP_LEARNING_S = 5.0
+"""For a fetch that is wanted no longer to end."""
+
+
+class StateExchange:
+    """Gives this rank's state to a peer, and fetches a peer's."""
+
+    def __init__(self, manager: Manager, state: RankState, transfer: StateTransfer | None) -> None:
+        """``transfer``: our own checkpoint transport; None: the user has given another one."""
+        self._manager = manager
+        self._state = state
+        self.transfer = transfer
+        self._served: Record | None = None
+        """The epoch whose first state is served."""
+
+    def bind(self, record: Record) -> None:
+        """Of another epoch or lineage nothing shall be sent or taken. torchft's know steps only."""
+        if self.transfer is not None:
+            rank = self._manager._group_rank
+            self.transfer.about = f"{rank} {record.n} {record.epoch} {record.lineage}"
+
+    def send(self, command: Heal) -> None:
+        """Serve the state to those who lack it."""
+        record = command.record
+        payload = self._state.export(record)
+        self.bind(record)
+        self._manager._checkpoint_transport.send_checkpoint(
+            dst_ranks=list(command.send_to),
+            step=record.step,
+            state_dict=payload,
+            timeout=self._manager._timeout,
+        )
+        self._served = record
+
+    def end_service(self, plan: StartTxn) -> None:
+        """A txn begins: nobody fetches any more, unless learners do in the epoch's first."""
+        if self._served is not None and (plan.token.txn > 1 or not self._served.learners):
+            self._manager._checkpoint_transport.disallow_checkpoint()
+            self._served = None
+
+    def fetch(self, command: Heal) -> tuple[dict[str, Any], int]:
+        """A peer's state, and how many bytes its tensors have."""
+        assert command.fetch_from is not None
+        manager, record = self._manager, command.record
+        entry = record.members[command.fetch_from].ranks[manager._group_rank]
+        self.bind(record)
+        payload = cast(
+            "dict[str, Any]",
+            manager._checkpoint_transport.recv_checkpoint(
+                src_rank=command.fetch_from,
+                metadata=entry.transport,
+                step=record.step,
+                timeout=manager._timeout,
+            ),
+        )
+        if payload["fft"]["lineage"] != record.lineage:
+            raise FftError(
+                f"fetched lineage {payload['fft']['lineage']}, the epoch needs {record.lineage}"
+            )
+        return payload, _tensor_bytes(payload)
+
+    def interrupt(self) -> None:
+        """Have a fetch fail at once. Any thread."""
+        if self.transfer is not None:
+            self.transfer.interrupt()
+
+
+class Healer:
+    """Carries out ``Heal``, at once or, of a learner, while its first body runs."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        job: Participation,
+        state: RankState,
+        groups: EpochGroups,
+        exchange: StateExchange,
+        learners: Learners,
+    ) -> None:
+        self._manager = manager
+        self._job = job
+        self._state = state
+        self._groups = groups
+        self._exchange = exchange
+        self._learners = learners
+        self.learning: Learning | None = None
+        """The fetch that is under way beside the body."""
+
+    def heal(self, command: Heal, models: str) -> None:
+        """Come into the epoch of ``command``; ``models``: in words, what is reduced here."""
+        epoch = command.record.epoch
+        touched = False
+        try:
+            self._groups.configure(command, models)
+            if command.send_to:
+                self._exchange.send(command)
+            size, source = 0, ""
+            if self._learns(command):
+                self._begin_to_learn(command)
+                return
+            if command.fetch_from is not None:
+                payload, size = self._exchange.fetch(command)
+                touched = True
+                self._state.load(payload, command.record, keep_gradients=False)
+                source = command.record.members[command.fetch_from].group
+        except Exception as error:
+            logger.warning("healing for epoch %d failed: %s", epoch, error)
+            self._job.post(HealFailed(epoch, text_of(error), torn=touched))
+            self._job.note_error(error)
+            # What came and does not fit in here would only stop the others again.
+            if touched or isinstance(error, UnlikeGroups):
+                raise
+            return
+        self._healed(command.record, size, source)
+
+    def _healed(self, record: Record, size: int, source: str) -> None:
+        self._state.stands_at(record)
+        self._job.post(Healed(record.epoch, size, source, self._state.digest_for_audit()))
+
+    def _learns(self, command: Heal) -> bool:
+        """Whether to fetch while the others compute; else they wait for it.
+
+        What a function of the user's gives or takes may change in a body, and a stream of data
+        cannot be read before it is known where the others are.
+        """
+        state = self._state
+        late = command.fetch_from is not None and self._job.peer.group in command.record.learners
+        # What a body moves on by itself, beyond buffers, it would have moved on the wrong state.
+        may = self._learners == "always" or (self._learners == "auto" and not state.has_extra)
+        own = state.step is not None and self._exchange.transfer is not None
+        own = own and not self._manager._user_state_dicts
+        return late and may and own and (state.source is None or state.source.in_any_order)
+
+    def _begin_to_learn(self, command: Heal) -> None:
+        engine = self._job.engine
+        assert engine is not None and command.fetch_from is not None
+        self._exchange.bind(command.record)
+        self.learning = Learning(
+            command.record,
+            command.record.members[command.fetch_from].group,
+            lambda: self._exchange.fetch(command),
+            self._exchange.interrupt,
+            engine.nudge,
+        )
+        engine.post(Connected(command.record.epoch))
+
+    def learn(self) -> bool:
+        """Take over the state that came while the body ran. False: rolled back, or it failed."""
+        learning, engine = self.learning, self._job.engine
+        assert learning is not None and engine is not None
+        if not engine.wait_for(lambda: learning.ended):
+            return False
+        self.learning = None
+        record, touched = learning.record, False
+        try:
+            payload, size = learning.result()
+            touched = True
+            self._state.load(payload, record, keep_gradients=True)
+        except Exception as error:
+            logger.warning("no state for epoch %d: %s", record.epoch, error)
+            engine.post(HealFailed(record.epoch, text_of(error), torn=touched))
+            self._job.note_error(error)
+            if touched:
+                raise
+            return False
+        self._healed(record, size, learning.source)
+        return True
+
+    def stop_learning(self) -> None:
+        """The state that is on its way is wanted no longer."""
+        learning, self.learning = self.learning, None
+        if learning is not None:
+            learning.close(_STOP_LEARNING_S)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_tensor_bytes, value))
+    return 0

@@ -1,0 +1,118 @@
+"""How a manager joins its job: by its first txn, so that a checkpoint can be loaded before."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
+
+from fft.bus import ErrorBus
+from fft.engine.loop import Engine
+from fft.messages.protocol import Peer, Start
+from fft.protocol.participant import Participant
+from fft.protocol.state import GENESIS, Config, Local
+from fft.protocol.table import Table
+from fft.protocol.timeouts import timers
+from fft.trace.writer import header
+from fft.train.host import EngineHost
+from fft.train.settings import monitor_config
+
+if TYPE_CHECKING:
+    from fft.train.parts import Parts
+    from fft.train.torchft_interface import TorchftInterface
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 5
+"""Shapes of parameters that a warning names."""
+
+
+def identify(manager: Manager, bus: ErrorBus) -> Peer:
+    """Who this process is in the job: a new incarnation of its group's rank."""
+    # A launcher that reports deaths and asks for drains must mean the group that we call so.
+    named = manager._store.get(REPLICA_ID_KEY).decode().split(":")[0]
+    group = os.environ.get("FFT_GROUP") or named
+    incarnation = bus.next_number(f"inc/{group}/{manager._group_rank}")
+    return Peer(group, manager._group_rank, incarnation)
+
+
+def join(manager: TorchftInterface, parts: Parts) -> Engine:
+    """Start the engine of ``manager``, on the thread that trains."""
+    job, watchers, settings = parts.job, parts.watchers, parts.settings
+    config = _config(manager, parts)
+    parts.state.refuse_unsendable()
+    _warn_of_strangers(parts)
+    participant = Participant(Table(settings.spec), config)
+    local = _initial(manager, parts, participant)
+    job.trace.write("header", header(settings.spec, config, local))
+    if manager._group_world_size > 1:
+        job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
+    config_of_monitor = monitor_config(parts.limits) if settings.monitor else None
+    watchers.watch(config_of_monitor, job.peer, settings.bus_url, parts.worker.hung)
+    atexit.register(manager._at_exit)
+    engine = job.engine = Engine(
+        participant, local, job.bus, job.trace, EngineHost(manager, parts), job.group_bus
+    )
+    engine.start()
+    if parts.quorums is not None:
+        parts.quorums.start()
+    speed = watchers.report_speed(job.bus, job.peer, settings.progress_interval)
+    if parts.groups.shard is not None:
+        parts.groups.shard.waiting = speed.waiting
+    engine.post(Start())
+    parts.leaving.ask()
+    return engine
+
+
+def store_address(manager: Manager) -> str:
+    """Where the ranks of this replica group meet."""
+    return f"{manager._store.host}:{manager._store.port}"
+
+
+def _config(manager: Manager, parts: Parts) -> Config:
+    settings, mode = parts.settings, manager._replica_world_size_mode
+    return Config(
+        me=parts.job.peer,
+        world=manager._group_world_size,
+        store=store_address(manager),
+        transport=manager._checkpoint_transport.metadata(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        timeouts=timers(settings.spec, parts.limits),
+        min_groups=manager._min_replica_size,
+        expected_groups=settings.expected_groups,
+        min_reductions=settings.spec.policies.min_reductions,
+        on_divergence=settings.on_divergence,
+        fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
+    )
+
+
+def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
+    """What this rank begins with: a fresh state, or that of the checkpoint that was loaded."""
+    state, step = parts.state, manager._step
+    own = f"fresh:{parts.job.peer.group}:{store_address(manager)}"
+    fresh = own if manager._init_sync else GENESIS
+    return participant.initial(
+        lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),
+        step=step,
+        cursor=state.cursor,
+        batches=manager._batches_committed,
+    )
+
+
+def _warn_of_strangers(parts: Parts) -> None:
+    """Parameters that are stepped, but not reduced, make groups differ."""
+    reducers = parts.reductions.reducers
+    reduced = {id(p) for reducer in reducers for p in reducer.parameters()}
+    stepped = [p for p in parts.state.updates.parameters() if p.requires_grad]
+    if strangers := [tuple(p.shape) for p in stepped if reduced and id(p) not in reduced]:
+        logger.warning(
+            "%d parameters of the optimizers are in no model of sync_gradients(), so "
+            "their gradients are not averaged across the groups; shapes: %s",
+            len(strangers),
+            strangers[:_SHOWN],
+        )

@@ -1,0 +1,171 @@
+"""How a participant leaves on purpose: by a call, a signal or a notice, with a commit or without.
+
+The deadline is `fft.train.drain_clock`'s. Any thread, and signal handlers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fft.messages.protocol import Drain, Finish, Stop
+from fft.train.drain_clock import DrainClock, waiting_for
+from fft.train.host import EngineHost
+from fft.train.participation import Participation
+from fft.train.preemption import Notice, NoticeSource, Poller, source_of
+from fft.train.settings import drain_within
+from fft.train.unsafe_places import guarded
+from fft.train.watchers import Watchers
+
+_FRAMES = 4
+"""Calls of the main thread that are named when it is too late to leave with a commit."""
+_LONGEST_CAUSE = 1500
+"""Characters that the others are told; a message has its limits."""
+
+
+class Leaving:
+    """Of one participant. Lives until ``close``; owns the clock's thread and those of notices."""
+
+    def __init__(
+        self, job: Participation, watchers: Watchers, host: EngineHost, margin_s: float
+    ) -> None:
+        """``margin_s``: before a deadline, for leaving without a commit."""
+        self.is_asked = False
+        self._job = job
+        self._watchers = watchers
+        self._pollers: list[Poller] = []
+        self._clock = DrainClock(_Leaver(job, watchers, host), margin_s)
+
+    def drain(self, within: float | None, reason: str) -> None:
+        """As ``ManagerFFT.drain``."""
+        notice = Notice(reason, within)
+        self.is_asked = True
+        self.ask()
+        self._clock.hear(notice)
+
+    def ask(self) -> None:
+        """Tell the engine, if there is one already and there is something to tell."""
+        if self.is_asked:
+            peer = self._job.peer
+            self._job.post(Drain(groups=(peer.group,), by=f"{peer}", local=True))
+
+    def on_notice(
+        self, drain: Callable[[float | None, str], None], source: NoticeSource, interval_s: float
+    ) -> None:
+        """Call ``drain``, a method of an object that this keeps not alive, as ``source`` says."""
+        reader = weakref.WeakMethod(drain)
+        self._pollers.append(Poller(source, lambda n: _pass_on(reader, n), interval_s))
+
+    def on_signal(
+        self,
+        drain: Callable[[float | None, str], None],
+        number: signal.Signals,
+        within: float | None,
+    ) -> None:
+        """Call ``drain`` when the process gets this signal. Main thread only."""
+        previous, owner = signal.getsignal(number), os.getpid()
+
+        @guarded
+        def handle(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != owner:  # a forked worker, to whom our way of ending means nothing
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+                signal.raise_signal(number)
+                return
+            if self._watchers.doomed:
+                signal.signal(number, signal.SIG_DFL)  # no request: this process hung
+                signal.raise_signal(number)
+            drain(within, signal.Signals(number).name)
+            if callable(previous):
+                previous(number, frame)
+
+        signal.signal(number, handle)
+
+    def as_the_environment_says(self, drain_on: Callable[..., None], group: str, rank: int) -> None:
+        """Listen to the signal and the notices that the environment names."""
+        name = os.environ.get("FFT_DRAIN_SIGNAL")
+        if name and threading.current_thread() is threading.main_thread():
+            drain_on(signal.Signals[name], within=drain_within())
+        if notice := os.environ.get("FFT_NOTICE"):
+            drain_on(source_of(notice, group, rank))
+
+    def left(self) -> None:
+        """This participant is out."""
+        self._clock.left()
+
+    def end_notices(self) -> None:
+        """Ask no source any more. Idempotent."""
+        for poller in self._pollers:
+            poller.close()
+        self._pollers.clear()
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self.end_notices()
+        self._clock.close()
+
+
+class _Leaver:
+    """What the clock of a drain may do; does not keep the manager alive."""
+
+    def __init__(self, job: Participation, watchers: Watchers, host: EngineHost) -> None:
+        self._job = weakref.ref(job)
+        self._watchers = weakref.ref(watchers)
+        self._host = host
+
+    def why_still_here(self) -> str | None:
+        job, watchers = self._job(), self._watchers()
+        engine = job.engine if job is not None else None
+        if engine is None or watchers is None:
+            return None  # it has not joined: nobody waits for it
+        if engine.ended.is_set():
+            return None
+        local = engine.local
+        text = waiting_for(local, engine.participant.config, time.monotonic())
+        if (held_up := engine.held_up()) is not None:
+            text = f"{held_up}; before that, {text}"
+        return f"{text}; its main thread is in {_calls_of(watchers.main)}"
+
+    def leave(self, cause: str, limit_s: float) -> bool:
+        job = self._job()
+        engine = job.engine if job is not None else None
+        if engine is None:
+            return True
+        engine.post(Stop(cause[:_LONGEST_CAUSE]))
+        told = engine.ended.wait(limit_s / 2)
+        if not told:  # the bus is silent; who ends with an error is said dead by its supervisor
+            doubt = f"stopped before a deadline without a word to the others: {cause}"
+            engine.abandon(Finish(doubt, error="InDoubt"))
+        # Only now: that the others hear why comes before that their connections end.
+        self._host.cancel_futures(cause)
+        self._host.abort_groups(cause)
+        return told
+
+    def note(self, name: str, data: dict[str, Any]) -> None:
+        job = self._job()
+        if job is not None and job.engine is not None:
+            job.note(name, data)
+
+
+def _pass_on(drain: weakref.WeakMethod[Callable[..., None]], notice: Notice) -> None:
+    """Thread of a source: what it says, to a manager that still lives."""
+    if (call := drain()) is not None:
+        call(notice.within_s, notice.reason)
+
+
+def _calls_of(thread: int | None) -> str:
+    """Where a thread is, innermost call first: file, line and function."""
+    frame = sys._current_frames().get(thread or -1)
+    found: list[str] = []
+    while frame is not None and len(found) < _FRAMES:
+        code = frame.f_code
+        found.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found) or "no Python code"

@@ -1,0 +1,79 @@
+"""This process as a participant of its job: who it is, its bus, its trace, and its engine.
+
+The engine is there from the first txn on (`fft.train.joining`). Any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus.token import JobToken
+from fft.engine.loop import Engine
+from fft.messages.protocol import Event, Peer
+from fft.protocol.state import Local
+from fft.trace.writer import TraceWriter
+from fft.train.place_log import PlaceLog
+
+logger = logging.getLogger(__name__)
+
+
+class Participation:
+    """Of one process in its job. Owns bus and trace, until `close`."""
+
+    def __init__(self, peer: Peer, bus: ErrorBus, trace: TraceWriter) -> None:
+        self.peer = peer
+        self.bus = bus
+        self.trace = trace
+        self.engine: Engine | None = None
+        """None: it has not joined."""
+        self.group_bus: ErrorBus | None = None
+        self._places = PlaceLog(trace)
+
+    @property
+    def local(self) -> Local | None:
+        """The engine's state; None before there is one."""
+        return None if self.engine is None else self.engine.local
+
+    def post(self, event: Event) -> None:
+        """Give ``event`` to the engine, if there is one."""
+        if self.engine is not None:
+            self.engine.post(event)
+
+    def note(self, name: str, data: dict[str, Any]) -> None:
+        """Put it into the trace, with the state of the participant once it has joined."""
+        self.trace.note(name, data, self.local)
+
+    def note_error(self, error: BaseException) -> None:
+        """Have log and trace name the place that ``error`` comes from. Reads source files."""
+        if self.engine is not None:
+            self._places.note(error, self.engine.local)
+
+    def open_group_bus(self, store: str, token: JobToken | None, operation_s: float) -> None:
+        """Make a bus on the group's own store, where its ranks vote first; without it, apart."""
+        host, _, port = store.rpartition(":")
+        reach = f"[{host}]" if ":" in host else host
+        try:
+            # Named after this life of the job's bus, whose epochs nobody else's votes can mean.
+            url = f"tcp://{reach}:{port}/{self.bus.generation}"
+            self.group_bus = open_job_bus(url, token, operation_s, purpose="group bus")
+        except BusError as error:
+            logger.warning("every rank votes for itself: %s", error)
+
+    def leave(self) -> None:
+        """End the engine, which leaves the job, if it is still in. Idempotent."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def close(self) -> None:
+        """End the buses and the trace. Idempotent."""
+        if self.group_bus is not None:
+            self.group_bus.close()
+        if self.engine is not None and self.engine.abandoned:
+            # That waits for the bus, and there is no time to.
+            threading.Thread(target=self.bus.close, name="fft-bus-close", daemon=True).start()
+        else:
+            self.bus.close()
+        self.trace.close()

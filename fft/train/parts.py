@@ -1,0 +1,138 @@
+"""The parts of a manager, put together once; how they end, and in which order."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, cast
+
+from torchft.process_group import ProcessGroup
+
+from fft.bus import open_job_bus
+from fft.trace.writer import TraceWriter
+from fft.train.epoch_groups import EpochGroups
+from fft.train.healing import Healer, StateExchange
+from fft.train.host import EngineHost, LighthouseDoubter
+from fft.train.joining import identify, join, store_address
+from fft.train.leaving import Leaving
+from fft.train.lighthouse import Beacon, Quorums
+from fft.train.operator_commands import OperatorCommands, make_injector
+from fft.train.participation import Participation
+from fft.train.rank_state import RankState
+from fft.train.reductions import TxnReductions
+from fft.train.settings import Settings
+from fft.train.state.transfer import StateTransfer
+from fft.train.transaction import TransactionLoop
+from fft.train.voting import Voter
+from fft.train.watchers import Watchers
+from fft.train.worker import Worker
+
+if TYPE_CHECKING:
+    from fft.train.torchft_interface import TorchftInterface
+
+
+class Parts:
+    """Of one manager, whose torchft side is constructed already."""
+
+    def __init__(
+        self,
+        manager: TorchftInterface,
+        settings: Settings,
+        pg: ProcessGroup,
+        shard_pg: ProcessGroup | None,
+        transfer: StateTransfer | None,
+        undo: ExitStack,
+    ) -> None:
+        """``undo`` gets what ends the parts that hold something, for when a later one fails."""
+        self.settings = settings
+        self.limits = limits = settings.timeout_table(manager)
+        bus = open_job_bus(settings.bus_url, settings.token, limits["bus_operation"].seconds)
+        undo.callback(bus.close)
+        peer = identify(manager, bus)
+        trace = TraceWriter(settings.trace_dir, peer)
+        undo.callback(trace.close)
+        self.job = Participation(peer, bus, trace)
+        self.watchers = Watchers()
+        self.groups = EpochGroups(manager, peer, store_address(manager), pg, shard_pg)
+        self.injector = make_injector(self.job, self.groups)
+        self.commands = OperatorCommands(self.job, self.injector)
+        self.reductions = TxnReductions(manager, self.watchers, self.injector)
+        digests = settings.digest == "commit"
+        self.state = RankState(manager, self.injector, settings.check_replicas, digests)
+        self.exchange = StateExchange(manager, self.state, transfer)
+        host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
+        self.leaving = Leaving(self.job, self.watchers, host, margin_s)
+        undo.callback(self.leaving.close)
+        self.quorums = self._make_quorums(manager)
+        learners = settings.learners
+        self.healer = Healer(manager, self.job, self.state, self.groups, self.exchange, learners)
+        self.voter = Voter(
+            manager,
+            self.job,
+            self.watchers,
+            self.state,
+            self.groups,
+            self.reductions,
+            self.healer,
+            self.quorums,
+            self.injector,
+            learners,
+        )
+        self.worker = Worker(
+            manager,
+            self.job,
+            self.watchers,
+            self.state,
+            self.groups,
+            self.reductions,
+            self.exchange,
+            self.healer,
+            self.voter,
+            self.leaving,
+            self.quorums,
+            self.injector,
+            settings.max_body_failures,
+            lambda: join(manager, self),
+        )
+        self.loop = TransactionLoop(
+            manager,
+            self.job,
+            self.watchers,
+            self.state,
+            self.reductions,
+            self.voter,
+            self.worker,
+            settings.spec.policies.min_reductions,
+        )
+
+    def _make_quorums(self, manager: TorchftInterface) -> Quorums | None:
+        """Who asks the lighthouse, if it is in charge: the first rank of a group."""
+        if self.settings.membership != "lighthouse" or manager._group_rank != 0:
+            return None
+        return Quorums(
+            cast("Beacon", manager._manager),
+            self.job.peer,
+            self.limits["quorum_timeout"].seconds,
+            self.limits["lighthouse_window"].seconds,
+            LighthouseDoubter(self.job),
+        )
+
+    def close(self) -> None:
+        """Leave the job and end all. Idempotent."""
+        self.worker.finish_apply()
+        self.leaving.end_notices()
+        self.watchers.end_reports()
+        self.job.leave()
+        if self.quorums is not None:
+            self.quorums.close()
+        self.healer.stop_learning()
+        self.leaving.close()
+        self.state.close_source()
+        self.commands.close()
+        self.reductions.close()
+        self.state.close()
+        self.worker.close()
+        self.groups.close()
+        if self.injector is not None:
+            self.injector.detach()
+        self.watchers.close()
+        self.job.close()

@@ -1,0 +1,175 @@
+"""What this rank holds of the job's state: what was registered, where the data are, the position.
+
+Main thread. Touches models, optimizers and data source by reference, and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchft.manager import Manager
+
+from fft.messages.protocol import Record
+from fft.train.data.source import DataSource, as_source
+from fft.train.injector import Injector
+from fft.train.state.equality_checks import EqualityChecks
+from fft.train.state.step_state import StepState
+from fft.train.updates import Updates
+from fft.util.errors import FftError
+
+SCALER = "grad_scaler"
+"""Name of the scaler's state among what is registered."""
+
+
+class RankState:
+    """Of one rank. Before ``register`` it is only what functions of the user's load and save."""
+
+    def __init__(
+        self, manager: Manager, injector: Injector | None, check_every: int | None, digests: bool
+    ) -> None:
+        """``check_every``: steps between comparisons of replicas. ``digests``: of each commit."""
+        self._manager = manager
+        self._injector = injector
+        self._check_every = check_every
+        self._digests = digests
+        self.step: StepState | None = None
+        self.updates = Updates()
+        self.checks: EqualityChecks | None = None
+        self.has_extra = False
+        """Something is registered besides model, optimizer, schedule and scaler."""
+        self.source: DataSource | None = None
+        self._loader: Any = None
+        """What the source draws from; it knows what was drawn and not consumed."""
+        self.position: Record | None = None
+        """The record that the state on this rank is that of."""
+        self.lineage, self.cursor = "", 0
+        """Of the checkpoint that was loaded, if one was."""
+        self._resume_at: Any = None
+        """Where a stateful loader resumes."""
+
+    def register(
+        self,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        schedulers: list[Any],
+        extra: Mapping[str, Any],
+        generators: Sequence[torch.Generator] | None,
+        scaler: Any | None,
+    ) -> None:
+        """As ``ManagerFFT.register``; what was registered before is forgotten."""
+        others = dict(extra)
+        self.has_extra = bool(others)
+        if scaler is not None:
+            if SCALER in others:
+                raise FftError(f"extra={{{SCALER!r}: …}} and scaler=: give one of them")
+            others[SCALER] = scaler
+        updates = Updates(optimizers, schedulers, scaler)
+        for function in self.updates.after:  # registered before
+            updates.on_commit(function)
+        self.updates.close()
+        self.updates = updates
+        self.step = StepState(models, optimizers, schedulers, others, generators)
+        self.checks = EqualityChecks(self.step.fingerprint, self._check_every)
+        if self._injector is not None:
+            for module in models:
+                self._injector.attach(module)
+
+    def digest(self) -> str:
+        """Digest of parameters, optimizer state and buffers."""
+        if self.step is None:
+            raise FftError("call manager.register(model, optimizer) before digest()")
+        return self.step.digest()
+
+    def digest_for_audit(self) -> str | None:
+        """What the audit compares between replicas, if that is wanted."""
+        if not self._digests or self.step is None:
+            return None
+        return self.step.digest(buffers=False)
+
+    def refuse_unsendable(self) -> None:
+        """Raise FftError now, else it shows when somebody joins, and stops the others."""
+        if self.step is not None:
+            try:
+                self.step.export()
+            except TypeError as error:
+                raise FftError(
+                    f"what is registered cannot be sent to a group that joins: {error}"
+                ) from error
+
+    # --- data ---
+
+    def open_source(self, loader: Any, replay_only: bool) -> DataSource:
+        """The data source of ``loader``, where the checkpoint says; the caller opens it."""
+        if self.source is None or self._loader is not loader or self.source.in_any_order:
+            self.source, self._loader = as_source(loader, replay_only), loader
+        if self._resume_at is not None:
+            self.source.load(self._resume_at, self.cursor * self._manager._group_world_size)
+            self._resume_at = None
+        return self.source
+
+    # --- where it stands ---
+
+    def stands_at(self, record: Record) -> None:
+        """The state is that of ``record`` now."""
+        self.position = record
+        self._manager._step = record.step
+        self._manager._batches_committed = record.batches
+
+    def checkpoint_fields(self) -> dict[str, Any]:
+        """What belongs into a checkpoint besides torchft's own fields."""
+        at = self.position  # not where the engine stands: it hears of an update when it is over
+        lineage, cursor = (self.lineage, self.cursor) if at is None else (at.lineage, at.cursor)
+        found: dict[str, Any] = {"lineage": lineage, "cursor": cursor}
+        if self.source is not None and not self.source.in_any_order:
+            found["data"] = self.source.export(cursor * self._manager._group_world_size)
+        return found
+
+    def resume(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take those fields over, before the job is joined."""
+        self.lineage = checkpoint.get("lineage", "")
+        self.cursor = checkpoint.get("cursor", checkpoint["batches_committed"])
+        self._resume_at = checkpoint.get("data")
+
+    # --- from rank to rank ---
+
+    def export(self, record: Record) -> dict[str, Any]:
+        """All of it, for a peer that starts with ``record``."""
+        manager, step = self._manager, self.step
+        position = record.cursor * manager._group_world_size
+        return {
+            "fft": {"lineage": record.lineage, "cursor": record.cursor},
+            "torchft": {"step": record.step, "batches_committed": record.batches},
+            "user": {key: value() for key, value in manager._user_state_dicts.items()},
+            "state": step.export(bool(record.learners)) if step is not None else None,
+            "data": self.source.export(position) if self.source is not None else None,
+        }
+
+    def load(self, payload: dict[str, Any], record: Record, keep_gradients: bool) -> None:
+        """Take over what a peer has exported. Raises FftError if there is nothing to take it."""
+        loads = self._manager._load_state_dict_fns
+        missing = [key for key in loads if key not in payload["user"]]
+        if missing:
+            raise FftError(f"the peer's state lacks {missing[0]!r}, which is registered here")
+        if self.step is None and not loads:
+            raise FftError(
+                "this rank must fetch state, but has nothing to load it into: pass state_dict and "
+                "load_state_dict, or call manager.register(model, optimizer)"
+            )
+        for key, load in loads.items():
+            load(payload["user"][key])
+        if self.step is not None:
+            self.step.load(payload["state"], keep_gradients)
+        if self.source is not None:
+            self.source.load(payload["data"], record.cursor * self._manager._group_world_size)
+
+    def close(self) -> None:
+        """Take the hooks off the optimizers. Idempotent. (The source is closed before.)"""
+        self.updates.close()
+
+    def close_source(self) -> None:
+        """End the source's workers. Idempotent."""
+        if self.source is not None:
+            self.source.close()

@@ -1,0 +1,261 @@
+"""The reductions of a txn: what was issued, for the vote; what is pending, for a rollback.
+
+Runs on the main thread and autograd's; `TxnReductions.cancel` on the engine's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch.distributed.distributed_c10d import Work
+from torchft.manager import Manager, _ManagedWork
+from torchft.utils import synchronize
+from torchft.work import _DummyWork
+
+from fft.messages.protocol import Manifest
+from fft.train.injector import Injector
+from fft.train.reducer import Reducer
+from fft.train.watchers import Watchers
+from fft.util.errors import TxnAborted
+
+
+class TxnReductions:
+    """Those of the present txn, and the reducers that issue them during backward."""
+
+    def __init__(self, manager: Manager, watchers: Watchers, injector: Injector | None) -> None:
+        self._manager = manager
+        self._watchers = watchers
+        self._injector = injector
+        self.raises = False
+        """A failed reduction unwinds the body: it is FFT's own loop. torchft's goes on."""
+        self.reducers: list[Reducer] = []
+        """Their hooks on parameters keep the manager alive, unseen by the garbage collector."""
+        self.manifest = ManifestBuilder()
+        self.are_by_hand = False
+        """The user has reduced something in this txn, besides the reducers."""
+        self._works: list[Work] = []
+        self._last: torch.Tensor | None = None
+        """The last tensor reduced in this txn, where faults may be injected."""
+        self._futures: set[_CancellableFuture] = set()
+
+    @property
+    def models(self) -> str:
+        """What the reducers reduce, in words."""
+        return ", ".join(reducer.model for reducer in self.reducers)
+
+    @property
+    def were_edited(self) -> bool:
+        """Whether reduced gradients may have been changed in this txn: by hand, who knows."""
+        by_hand = not self.reducers or self.are_by_hand
+        return by_hand or any(reducer.edited() for reducer in self.reducers)
+
+    def begin(self) -> None:
+        """A txn begins."""
+        self._works.clear()
+        self.are_by_hand = False
+        self._last = None
+        self.manifest = ManifestBuilder()
+
+    def begin_reducers(self, exact: bool) -> None:
+        """A body begins; ``exact``: see `Reducer.begin`."""
+        for reducer in self.reducers:
+            reducer.begin(exact=exact)
+
+    def issue(self, reduce: Callable[..., Work], tensor: torch.Tensor, *how: Any) -> Work:
+        """All-reduce by torchft's ``reduce(tensor, should_quantize, reduce_op)``, and note it."""
+        if self._injector is not None:
+            self._injector.at("before_allreduce")
+        self._raise_failure()
+        self.are_by_hand = True
+        self.manifest.add(tensor, how[-1])
+        if self._injector is not None:
+            self._last = tensor
+            if self._injector.poisons("before"):
+                _poison(tensor)
+        self._watchers.ping()
+        work = reduce(tensor, *how)
+        if isinstance(work, _DummyWork):
+            # What torchft's DDP hook expects, which a bare _DummyWork makes it fail on.
+            work = _ManagedWork(self._manager, work, tensor)
+            work.get_future().then(lambda _: tensor)
+        work.__class__ = _TxnWork
+        cast("_TxnWork", work).reducing = self._watchers.reducing
+        self._works.append(work)
+        if self._injector is not None:
+            self._injector.at("during_allreduce")
+        return work
+
+    def issue_for_reducer(self, tensor: torch.Tensor, layout: str) -> Work:
+        """`issue`, of what lies in ``tensor`` as ``layout`` says."""
+        by_hand = self.are_by_hand
+        work: Work = self._manager.allreduce(tensor)
+        self.are_by_hand = by_hand
+        self.manifest.note(layout)
+        return work
+
+    def all_over(self) -> None:
+        """The reducers' are: raise if one failed and the body shall unwind."""
+        self._works.clear()
+        self._raise_failure()
+        if self._injector is not None:
+            self._injector.at("after_allreduce")
+
+    def _raise_failure(self) -> None:
+        if self.raises and (error := self._manager._errored) is not None:
+            raise TxnAborted(str(error.original_exception))
+
+    def wait(self) -> None:
+        """Wait for all before the vote, and report what failed."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        if torch.accelerator.is_available():
+            synchronize()
+        manager, injector = self._manager, self._injector
+        if (error := manager._pg.errored()) is not None:
+            manager.report_error(error)
+        if self._last is not None and injector and injector.poisons("after"):
+            _poison(self._last)
+        self._last = None
+        if manager._errored is None and injector and injector.fails_after_allreduce():
+            error = RuntimeError("injected: the last all-reduce failed on this side")
+            manager.report_error(error)
+
+    def reset(self) -> None:
+        """After a rollback: nothing is pending."""
+        self._works.clear()
+        for reducer in self.reducers:
+            reducer.reset()
+
+    # --- futures ---
+
+    def wrap(
+        self,
+        wrap: Callable[..., torch.futures.Future[Any]],
+        future: torch.futures.Future[Any],
+        default: Any,
+        timeout: timedelta | None,
+    ) -> torch.futures.Future[Any]:
+        """torchft's ``wrap(future, default, timeout)``, completed by `cancel`, too."""
+        if future.done() and not torch.accelerator.is_available():
+            return self._settled(future, default)
+        outer = _CancellableFuture(default, self._futures.discard)
+        self._futures.add(outer)
+        wrap(future, default, timeout).add_done_callback(outer.settle)
+        return outer.future
+
+    def _settled(self, fut: torch.futures.Future[Any], default: Any) -> torch.futures.Future[Any]:
+        """A future that has its result or error already, without torchft's thread for timeouts.
+
+        With an accelerator a future is done when its work is queued there, so this is for the rest.
+        """
+        try:
+            fut.value()
+        except Exception as error:
+            text = f"a future failed, the step will not be committed: {error}"
+            self._manager._logger.exception(text)
+            self._manager.report_error(error)
+            fut = torch.futures.Future()
+            fut.set_result(default)
+        return fut
+
+    def cancel(self) -> None:
+        """Complete every pending future with its default. Engine thread."""
+        for future in list(self._futures):
+            future.cancel()
+
+    def close(self) -> None:
+        """Take the reducers' hooks off the parameters. Idempotent."""
+        for reducer in self.reducers:
+            reducer.close()
+        self.reducers.clear()
+
+
+class _TxnWork(_ManagedWork):  # type: ignore[misc]
+    """torchft's managed work; its future is there after a failed wait too, as DDP needs."""
+
+    reducing: Callable[[], AbstractContextManager[None]]
+    """What is entered around the wait."""
+    is_over = False
+    """It was waited for, with success, and there is no accelerator's stream to wait in again."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As torchft's: False, and the error reported, if the work failed."""
+        if self.is_over and self._managed_fut_tail._fut is not None:
+            return True
+        with self.reducing():
+            done = bool(super().wait(timeout))
+        self.is_over = done and not torch.accelerator.is_available()
+        tail = self._managed_fut_tail
+        if tail._fut is None:
+            tail._fut = torch.futures.Future()
+            tail._fut.set_result(self._value)
+        return done
+
+
+class _CancellableFuture:
+    """A torch future that completes with the wrapped one, or with ``default`` when cancelled."""
+
+    def __init__(self, default: Any, on_done: Callable[[_CancellableFuture], None]) -> None:
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self._default = default
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._done = False
+
+    def settle(self, inner: torch.futures.Future[Any]) -> None:
+        """Complete as the wrapped future, whose errors torchft has already replaced."""
+        self._set(inner.value())
+
+    def cancel(self) -> None:
+        """Complete with the default now."""
+        self._set(self._default)
+
+    def _set(self, value: Any) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._done = True
+        self._on_done(self)
+        self.future.set_result(value)
+
+
+class ManifestBuilder:
+    """Counts the reductions of a txn for its vote."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._bytes = 0
+        self._shapes = hashlib.blake2b(digest_size=8)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was reduced yet."""
+        return self._count == 0
+
+    def add(self, tensor: torch.Tensor, op: Any) -> None:
+        """Note one reduction, in issue order."""
+        self._count += 1
+        if not tensor.is_sparse:  # else how much it is differs between the groups
+            self._bytes += tensor.nbytes
+        self._shapes.update(f"{op}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
+
+    def note(self, layout: str) -> None:
+        """What lay in the last tensor."""
+        self._shapes.update(layout.encode())
+
+    def build(self) -> Manifest:
+        """The manifest so far."""
+        return Manifest(self._count, self._bytes, self._shapes.hexdigest())
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Make one value of ``tensor`` NaN, as a memory error would."""
+    with torch.no_grad():
+        tensor[(0,) * tensor.dim()] = float("nan")

@@ -1,0 +1,70 @@
+"""Errors as they are reported: in one line, with their stack trace on demand, and by name.
+
+Pure but for torchft's class of a reported error.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import weakref
+from typing import Any
+
+from torchft.manager import ExceptionWithTraceback, Manager
+
+import fft.util.errors
+from fft.messages.protocol import Finish
+from fft.util.errors import FftError
+
+_LONGEST = 500
+
+
+class Reported(ExceptionWithTraceback):  # type: ignore[misc]
+    """torchft's record of an error, with the stack trace put into words when it is asked for.
+
+    To do that at once reads source files, in the middle of a rollback.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        Exception.__init__(self, str(error))
+        self.original_exception = error
+
+    @property
+    def stack_trace(self) -> str:
+        """As torchft's attribute of this name."""
+        return "".join(traceback.format_exception(self.original_exception))
+
+
+class QuietLogger:
+    """torchft's logger of a manager, less the stack traces of what an abort has caused."""
+
+    def __init__(self, manager: Manager, inner: Any) -> None:
+        self._manager = weakref.ref(manager)
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def exception(self, message: str) -> None:
+        """Log with the stack trace, unless the txn is being rolled back anyway."""
+        manager = self._manager()
+        error = manager._errored if manager is not None else None
+        if error is not None:
+            self._inner.info(message)
+        else:
+            self._inner.exception(message)
+
+
+def text_of(error: BaseException) -> str:
+    """One line that says what happened; without gloo's source path and its general advice."""
+    first = (str(error).splitlines() or [""])[0]
+    plain = re.sub(r"^\[/\S+?:\d+\] ", "", first).split(". This is typically")[0]
+    # the name of a file may come with half a character, which no message carries
+    return f"{type(error).__name__}: {plain}"[:_LONGEST].encode("utf-8", "replace").decode()
+
+
+def error_of(command: Finish) -> FftError:
+    """The error by which the main thread shall stop."""
+    kind = getattr(fft.util.errors, command.error or "", FftError)
+    assert issubclass(kind, FftError)
+    return kind(command.reason)

@@ -1,0 +1,150 @@
+"""What a manager was given, together with what the environment says: read and checked once.
+
+Opens nothing, but for the services of a script that nobody has launched (`fft.train.standalone`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import BoundArguments
+from pathlib import Path
+from typing import Literal
+
+from torchft.manager import Manager
+
+from fft.bus.token import JobToken
+from fft.health.monitor import MonitorConfig
+from fft.protocol.load import load_spec
+from fft.protocol.spec import FsmSpec
+from fft.protocol.timeouts import (
+    ARGUMENTS,
+    TORCHFT_DEFAULT_S,
+    Given,
+    Timeout,
+    from_env,
+    resolve,
+)
+from fft.train.lighthouse import Membership, membership_of
+from fft.train.speed_reporter import interval_from
+from fft.train.standalone import Alone, is_alone
+from fft.train.state.equality_checks import refuse_interval
+from fft.util.errors import FftError
+
+Digest = Literal["never", "commit"]
+Learners = Literal["auto", "always", "never"]
+OnDivergence = Literal["stop", "heal"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``ManagerFFT`` that are not torchft's, with their defaults filled in."""
+
+    spec: FsmSpec
+    bus_url: str
+    token: JobToken | None
+    alone: Alone | None
+    """Services of a job of one process; None: somebody else has started them."""
+    trace_dir: Path | None
+    expected_groups: int
+    timeouts: Mapping[str, float]
+    """As given, by name; the rest comes by `timeout_table`."""
+    digest: Digest
+    check_replicas: int | None
+    on_divergence: OnDivergence
+    learners: Learners
+    max_body_failures: int | None
+    monitor: bool
+    progress_interval: float
+    membership: Membership
+
+    def timeout_table(self, manager: Manager) -> Mapping[str, Timeout]:
+        """All timeouts; torchft's constructor has put its environment variables in already.
+
+        Raises TimeoutsError: they contradict each other.
+        """
+        chosen = {name: Given(float(s), "timeouts=") for name, s in self.timeouts.items()}
+        for name in ARGUMENTS:
+            seconds = getattr(manager, f"_{name}").total_seconds()
+            if seconds != TORCHFT_DEFAULT_S:
+                chosen[name] = Given(seconds, f"{name}=")
+        return resolve(self.spec, {**chosen, **from_env(os.environ)}, self.bus_url)
+
+
+def read_settings(
+    called: BoundArguments,
+    *,
+    bus: str | None,
+    spec: str | None,
+    trace_dir: str | Path | None,
+    expected_groups: int | None,
+    timeouts: Mapping[str, float] | None,
+    digest: Digest,
+    check_replicas: int | None,
+    on_divergence: OnDivergence | None,
+    learners: Learners,
+    max_body_failures: int | None,
+    monitor: bool | None,
+    progress_interval: float | None,
+    membership: Membership | None,
+) -> Settings:
+    """Check and complete what ``ManagerFFT`` was given; ``called`` are torchft's arguments.
+
+    Raises SpecError, TokenError, FftError. What is started (``alone``) is started last.
+    """
+    refuse_interval(check_replicas)
+    loaded = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
+    url = bus or os.environ.get("FFT_BUS")
+    if not url and not is_alone(called):
+        raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
+    token = JobToken.from_env()
+    chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
+    interval = interval_from(progress_interval)
+    wanted = called.arguments["min_replica_size"]
+    directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
+    alone: Alone | None = None
+    if not url:
+        alone = Alone(called)
+        url, expected_groups = alone.bus_url, 1
+        # a breakpoint is a hang
+        monitor = os.environ.get("FFT_MONITOR") == "1" if monitor is None else monitor
+    return Settings(
+        spec=loaded,
+        bus_url=url,
+        token=token,
+        alone=alone,
+        trace_dir=Path(directory) if directory else None,
+        expected_groups=expected_groups or int(os.environ.get("NUM_REPLICA_GROUPS", str(wanted))),
+        timeouts=timeouts or {},
+        digest=digest,
+        check_replicas=check_replicas,
+        on_divergence=on_divergence or loaded.policies.on_divergence,
+        learners=learners,
+        max_body_failures=max_body_failures,
+        monitor=os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor,
+        progress_interval=interval,
+        membership=chosen,
+    )
+
+
+def monitor_config(table: Mapping[str, Timeout]) -> MonitorConfig:
+    """When a main thread hangs, and a host is gone, by the table of timeouts."""
+    limit, grace = table["hang_limit"].seconds, table["hang_grace"].seconds
+    host_s = table["host_limit"].seconds
+    return MonitorConfig(limit, grace, min_s=min(1.0, limit), host_s=host_s)
+
+
+def drain_within() -> float | None:
+    """Seconds that the drain signal leaves, as the environment says."""
+    text = os.environ.get("FFT_DRAIN_WITHIN")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise FftError(f"FFT_DRAIN_WITHIN={text!r}: give a number of seconds, such as 30")
+    return seconds

@@ -1,0 +1,155 @@
+"""torchft's Manager with the methods of torchft that FFT carries out in its own way.
+
+For loops that are written for torchft. What each does is in the parts (`fft.train.parts`).
+"""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import Work
+from torchft.manager import Manager
+
+from fft.train.host import ShutDownAtExit
+from fft.train.parts import Parts
+from fft.train.unsafe_places import guarded
+from fft.util.errors import Drained, FftError
+
+
+class TorchftInterface(Manager):  # type: ignore[misc]
+    """Whoever derives from it makes the parts."""
+
+    _parts: Parts
+    _at_exit: ShutDownAtExit
+
+    def start_quorum(
+        self,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Begin the next txn. Returns at once, except after a rollback or a membership change.
+
+        There is no quorum call: membership changes only with an epoch, and state is current when
+        this returns. ``allow_heal``, ``shrink_only`` and ``timeout`` are accepted and not needed.
+
+        Raises:
+            Drained: this group has left; it is a ``SystemExit`` with status 0.
+        """
+        if self._parts.worker.txn is not None:
+            if self._errored is None and self._parts.reductions.manifest.empty:
+                return
+            # The user skips this step, as after a scaler that found an inf: all do, together.
+            command = self._parts.worker.prepare(skip=True)
+            if command is not None:
+                assert command.skip, "one vote for a skip makes it one"
+                self._parts.worker.skip(command)
+        if self._parts.worker.begin() is None:
+            raise Drained("this replica group has drained")
+
+    def wait_quorum(self) -> None:
+        """Return at once: membership is known when a txn begins."""
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Vote, and learn the decision: equal on all ranks of all groups.
+
+        Raises:
+            RuntimeError: ``max_retries`` failures in a row.
+            InDoubt, Fenced, NoEpoch (NoState, NotEnoughGroups): this participant must stop.
+        """
+        command = self._parts.worker.prepare()
+        if command is not None and command.skip:  # another rank skips this step
+            self._parts.worker.skip(command)
+            return False
+        if command is not None:
+            self._parts.worker.leave_to_loop(command)
+            return True
+        self._commit_failures += 1
+        if self._max_retries is not None and self._commit_failures > self._max_retries:
+            raise RuntimeError(
+                f"should_commit failed {self._commit_failures} times consecutively, exceeding "
+                f"max_retries={self._max_retries}"
+            )
+        return False
+
+    @guarded
+    def report_error(self, e: Exception) -> None:
+        """Report an error of this rank: the txn is rolled back on every rank of every group.
+
+        Between two txns there is nothing to roll back: what failed then, such as the averaging of
+        a loss, failed, and the next txn begins without it, as under torchft. Only the error of an
+        update that was begun after ``should_commit()`` costs this rank its state.
+        """
+        if self._parts.job.engine is None:
+            super().report_error(e)
+        else:
+            self._parts.worker.report_error(e)
+
+    @guarded
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: Any = ReduceOp.AVG,
+    ) -> Work:
+        """torchft's fault tolerant all-reduce; what it reduced goes into the vote's manifest."""
+        if self._parts.worker.txn is None and not self._parts.reductions.raises:
+            # so that whoever waits in it can be freed by a rollback
+            self._parts.worker.finish_apply()
+        return self._parts.reductions.issue(super().allreduce, tensor, should_quantize, reduce_op)
+
+    def reduce_gradients(self, tensor: torch.Tensor, layout: str) -> Work:
+        """For the reducers: `allreduce`, of what lies in ``tensor`` as ``layout`` says."""
+        return self._parts.reductions.issue_for_reducer(tensor, layout)
+
+    def reduced(self) -> None:
+        """For the reducers: raise if a reduction of this txn failed and the body shall unwind."""
+        self._parts.reductions.all_over()
+
+    def wrap_future(
+        self,
+        fut: torch.futures.Future[Any],
+        default: Any,
+        timeout: timedelta | None = None,
+    ) -> torch.futures.Future[Any]:
+        """As torchft's; a rollback completes the future with ``default`` at once."""
+        return self._parts.reductions.wrap(super().wrap_future, fut, default, timeout)
+
+    def num_participants(self) -> int:
+        """Groups whose gradients count in the present txn."""
+        return int(self._participating_replica_world_size)
+
+    def participating_rank(self) -> int | None:
+        """Index of this group among the participating groups; None: a spare."""
+        rank: int | None = self._participating_replica_rank
+        return rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """torchft's, plus lineage, data cursor and, of a stateful loader, its state there."""
+        return {**super().state_dict(), **self._parts.state.checkpoint_fields()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a checkpoint; before the first step only.
+
+        Raises:
+            FftError: the manager has already joined the job.
+        """
+        if self._parts.job.engine is not None:
+            raise FftError("load_state_dict() must come before the first step")
+        super().load_state_dict(state_dict)
+        self._parts.state.resume(state_dict)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave the job and end every thread, socket and file of this manager. Idempotent.
+
+        Called when the interpreter exits, if it was not before.
+        """
+        atexit.unregister(self._at_exit)
+        self._parts.close()
+        super().shutdown(wait)
+        if self._parts.settings.alone is not None:
+            self._parts.settings.alone.close()

@@ -1,0 +1,221 @@
+"""FFT's own loop: transactions, each one attempt at one step, with the same batch until it commits.
+
+Main thread. What a body may not do, and what its failures mean, is judged here; votes and updates
+are `fft.train.worker`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from torchft.manager import Manager
+
+from fft.messages.protocol import StartTxn
+from fft.train.data.source import Drawn, Inputs
+from fft.train.interrupt import Interrupted
+from fft.train.participation import Participation
+from fft.train.process_group import GroupAborted
+from fft.train.rank_state import RankState
+from fft.train.reductions import TxnReductions
+from fft.train.unsafe_places import guarded
+from fft.train.voting import Voter
+from fft.train.watchers import Watchers
+from fft.train.worker import Worker
+from fft.util.errors import BodyKeepsFailing, FftError, TxnAborted
+
+
+class TransactionLoop:
+    """The loop of one manager over its data."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        job: Participation,
+        watchers: Watchers,
+        state: RankState,
+        reductions: TxnReductions,
+        voter: Voter,
+        worker: Worker,
+        min_reductions: int,
+    ) -> None:
+        """``min_reductions``: 0, if a body may end without one."""
+        self.job = job
+        self.worker = worker
+        self.is_over = False
+        """The last txn of all was committed."""
+        self._manager = manager
+        self._watchers = watchers
+        self._state = state
+        self._reductions = reductions
+        self._voter = voter
+        self._min_reductions = min_reductions
+
+    def run(self, loader: Any, max_steps: int | None, replay_only: bool) -> Iterator[Transaction]:
+        """As ``ManagerFFT.transactions``."""
+        manager, state = self._manager, self._state
+        if state.step is None:
+            raise FftError("call manager.register(model, optimizer) before transactions()")
+        if self.is_over:
+            raise FftError(
+                f"this job is over since step {manager._step}: its last step (max_steps), or the "
+                "end of its data, has come, and all groups have left. Call transactions() once, "
+                "with the total of steps; what is done between epochs fits between two txns"
+            )
+        self._reductions.raises = True
+        source = state.open_source(loader, replay_only)
+        inputs = Inputs(source, manager._group_world_size, manager._group_rank)
+        try:
+            source.open()  # before there are process groups, whose sockets workers would have
+            while (plan := self.worker.begin()) is not None:
+                if max_steps is not None and plan.step >= max_steps:
+                    return
+                if (drawn := inputs.draw(plan)) is None:
+                    return
+                state.step.capture()
+                last_step = max_steps is not None and plan.step + 1 >= max_steps
+                txn = Transaction(self, plan, drawn, drawn.is_last or last_step)
+                yield txn
+                if not txn.closed:
+                    raise FftError("the body of a txn must run inside `with txn:`")
+        finally:
+            state.close_source()
+
+    # --- for Transaction ---
+
+    @guarded
+    def open_body(self) -> None:
+        """A body begins."""
+        self._state.updates.opened()
+        # not before: by `txn.step` users unfreeze what it says is due
+        self._voter.begin_reducers()
+        interrupter, engine = self._watchers.interrupter, self.job.engine
+        if interrupter is None or engine is None:
+            return
+        interrupter.enter()
+        if engine.superseded():  # rolled back before there was anything to unwind
+            interrupter.request("rolled back before it began")
+
+    @guarded
+    def close_body(self) -> None:
+        """It has ended, however."""
+        self._state.updates.in_body = False
+        if self._watchers.interrupter is not None:
+            self._watchers.interrupter.leave()
+
+    def body_failed(self, plan: StartTxn, error: Exception) -> None:
+        """An exception left the body: report it; give up if it keeps coming at one step."""
+        if isinstance(error, (TxnAborted, GroupAborted)) or self._manager._errored is not None:
+            return
+        why = self.worker.body_failures.failed(plan.step, plan.members, error)
+        if (batch := self._which_batch(plan)) not in getattr(error, "__notes__", ()):
+            error.add_note(batch)
+        if why is not None:
+            self.job.note_error(error)
+            raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
+        self._manager.report_error(error)
+
+    def left_undone(self) -> FftError | None:
+        """What a body that has ended well has left undone: no step could be right with it."""
+        if self._manager._errored is not None:
+            return None
+        if self._reductions.manifest.empty and self._min_reductions:
+            return FftError(
+                "the body has ended without reducing a gradient across the groups (`continue`? no "
+                "backward()? no sync_gradients(model)?): a body must come to its backward() for "
+                "every batch; multiply the loss by 0 where one is not to count"
+            )
+        if self._state.updates.were_scheduled:
+            return FftError(
+                "scheduler.step() inside `with txn:`: the transaction steps the registered "
+                "schedulers itself, after COMMIT; take the call out of the body"
+            )
+        for reducer in self._reductions.reducers:
+            if (why := reducer.unfinished) is not None:
+                return FftError(f"{why}: such gradients are not those of the other groups")
+        return None
+
+    def _which_batch(self, plan: StartTxn) -> str:
+        """In words, for who looks for what was wrong with it."""
+        where = f"in the txn of step {plan.step}, on {self.job.peer}"
+        if plan.index is None:
+            return f"{where}, with a batch that does not count"
+        number = plan.cursor + plan.index
+        item = number * self._manager._group_world_size + self._manager._group_rank
+        return f"{where}, with slice {number} of the data (item {item})"
+
+
+class Transaction:
+    """One attempt at one step. ``with txn:`` runs the body; leaving it votes and decides.
+
+    Attributes:
+        batch: what this rank takes. A copy: a replay finds it as it was loaded.
+        step: committed steps before this txn.
+        contributes: whether what the body computes counts. A spare's does not, nor that of a group
+            in the txn in which it joins: its weights are not those of the job before the end of it.
+        committed: after the body: whether the txn was committed; its data are consumed then.
+        skipped: after the body: whether it was committed without an optimizer step.
+    """
+
+    def __init__(self, loop: TransactionLoop, plan: StartTxn, drawn: Drawn, last: bool) -> None:
+        self.batch = drawn.batch
+        self.step = plan.step
+        self.contributes = plan.index is not None
+        self.epoch, self.attempt = plan.token
+        self.committed = self.skipped = False
+        self.closed = False
+        self._loop = loop
+        self._plan = plan
+        self._is_last = last
+        self._waited_ms = drawn.waited_ms
+
+    def log(self, **metrics: float) -> None:
+        """Put figures of this attempt into the trace."""
+        self._loop.job.note("metrics", metrics)
+
+    @guarded
+    def __enter__(self) -> Self:
+        self._loop.open_body()
+        return self
+
+    @guarded
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        loop = self._loop
+        loop.close_body()
+        self.closed = True
+        if isinstance(error, Interrupted):
+            return True
+        if error is not None:
+            if not isinstance(error, Exception):
+                return False
+            loop.body_failed(self._plan, error)
+            return True
+        if (mistake := loop.left_undone()) is not None:
+            loop.body_failed(self._plan, mistake)
+            return True
+        command = loop.worker.prepare(last=self._is_last)
+        if command is not None:
+            self.committed, self.skipped = True, command.skip
+            loop.is_over = self._is_last and not command.skip
+            self._note_consumption()
+            loop.worker.apply(command)
+        return True
+
+    def _note_consumption(self) -> None:
+        plan = self._plan
+        number = None if plan.index is None else plan.cursor + plan.index
+        self._loop.job.trace.note(
+            "consumed",
+            {
+                "slice": number,
+                "step": plan.step,
+                "token": list(plan.token),
+                "input_ms": round(self._waited_ms, 3),
+            },
+        )

@@ -1,0 +1,146 @@
+"""A rank's vote: what it waits for first, whether it can say YES, and what goes with it.
+
+Main thread. Touches reductions, scaler and the shard group; the decision is `fft.train.worker`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C._distributed_c10d import AllreduceOptions
+from torch.distributed import ReduceOp
+from torchft.manager import Manager
+
+from fft.messages.protocol import Prepared, StartTxn
+from fft.train.epoch_groups import EpochGroups
+from fft.train.healing import Healer
+from fft.train.injector import InjectedFault, Injector
+from fft.train.lighthouse import Quorums
+from fft.train.participation import Participation
+from fft.train.rank_state import RankState
+from fft.train.reductions import TxnReductions
+from fft.train.reported import Reported, text_of
+from fft.train.settings import Learners
+from fft.train.watchers import Watchers
+from fft.util.errors import NoQuorum
+
+
+class Voter:
+    """Votes for one rank, once a txn."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        job: Participation,
+        watchers: Watchers,
+        state: RankState,
+        groups: EpochGroups,
+        reductions: TxnReductions,
+        healer: Healer,
+        quorums: Quorums | None,
+        injector: Injector | None,
+        learners: Learners,
+    ) -> None:
+        self._manager = manager
+        self._job = job
+        self._watchers = watchers
+        self._state = state
+        self._groups = groups
+        self._reductions = reductions
+        self._healer = healer
+        self._quorums = quorums
+        self._injector = injector
+        self._learners = learners
+        self._has_learned = False
+        """The body of this txn began before the state was there."""
+        self._equality: str | None = None
+        """Digest of the state that this txn began with, if it is to be compared."""
+
+    def begin(self, step: int) -> None:
+        """A txn begins that attempts ``step``."""
+        self._has_learned = self._healer.learning is not None
+        # of a learner the state is still on its way
+        checks = None if self._has_learned else self._state.checks
+        self._equality = None if checks is None else checks.digest(step)
+
+    def begin_reducers(self) -> None:
+        """A body begins, whose gradients are reduced."""
+        self._reductions.begin_reducers(exact=self._has_learned)
+
+    def vote(self, plan: StartTxn, skip: bool, last: bool) -> None:
+        """Wait for what the vote depends on, and cast it. A rank whose state has failed says none:
+        the engine knows already."""
+        self._watchers.body_done()
+        with self._watchers.waiting():
+            self._reductions.wait()
+            self._await_quorum(plan)
+        self.inject("vote")
+        if self._state.step is not None:
+            self._state.step.note_edits()
+        if not self._has_state():
+            return
+        edited = self._check_edits()
+        skip = self._must_skip() or skip
+        error = self._manager._errored
+        cause = "" if error is None else text_of(error.original_exception)
+        manifest, digest = self._reductions.manifest.build(), self._equality
+        yes = error is None
+        self._job.post(Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last))
+        self.inject("after_vote")
+
+    def _await_quorum(self, plan: StartTxn) -> None:
+        if self._quorums is None or self._manager._errored is not None:
+            return
+        if (why := self._quorums.wait(plan.token)) is not None:
+            self._manager._errored = Reported(NoQuorum(why))
+
+    def _has_state(self) -> bool:
+        """Whether this rank can vote. A NO needs no state; a YES of a learner does."""
+        if self._healer.learning is None or self._manager._errored is not None:
+            return True
+        with self._watchers.waiting():  # the fetch has limits of its own
+            return self._healer.learn()
+
+    def _must_skip(self) -> bool:
+        """Whether the scaler found an inf, on any rank of the group: each has but its shard."""
+        if self._manager._errored is not None:
+            return False
+        updates, shard = self._state.updates, self._groups.shard
+        found = updates.must_skip()
+        if shard is None or not updates.scales:
+            return found
+        most = AllreduceOptions()
+        most.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
+        flag = torch.tensor([float(found)])
+        try:
+            with self._watchers.waiting():
+                shard.pg.allreduce([flag], most).wait()
+        except RuntimeError as error:
+            self._manager.report_error(error)
+            return False
+        return bool(flag.item())
+
+    def _check_edits(self) -> bool:
+        """Whether this body has changed reduced gradients. Not by weights that are not the job's.
+
+        A learner that has done so says NO: after the rollback it waits for the state first.
+        """
+        edited = self._state.updates.were_unscaled or self._reductions.were_edited
+        is_fine = self._learners == "always" or self._manager._errored is not None
+        if edited and self._has_learned and not is_fine:
+            self._manager.report_error(
+                RuntimeError(
+                    "the body changed reduced gradients while the state of this group was still on "
+                    "its way; it computes this step again with the state (learners='always' says "
+                    "that the change depends on gradients alone)"
+                )
+            )
+        return edited and self._learners != "always"
+
+    def inject(self, phase: str) -> None:
+        """Carry out a planned fault of ``phase`` as what it would be here: a reported error."""
+        if self._injector is None:
+            return
+        try:
+            self._injector.at(phase)
+        except InjectedFault as fault:
+            self._manager.report_error(fault)

@@ -1,0 +1,331 @@
+"""The main thread's side of the engine: carries out what it commands, and says what came of it.
+
+``Restore``, ``Heal``, ``StartTxn`` and ``Finish`` come between two txns (`Worker.begin`), ``Apply``
+after a vote (`Worker.prepare`). Nothing here decides: the core has the protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torchft.manager import Manager
+
+from fft.engine.loop import Engine
+from fft.messages.protocol import (
+    Applied,
+    Apply,
+    ApplyFailed,
+    Fault,
+    Finish,
+    Heal,
+    HealFailed,
+    Record,
+    Restore,
+    Restored,
+    StartTxn,
+)
+from fft.train.body_failures import ANY, BodyFailures
+from fft.train.epoch_groups import EpochGroups
+from fft.train.healing import Healer, StateExchange
+from fft.train.injector import Injector
+from fft.train.leaving import Leaving
+from fft.train.lighthouse import Quorums
+from fft.train.participation import Participation
+from fft.train.process_group import GroupAborted
+from fft.train.rank_state import RankState
+from fft.train.reductions import TxnReductions
+from fft.train.reported import Reported, error_of, text_of
+from fft.train.state.step_state import TornState
+from fft.train.updates import StepWatch
+from fft.train.voting import Voter
+from fft.train.watchers import Watchers
+from fft.util.errors import FftError, NoQuorum, TxnAborted
+
+logger = logging.getLogger(__name__)
+
+_UNFINISHED = "optimizer.step() was begun and did not finish"
+
+
+class Worker:
+    """Where the main thread stands between the engine and the user's loop."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        job: Participation,
+        watchers: Watchers,
+        state: RankState,
+        groups: EpochGroups,
+        reductions: TxnReductions,
+        exchange: StateExchange,
+        healer: Healer,
+        voter: Voter,
+        leaving: Leaving,
+        quorums: Quorums | None,
+        injector: Injector | None,
+        max_body_failures: int | None,
+        join: Callable[[], Engine],
+    ) -> None:
+        self._manager = manager
+        self._job = job
+        self._watchers = watchers
+        self._state = state
+        self._groups = groups
+        self._reductions = reductions
+        self._exchange = exchange
+        self._healer = healer
+        self._voter = voter
+        self._leaving = leaving
+        self._quorums = quorums
+        self._injector = injector
+        self._join = join
+        self.body_failures = BodyFailures(max_body_failures)
+        self._most_failures = ANY if max_body_failures is None else max_body_failures
+        self.txn: StartTxn | None = None
+        """The txn that is open; None: between two."""
+        self._applying: Apply | None = None
+        """A commit whose update is not behind us."""
+        self._finish: Finish | None = None
+        """The engine's last word: whoever asks for a txn after it hears it again."""
+        self._torn: str | None = None
+        """Why the state of this rank is lost, which the engine is to hear with the rollback."""
+        self._steps: StepWatch | None = None
+        """Of a loop that steps its optimizer itself; from its first commit on."""
+
+    # --- between two txns ---
+
+    def begin(self) -> StartTxn | None:
+        """Do what the engine asks until a txn may begin. None: drained."""
+        engine = self._job.engine or self._join()
+        self.finish_apply()
+        if self._steps is not None and self._steps.was_torn:
+            # noticed late: by a second optimizer, after the first one was counted
+            self._torn = _UNFINISHED
+            self._steps.begin()
+        while True:
+            with self._watchers.waiting():
+                command = self._finish or engine.wait_command()
+            engine.take(command)
+            match command:
+                case Restore():
+                    self._restore(command)
+                case StartTxn() if self._torn is not None:  # and the rollback comes
+                    engine.post(Fault(command.token, self._torn, "apply"))
+                case Heal() if self._torn is not None:
+                    engine.post(HealFailed(command.record.epoch, self._torn, torn=True))
+                case Heal():
+                    with self._watchers.waiting():  # it has limits of its own
+                        self._healer.heal(command, self._reductions.models)
+                case StartTxn():
+                    self._enter(command)
+                    return command
+                case Finish():
+                    self._stop(command)
+                    return None
+                case Apply():  # a decision for a body that has already raised out of its step
+                    self._applying = command
+                    self._apply_failed(RuntimeError("interrupted before the optimizer step"))
+
+    def _stop(self, command: Finish) -> None:
+        """The engine's last word. Raises the error that it names, if it names one."""
+        self._finish = command
+        self._leave_txn()
+        if command.error is not None:
+            raise error_of(command)
+
+    def _leave_txn(self) -> None:
+        """Out: what the main thread does from now on is no step of the job's."""
+        self.txn = None
+        self._healer.stop_learning()
+        self._watchers.txn_ended(committed=False)
+        self._leaving.left()
+
+    def _enter(self, plan: StartTxn) -> None:
+        manager = self._manager
+        self._exchange.end_service(plan)
+        manager._errored = None
+        self._reductions.begin()
+        manager._step = plan.step
+        manager._participating_replica_rank = plan.index
+        manager._participating_replica_world_size = plan.participants
+        if self._state.step is not None and self._state.source is None:
+            # else after the items are drawn, which may use random numbers
+            self._state.step.capture()
+        self.txn = plan
+        self._voter.begin(plan.step)
+        if not self._reductions.raises:  # else they begin with the body
+            self._voter.begin_reducers()
+        self._watchers.txn_begun(plan.step)
+        self._ask_lighthouse(plan)
+        if self._injector is not None:
+            self._injector.begin(plan.step, len(plan.members), plan.commits)
+
+    def _ask_lighthouse(self, plan: StartTxn) -> None:
+        """Have the quorum of this txn asked for; it is waited for before the vote."""
+        engine, quorums = self._job.engine, self._quorums
+        if quorums is None or engine is None or (epoch := engine.local.epoch) is None:
+            return
+        if quorums.failures >= self._most_failures:
+            self._leave_txn()
+            raise NoQuorum(
+                f"torchft's lighthouse did not answer in {quorums.failures} attempts in a row "
+                f"({quorums.reason}); start it, or train with membership='register'"
+            )
+        members = {entry.group: entry.ranks[0].inc for entry in epoch.members}
+        quorums.begin(plan.token, plan.step, members)
+        if engine.superseded():  # rolled back before there was anything to end
+            quorums.end()
+
+    def _restore(self, command: Restore) -> None:
+        """Wait until nothing old can write, then put back the start of the step."""
+        self.txn = None
+        self._healer.stop_learning()
+        self._watchers.txn_ended(committed=False)
+        self._groups.unwind(command.cause, self._watchers.waiting(), self._manager._timeout)
+        self._reductions.reset()
+        self._state.updates.forget()
+        if self._state.step is not None:
+            if self._state.step.captured:
+                self._put_back()
+            else:  # aborted before this rank began the txn: its state is that of the last commit
+                self._state.step.unwind()
+        local = self._job.local
+        assert local is not None
+        if self._quorums is not None and local.stuck:
+            with self._watchers.waiting():
+                self._quorums.pause()
+        torn, self._torn = self._torn, None
+        self._job.post(Restored(command.token, torn is not None, torn or ""))
+
+    def _put_back(self) -> None:
+        assert self._state.step is not None
+        try:
+            self._state.step.restore()
+        except TornState as error:  # it can be had from a peer
+            logger.warning("%s; this rank fetches the state", error)
+            self._torn = text_of(error)
+
+    # --- the end of a txn ---
+
+    def prepare(self, skip: bool = False, last: bool = False) -> Apply | None:
+        """Vote and wait for the decision. The record to apply, or None: rolled back.
+
+        ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
+        ``last``: leave with its commit, unless it is skipped.
+        """
+        plan, engine = self.txn, self._job.engine
+        if plan is None or engine is None:
+            raise FftError("should_commit() without a txn: call start_quorum() first")
+        self._voter.vote(plan, skip, last)
+        with self._watchers.waiting():
+            command = engine.wait_command()
+        self.txn = None
+        if self._quorums is not None:
+            self._quorums.end()
+        if isinstance(command, Apply):
+            engine.take(command)
+            self._note_commit(command.record, plan)
+            return command
+        if isinstance(command, Finish) and command.error is not None:
+            engine.take(command)
+            self._stop(command)
+        return None
+
+    def _note_commit(self, record: Record, plan: StartTxn) -> None:
+        manager = self._manager
+        manager._errored = None  # it came after the decision: the next reduction is one on all
+        manager._commit_failures = 0
+        self._state.stands_at(record)
+        self.body_failures.committed()
+        self._watchers.committed(record.step, len(plan.members) * manager._group_world_size)
+        if self._state.step is not None:
+            self._state.step.forget()
+        if self._state.checks is not None:
+            self._state.checks.committed()
+
+    def apply(self, command: Apply) -> None:
+        """Carry out a commit: step what is registered."""
+        updates = self._state.updates
+        if command.skip:
+            self.skip(command)
+        elif self._update(command, updates.apply):
+            try:
+                updates.done()
+            except Exception as error:  # the user's own; what it was to change may be half changed
+                self._apply_failed(error)
+                raise
+            self.finish_apply()
+
+    def skip(self, command: Apply) -> None:
+        """Carry out a commit without an optimizer step."""
+        if self._update(command, self._state.updates.skip):
+            self.finish_apply()
+
+    def _update(self, command: Apply, update: Callable[[], None]) -> bool:
+        """Whether ``update`` went well; else the state is torn, and the engine knows."""
+        self._applying = command
+        try:
+            if self._injector is not None:
+                self._injector.at("apply")
+            update()
+        except Exception as error:
+            logger.exception("optimizer step failed after COMMIT; this state is torn")
+            self._apply_failed(error)
+            return False
+        return True
+
+    def leave_to_loop(self, command: Apply) -> None:
+        """A commit whose update the user's loop makes; over when `finish_apply` is called."""
+        self._applying = command
+        if self._steps is None:
+            self._steps = StepWatch()
+        self._steps.begin()
+
+    def finish_apply(self) -> None:
+        """The optimizer step that COMMIT asked for is behind us: tell the engine."""
+        local = self._job.local
+        if self._applying is None or local is None:
+            return
+        if self._steps is not None and self._steps.was_torn:
+            self._steps.begin()
+            self._apply_failed(RuntimeError(_UNFINISHED))
+            return
+        self._applying = None
+        self._watchers.txn_ended(committed=True)
+        self._job.post(Applied(local.token, self._state.digest_for_audit()))
+
+    def _apply_failed(self, error: BaseException) -> None:
+        local = self._job.local
+        if local is None:
+            return
+        self._applying = None
+        self._job.post(ApplyFailed(local.token, text_of(error)))
+        self._job.note_error(error)
+
+    # --- errors ---
+
+    def report_error(self, error: Exception) -> None:
+        """As ``ManagerFFT.report_error``, once the job is joined."""
+        if self._applying is not None and (self._steps is None or not self._steps.is_done):
+            self._apply_failed(error)
+            return
+        manager = self._manager
+        first, manager._errored = manager._errored is None, Reported(error)
+        if self.txn is None:
+            logger.warning("failed between two txns, which changes no state: %s", text_of(error))
+        elif not isinstance(error, (TxnAborted, GroupAborted)):
+            self._job.post(Fault(self.txn.token, text_of(error), type(error).__name__))
+            if first:  # after it is told, for this reads source files
+                self._job.note_error(error)
+
+    def hung(self, reason: str) -> None:
+        """The monitor says that the main thread hangs; on a thread of its own."""
+        plan = self.txn
+        if plan is not None and self._applying is None:
+            self._job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
+
+    def close(self) -> None:
+        """Watch no optimizer any more. Idempotent."""
+        if self._steps is not None:
+            self._steps.close()
