@@ -45,6 +45,8 @@ def run_job(directory: Path, torn: bool, *options: str) -> list[dict[str, Any]]:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
+    unfired = [f"{name} (exception, step 1000, phase {name}," for name in PHASES]
+    assert all((text in done.stderr) == (not torn) for text in unfired), done.stderr
     report = audit_dir(directory / "run")
     assert report.ok, report.render()
     assert report.commits == STEPS and report.bytes_healed == 0
