@@ -19,6 +19,7 @@ import psutil
 import pytest
 from supervisor_stage import WAIT_S, Job, Stage
 
+from fft.bus import open_bus
 from fft.launch.services import ServiceError
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError
 from fft.launch.supervisor.groups import Pauses
@@ -502,10 +503,16 @@ def test_services_are_restarted_only_for_a_job_that_allows_it(
     with run_job(groups=1, ranks=1, injectable=injectable) as job:
         (actor,) = stage.enter(1).values()
         assert actor.env.get("FFT_INJECT") == ("1" if injectable else None)
-        with JobClient(job.bus_url) as desk:
+        heard: queue.Queue[Any] = queue.Queue()
+        with JobClient(job.bus_url) as desk, closing(open_bus(job.bus_url)) as bus:
+            bus.subscribe(lambda word: heard.put(json.loads(word)), heard.put, "commands")
             state = desk.job()
             plan = injecting.single(state, "lighthouse_restart", None, {})
             (said,) = injecting.send(desk, state, plan)
+            assert heard.get(timeout=WAIT_S)["by"] == desk.me
+            if injectable:  # it says when it happens, for the traces of those who hear it
+                word = heard.get(timeout=WAIT_S)
+                assert (word["by"], word["fault"]) == ("supervisor", plan.faults[0].model_dump())
         assert said.ok is injectable
         word = "accepted: armed for step 0" if injectable else "refused: it runs without --inj"
         assert f"the supervisor {word}" in said.text
