@@ -263,12 +263,13 @@ def audit(
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
     """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
-    from fft.trace.report import fault_table, input_wait, place_table
+    from fft.trace.report import fault_table, fired, input_wait, place_table
 
     with _plain_errors():
-        shown = [fault_table(directory), place_table(directory), input_wait(directory)]
+        shown = [fault_table(directory), fired(directory)]
+        shown += [place_table(directory), input_wait(directory)]
     for part in filter(None, shown):
-        _console().print(part)
+        _console().print(part, markup=False)
 
 
 @app.command()

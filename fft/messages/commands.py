@@ -18,6 +18,8 @@ from pydantic.dataclasses import dataclass
 from fft.messages.fault_plans import AnyFault
 from fft.messages.protocol import MAX_MESSAGE, Count, Name, Text, UnreadableMessage, unreadable
 
+BY_SUPERVISOR = "supervisor"
+"""Who speaks, where the supervisor says that a fault of its services happens now."""
 LONGEST_GRACE_S = 600.0
 LONGEST_CHECK_S = 120.0
 MOST_CHECKED = 8_000

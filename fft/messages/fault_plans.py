@@ -196,14 +196,24 @@ RankFault = (
     | NanGradientFault
     | BusLossFault
 )
-AnyFault = Annotated[
-    RankFault | BusRestartFault | LighthouseRestartFault, Field(discriminator="kind")
-]
+AnyServiceFault = BusRestartFault | LighthouseRestartFault
+AnyFault = Annotated[RankFault | AnyServiceFault, Field(discriminator="kind")]
 MODELS: dict[str, type[Entry]] = {
     get_args(model.model_fields["kind"].annotation)[0]: model
     for model in (*get_args(RankFault), BusRestartFault, LighthouseRestartFault)
 }
 """The models by kind."""
+
+
+def in_words(fault: AnyFault) -> str:
+    """Name, kind, step, and the place where it has one."""
+    parts = [fault.kind, f"step {fault.step}"]
+    if (phase := getattr(fault, "phase", None)) is not None:
+        parts.append(f"phase {phase}")
+    if isinstance(fault, Fault):
+        rank = getattr(fault, "rank", None)
+        parts.append(f"group {fault.group}" + ("" if rank is None else f" rank {rank}"))
+    return f"{fault.name} ({', '.join(parts)})"
 
 
 class FaultPlan(BaseModel):

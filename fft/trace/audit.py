@@ -20,6 +20,7 @@ from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config
 from fft.protocol.table import Table
+from fft.trace.ends import divergences, ended_by_divergence, without_state
 from fft.trace.format import FORMAT, chain
 from fft.trace.live_sets import judge_live_sets
 from fft.util.errors import FftError
@@ -92,7 +93,9 @@ def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
 class AuditReport:
     """Result of an audit. ``ok``: every file whole, every replay equal, every guarantee held.
 
-    ``gaps``: where a process could not write its trace. What it did from there on nobody knows.
+    And the job did not end because its replicas differed, which FFT noticed as it shall, but of
+    which no state is known to be right. ``gaps``: where a process could not write its trace. What
+    it did from there on nobody knows.
     """
 
     directory: Path
@@ -104,11 +107,18 @@ class AuditReport:
     epochs: int
     bytes_healed: int
     gaps: list[str] = field(default_factory=list)
+    divergences: list[str] = field(default_factory=list)
+    """Each time that the votes told that states of replicas differ."""
+    diverged: bool = False
+    """The job ended with the last of them."""
+    no_state: str | None = None
+    """What is to be said of an end with ``NoState``."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found, and nothing is missing."""
-        return not self.gaps and all(f.violation is None for f in self.findings)
+        whole = not self.gaps and not self.diverged
+        return whole and all(f.violation is None for f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -122,6 +132,9 @@ class AuditReport:
             "bytes_healed": self.bytes_healed,
             "torn_last_lines": self.torn,
             "gaps": self.gaps,
+            "divergences": self.divergences,
+            "diverged": self.diverged,
+            "no_state": self.no_state,
             "invariants": [
                 {
                     "name": f.name,
@@ -148,10 +161,20 @@ class AuditReport:
             if f.violation is not None:
                 lines.append(f"      {f.place}: {f.violation}")
         lines += [f"  INCOMPLETE: {gap}; the rest of this trace is left out" for gap in self.gaps]
-        violated = any(f.violation is not None for f in self.findings)
-        whole = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
-        lines.append("verdict: " + ("VIOLATION" if violated else whole))
+        lines += [f"  replicas differed: {text}" for text in self.divergences]
+        lines += [f"  the end: {self.no_state}"] if self.no_state is not None else []
+        lines.append(f"verdict: {self._verdict()}")
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if any(f.violation is not None for f in self.findings):
+            return "VIOLATION"
+        kept = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
+        if self.diverged:
+            return f"DIVERGED: the job ended because its replicas differ; {kept} of the protocol"
+        if self.no_state is not None:
+            return f"{kept}; the job ended with NoState"
+        return kept
 
 
 def _verdict(finding: Finding) -> str:
@@ -213,6 +236,9 @@ def audit_dir(directory: str | Path) -> AuditReport:
         epochs=sum(r.kind == "epoch" for r in records),
         bytes_healed=sum(healed),
         gaps=[gap for t in traces for gap in t.gaps],
+        divergences=divergences(history),
+        diverged=ended_by_divergence(history),
+        no_state=without_state(history),
     )
 
 

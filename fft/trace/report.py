@@ -16,7 +16,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from fft.messages.fault_plans import FaultPlan, in_words, load_plan
 from fft.trace.audit import Trace, read_lines, read_trace, trace_files
+from fft.trace.tail import TraceTail
+
+_PLAN = "faults.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,36 @@ def place_table(directory: str | Path) -> Table | None:
         rank = f"{e.group}/{e.rank}"
         table.add_row(rank, str(e.step), str(e.times), Text(e.error), Text(where))
     return table if table.rows else None
+
+
+def save_plan(directory: Path, plan: FaultPlan) -> None:
+    """Keep the fault plan of a run beside its traces, for `fired`."""
+    path = directory / _PLAN
+    path.unlink(missing_ok=True)
+    if plan.faults:
+        path.write_text(plan.model_dump_json(exclude_none=True, indent=1))
+
+
+def fired(directory: str | Path) -> str | None:
+    """Which faults that were planned, or commanded, did not happen; None: none were to.
+
+    Raises FaultPlanError: the plan that lies with the traces cannot be read.
+    """
+    path = Path(directory, _PLAN)
+    plan = load_plan(path) if path.exists() else FaultPlan(faults=[])
+    tail = TraceTail(Path(directory))
+    try:
+        view = tail.poll()
+    finally:
+        tail.close()
+    asked = {fault.name for fault in plan.faults} | view.commanded.keys()
+    if not asked:
+        return None
+    if missing := view.unfired(plan):
+        names = "".join(f"\n  {in_words(fault)}" for fault in missing)
+        count = f"{len(missing)} of {len(asked)} faults"
+        return f"{count} did not fire, so this run says nothing of them:{names}"
+    return f"all {len(asked)} faults that were planned or commanded have fired"
 
 
 def input_wait(directory: str | Path) -> str:

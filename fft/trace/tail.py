@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fft.messages.commands import BY_SUPERVISOR
+from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
 from fft.trace.blame import History
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
@@ -52,10 +55,12 @@ class Injected:
 
 @dataclass
 class JobView:
-    """The whole job: each rank's newest incarnation, and the planned faults so far."""
+    """The whole job: each rank's newest incarnation, and the faults so far."""
 
     ranks: dict[tuple[str, int], RankView] = field(default_factory=dict)
     injected: dict[str, Injected] = field(default_factory=dict)
+    commanded: dict[str, AnyFault] = field(default_factory=dict)
+    """Faults that processes have taken from an operator (`fft inject`), by name."""
     history: History = field(default_factory=History)
     committed: bool = False
     """Whether any process has committed a step."""
@@ -75,6 +80,11 @@ class JobView:
             for (name, rank), view in self.ranks.items()
             if name == group
         )
+
+    def unfired(self, plan: FaultPlan) -> list[AnyFault]:
+        """Those of the plan, and those that were commanded, that have not happened."""
+        asked = {fault.name: fault for fault in plan.faults} | self.commanded
+        return [fault for name, fault in asked.items() if name not in self.injected]
 
     @property
     def step(self) -> int:
@@ -132,7 +142,9 @@ class TraceTail:
             return
         self.view.history.take(_mapping(_mapping(record.get("event")).get("record")))
         if record.get("note") == "inject":
-            self._take_injection(key, record)
+            self._take_injection(key[0], record, _mapping(record.get("data")))
+        elif record.get("note") == "command":
+            self._take_command(record)
         self.view.committed |= record.get("kind") == "transition" and record.get("to") in _COMMITS
         known = self.view.ranks.get(key)
         if known is None or inc > known.inc:
@@ -141,12 +153,25 @@ class TraceTail:
         if inc == known.inc:
             _update(known, record)
 
-    def _take_injection(self, key: tuple[str, int], record: dict[str, Any]) -> None:
+    def _take_command(self, record: dict[str, Any]) -> None:
+        """A fault that somebody asked for; the supervisor says of its own when they happen."""
         data = _mapping(record.get("data"))
+        if data.get("type") != "inject" or data.get("refused") is not None:
+            return
+        try:
+            (fault,) = FaultPlan.model_validate({"faults": [data.get("fault")]}).faults
+        except ValidationError:
+            return
+        if isinstance(fault, ServiceFault) and data.get("by") == BY_SUPERVISOR:
+            self._take_injection("", record, {"name": fault.name, "kind": fault.kind})
+        else:
+            self.view.commanded.setdefault(fault.name, fault)
+
+    def _take_injection(self, group: str, record: dict[str, Any], data: dict[str, Any]) -> None:
         name, kind = data.get("name"), data.get("kind")
         if isinstance(name, str) and isinstance(kind, str):
             step, epoch = _number(record.get("step")), _number(record.get("epoch"))
-            injected = Injected(name, kind, key[0], step, epoch)
+            injected = Injected(name, kind, group, step, epoch)
             self.view.injected.setdefault(name, injected)
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
+from fft.health.compiling import never_compiled
 from fft.messages.fault_plans import (
+    MODEL_PHASES,
     BusLossFault,
     DrainFault,
     Fault,
@@ -190,17 +192,41 @@ class Injector:
     def attach(self, model: Any) -> None:
         """Hook a middle submodule of a torch ``model`` (FSDP2 too) for forward and backward.
 
-        Does nothing unless such a fault is planned for this participant, or may yet be commanded.
-        `detach` undoes it.
+        What is compiled has no hook inside: Dynamo traces those of the submodule, finds that they
+        do nothing while it compiles, and so the graphs are those of a run without faults. There the
+        gradients tell: of any parameter that forward is over, of the submodule's own that backward
+        has come as far. Does nothing unless such a fault is planned for this participant, or may
+        yet be commanded. `detach` undoes it.
         """
         phases = {getattr(fault, "phase", None) for fault in self._mine}
+        if not self.open and phases.isdisjoint(MODEL_PHASES):
+            return
+        from torch.compiler import is_compiling  # whoever has a model has loaded it
+
+        def before(_module: Any, _args: Any) -> None:
+            if not is_compiling():
+                self.at("forward")
+
+        def after(_module: Any, _args: Any, output: Any) -> None:
+            if not is_compiling():
+                self._watch(output)
+
+        def early(_parameter: Any) -> None:
+            self._catch_up("forward")
+
+        def halfway(_parameter: Any) -> None:
+            self._catch_up("forward", "backward")
+
+        for hook in (before, after, early, halfway):
+            never_compiled(hook)
         target = _middle_module(model)
-        if self.open or "forward" in phases:
-            hook = target.register_forward_pre_hook(lambda _module, _args: self.at("forward"))
-            self._hooks.append(hook)
-        if self.open or "backward" in phases:
-            hook = target.register_forward_hook(lambda _module, _args, out: self._watch(out))
-            self._hooks.append(hook)
+        self._hooks += [target.register_forward_pre_hook(before)]
+        self._hooks += [target.register_forward_hook(after)]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        inside = {id(p) for p in target.parameters() if p.requires_grad} or set(map(id, trained))
+        for parameter in trained:
+            hook = halfway if id(parameter) in inside else early
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Take all hooks off the models."""
@@ -215,6 +241,13 @@ class Injector:
         tensor = next(_tensors(output), None)
         if tensor is not None:
             tensor.register_hook(lambda _grad: self.at("backward"))
+
+    def _catch_up(self, *phases: str) -> None:
+        """Backward has come here without passing the place of an armed fault: carry it out now."""
+        for fault in list(self._armed):
+            place = getattr(fault, "phase", None)
+            if place in phases and _is_place(fault, place) and self._take(fault):
+                self._carry_out(fault, self._announce(fault, "backward"))
 
     def _admit(self) -> None:
         """Take in what was added meanwhile, and arm what is due in the present txn."""

@@ -19,6 +19,7 @@ import hashlib
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -184,6 +185,12 @@ class Reducer:
         self._is_quiet = False
         self._armed: int | None = None
         """The backward (autograd's graph task) at whose end the rest is done."""
+        self._armed_by = 0
+        """The thread that its hooks run on."""
+        self._at_end: Callable[[], Any] = lambda: None
+        """What it does at its end, as long as autograd keeps that; else None: it is over."""
+        self._refused: str | None = None
+        """Why a backward of this body was refused: gradients are not whole since."""
         self._next = 0
         """The bucket to be issued next."""
         self._flags: torch.Tensor | None = None
@@ -206,7 +213,7 @@ class Reducer:
             self._lay_out()
         self._come_last()
         self._forget()
-        self._is_unreduced = False
+        self._is_unreduced, self._refused = False, None
         self._pristine = {} if exact else None
 
     def reset(self) -> None:
@@ -239,6 +246,8 @@ class Reducer:
     @property
     def unfinished(self) -> str | None:
         """Why the gradients are not those of the job; None: they are."""
+        if self._refused is not None:
+            return self._refused
         if self._armed is not None:
             return "a backward() was begun and has not come to its end (an exception was caught?)"
         if self._is_unreduced:
@@ -363,14 +372,41 @@ class Reducer:
         task = torch._C._current_graph_task_id()
         if self._armed == task:
             return
+        nested = _is_nested()
+        self._check(nested)
         if self._armed is None:
             self._start_over()
+
         # One callback for each graph task. That of a checkpoint with use_reentrant=True is a task
         # within another, and ends first; nobody can tell here whether the other one comes to a
         # parameter, so what was touched is reduced at the end of each.
-        self._armed = task
-        nested = _is_nested()
-        Variable._execution_engine.queue_callback(lambda: self._finish(nested))
+        def finish() -> None:
+            self._finish(nested)
+
+        self._armed, self._armed_by = task, threading.get_ident()
+        self._at_end = weakref.ref(finish)
+        Variable._execution_engine.queue_callback(finish)
+
+    def _check(self, nested: bool) -> None:
+        """Refuse a backward whose gradients could not be reduced as they are."""
+        if torch.is_grad_enabled():
+            self._refused = (
+                "backward(create_graph=True): averaging across the groups would drop the graph of "
+                "the gradients, and what is computed from .grad would have none. Compute a penalty "
+                "on gradients from torch.autograd.grad(loss, parameters, create_graph=True), add "
+                "it to the loss, and call backward() once on the sum"
+            )
+            raise FftError(self._refused)
+        if self._armed is None or self._at_end() is None:  # there is none at work
+            return
+        within = threading.get_ident() == self._armed_by or not _is_pythons_thread()
+        if not (nested and within):
+            self._refused = (
+                "two threads were in backward() of one model at the same time, which would mix "
+                "their gradients in one reduction; let one thread call backward(), for example on "
+                "the sum of the losses"
+            )
+            raise FftError(self._refused)
 
     def _start_over(self) -> None:
         self._next = 0
@@ -578,10 +614,14 @@ def _is_nested() -> bool:
     A thread of the autograd engine's own has one call of the engine on its stack only then; a
     thread of Python's has one more.
     """
-    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-    is_pythons = thread is not None and not isinstance(thread, threading._DummyThread)
     calls, frame = 0, sys._getframe()
     while frame is not None:
         calls += frame.f_code.co_name == "_engine_run_backward"
         frame = frame.f_back  # type: ignore[assignment]
-    return calls > (1 if is_pythons else 0)
+    return calls > (1 if _is_pythons_thread() else 0)
+
+
+def _is_pythons_thread() -> bool:
+    """Whether this thread was started by Python, not by the autograd engine."""
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return thread is not None and not isinstance(thread, threading._DummyThread)

@@ -1,6 +1,7 @@
 """One group of a job whose model is compiled, recomputed and autocast; `fft run` starts it.
 
-``compile_worker.py STEPS OUT TORN [compile=BACKEND] [checkpoint=reentrant|free] [autocast=1]``.
+``compile_worker.py STEPS OUT TORN [compile=BACKEND [whole=1]] [checkpoint=reentrant|free]
+[autocast=1]``; ``whole``: the model in one graph, not block by block.
 Where TORN is 1, each group fails once in its first step, while the other is in its first
 compilation; without one, at its first backward. Leaves what it ended with in the folder OUT.
 """
@@ -35,7 +36,6 @@ class Block(nn.Module):
     def __init__(self, backend: str | None) -> None:
         super().__init__()
         self.inner, self.outer = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
-        # not the module itself: faults are injected by hooks of modules, which break graphs
         self.run = compute if backend is None else torch.compile(compute, backend=backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,9 @@ def main() -> None:
         max_body_failures=100,
     )
     torch.manual_seed(3)
-    model = Net(options.get("checkpoint"), backend)
+    whole = "whole" in options
+    model = Net(options.get("checkpoint"), None if whole else backend)
+    run = torch.compile(model, backend=backend) if whole and backend else model
     manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     manager.sync_gradients(model)
     torch.manual_seed(100 + int(group))
@@ -115,7 +117,7 @@ def main() -> None:
         if "autocast" in options:
             cast = torch.autocast("cpu", dtype=torch.bfloat16)
         with cast:
-            y = model(x)
+            y = run(x)
         return F.mse_loss(y.float(), x.detach().mean(1, keepdim=True))
 
     ended: Counter[str] = Counter()

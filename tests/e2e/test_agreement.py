@@ -26,7 +26,7 @@ from torchft import ProcessGroupGloo
 from torchft.optim import OptimizerWrapper
 
 import fft
-from fft.trace.audit import read_lines
+from fft.trace.audit import audit_dir, read_lines
 from fft.util.errors import BodyKeepsFailing, Diverged, FftError
 
 STEPS = 6
@@ -262,6 +262,9 @@ def test_one_flipped_bit_stops_the_job_by_default(tmp_path: Path) -> None:
         for member in members:
             assert isinstance(member.error, Diverged), member.error
             assert "1/0#1" in str(member.error) and "step 4" in str(member.error)
+    report = audit_dir(tmp_path)
+    assert not report.ok and "replicas differ after step 4" in report.divergences[-1]
+    assert "on 0/0#1; " in report.divergences[-1] and "on 1/0#1; " in report.divergences[-1]
 
 
 def test_the_odd_replica_of_three_is_healed_if_that_is_asked_for(tmp_path: Path) -> None:

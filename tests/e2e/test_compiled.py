@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from stage import aborts
+from stage import aborts, notes
 
 from fft.trace.audit import audit_dir
 
@@ -45,6 +45,8 @@ def run_job(directory: Path, torn: bool, *options: str) -> list[dict[str, Any]]:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
+    unfired = [f"{name} (exception, step 1000, phase {name}," for name in PHASES]
+    assert all((text in done.stderr) == (not torn) for text in unfired), done.stderr
     report = audit_dir(directory / "run")
     assert report.ok, report.render()
     assert report.commits == STEPS and report.bytes_healed == 0
@@ -78,6 +80,13 @@ def check(folder: Path, *options: str) -> None:
 @pytest.mark.multiprocess
 def test_a_body_that_is_compiled_recomputed_and_autocast(tmp_path: Path) -> None:
     check(tmp_path, "compile=aot_eager", "checkpoint=free", "autocast=1")
+
+
+@pytest.mark.multiprocess
+def test_faults_at_forward_and_backward_of_a_model_that_is_one_graph(tmp_path: Path) -> None:
+    check(tmp_path, "compile=aot_eager", "whole=1")
+    fired = {note["data"]["name"] for note in notes(tmp_path / "torn-True" / "run", "inject")}
+    assert fired == set(PHASES)
 
 
 @pytest.mark.multiprocess

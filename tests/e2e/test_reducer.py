@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stage import Member, Numbers, aborts, batch_of, job, parameters
+from stage import Member, Numbers, aborts, batch_of, job, parameters, records
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fft
-from fft.util.errors import FftError, UnlikeGroups
+from fft.util.errors import BodyKeepsFailing, FftError, UnlikeGroups
 
 Gradients = dict[str, torch.Tensor | None]
 Body = Callable[[nn.Module, torch.Tensor], None]
@@ -561,3 +561,123 @@ def test_what_an_aborted_attempt_writes_late_is_not_in_the_replay(
     assert struck == []
     assert run(tmp_path / "faulty", True) == calm
     assert max(struck) > 0, "group 0 had reductions under way"
+
+
+# --- backwards that cannot be reduced as they are -------------------------------------------------
+
+
+def refused(traces: Path, body: Body) -> str:
+    """Why a job of two groups with such a body ended."""
+
+    def work(member: Member) -> None:
+        model = Net()
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(in_order(), max_steps=1):
+            with txn:
+                body(model, txn.batch)
+
+    with job(traces, 2) as made, pytest.raises(BodyKeepsFailing) as caught:
+        made.run(work, register=False, digest="never", max_body_failures=1)
+    assert not [r for r in records(traces) if r["kind"] == "commit"]
+    return str(caught.value.__cause__)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("caught", [True, False])
+def test_gradients_with_a_graph_are_refused_and_the_mend_is_named(
+    tmp_path: Path, caught: bool
+) -> None:
+    """Reduced they have no graph: a penalty on them would count for nothing, and nobody told."""
+
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        model(numbers).backward()
+        with suppress(FftError) if caught else nullcontext():
+            model(numbers).backward(create_graph=True)
+
+    said = refused(tmp_path, body)
+    assert "backward(create_graph=True)" in said and "torch.autograd.grad(" in said
+
+
+def test_a_penalty_on_gradients_by_the_way_that_is_named(tmp_path: Path) -> None:
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        loss = model(numbers)
+        used = [model.embed.weight, *model.hidden.parameters()]
+        found = torch.autograd.grad(loss, used, create_graph=True)
+        (loss + sum(g.square().sum() for g in found)).backward()
+
+    found, numbers = reduced(tmp_path, Net(), body, sync)
+    wanted, without = alone(Net(), body, numbers), alone(Net(), one_backward, numbers)
+    assert not torch.equal(wanted["hidden.weight"], without["hidden.weight"])  # type: ignore[arg-type]
+    for mine in found:
+        assert_equal(mine, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_gradients_that_are_not_reduced_yet_is_kept(tmp_path: Path) -> None:
+    managers: dict[int, Any] = {}
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        sync(manager, model)
+        managers[id(model)] = manager
+
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        manager = managers.get(id(model))
+        with manager.no_sync() if manager is not None else nullcontext():
+            model(numbers).backward(create_graph=True)
+        model.hidden.weight.grad.square().sum().backward()
+
+    found, numbers = reduced(tmp_path, Net(), body, prepare)
+    for mine in found:
+        assert_equal(mine, alone(Net(), body, numbers))
+
+
+def test_two_threads_in_backward_of_one_model_are_told_so(tmp_path: Path) -> None:
+    """And nothing of it is committed, though the body catches the error and ends well."""
+    errors: list[BaseException] = []
+
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        inside, over = threading.Event(), threading.Event()
+
+        def meanwhile(_: torch.Tensor) -> None:
+            inside.set()
+            assert over.wait(30), "the other thread's backward has not ended"
+
+        def elsewhere() -> None:
+            assert inside.wait(30), "the first backward has not come to its middle"
+            try:
+                model(numbers + 1).backward()
+            except FftError as error:
+                errors.append(error)
+            finally:
+                over.set()
+
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        try:
+            middle = model.embed(numbers % 64)
+            middle.register_hook(meanwhile)
+            model.hidden(middle).square().mean().backward()
+        finally:
+            inside.set()
+            other.join(30)
+
+    assert "two threads were in backward()" in refused(tmp_path, body)
+    assert all("two threads were in backward()" in str(error) for error in errors) and errors
+
+
+def test_a_backward_in_another_thread_after_one_has_ended_is_none_at_once(tmp_path: Path) -> None:
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        for part in (numbers, numbers + 7):
+            other = threading.Thread(target=lambda p=part: model(p).backward())
+            other.start()
+            other.join(30)
+
+    def twice(model: nn.Module, numbers: torch.Tensor) -> None:
+        model(numbers).backward()
+        model(numbers + 7).backward()
+
+    found, numbers = reduced(tmp_path, Net(), body, sync)
+    assert_equal(found[0], found[1])
+    for name, value in alone(Net(), twice, numbers).items():
+        torch.testing.assert_close(found[0][name], value)

@@ -44,7 +44,9 @@ for line in stage.makefile():
     elif order == "tell":
         os.write(int(os.environ["FFT_SUPERVISOR_FD"]), rest.encode())
     elif order == "raise":
-        raise {"cut": ConnectionError, "bug": RuntimeError, "other": KeyError}[rest](rest)
+        from fft.util.errors import NoState
+        kinds = {"cut": ConnectionError, "bug": RuntimeError, "other": KeyError, "lost": NoState}
+        raise kinds[rest](rest)
     elif order == "spawn":  # a helper that holds a connection of its own, and outlives us
         code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
         code += "s.sendall(b'{}\\\\n'); s.recv(1)"

@@ -65,6 +65,31 @@ def test_notes_bring_loss_and_planned_faults(tmp_path: Path) -> None:
     tail.close()
 
 
+def test_what_operators_asked_for_is_known_until_it_fires(tmp_path: Path) -> None:
+    def word(
+        name: str, kind: str, refused: str | None = None, by: str = "me", **more: Any
+    ) -> bytes:
+        data = {"type": "inject", "fault": {"name": name, "kind": kind, "step": 1, **more}}
+        return line(kind="note", note="command", data={**data, "refused": refused, "by": by})
+
+    place = {"group": "0", "rank": 0, "phase": "vote"}
+    fired = line(kind="note", note="inject", data={"name": "b", "kind": "exception"}, step=1)
+    (tmp_path / "g0r0i1.jsonl").write_bytes(
+        word("a", "exception", **place)
+        + word("b", "exception", **place)
+        + fired
+        + word("c", "exception", "not allowed", **place)
+        + word("d", "lighthouse_restart")
+        + word("e", "lighthouse_restart")
+        + word("e", "lighthouse_restart", by="supervisor")  # it happens now
+        + word("f", "nonsense")
+    )
+    tail = TraceTail(tmp_path)
+    plan = FaultPlan.model_validate({"faults": [KILL]})
+    assert [fault.name for fault in tail.poll().unfired(plan)] == ["k", "a", "d"]
+    tail.close()
+
+
 def test_a_newer_incarnation_takes_the_place_of_the_older(tmp_path: Path) -> None:
     tail = TraceTail(tmp_path)
     (tmp_path / "g0r0i9.jsonl").write_bytes(moved("COMMIT", step=8, epoch=4))

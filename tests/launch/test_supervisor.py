@@ -19,6 +19,7 @@ import psutil
 import pytest
 from supervisor_stage import WAIT_S, Job, Stage
 
+from fft.bus import open_bus
 from fft.launch.services import ServiceError
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError
 from fft.launch.supervisor.groups import Pauses
@@ -27,6 +28,7 @@ from fft.messages.protocol import Death, Drain, Suspect, decode, encode
 from fft.operate import drain
 from fft.operate import inject as injecting
 from fft.operate.client import JobClient, OperatorError
+from fft.trace.report import fired
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -299,7 +301,58 @@ def test_a_plan_that_was_not_finished_is_no_good_end(run_job: StartJob, stage: S
         (actor,) = stage.enter(1).values()
         actor.order("exit 0")
         verdict = job.verdict()
-    assert verdict.lines == ("the fault plan was not finished: faults that did not fire: late",)
+    assert verdict.lines[0] == "the fault plan was not finished: not all of its faults fired"
+    assert (
+        "did not fire" in verdict.lines[1] and "late (drain, step 4, group 0)" in verdict.lines[1]
+    )
+
+
+def test_a_good_end_names_the_faults_that_it_does_not_speak_of(
+    run_job: StartJob, stage: Stage, tmp_path: Path
+) -> None:
+    """Planned ones, commanded ones, and ones of the services; what fired is not named."""
+    faults = [
+        {"name": "done", "kind": "exception", "step": 1, "group": 1, "rank": 0, "phase": "vote"},
+        {"name": "late", "kind": "kill", "step": 99, "group": 1, "rank": 0, "phase": "forward"},
+        {"name": "bus", "kind": "bus_restart", "step": 99},
+    ]
+    asked = {"name": "asked", "kind": "slow", "step": 50, "group": "0", "rank": 0, "seconds": 1.0}
+    word = {"type": "inject", "fault": {**asked, "steps": 2}, "refused": None, "by": "me"}
+    plan = FaultPlan.model_validate({"faults": faults})
+    with run_job(plan, groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        trace(job, 1, 0, 1, inject("done", "exception", 1, 1), at_work(2, 1, ["0", "1"]))
+        trace(job, 0, 0, 1, record(kind="note", note="command", data=word, step=2, epoch=1))
+        for actor in actors.values():
+            actor.order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok
+    assert verdict.lines == (
+        "faults that did not fire, so this run says nothing of them: "
+        "late (kill, step 99, phase forward, group 1 rank 0); bus (bus_restart, step 99); "
+        "asked (slow, step 50, group 0 rank 0)",
+    )
+    told = fired(tmp_path / "run")
+    assert told is not None and told.startswith("3 of 4 faults did not fire")
+    assert verdict.lines[0].partition(": ")[2].split("; ") == told.split("\n  ")[1:]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_end_without_state_says_what_is_lost_and_what_to_do(
+    run_job: StartJob, stage: Stage, committed: bool
+) -> None:
+    with run_job(groups=1, ranks=1, max_restarts=0) as job:
+        (actor,) = stage.enter(1).values()
+        if committed:
+            trace(job, 0, 0, 1, at_work(7, 1, ["0"]))
+        actor.order("raise lost")
+        verdict = job.verdict()
+    assert not verdict.ok
+    (line,) = [line for line in verdict.lines if line.startswith("NoState: ")]
+    if committed:
+        assert "the state of step 7" in line and "go on from a checkpoint" in line
+    else:
+        assert "No work is lost: start the job again" in line and "checkpoint, if" in line
 
 
 @pytest.mark.parametrize(
@@ -450,10 +503,16 @@ def test_services_are_restarted_only_for_a_job_that_allows_it(
     with run_job(groups=1, ranks=1, injectable=injectable) as job:
         (actor,) = stage.enter(1).values()
         assert actor.env.get("FFT_INJECT") == ("1" if injectable else None)
-        with JobClient(job.bus_url) as desk:
+        heard: queue.Queue[Any] = queue.Queue()
+        with JobClient(job.bus_url) as desk, closing(open_bus(job.bus_url)) as bus:
+            bus.subscribe(lambda word: heard.put(json.loads(word)), heard.put, "commands")
             state = desk.job()
             plan = injecting.single(state, "lighthouse_restart", None, {})
             (said,) = injecting.send(desk, state, plan)
+            assert heard.get(timeout=WAIT_S)["by"] == desk.me
+            if injectable:  # it says when it happens, for the traces of those who hear it
+                word = heard.get(timeout=WAIT_S)
+                assert (word["by"], word["fault"]) == ("supervisor", plan.faults[0].model_dump())
         assert said.ok is injectable
         word = "accepted: armed for step 0" if injectable else "refused: it runs without --inj"
         assert f"the supervisor {word}" in said.text

@@ -6,29 +6,33 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import HSDP, Job
+from typer.testing import CliRunner
 
+from fft.cli import app
+from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Applied, Event, Peer, Prepared
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.prove.cluster import Node
 from fft.trace.audit import AuditError, audit_dir, read_lines
 from fft.trace.format import chain
-from fft.trace.report import incidents, input_wait
+from fft.trace.report import fired, incidents, input_wait, save_plan
 from fft.trace.writer import TraceWriter, header, trace_path
 
 
 class TracedJob(Job):
     """A job of pure participants that writes the traces that engines would."""
 
-    def __init__(self, directory: Path, groups: int = 2, ranks: int = 1) -> None:
+    def __init__(self, directory: Path, groups: int = 2, ranks: int = 1, **config: Any) -> None:
         self.directory = directory
         self.writers: dict[object, TraceWriter] = {}
         self.clock = 0.0
         self.digest: str | None = None
-        super().__init__(groups, ranks)
+        super().__init__(groups, ranks, **config)
 
     def post(self, node: Node, event: Event) -> None:
         """With a digest in it, if one is given."""
@@ -94,6 +98,86 @@ def test_what_had_nothing_to_check_is_not_said_to_be_ok(tmp_path: Path, digest: 
     else:
         assert "ok, 3 digests compared" in lines["replicas_equal"]
         assert lines["divergence"].endswith("6 checks  ok")
+
+
+def _apart(directory: Path, groups: int, **config: Any) -> None:
+    """A job of which one group has another digest than the others, in the votes of step 2."""
+
+    class Apart(TracedJob):
+        def post(self, node: Node, event: Event) -> None:
+            if isinstance(event, Prepared) and node.local.step == 2:
+                event = replace(event, digest="bad" if node.peer.group == "1" else "good")
+            super().post(node, event)
+
+    job = Apart(directory, groups, **config)
+    for _ in range(5):
+        job.step()
+    job.close()
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_a_job_that_ended_for_its_replicas_differ_is_no_good_run(
+    tmp_path: Path, groups: int
+) -> None:
+    _apart(tmp_path, groups)
+    report = audit_dir(tmp_path)
+    assert [f.violation for f in report.findings if f.violation] == [], "FFT did what it shall"
+    assert report.diverged and not report.ok and not report.to_json()["ok"]
+    text = report.render()
+    good = "good on 0/0#1" if groups == 2 else "good on 0/0#1 2/0#1"
+    assert f"replicas differ after step 2: rank 0: {good}; bad on 1/0#1" in text
+    most = "nobody has a majority" if groups == 2 else "most agree, and 1/0#1 differ"
+    assert most in text
+    assert text.splitlines()[-1].startswith("verdict: DIVERGED: the job ended")
+    assert CliRunner().invoke(app, ["audit", str(tmp_path)]).exit_code == 1
+
+
+def test_replicas_that_differed_and_were_healed_are_told_of(tmp_path: Path) -> None:
+    _apart(tmp_path, 3, on_divergence="heal")
+    report = audit_dir(tmp_path)
+    assert report.ok and not report.diverged
+    assert "bad on 1/0#1; the job went on, and the state of 1/0#1 was given up" in report.render()
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_end_without_state_is_told_with_the_mend(tmp_path: Path, committed: bool) -> None:
+    job = TracedJob(tmp_path, 1)
+    if committed:
+        for _ in range(3):
+            job.step()
+    else:
+        job.until_running()
+    job.kill_group("0")
+    job.start_group("0", lineage="fresh:other")
+    for timer in ("join_window", "quorum"):
+        job.settle()
+        job.fire(timer)
+    job.settle()
+    job.close()
+    report = audit_dir(tmp_path)
+    assert report.ok, "nothing that FFT does wrong"
+    text = report.render()
+    assert "the end: 0/0#2 ended with NoState: all processes that had" in text
+    if committed:
+        assert f"the state of step {report.commits}, the last that was committed" in text
+    else:
+        assert "before a step was committed" in text and "start the job again" in text
+    assert text.splitlines()[-1] == "verdict: no violation; the job ended with NoState"
+
+
+def test_the_report_names_the_faults_that_did_not_fire(tmp_path: Path) -> None:
+    fault = {"name": "x", "kind": "exception", "step": 9, "group": 0, "rank": 0, "phase": "vote"}
+    save_plan(tmp_path, FaultPlan.model_validate({"faults": [fault]}))
+    trace = TraceWriter(tmp_path, Peer("0", 0, 1))
+    trace.note("metrics", {"loss": 1.0})
+    said = CliRunner().invoke(app, ["report", str(tmp_path)]).output
+    assert "1 of 1 faults did not fire" in said
+    assert "x (exception, step 9, phase vote, group 0 rank 0)" in said
+    trace.note("inject", {"name": "x", "kind": "exception", "phase": "vote", "step": 9})
+    trace.close()
+    assert fired(tmp_path) == "all 1 faults that were planned or commanded have fired"
+    save_plan(tmp_path, FaultPlan(faults=[]))
+    assert fired(tmp_path) is None
 
 
 def first(directory: Path) -> Path:

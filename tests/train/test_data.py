@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -54,6 +55,67 @@ def test_a_replay_sees_the_same_objects() -> None:
     assert source.take(Due(0, 2, 3)) is first
     assert source.take(Due(2, 2, 2)) is first
     assert source.take(Due(2, 3, 2)) == [3]
+
+
+class Breaks(Stream):
+    """Its item 5 cannot be read."""
+
+    def __next__(self) -> list[int]:
+        if self.position == 5:
+            raise OSError("bad sector")
+        return super().__next__()
+
+
+class Items(Sequence[int]):
+    """A sequence whose item 5 cannot be read."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 5:
+            raise OSError("bad sector")
+        return index
+
+
+class Data(torch.utils.data.Dataset[int]):
+    """Its sample 11, which is in item 5, cannot be read."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index == 11:
+            raise OSError("bad sector")
+        return index
+
+
+@pytest.mark.parametrize("kind", ["stream", "items", "main thread", "worker", "batch"])
+def test_what_cannot_be_loaded_is_named_with_item_step_and_rank(kind: str) -> None:
+    made: dict[str, Callable[[], Any]] = {
+        "stream": Breaks,
+        "items": Items,
+        "main thread": lambda: fft.CursorLoader(Data(), 2, shuffle=False),
+        "worker": lambda: fft.CursorLoader(Data(), 2, shuffle=False, num_workers=1),
+        "batch": lambda: [threading.Lock() if n == 5 else n for n in range(9)],
+    }
+    source = as_source(made[kind]())
+    inputs = Inputs(source, 2, 1)
+    try:
+        with pytest.raises((OSError, DataError)) as caught:
+            for step in range(3):  # 2 ranks, 1 group: rank 1 gets the items 1, 3, 5
+                assert inputs.draw(plan(step, 0, 1, step)) is not None
+    finally:
+        source.close()
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    step = 1 if kind == "stream" else 2  # the stream is drawn one step ahead
+    assert f"rank 1 of its group was to get its batch in the txn of step {step}" in text
+    assert f"item {2 * step + 1} of the data, of slice {step}" in text
+    if kind == "stream":
+        assert "while item 5 of a " in text and "Breaks was drawn" in text
+    elif kind in ("main thread", "worker"):
+        assert "while sample 11 of the dataset was read" in text
+        assert "while item 5 (samples [10, 11]) of fft.CursorLoader was loaded" in text
 
 
 def test_a_joiner_goes_on_at_the_cursor_although_more_was_drawn() -> None:

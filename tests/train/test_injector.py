@@ -7,10 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 import yaml
+from torch import nn
 
 from fft.messages.fault_plans import MODELS, Fault, FaultPlan, load_plan
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
@@ -128,6 +133,79 @@ def test_a_straggler_is_late_once_in_each_of_its_steps() -> None:
         one.at("after_allreduce")
     assert late[1:3] == [True, True]
     assert one._delays == 0
+
+
+# --- in models ------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Three blocks, of which the middle one is hooked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def wrapped(model: nn.Module) -> Callable[..., torch.Tensor]:
+    return torch.compile(model, backend="aot_eager")
+
+
+def in_place(model: nn.Module) -> Callable[..., torch.Tensor]:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def a_function(model: nn.Module) -> Callable[..., torch.Tensor]:
+    return torch.compile(lambda x: model(x) * 2, backend="aot_eager")
+
+
+def compiled_with(model: nn.Module, how: Callable[..., Any]) -> tuple[dict[str, int], int]:
+    """What Dynamo counts of three steps: graphs and the like, and breaks."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = how(model)
+    for _ in range(3):
+        run(torch.ones(2, 4)).sum().backward()
+    found = torch._dynamo.utils.counters
+    return dict(found["stats"]), sum(found["graph_break"].values())
+
+
+@pytest.mark.parametrize("how", [wrapped, in_place, a_function])
+def test_a_compiled_model_has_the_graphs_of_a_run_without_faults(how: Callable[..., Any]) -> None:
+    plain = compiled_with(Blocks(), how)
+    assert plain[0]["unique_graphs"] == 1 and plain[1] == 0
+    for planned in ([], [fault("exception", rank=0, phase="forward", step=1000)]):
+        model, one = Blocks(), injector(*planned)
+        one.open = not planned
+        one.attach(model)
+        one.begin(3, 1, 0)
+        assert compiled_with(model, how) == plain
+
+
+@pytest.mark.parametrize("how", [None, wrapped, in_place, a_function])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_faults_in_the_model_fire_once_whether_it_is_compiled_or_not(
+    phase: str, how: Callable[..., Any] | None
+) -> None:
+    torch._dynamo.reset()
+    model, one = Blocks(), injector(fault("exception", rank=0, phase=phase))
+    one.attach(model)
+    run = model if how is None else how(model)
+    for step in (2, 3, 4):
+        one.begin(step, 1, 0)
+        place = phase if how is None else "backward"  # in a graph only gradients tell
+        expected = pytest.raises(InjectedFault, match=f"at {place}, step 3")
+        with expected if step == 3 else nullcontext():
+            loss = run(torch.ones(2, 4)).sum()
+            model.zero_grad()
+            loss.backward()
+    one.detach()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 # --- hanging and stopping ------------------------------------------------------------------

@@ -251,8 +251,46 @@ def test_an_exception_names_the_item_and_comes_when_that_is_due(
         notes = getattr(caught.value, "__notes__", [])
         text = "\n".join([str(caught.value), *notes])
         assert "while item 1 (samples [4, 5, 6, 7]) of fft.CursorLoader was loaded" in text
+        assert "while sample 5 of the dataset was read" in text
         assert ("in DataLoader worker process" in text) == (count > 0)
     assert bits(loader.take(Due(2, 2, 1)))[0] == [8, 9, 10, 11]
+
+
+class Unsendable(Noisy):
+    """Sample 5 is, or raises, what no process can send to another."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.raises = raises
+
+    def __getitem__(self, index: int) -> Any:
+        class Local(Exception):
+            pass
+
+        if index != 5:
+            return index
+        if self.raises:
+            raise Local("corrupt")
+        return lambda: index
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.multiprocess
+def test_what_a_worker_cannot_send_is_an_error_in_place_of_a_wait_for_ever(
+    opened: Callable[..., Any], raises: bool
+) -> None:
+    options = {"shuffle": False, "num_workers": 1, "collate_fn": list, "timeout": 20}
+    loader = opened(fft.CursorLoader, Unsendable(raises), 4, **options)
+    assert loader.take(Due(0, 0, 1)) == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError) as caught:
+        loader.take(Due(0, 1, 1))
+    if raises:
+        assert "Local, told as a RuntimeError: " in str(caught.value)
+        assert "while item 1 (samples [4, 5, 6, 7])" in str(caught.value)
+        assert "corrupt" in str(caught.value) and "sample 5" in str(caught.value)
+    else:
+        assert "item 1 cannot be sent to the trainer" in str(caught.value)
+    assert loader.take(Due(2, 2, 1)) == [8, 9, 10, 11], "the worker goes on"
 
 
 @pytest.mark.multiprocess

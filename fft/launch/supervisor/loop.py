@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.mistakes import Mistake, Mistakes
 from fft.launch.supervisor.stragglers import PaceEar
 from fft.messages.commands import (
+    BY_SUPERVISOR,
     AnswerKind,
     Check,
     Command,
@@ -45,7 +46,16 @@ from fft.messages.commands import (
     encode_command,
     fresh_id,
 )
-from fft.messages.fault_plans import BusRestartFault, DrainFault, FaultPlan, ServiceFault
+from fft.messages.fault_plans import (
+    AnyFault,
+    AnyServiceFault,
+    BusRestartFault,
+    DrainFault,
+    Fault,
+    FaultPlan,
+    ServiceFault,
+    in_words,
+)
 from fft.messages.protocol import (
     MAX_MESSAGE,
     Death,
@@ -57,7 +67,10 @@ from fft.messages.protocol import (
     encode,
 )
 from fft.protocol.timeouts import HOST_LIMIT_S, bus_operation
+from fft.trace.ends import about_no_state
+from fft.trace.report import save_plan
 from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
+from fft.util.error_places import Place
 from fft.util.errors import FftError
 
 _WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
@@ -216,6 +229,7 @@ class Supervisor:
         """Start all groups, look after them until the job has ended, and judge it."""
         logs = self._config.trace_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        save_plan(self._config.trace_dir, self._plan)
         self._tail = TraceTail(self._config.trace_dir)
         try:
             self._open_bus()
@@ -638,15 +652,15 @@ class Supervisor:
 
     # --- faults of the services --------------------------------------------------------
 
-    def _restart_service(self, fault: ServiceFault) -> None:
+    def _restart_service(self, fault: AnyServiceFault) -> None:
         """Carry out a fault, and have the participants trace it."""
         logger.info("injected: %s", fault)
         view = self._tail.view
         epoch = max((rank.epoch for rank in view.ranks.values()), default=0)
         kind = "bus_restart" if isinstance(fault, BusRestartFault) else "lighthouse_restart"
         view.injected[fault.name] = Injected(fault.name, kind, "", view.step, epoch)
-        if self._bus is not None and fault in self._plan.faults:
-            word = Inject(fresh_id(), fault, "supervisor")
+        if self._bus is not None:
+            word = Inject(fresh_id(), fault, BY_SUPERVISOR)
             self._told.add(word.id)
             with suppress(BusError):
                 self._bus.broadcast(encode_command(word), "commands")
@@ -691,7 +705,24 @@ class Supervisor:
         if not lines and self._watch is not None:
             unfinished = self._watch.unfinished(self._tail.view)
             lines += [f"the fault plan was not finished: {unfinished}"] if unfinished else []
+        if any(w.type == "NoState" for w in self._last_words()):
+            view = self._tail.view
+            remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
+        if unfired := [f for f in self._tail.view.unfired(self._plan) if self._is_ours(f)]:
+            names = "; ".join(map(in_words, unfired))
+            remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
         return JobOutcome(not lines, (*lines, *remarks))
+
+    def _last_words(self) -> Iterator[Place]:
+        """Of the last processes of all groups."""
+        for group in self._groups.values():
+            yield from (c.last_words for c in group.children if c.last_words is not None)
+
+    def _is_ours(self, fault: AnyFault) -> bool:
+        """Whether it happens on this host, so that its traces tell."""
+        if isinstance(fault, Fault):
+            return fault.group in self._groups
+        return not isinstance(self._services, Joined)
 
     def _cut_short(self, child: Child) -> str:
         assert self._over is not None

@@ -128,6 +128,10 @@ class StreamSource:
                 item = next(self._iterator)
             except StopIteration:
                 return False
+            except Exception as error:
+                number = first + len(self._items)
+                error.add_note(f"while item {number} of {_named(self._loader)} was drawn")
+                raise
             self._states.append(state)
             self._items.append(item)
         return True
@@ -266,13 +270,26 @@ class Inputs:
         began = time.monotonic()
         ranks = self._ranks
         first, count = plan.cursor * ranks, plan.participants * ranks
-        # One txn ahead, so that at the end of the data all groups leave with one commit.
-        is_last = not self._source.holds(first, 2 * count)
-        if is_last and not self._source.holds(first, count):
-            return None
         number = first + (plan.index or 0) * ranks + self._rank
-        batch = copied(self._source.take(Due(first, number, count)))
+        try:
+            # One txn ahead, so that at the end of the data all groups leave with one commit.
+            is_last = not self._source.holds(first, 2 * count)
+            if is_last and not self._source.holds(first, count):
+                return None
+            batch = copied(self._source.take(Due(first, number, count)))
+        except Exception as error:
+            error.add_note(self._due(plan, number))
+            raise
         if plan.step != self._step:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
         return Drawn(batch, is_last, self._waited_s * 1e3)
+
+    def _due(self, plan: StartTxn, number: int) -> str:
+        """In words, for who looks for what could not be loaded."""
+        which = plan.cursor + (plan.index or 0)
+        counts = "" if plan.index is not None else ", in which this group does not count"
+        return (
+            f"as rank {self._rank} of its group was to get its batch in the txn of step "
+            f"{plan.step}{counts}: item {number} of the data, of slice {which}"
+        )

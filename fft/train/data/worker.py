@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import random
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.queues import Queue
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -67,7 +70,14 @@ class Samples:
         several = getattr(self.origin, "__getitems__", None)
         if several is not None:  # as torch's loader does
             return self._collate(several(request.samples))
-        return self._collate([self.origin[i] for i in request.samples])
+        return self._collate([self._sample(i) for i in request.samples])
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.origin[index]
+        except Exception as error:
+            error.add_note(f"while sample {index} of the dataset was read")
+            raise
 
 
 class Substreams:
@@ -165,8 +175,29 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
     assert info is not None and isinstance(info.dataset, Reader)
     # What user code expects there. It is frozen.
     object.__setattr__(info, "dataset", info.dataset.data.origin)
+    Queue._on_queue_feeder_error = _instead_of_what_cannot_be_sent  # type: ignore[attr-defined]
     if users is not None:
         users(worker)
+
+
+def _instead_of_what_cannot_be_sent(queue: Any, error: Exception, sent: Any) -> None:
+    """In a worker, where an answer cannot be pickled: send why, for the trainer waits for one.
+
+    Takes the place of the hook that ``multiprocessing`` has for this, which only prints.
+    """
+    number, answer = sent if isinstance(sent, tuple) and len(sent) == 2 else (None, None)
+    if not isinstance(answer, Answer):  # torch's own word
+        traceback.print_exception(error)
+        return
+    wrapper: Any = ExceptionWrapper  # which torch does not type
+    if answer.kind == "failed":  # by an exception of a class that only the worker has
+        told = answer.value
+        said = f"{told.exc_type.__qualname__}, told as a RuntimeError: {told.exc_msg}"
+        told.exc_type, told.exc_msg = RuntimeError, said
+    else:
+        cannot = RuntimeError(f"item {answer.number} cannot be sent to the trainer: {error}")
+        told = wrapper((type(cannot), cannot, error.__traceback__), f"in worker {os.getpid()}")
+    queue.put((number, answer._replace(kind="failed", value=told)))
 
 
 def same(answer: Any) -> Any:
