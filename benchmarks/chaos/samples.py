@@ -102,9 +102,6 @@ class Sampler:
     def _name(self, process: psutil.Process) -> str | None:
         if process.pid == self.pid:
             return "supervisor"
-        parent = process.parent()
-        if parent is not None and parent.pid != self.pid and self.worker in parent.cmdline():
-            return None  # a trainer's own child, such as a worker of its loader
         words = process.cmdline()
         role = (
             "trainer"
@@ -113,7 +110,9 @@ class Sampler:
             if "fft.health.monitor" in words
             else None
         )
-        if role is None:
+        parent = process.parent()
+        is_forked = parent is not None and parent.pid != self.pid and parent.cmdline() == words
+        if role is None or is_forked:  # the latter is a worker of a trainer's loader
             return None
         env = process.environ()
         return f"{role} {env.get('FFT_GROUP')}/{env.get('RANK')}"
