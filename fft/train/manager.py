@@ -87,6 +87,7 @@ from fft.messages.protocol import (
     Token,
     encode,
 )
+from fft.operate.entering import enter
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
 from fft.protocol.state import GENESIS, Config
@@ -263,8 +264,9 @@ class ManagerFFT(Manager):  # type: ignore[misc]
             host_s = table["host_limit"].seconds
             self._hang = MonitorConfig(limit, grace, min_s=min(1.0, limit), host_s=host_s)
             self._monitor = os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor
-            self._bus_url = url
             self._bus_operation = table["bus_operation"].seconds
+            start = enter(url, self._token, self._bus_operation)
+            self._bus_url = url = start.url
             self._bus = open_job_bus(url, self._token, self._bus_operation)
             self._replicate = AbortableGroup(pg, "replicate")
             self._shard = AbortableGroup(shard_pg, "shard") if shard_pg is not None else None
@@ -314,7 +316,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
                 os.environ.get("NUM_REPLICA_GROUPS", str(min_replica_size))
             )
             directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
-            self._trace_dir = Path(directory) if directory else None
+            self._trace_dir = start.place_in(directory) if directory else None
             self._logger = _QuietLogger(self, vars(self)["_logger"])
             self._identify()
             self._injector = self._make_injector()
