@@ -152,13 +152,13 @@ def _is_there(pid: int) -> bool:
     return True
 
 
-def _close(bus: ErrorBus, held: bytes, head: Record) -> bool:
-    """Have the last record follow ``head``, which ``held`` is. False: somebody was faster.
+def closing(head: Record) -> Record:
+    """The record after ``head`` with which a job ends that nobody is left of.
 
     It is an epoch without members: whoever was in an older one is fenced, and hears that the job
     has ended. What was decided before stays decided.
     """
-    closing = replace(
+    return replace(
         head,
         n=head.n + 1,
         kind="epoch",
@@ -175,9 +175,13 @@ def _close(bus: ErrorBus, held: bytes, head: Record) -> bool:
         diverged=False,
         cause="nobody of the job was left, and another one was started on its bus",
     )
-    wire = Wire()
-    desired = wire.encode_record(closing)
+
+
+def _close(bus: ErrorBus, held: bytes, head: Record) -> bool:
+    """Have the last record follow ``head``, which ``held`` is. False: somebody was faster."""
+    wire, record = Wire(), closing(head)
+    desired = wire.encode_record(record)
     if bus.compare_set(HEAD, held, desired) != desired:
         return False
-    bus.broadcast(wire.encode(Decision(closing)))
+    bus.broadcast(wire.encode(Decision(record)))
     return True

@@ -10,12 +10,14 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from engine_job import Job, until
+from engine_job import Job, Rank, until
 
 import fft.operate.entering as entering
 from fft.bus import open_job_bus, serve_tcp
 from fft.bus.base import HEAD
+from fft.bus.natsserver import NatsServers
 from fft.bus.token import JobToken
+from fft.messages.protocol import Drain, encode
 from fft.messages.wire import decode_packed
 from fft.operate.client import JobClient
 from fft.operate.entering import JobStart, enter
@@ -29,7 +31,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(params=["memory", "tcp", "nats"])
 def url(
     request: pytest.FixtureRequest, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
@@ -38,6 +40,11 @@ def url(
     monkeypatch.setattr(entering, "_SILENCE_S", 1.5)  # nobody here needs as long to answer
     if request.param == "tcp":
         yield stack.enter_context(serve_tcp()).url
+        return
+    if request.param == "nats":
+        servers = NatsServers("127.0.0.1", 0, None, 1)
+        stack.callback(servers.close)
+        yield servers.url
         return
     url = f"memory://entering-{uuid.uuid4().hex}"
     with open_job_bus(url, TOKEN):  # kept while the test lasts, as a server would
@@ -125,3 +132,29 @@ def test_a_child_of_fft_run_is_in_the_start_that_it_was_told(url: str, stack: Ex
     for member in old.members:
         member.engine.close()
     assert enter(url, TOKEN, env={"FFT_GROUP": "0"}) == JobStart(url, 1)
+
+
+def test_after_the_last_step_only_a_new_process_begins_a_job(
+    url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torchelastic starts again then is late for a job that has all its steps."""
+    monkeypatch.setattr(Rank, "says", staticmethod(lambda start: {"last": True}))
+    job = job_at(enter(url, TOKEN), stack)
+    job.train(1)
+    assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "1"}).number == 1
+    assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "0"}).number == 2
+
+
+def test_a_job_that_all_groups_were_drained_from_is_not_asked(
+    url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_at(enter(url, TOKEN), stack)
+    job.train(1)
+    with open_job_bus(url, TOKEN) as bus:
+        bus.broadcast(encode(Drain(groups=("0", "1"), by="test")))
+    until(lambda: all(m.engine.local.leaving for m in job.members), "they have heard it")
+    for member in job.members:
+        member.train(9)
+    until(lambda: all(m.ended for m in job.members), "all have left")
+    monkeypatch.setattr(entering, "_lives", lambda desk, job: pytest.fail("it asked"))
+    assert enter(url, TOKEN).number == 2
