@@ -31,7 +31,7 @@ help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make test    run the tests, but for long ones (15 minutes)"
 	@echo "make test-long   run those (20 minutes)"
-	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (10 minutes)"
+	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (4 minutes)"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"

@@ -17,8 +17,6 @@ class Difference:
 
     reason: str
     raises: tuple[type[BaseException], ...] = (AssertionError,)
-    always: bool = True
-    """False: it depends on who is faster, and may pass."""
 
 
 _ASKS_NOBODY = Difference(
@@ -32,14 +30,6 @@ _MORE_STATE = Difference(
 _NO_EMPTY_STEP = Difference(
     "commits a txn in which nothing was reduced, and commits it a second time; here a YES needs a "
     "reduction, and a txn is decided once"
-)
-_NOT_WAITED_FOR = Difference(
-    "two groups do their last two steps while a third joins, and all three must end with the same: "
-    "torchft holds the next step up until who asks for a quorum is in, here who joins is let in "
-    "with a commit and waited for by nobody. Where the two are through before, it is left alone, "
-    "and min_replica_size is 2",
-    (NotEnoughGroups,),
-    always=False,
 )
 
 DIFFERENCES: dict[str, Difference] = {
@@ -82,11 +72,6 @@ DIFFERENCES: dict[str, Difference] = {
             _NO_EMPTY_STEP
         )
         for n in range(6)
-    },
-    **{
-        "local_sgd_integ_test.py::LocalSGDIntegTest::"
-        f"test_streaming_diloco_upscale_{n:02}": _NOT_WAITED_FOR
-        for n in range(12)
     },
 }
 
