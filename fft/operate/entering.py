@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 
 from fft.bus import ErrorBus, open_job_bus
@@ -104,9 +103,9 @@ def _is_over(start: JobStart, token: JobToken | None, timeout: float, is_restart
 
 
 def _all_have_left(job: JobState) -> bool:
-    head = job.head
-    is_commit = head is not None and head.kind == "commit" and job.epoch is not None
-    return is_commit and head is not None and job.groups.keys() <= set(head.leavers)
+    if job.head is None or job.head.kind != "commit" or job.epoch is None:
+        return False
+    return job.groups.keys() <= set(job.head.leavers)
 
 
 def _lives(desk: JobClient, job: JobState) -> bool:
@@ -115,19 +114,18 @@ def _lives(desk: JobClient, job: JobState) -> bool:
     until = time.monotonic() + limit
     call = RollCall(fresh_id(), desk.me)
     with desk.asking(call) as answers:
-        for n in count(1):
-            for _ in answers(min(until, time.monotonic() + _AGAIN_S)):
-                return True
-            if time.monotonic() >= until:
-                return False
-            if n == 1:
-                logger.warning(
-                    "nobody of the job on %s answers; if nobody does for %g s, it is over",
-                    desk.bus.url,
-                    limit,
-                )
+        for _ in answers(min(until, time.monotonic() + _AGAIN_S)):
+            return True
+        logger.warning(
+            "nobody of the job on %s answers; if nobody does for %g s, it is over",
+            desk.bus.url,
+            limit,
+        )
+        while (now := time.monotonic()) < until:
             desk.bus.broadcast(encode_command(call), "commands")
-    raise AssertionError("count() has no end")
+            for _ in answers(min(until, now + _AGAIN_S)):
+                return True
+    return False
 
 
 def _are_gone(job: JobState) -> bool:
