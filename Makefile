@@ -25,12 +25,13 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo test test-long check prove chaos chaos-long bench bench-quick clean
+.PHONY: help setup demo test test-long compat check prove chaos chaos-long bench bench-quick clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make test    run the tests, but for long ones (15 minutes)"
 	@echo "make test-long   run those (20 minutes)"
+	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (4 minutes)"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
@@ -65,6 +66,11 @@ test: setup
 # What takes half a minute and more and has a shorter test beside it.
 test-long: setup
 	$(BIN)/python -m pytest -q -m long
+
+# torchft's wheel has its tests in it, but not the package that they are parameterized by.
+compat: setup
+	@$(PIP) install --quiet -e ".[compat]"
+	$(BIN)/python -m tests.compat -q
 
 check: setup
 	$(BIN)/ruff format --check .

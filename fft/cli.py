@@ -211,7 +211,7 @@ def _supervise(
     token = JobToken.from_env()
     services: Services | Joined
     if serve is None:
-        services = Joined.from_env()
+        services = Joined.from_env().entered(token)
     else:
         bus, cluster, lighthouse = serve
         token = token or JobToken.fresh()

@@ -34,7 +34,14 @@ from typing import Protocol, assert_never
 
 from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
-from fft.messages.commands import COMMANDS, decode_command
+from fft.messages.commands import (
+    COMMANDS,
+    Answer,
+    RollCall,
+    answer_inbox,
+    decode_command,
+    encode_answer,
+)
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.protocol import (
     AbortGroups,
@@ -143,7 +150,7 @@ class Engine:
         self.trace = trace
         self.local = local
         self._host = host
-        self._events: queue.SimpleQueue[Event | OperatorCommand | Packed | None] = (
+        self._events: queue.SimpleQueue[Event | OperatorCommand | RollCall | Packed | None] = (
             queue.SimpleQueue()
         )
         self._next: deque[Event] = deque()
@@ -292,7 +299,7 @@ class Engine:
     # --- bus listener thread ---
 
     def _on_message(
-        self, read: Callable[[bytes], Event | OperatorCommand | Packed], payload: bytes
+        self, read: Callable[[bytes], Event | OperatorCommand | RollCall | Packed], payload: bytes
     ) -> None:
         try:
             event = read(payload)
@@ -317,7 +324,9 @@ class Engine:
     def _run(self) -> None:
         try:
             while (event := self._take_event()) is not None:
-                if isinstance(event, COMMANDS):
+                if isinstance(event, RollCall):
+                    self._answer_roll(event)
+                elif isinstance(event, COMMANDS):
                     self._host.command(event)
                 else:
                     self._handle(self._whole(event) if isinstance(event, Packed) else event)
@@ -331,7 +340,21 @@ class Engine:
             self._host.cancel_futures(f"engine failed: {error!r}")
             self._host.abort_groups(f"engine failed: {error!r}")
 
-    def _take_event(self) -> Event | OperatorCommand | Packed | None:
+    def _answer_roll(self, call: RollCall) -> None:
+        """Say that this participant lives, if it holds the state that the job would go on with."""
+        s = self.local
+        if s.head is None or self.ended.is_set():
+            return
+        is_member = s.epoch is not None and s.epoch.epoch == s.head.epoch
+        if not is_member and s.lineage != s.head.lineage:
+            return
+        word = encode_answer(Answer(call.id, str(self.participant.config.me), "accepted"))
+        try:
+            self.bus.send(answer_inbox(call.id), word)
+        except BusError as error:
+            self._next.append(self._down("roll call", error))
+
+    def _take_event(self) -> Event | OperatorCommand | RollCall | Packed | None:
         self._tidy_up(lambda: not self._next and self._events.empty())
         if self._next:
             return self._next.popleft()

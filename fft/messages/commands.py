@@ -98,6 +98,19 @@ class Check:
     type: Literal["check"] = "check"
 
 
+@dataclass(frozen=True, config=_CONFIG)
+class RollCall:
+    """To whoever holds the state of the job: answer, so that the asker knows that the job lives.
+
+    Said by who starts, not by operators: the engine answers, and its host never hears of it.
+    """
+
+    id: Id
+    by: Text
+    v: Literal[1] = 1
+    type: Literal["roll_call"] = "roll_call"
+
+
 Command = Evict | Inject | Check
 COMMANDS = (Evict, Inject, Check)
 
@@ -113,8 +126,8 @@ class Answer:
 
 
 @cache
-def _commands() -> TypeAdapter[Command]:
-    return TypeAdapter(Annotated[Command, Field(discriminator="type")])
+def _commands() -> TypeAdapter[Command | RollCall]:
+    return TypeAdapter(Annotated[Command | RollCall, Field(discriminator="type")])
 
 
 @cache
@@ -127,12 +140,12 @@ def answer_inbox(command_id: str) -> str:
     return f"answer/{command_id}"
 
 
-def encode_command(command: Command) -> bytes:
+def encode_command(command: Command | RollCall) -> bytes:
     """Command → bytes for the topic ``commands``."""
     return _commands().dump_json(command)
 
 
-def decode_command(payload: bytes) -> Command:
+def decode_command(payload: bytes) -> Command | RollCall:
     """Bytes of the topic ``commands`` → command. Raises ``UnreadableMessage``."""
     if len(payload) > MAX_MESSAGE:
         raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")

@@ -17,12 +17,14 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus import BusError, ErrorBus
 from fft.bus.base import HEAD, Topic
+from fft.bus.starts import open_newest
 from fft.bus.token import JobToken
 from fft.messages.commands import (
     Answer,
     Command,
+    RollCall,
     answer_inbox,
     decode_answer,
     decode_command,
@@ -46,7 +48,7 @@ _READS = 16
 """How often the job may move on while it is looked at."""
 
 Word = BusMessage | Command | SpeedReport | Packed
-_READERS: dict[Topic, Callable[[bytes], Word]] = {
+_READERS: dict[Topic, Callable[[bytes], Word | RollCall]] = {
     "protocol": decode,
     "commands": decode_command,
     "progress": decode_speed,
@@ -113,10 +115,12 @@ class Ear:
             yield heard
 
     def words(self, deadline: float) -> Iterator[Word]:
-        """The same, read; what is not in the form of its topic is passed over."""
+        """The same, read; what is not in the form of its topic, or is for ranks only, is passed
+        over."""
         for topic, payload in self.until(deadline):
             with suppress(UnreadableMessage):
-                yield _READERS[topic](payload)
+                if not isinstance(word := _READERS[topic](payload), RollCall):
+                    yield word
 
 
 def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
@@ -130,7 +134,7 @@ def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
 
 
 class JobClient:
-    """One operator at one bus. Not for several threads."""
+    """One operator at the newest start of a job. Not for several threads."""
 
     def __init__(
         self,
@@ -138,13 +142,16 @@ class JobClient:
         timeout: float | None = None,
         token: JobToken | None = None,
         me: str | None = None,
+        bus: ErrorBus | None = None,
     ) -> None:
         """Raises ``BusUnreachable`` within ``timeout`` seconds (None: what fits the bus).
 
         ``token``: of the job; None: what the environment names. ``me``: who asks, for people.
+        ``bus``: opened already, whatever start it is of; it is closed with this.
         """
-        timeout = timeout or bus_operation(url)
-        self.bus: ErrorBus = open_job_bus(url, token or JobToken.from_env(), timeout)
+        if bus is None:
+            bus = open_newest(url, token or JobToken.from_env(), timeout or bus_operation(url))
+        self.bus = bus
         self.me = me or f"{_user()}@{socket.gethostname()}"
         self._wire = Wire()
 
@@ -201,7 +208,9 @@ class JobClient:
             yield ear
 
     @contextmanager
-    def asking(self, *commands: Command) -> Iterator[Callable[[float], Iterator[Answer]]]:
+    def asking(
+        self, *commands: Command | RollCall
+    ) -> Iterator[Callable[[float], Iterator[Answer]]]:
         """Broadcast ``commands``; what is yielded gives the answers until a deadline."""
         ear, inboxes = Ear(), [answer_inbox(command.id) for command in commands]
         listeners = [self.bus.listen(inbox, ear.hear, ear.lose) for inbox in inboxes]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from torchft.process_group import ProcessGroup
 
 from fft.bus import open_job_bus
+from fft.operate.entering import enter
 from fft.trace.writer import TraceWriter
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
@@ -43,9 +45,12 @@ class Parts:
         undo: ExitStack,
     ) -> None:
         """``undo`` gets what ends the parts that hold something, for when a later one fails."""
-        self.settings = settings
         self.limits = limits = settings.timeout_table(manager)
-        bus = open_job_bus(settings.bus_url, settings.token, limits["bus_operation"].seconds)
+        operation_s = limits["bus_operation"].seconds
+        start = enter(settings.bus_url, settings.token, operation_s)
+        traces = start.place_in(settings.trace_dir) if settings.trace_dir is not None else None
+        self.settings = settings = replace(settings, bus_url=start.url, trace_dir=traces)
+        bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
         trace = TraceWriter(settings.trace_dir, peer)

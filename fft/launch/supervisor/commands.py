@@ -16,6 +16,7 @@ from fft.messages.commands import (
     Answer,
     AnswerKind,
     Command,
+    RollCall,
     answer_inbox,
     decode_command,
     encode_answer,
@@ -54,5 +55,8 @@ class CommandEar:
 
     def _hear(self, payload: bytes) -> None:
         with suppress(UnreadableMessage):  # the participants trace it
-            self._heard.put(decode_command(payload))
-            self._wake()
+            if not isinstance(
+                command := decode_command(payload), RollCall
+            ):  # that is for the ranks
+                self._heard.put(command)
+                self._wake()

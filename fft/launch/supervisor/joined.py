@@ -1,16 +1,18 @@
 """The services of a job that are served elsewhere, for a supervisor on one of several hosts.
 
-Reads the environment that it is given; opens nothing.
+Reads the environment that it is given; opens the bus only to find the start of the job.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
+from fft.bus.token import JobToken
 from fft.launch.services import ServiceError, settings_of
+from fft.operate.entering import enter
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Joined:
         if not (bus := environ.get("FFT_BUS")):
             raise ServiceError("--join needs FFT_BUS in the environment; `fft serve` prints it")
         return cls(bus, environ.get("TORCHFT_LIGHTHOUSE") or None)
+
+    def entered(self, token: JobToken | None) -> Self:
+        """The same at the start of the job that who comes now belongs to. Raises BusError."""
+        return replace(self, bus_url=enter(self.bus_url, token).url)
 
     def settings(self) -> dict[str, str]:
         """What a process of the job finds them by in its environment."""

@@ -1,0 +1,52 @@
+"""Starts of a job: one name on a bus serves one job after another, each with keys of its own.
+
+The first start of job ``j`` is ``j`` itself, the second ``j.start2``, and so on. A register of
+``j`` says which one is the newest. Nothing of one start is seen by another.
+"""
+
+from __future__ import annotations
+
+from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus.token import JobToken
+
+STARTS = "starts"
+"""Register of the job: the number of its newest start. Without a value: 1."""
+
+
+def newest(bus: ErrorBus) -> int:
+    """Number of the newest start of the job whose bus this is. Raises ``BusError``."""
+    held = bus.read(STARTS)
+    if held is None:
+        return 1
+    try:
+        return int(held)
+    except ValueError:
+        raise BusError(
+            f"register {STARTS} on {bus.url} cannot be read without the job's token: set "
+            "FFT_TOKEN_FILE; `fft serve` prints it"
+        ) from None
+
+
+def begin(bus: ErrorBus, number: int) -> None:
+    """Have start ``number`` follow the one before it, if nobody has done that yet."""
+    before = None if number == 2 else b"%d" % (number - 1)
+    bus.compare_set(STARTS, before, b"%d" % number)
+
+
+def url_of(url: str, number: int) -> str:
+    """The bus URL of one start of the job at ``url``."""
+    return url if number == 1 else f"{url}.start{number}"
+
+
+def open_newest(url: str, token: JobToken | None, timeout: float) -> ErrorBus:
+    """Open the newest start of the job at ``url``, as ``open_job_bus`` does."""
+    bus = open_job_bus(url, token, timeout)
+    try:
+        number = newest(bus)
+        if number == 1:
+            return bus
+    except BaseException:
+        bus.close()
+        raise
+    bus.close()
+    return open_job_bus(url_of(url, number), token, timeout)

@@ -1,0 +1,185 @@
+"""Which start of a job a process belongs to that comes to its bus now.
+
+It takes part in the job that is there, if anybody lives who holds its state. Else that job is over:
+its register is closed, so that no process of it that still lives can commit anything or get into
+the next one, and the next start of the job begins, with keys of its own (`fft.bus.starts`).
+
+Touches the bus, the clock, and the list of this host's processes. Blocks its caller for 10 s at
+most, plus what the bus takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fft.bus import ErrorBus, open_job_bus
+from fft.bus.base import HEAD
+from fft.bus.starts import begin, newest, url_of
+from fft.bus.token import JobToken
+from fft.messages.commands import RollCall, encode_command, fresh_id
+from fft.messages.protocol import Decision, Peer, Record
+from fft.messages.wire import Wire
+from fft.operate.client import JobClient, JobState
+from fft.protocol.timeouts import bus_operation
+
+logger = logging.getLogger(__name__)
+
+_SILENCE_S = 10.0
+"""Nobody of a job answers for so long: it is over. Twice the time after which a joiner takes a job
+over in which nobody answers (``join_window``); a bus may have changed its leader meanwhile."""
+_ALL_GONE_S = 1.0
+"""The same, where all members were on this host and none of their processes is there any more."""
+_AGAIN_S = 1.0
+"""The question may be missed by who is just taking up its subscription again."""
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job."""
+
+    url: str
+    """Of its bus."""
+    number: int
+    """From 1."""
+
+    def place_in(self, traces: str | Path) -> Path:
+        """Where its traces go in ``traces``: not between those of an earlier job."""
+        return Path(traces) if self.number == 1 else Path(traces, f"start{self.number}")
+
+
+def enter(
+    url: str,
+    token: JobToken | None,
+    timeout: float | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> JobStart:
+    """The start of the job at ``url`` that a process takes part in which starts now.
+
+    ``timeout``: seconds for an operation on the bus; None: what fits it. A child of `fft run` is
+    told its start, and a process that torchelastic starts again begins no job after the last step.
+    Raises ``BusError``, ``OperatorError``.
+    """
+    timeout = timeout or bus_operation(url)
+    if "FFT_GROUP" in env:
+        return JobStart(url, 1)
+    is_restart = int(env.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+    with open_job_bus(url, token, timeout) as bus:
+        while True:
+            number = newest(bus)
+            start = JobStart(url_of(url, number), number)
+            if not _is_over(start, token, timeout, is_restart):
+                return start
+            begin(bus, number + 1)
+
+
+def _is_over(start: JobStart, token: JobToken | None, timeout: float, is_restart: bool) -> bool:
+    """Whether that job has ended; it is closed then."""
+    bus = open_job_bus(start.url, token, timeout)
+    with JobClient(start.url, bus=bus) as desk:
+        while (held := bus.read(HEAD)) is not None:
+            job = desk.job()
+            if (head := job.head) is None or (head.last and is_restart):
+                return False
+            if head.last:
+                return True
+            if not _all_have_left(job) and _lives(desk, job):
+                return False
+            if _close(bus, held, head):
+                logger.warning(
+                    "the job on %s has ended at step %d: nobody of it is left. Start %d of the job "
+                    "begins; to go on from a checkpoint, load it",
+                    start.url,
+                    head.step,
+                    start.number + 1,
+                )
+                return True
+    return False
+
+
+def _all_have_left(job: JobState) -> bool:
+    if job.head is None or job.head.kind != "commit" or job.epoch is None:
+        return False
+    return job.groups.keys() <= set(job.head.leavers)
+
+
+def _lives(desk: JobClient, job: JobState) -> bool:
+    """Whether somebody answers who holds the state of the job."""
+    limit = _ALL_GONE_S if _are_gone(job) else _SILENCE_S
+    until = time.monotonic() + limit
+    call = RollCall(fresh_id(), desk.me)
+    with desk.asking(call) as answers:
+        for _ in answers(min(until, time.monotonic() + _AGAIN_S)):
+            return True
+        logger.warning(
+            "nobody of the job on %s answers; if nobody does for %g s, it is over",
+            desk.bus.url,
+            limit,
+        )
+        while (now := time.monotonic()) < until:
+            desk.bus.broadcast(encode_command(call), "commands")
+            for _ in answers(min(until, now + _AGAIN_S)):
+                return True
+    return False
+
+
+def _are_gone(job: JobState) -> bool:
+    """Whether all members were on this host, and their processes are not there any more."""
+    if job.epoch is None:
+        return False
+    ranks = [rank for group in job.epoch.members for rank in group.ranks]
+    here = socket.gethostname()
+    return all(rank.host == here and not _is_there(rank.pid) for rank in ranks)
+
+
+def _is_there(pid: int) -> bool:
+    """Whether there is such a process, other than this one: whose engine would answer."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def closing(head: Record) -> Record:
+    """The record after ``head`` with which a job ends that nobody is left of.
+
+    It is an epoch without members: whoever was in an older one is fenced, and hears that the job
+    has ended. What was decided before stays decided.
+    """
+    return replace(
+        head,
+        n=head.n + 1,
+        kind="epoch",
+        epoch=head.epoch + 1,
+        txn=0,
+        by=Peer(f"start@{socket.gethostname()}"[:64], 0, os.getpid()),
+        members=(),
+        learners=(),
+        change=False,
+        leavers=(),
+        last=True,
+        skip=False,
+        odd=(),
+        diverged=False,
+        cause="nobody of the job was left, and another one was started on its bus",
+    )
+
+
+def _close(bus: ErrorBus, held: bytes, head: Record) -> bool:
+    """Have the last record follow ``head``, which ``held`` is. False: somebody was faster."""
+    wire, record = Wire(), closing(head)
+    desired = wire.encode_record(record)
+    if bus.compare_set(HEAD, held, desired) != desired:
+        return False
+    bus.broadcast(wire.encode(Decision(record)))
+    return True

@@ -1,0 +1,142 @@
+"""Jobs one after another under one `fft serve`, by one and the same command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fft.trace.audit import audit_dir
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+WORKER = Path(__file__).with_name("starts_worker.py")
+LIMIT_S = 180
+STEPS = 3
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """What `fft serve` announces, for the processes of a job."""
+    command = [sys.executable, "-m", "fft.cli", "serve", "--no-lighthouse"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            said = server.stdout.readline().split()
+            announced = dict(word.split("=", 1) for word in said)
+            yield {**os.environ, **announced, "FFT_TRACE_DIR": str(tmp_path / "traces")}
+        finally:
+            server.terminate()
+            server.wait(LIMIT_S)
+
+
+class Plain:
+    """A rank that no launcher of ours has started."""
+
+    def __init__(self, stack: ExitStack, env: dict[str, str], group: int, *more: str) -> None:
+        command = [sys.executable, str(WORKER), str(group), str(STEPS), *more]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        stack.callback(self._end)
+
+    def _end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=LIMIT_S)
+
+    def until(self, word: str) -> str:
+        """What it says after ``word``, as the first line that begins so."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if f"{line.strip()} ".startswith(f"{word} "):
+                return line.removeprefix(word).strip()
+        raise AssertionError(f"it ended, with {self.process.wait()}, and never said {word!r}")
+
+    def ended(self) -> tuple[int, list[str]]:
+        """Its exit status, and the lines it has said since."""
+        text, _ = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, text.splitlines()
+
+
+def pair(stack: ExitStack, env: dict[str, str], *more: str) -> list[Plain]:
+    return [Plain(stack, env, group, *more) for group in (0, 1)]
+
+
+def whole_job(env: dict[str, str]) -> str:
+    """Run one to its end; its name on the bus."""
+    with ExitStack() as stack:
+        ranks = pair(stack, env)
+        names = {rank.until("at") for rank in ranks}
+        for rank in ranks:
+            status, lines = rank.ended()
+            assert status == 0
+            assert lines == [f"step {n}" for n in range(1, STEPS + 1)]
+    assert len(names) == 1, names
+    return names.pop()
+
+
+def killed_job(env: dict[str, str]) -> str:
+    """Kill all of one in the middle of it; its name on the bus."""
+    with ExitStack() as stack:
+        ranks = pair(stack, env, "--stay")
+        names = {rank.until("at") for rank in ranks}
+        for rank in ranks:
+            rank.until(f"step {STEPS}")
+        for rank in ranks:
+            rank.process.kill()
+    assert len(names) == 1, names
+    return names.pop()
+
+
+def test_plain_scripts_that_end_or_are_killed(env: dict[str, str], tmp_path: Path) -> None:
+    name = env["FFT_BUS"].rpartition("/")[2]
+    assert whole_job(env) == name
+    assert killed_job(env) == f"{name}.start2"
+    assert whole_job(env) == f"{name}.start3"
+    for traces in ("traces", "traces/start2", "traces/start3"):
+        report = audit_dir(tmp_path / traces)
+        assert report.ok, report.render()
+
+
+def test_a_process_that_still_lives_gets_into_no_other_job(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    """It is stopped while the next job begins, and goes on in the middle of it."""
+    with ExitStack() as stack:
+        killed, stopped = pair(stack, env, "--stay")
+        for rank in (killed, stopped):
+            rank.until("step")
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        killed.process.kill()
+        others = pair(stack, env, "--stay")
+        for rank in others:
+            assert rank.until("at").endswith(".start2")
+            rank.until("step")
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        status, lines = stopped.ended()
+        assert status == 3, lines
+        for rank in others:  # three groups would be in it by now
+            rank.until("step")
+            rank.until("step")
+            rank.process.terminate()
+    for traces in ("traces", "traces/start2"):
+        report = audit_dir(tmp_path / traces)
+        assert report.ok, report.render()
+
+
+def test_fft_run(env: dict[str, str], tmp_path: Path) -> None:
+    for number in (1, 2):
+        traces = tmp_path / f"run{number}"
+        command = [sys.executable, "-m", "fft.cli", "run", "--join", "--groups", "2"]
+        command += ["--trace-dir", str(traces), str(WORKER), "-", str(STEPS)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        logs = [log.read_text().splitlines() for log in (traces / "logs").iterdir()]
+        said = [[line for line in lines if line.startswith("step ")] for lines in logs]
+        assert said == [[f"step {n}" for n in range(1, STEPS + 1)]] * 2
+        report = audit_dir(traces)
+        assert report.ok, report.render()

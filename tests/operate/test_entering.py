@@ -1,0 +1,160 @@
+"""One job after another under one name on a bus: who starts comes into the job that lives, or a new
+one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+from engine_job import Job, Rank, until
+
+import fft.operate.entering as entering
+from fft.bus import open_job_bus, serve_tcp
+from fft.bus.base import HEAD
+from fft.bus.natsserver import NatsServers
+from fft.bus.token import JobToken
+from fft.messages.protocol import Drain, encode
+from fft.messages.wire import decode_packed
+from fft.operate.client import JobClient
+from fft.operate.entering import JobStart, enter
+
+TOKEN = JobToken.fresh()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["memory", "tcp", "nats"])
+def url(
+    request: pytest.FixtureRequest, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    monkeypatch.delenv("FFT_GROUP", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(entering, "_SILENCE_S", 1.5)  # nobody here needs as long to answer
+    if request.param == "tcp":
+        yield stack.enter_context(serve_tcp()).url
+        return
+    if request.param == "nats":
+        servers = NatsServers("127.0.0.1", 0, None, 1)
+        stack.callback(servers.close)
+        yield servers.url
+        return
+    url = f"memory://entering-{uuid.uuid4().hex}"
+    with open_job_bus(url, TOKEN):  # kept while the test lasts, as a server would
+        yield url
+
+
+def job_at(start: JobStart, stack: ExitStack, groups: int = 2, ranks: int = 1) -> Job:
+    return Job(stack, start.url, groups, ranks, partial(open_job_bus, token=TOKEN)).start()
+
+
+def head_at(url: str) -> tuple[int, int]:
+    """Number and step of the newest record."""
+    with open_job_bus(url, TOKEN) as bus:
+        record = decode_packed(bus.read(HEAD) or b"").record
+        return record.n, record.step
+
+
+def test_who_starts_comes_into_the_job_that_lives(url: str, stack: ExitStack) -> None:
+    first = enter(url, TOKEN)
+    assert first == JobStart(url, 1)
+    job = job_at(first, stack)
+    job.train(2)
+    head = head_at(url)
+    assert enter(url, TOKEN) == first
+    assert head_at(url) == head
+    job.train(3)
+
+
+def test_the_same_name_begins_anew_when_all_have_gone(url: str, stack: ExitStack) -> None:
+    for number in (1, 2, 3):
+        start = enter(url, TOKEN)
+        assert start.number == number
+        job = job_at(start, stack)
+        assert [member.committed for member in job.members] == [[], []]
+        job.train(3)
+        assert {member.committed[0].step for member in job.members} == {1}
+        with JobClient(url, token=TOKEN) as operator:  # sees the newest one by the job's own name
+            assert operator.bus.url == start.url
+            assert operator.job().epoch is not None
+        for member in job.members:
+            member.engine.close()
+
+
+def test_who_still_lives_of_the_earlier_job_gets_into_no_other(url: str, stack: ExitStack) -> None:
+    old = job_at(enter(url, TOKEN), stack)
+    old.train(2)
+    for member in old.members:  # alive, and not heard for as long as it takes
+        member.engine._answer_roll = lambda call: None  # type: ignore[method-assign]
+    start = enter(url, TOKEN)
+    assert start.number == 2
+    new = job_at(start, stack)
+    new.train(2)
+    for member in old.members:
+        member.train(5)
+    until(lambda: all(member.ended for member in old.members), "the old ones end")
+    assert {member.ended.error for member in old.members if member.ended} == {"JobEnded"}
+    assert {len(member.committed) for member in old.members} == {2}
+    new.train(4)
+    assert not any(member.ended for member in new.members)
+
+
+def test_all_who_start_together_come_into_one_job(url: str, stack: ExitStack) -> None:
+    old = job_at(enter(url, TOKEN), stack)
+    old.train(1)
+    for member in old.members:
+        member.engine.close()
+    with ThreadPoolExecutor(4) as pool:
+        starts = set(pool.map(lambda _: enter(url, TOKEN), range(4)))
+    assert {start.number for start in starts} == {2}
+    job_at(starts.pop(), stack).train(2)
+
+
+def test_one_that_holds_the_state_keeps_the_job(url: str, stack: ExitStack) -> None:
+    job = job_at(enter(url, TOKEN), stack)
+    job.train(2)
+    job.members[0].engine.close()
+    until(lambda: job.members[0].ended is not None, "the first one ends")
+    assert enter(url, TOKEN).number == 1
+    job.train(4)
+
+
+def test_a_child_of_fft_run_is_in_the_start_that_it_was_told(url: str, stack: ExitStack) -> None:
+    old = job_at(enter(url, TOKEN), stack)
+    old.train(1)
+    for member in old.members:
+        member.engine.close()
+    assert enter(url, TOKEN, env={"FFT_GROUP": "0"}) == JobStart(url, 1)
+
+
+def test_after_the_last_step_only_a_new_process_begins_a_job(
+    url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torchelastic starts again then is late for a job that has all its steps."""
+    monkeypatch.setattr(Rank, "says", staticmethod(lambda start: {"last": True}))
+    job = job_at(enter(url, TOKEN), stack)
+    job.train(1)
+    assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "1"}).number == 1
+    assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "0"}).number == 2
+
+
+def test_a_job_that_all_groups_were_drained_from_is_not_asked(
+    url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_at(enter(url, TOKEN), stack)
+    job.train(1)
+    with open_job_bus(url, TOKEN) as bus:
+        bus.broadcast(encode(Drain(groups=("0", "1"), by="test")))
+    until(lambda: all(m.engine.local.leaving for m in job.members), "they have heard it")
+    for member in job.members:
+        member.train(9)
+    until(lambda: all(m.ended for m in job.members), "all have left")
+    monkeypatch.setattr(entering, "_lives", lambda desk, job: pytest.fail("it asked"))
+    assert enter(url, TOKEN).number == 2
