@@ -25,10 +25,11 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo test test-long check prove chaos chaos-long bench bench-quick clean
+.PHONY: help setup demo demo-picture test test-long check prove chaos chaos-long bench bench-quick clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
+	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
 	@echo "make test    run the tests, but for long ones (15 minutes)"
 	@echo "make test-long   run those (20 minutes)"
 	@echo "make check   format, lint, types, import contract"
@@ -58,6 +59,10 @@ demo: setup
 	$(BIN)/fft report $(TRACES) || failed=1; \
 	$(BIN)/fft audit $(TRACES) || failed=1; \
 	exit $$failed
+
+# docs/demo.svg, from the output of a demo
+demo-picture: setup
+	$(MAKE) -s demo TRACES=runs/demo | $(BIN)/python -m benchmarks.demo_picture
 
 test: setup
 	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
