@@ -25,7 +25,7 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo demo-picture test test-long check prove chaos chaos-long bench bench-quick clean
+.PHONY: help setup demo demo-picture test test-long check prove chaos chaos-long bench bench-quick docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
@@ -38,6 +38,7 @@ help:
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
 	@echo "make bench   FFT beside torchft and NVIDIA's in-process restart, $(REPS) repetitions (3 hours)"
 	@echo "make bench-quick   some rows of it, once (5 minutes)"
+	@echo "make docs    build the documentation as a site, in site/; broken links are errors"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"
 
@@ -115,6 +116,10 @@ bench: setup $(NVRX)/.tried
 bench-quick: setup
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --quick
 
+docs: setup
+	@$(PIP) install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(NVRX) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs
+	rm -rf $(VENV) $(NVRX) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs site
 	find fft tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
