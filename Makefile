@@ -32,7 +32,7 @@ help:
 	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
 	@echo "make test    run the tests, but for long ones (15 minutes)"
 	@echo "make test-long   run those (20 minutes)"
-	@echo "make check   format, lint, types, import contract"
+	@echo "make check   format, lint, types, import contract, the picture of the rooms"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
@@ -77,6 +77,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.rooms --check
 
 # The two teaching specs must be found splitting: their checks have to fail.
 prove: setup

@@ -52,7 +52,7 @@ def test_scenario_runs_as_it_says(path: Path, request: pytest.FixtureRequest) ->
 
 
 def test_every_row_of_the_fault_table_has_its_scenario() -> None:
-    """What DESIGN.md says of faults, and the files that show it."""
+    """What docs/explanation/faults.md says, and the files that show it."""
     shown = {
         "exception in the body": "exception_in_the_body",
         "collective fails on one side": "collective_fails_on_one_side",
@@ -83,22 +83,22 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "NaN in a gradient": "e2e/test_injected.py",
         "lighthouse restarted": "e2e/test_injected.py",
         "a message, vote or request for state without the job token, changed, or said again": (
-            "test_trust.py"
+            "bus/test_trust.py"
         ),
-        "a register that nobody of the job wrote": "test_trust.py",
-        "the head register goes back to an older record": "test_trust.py",
+        "a register that nobody of the job wrote": "bus/test_trust.py",
+        "the head register goes back to an older record": "bus/test_trust.py",
         "main thread hangs": "e2e/test_hangs.py",
         "a NATS server killed": "e2e/test_nats_training.py",
-        "mistake in the script": "supervisor/test_mistakes.py",
-        "disk full under the trace": "test_trace.py",
+        "mistake in the script": "launch/test_mistakes.py",
+        "disk full under the trace": "trace/test_trace.py",
         "groups that reduce unlike gradients": "e2e/test_reducer.py",
         "notice of preemption with a deadline": "e2e/test_notice.py",
         "the same, on one rank of a group": "e2e/test_notice.py",
         "the same, while the bus is silent": "e2e/test_deadline.py",
         "four rollbacks in a row at one step": "e2e/test_culprit.py",
     }
-    design = (FOLDER.parent.parent / "DESIGN.md").read_text(encoding="utf-8")
-    table = design.partition("## 6. Faults")[2].partition("\n## ")[0]
+    page = FOLDER.parent.parent / "docs" / "explanation" / "faults.md"
+    table = page.read_text(encoding="utf-8")
     rows = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")}
     assert rows - {"fault"} == {*shown, *beneath_the_core}
     assert {f"{name}.txt" for name in shown.values()} <= {path.name for path in FILES}
