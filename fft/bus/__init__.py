@@ -89,8 +89,8 @@ def open_job_bus(
     if token is None:
         if not _is_private(url):
             logger.warning(
-                "no job token: whoever can reach the bus at %s can stop this job. "
-                "Set FFT_TOKEN_FILE to what `fft serve` prints.",
+                "no job token: anybody who reaches the bus at %s can stop this job. "
+                "Set FFT_TOKEN_FILE to the path that `fft serve` prints.",
                 url,
             )
         return bus

@@ -373,8 +373,8 @@ class SealedBus(ErrorBus):
         if value is None:
             raise BusForged(
                 f"register {key!r} on {self.url} has a value that was not written with this job's "
-                "token. Either somebody else writes to this bus, which must not be: give the job "
-                "a bus of its own; or the job's processes have different tokens (FFT_TOKEN)"
+                "token. Either another program writes to this bus (give the job a bus of its own), "
+                "or the job's processes have different tokens (FFT_TOKEN)"
             )
         if key == HEAD:
             self._know(_epoch_in(value))

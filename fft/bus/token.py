@@ -118,7 +118,7 @@ class JobToken:
         return "<a job token>"
 
     def __reduce__(self) -> str:
-        raise TokenError("a job token is not to be pickled or copied")
+        raise TokenError("a job token must not be pickled or copied")
 
 
 def derive(secret: bytes, *label: str) -> bytes:

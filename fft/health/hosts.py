@@ -246,7 +246,9 @@ class HostWatch:
         if self.sender in roll.senders:
             return roll.senders
         if self._entered:
-            logger.warning("this host was taken for vanished; it is there again")
+            logger.warning(
+                "other hosts took this host for vanished; it enters the roll of hosts again"
+            )
         senders = self._change(lambda senders: (*senders, self.sender))
         self._entered = True
         return senders
@@ -267,7 +269,7 @@ class HostWatch:
             desired = _rolls().dump_json(Roll(wanted))
             if self._bus.compare_set(ROLL, held, desired) == desired:
                 return wanted
-        raise BusError(f"the roll of hosts on {self._bus.url} changes all the time; tried again")
+        raise BusError(f"the roll of hosts on {self._bus.url} keeps changing; trying again")
 
     def _roll(self) -> tuple[bytes | None, Roll]:
         held = self._bus.read(ROLL)

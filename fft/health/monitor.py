@@ -365,7 +365,7 @@ class _Herald:
                 return
             except BusError as error:
                 if last:
-                    logger.error("could not say %r on the bus: %s", payload, error)
+                    logger.error("could not send %r on the bus: %s", payload, error)
                 else:
                     self._shut()
 
@@ -467,7 +467,7 @@ class MonitorProcess:
             try:
                 self._on_line(json.loads(line))
             except Exception:  # a listener's bug must not deafen this trainer
-                logger.exception("what listens to the monitor failed on %r", line)
+                logger.exception("the listener of the monitor failed on %r", line)
 
     def close(self, limit_s: float = 5.0) -> None:
         """End it; from here on the end of this process is no fault. Idempotent."""

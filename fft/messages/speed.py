@@ -50,7 +50,7 @@ def encode_speed(word: SpeedReport) -> bytes:
 def decode_speed(payload: bytes) -> SpeedReport:
     """Bytes of the topic ``progress`` → word. Raises ``UnreadableMessage``."""
     if len(payload) > MAX_WORD:
-        raise UnreadableMessage(f"word of {len(payload)} bytes; the limit is {MAX_WORD}")
+        raise UnreadableMessage(f"speed report of {len(payload)} bytes; the limit is {MAX_WORD}")
     try:
         return _adapter().validate_json(payload)
     except ValidationError as error:

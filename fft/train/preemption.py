@@ -121,7 +121,7 @@ class Poller:
     def _tell(self, error: str) -> None:
         if error not in self._errors and len(self._errors) < 100:
             self._errors.add(error)
-            logger.warning("%s cannot be asked, and is asked again: %s", self._source, error)
+            logger.warning("%s cannot be read, and is tried again: %s", self._source, error)
 
     def close(self) -> None:
         """End the thread, after the poll that it may be at. Idempotent."""
@@ -177,7 +177,7 @@ def _file_content(text: str, reason: str, age: float) -> Notice:
     ):
         raise ValueError("unknown content")
     if "within" in said and "deadline" in said:
-        raise ValueError("within and deadline are two words for one thing")
+        raise ValueError("give either within or deadline, not both")
     reason = str(said.get("reason", reason))[:500]
     if "within" in said:
         return Notice(reason, max(0.0, _number(said["within"]) - age))

@@ -279,7 +279,7 @@ def _open_questions(ranks: Sequence[Place], findings: Findings) -> list[str]:
             continue
         one, other = map(place_text, meeting.pair)
         if set(meeting.pair) <= sound:
-            why = "both are sound with others, so it is what lies between these two"
+            why = "both are sound with others, so the connection between these two is at fault"
         else:
             why = "there were not enough sound ranks to tell which side is at fault"
         notes.append(f"network, round {meeting.round}, {one} with {other}: {_what(meeting)}; {why}")

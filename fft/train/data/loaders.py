@@ -261,7 +261,7 @@ class CursorLoader(_Loader):
     ) -> None:
         if isinstance(dataset, IterableDataset):
             raise DataError(
-                f"a CursorLoader needs samples by index, which {type(dataset).__name__} has not; "
+                f"a CursorLoader needs samples by index; {type(dataset).__name__} has none; "
                 "use fft.StreamLoader(open), where open(first, step) gives every step-th batch"
             )
         least = batch_size if drop_last else 1
