@@ -1,7 +1,7 @@
-"""Words of progress: how fast a rank is by itself, said now and then in the topic ``progress``.
+"""Speed reports: how fast a rank is by itself, sent now and then in the topic ``progress``.
 
-They are no words of the protocol: who listens is who wants to know which rank is slow (the
-supervisor, ``fft watch``), and a lost one does no harm. Pure data, with a strict form.
+They are not part of the protocol: only those listen that want to know which rank is slow (the
+supervisor, ``fft watch``), and losing one is harmless. Pure data, with a strict form.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data by the committed global cursor: which item a rank takes, and what gives it.
+"""Data by the committed global cursor: which item a rank takes, and the source that provides it.
 
 The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
 loader (a batch) for each of its ranks. In a txn the i-th participating group takes the i-th slice
@@ -55,10 +55,10 @@ class DataSource(Protocol):
         """Item ``due.number``, again and again the same object until ``due.first`` passes it."""
 
     def export(self, first: int) -> Any:
-        """State from which an equal source can go on at item ``first``: plain values, tensors."""
+        """State from which an equal source can continue at ``first``: plain values, tensors."""
 
     def load(self, state: Any, first: int) -> None:
-        """Go on at item ``first`` from the ``export`` of another group."""
+        """Continue at item ``first`` from the ``export`` of another group."""
 
     def close(self) -> None:
         """End what ``open`` and ``take`` have started. Idempotent; may be opened again."""
@@ -102,7 +102,7 @@ class StreamSource:
 
     Items that were drawn but not committed stay here, so that a replay sees the same objects.
     The loader must give the same items in the same order on every rank, and have
-    ``state_dict`` / ``load_state_dict`` so that a group that joins can go on where the others are.
+    ``state_dict`` / ``load_state_dict`` so that a joining group can continue where the others are.
     """
 
     in_any_order = False
