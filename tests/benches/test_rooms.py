@@ -50,3 +50,10 @@ def test_every_decision_is_in_the_list() -> None:
     folder = ROOT / "docs" / "decisions"
     listed = re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted({path.name for path in folder.glob("*.md")} - {"index.md"})
+
+
+def test_files_that_the_pages_name_are_there() -> None:
+    named = r"`((?:fft(?!/JOB)|tests|benchmarks|examples|fsm_specs|docs)/[\w/.]+)`"
+    for page in PAGES:
+        for path in re.findall(named, page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)}: {path}"
