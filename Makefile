@@ -25,19 +25,21 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
 
-.PHONY: help setup demo test test-long compat check prove chaos chaos-long bench bench-quick clean
+.PHONY: help setup demo demo-picture test test-long compat check prove chaos chaos-long bench bench-quick docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
+	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
 	@echo "make test    run the tests, but for long ones (15 minutes)"
 	@echo "make test-long   run those (20 minutes)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (4 minutes)"
-	@echo "make check   format, lint, types, import contract"
+	@echo "make check   format, lint, types, import contract, the picture of the rooms"
 	@echo "make prove   search the model, plant known bugs, simulate $(SEEDS) seeds (10 minutes)"
 	@echo "make chaos   break jobs: every fault at every phase and place, a random minute (40 minutes)"
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
 	@echo "make bench   FFT beside torchft and NVIDIA's in-process restart, $(REPS) repetitions (3 hours)"
 	@echo "make bench-quick   some rows of it, once (5 minutes)"
+	@echo "make docs    build the documentation as a site, in site/; broken links are errors"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"
 
@@ -60,6 +62,10 @@ demo: setup
 	$(BIN)/fft audit $(TRACES) || failed=1; \
 	exit $$failed
 
+# docs/demo.svg, from the output of a demo
+demo-picture: setup
+	$(MAKE) -s demo TRACES=runs/demo | $(BIN)/python -m benchmarks.demo_picture
+
 test: setup
 	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
 
@@ -77,6 +83,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.rooms --check
 
 # The two teaching specs must be found splitting: their checks have to fail.
 prove: setup
@@ -116,6 +123,10 @@ bench: setup $(NVRX)/.tried
 bench-quick: setup
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --quick
 
+docs: setup
+	@$(PIP) install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(NVRX) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs
+	rm -rf $(VENV) $(NVRX) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist runs site
 	find fft tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -53,11 +53,11 @@ class BusKind(StrEnum):
     nats = "nats"
 
 
-_BUS_KIND = Annotated[BusKind, typer.Option(help="In this process, or NATS servers.")]
+_BUS_KIND = Annotated[BusKind, typer.Option(help="Served by this process, or by NATS servers.")]
 _CLUSTER = Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")]
 _LIGHTHOUSE = Annotated[
     bool,
-    typer.Option(help="Serve torchft's lighthouse, for its dashboard and the like of it."),
+    typer.Option(help="Serve torchft's lighthouse and its dashboard."),
 ]
 
 
@@ -86,17 +86,19 @@ def _calm_lighthouse() -> None:
 @app.command()
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the bus; 0 takes a free one.")] = 0,
-    lighthouse_port: Annotated[int, typer.Option(help="Port of the lighthouse; 0 likewise.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of the bus; 0: a free one.")] = 0,
+    lighthouse_port: Annotated[
+        int, typer.Option(help="Port of the lighthouse; 0: a free one.")
+    ] = 0,
     job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the job's token, made if it is not there.")
+        Path | None, typer.Option(help="File of the job's token; created if there is none.")
     ] = None,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     lighthouse: _LIGHTHOUSE = True,
 ) -> None:
-    """Host bus and lighthouse; print how to find them; run until SIGINT or SIGTERM."""
+    """Serve bus and lighthouse, print how to reach them, run until SIGINT or SIGTERM."""
     from fft.launch.services import handed_over, serve_forever, start_services
 
     _calm_lighthouse()
@@ -121,23 +123,28 @@ def run(
     ranks: Annotated[int, typer.Option(help="Ranks in each group.")] = 1,
     faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
     injectable: Annotated[
-        bool, typer.Option("--injectable", help="Allow `fft inject` to break this job.")
+        bool,
+        typer.Option("--injectable", help="Allow `fft inject` to inject faults into this job."),
     ] = False,
     trace_dir: Annotated[
         Path | None, typer.Option(help="For traces and logs; runs/<time> if absent.")
     ] = None,
     min_groups: Annotated[int, typer.Option(help="Give up with fewer usable groups.")] = 1,
-    max_restarts: Annotated[int, typer.Option(help="Restarts of a group without progress.")] = 10,
+    max_restarts: Annotated[
+        int, typer.Option(help="Give a group up after so many restarts without progress.")
+    ] = 10,
     stop_after_plan: Annotated[
-        int | None, typer.Option(help="Drain this many steps after the plan is through.")
+        int | None, typer.Option(help="Drain this many steps after the plan is finished.")
     ] = None,
-    min_steps: Annotated[int, typer.Option(help="And not before this step.")] = 0,
-    timeout: Annotated[float | None, typer.Option(help="Kill the job after so many s.")] = None,
-    drain_timeout: Annotated[float, typer.Option(help="Kill a drain after so many s.")] = 60.0,
+    min_steps: Annotated[
+        int, typer.Option(help="With --stop-after-plan: not before this step.")
+    ] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until the job is killed.")] = None,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds until a drain is killed.")] = 60.0,
     evict_stragglers: Annotated[
         float | None,
         typer.Option(
-            metavar="FACTOR", help="Start a group again if a rank is so many times slower."
+            metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
         ),
     ] = None,
     progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
@@ -147,14 +154,14 @@ def run(
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     join: Annotated[
-        bool, typer.Option("--join", help="Serve nothing: take part in what FFT_BUS names.")
+        bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
     ] = False,
     first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
     all_groups: Annotated[
-        int | None, typer.Option(help="Groups on all hosts; those up to ours if absent.")
+        int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
     ] = None,
     host_limit: Annotated[
-        float, typer.Option(help="Seconds of silence before other hosts go on without this one.")
+        float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
     ] = HOST_LIMIT_S,
     lighthouse: _LIGHTHOUSE = True,
 ) -> None:
@@ -278,19 +285,19 @@ def simulate(
         str, typer.Argument(help="A spec: a name, or the path of a YAML file.")
     ] = "hsdp",
     seeds: Annotated[
-        int | None, typer.Option(help="How many seeds to run; 1000 if absent.")
+        int | None, typer.Option(help="Number of seeds to run; 1000 if absent.")
     ] = None,
     first: Annotated[int, typer.Option(help="The first of them.")] = 0,
     jobs: Annotated[
         int | None, typer.Option(help="Processes to run them in; one per core if absent.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Run this one seed, and tell more.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Run this one seed, with more output.")] = None,
     trace_dir: Annotated[
         Path | None,
         typer.Option(help="For the traces of --seed, or of seeds that fail (runs/simulate)."),
     ] = None,
 ) -> None:
-    """Live whole jobs under seeds, with faults of every kind; exit 1 on a violation."""
+    """Simulate whole jobs from seeds, with faults of every kind; exit 1 on a violation."""
     from fft.prove.simulator.batch import simulate as run_seeds
 
     with _plain_errors():
@@ -309,7 +316,9 @@ def check(
         list[str] | None,
         typer.Option("--property", help="Only this invariant; may be given several times."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="States for each scope at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="At most so many states for each scope.")
+    ] = None,
     save: Annotated[
         Path, typer.Option(help="Folder for counterexamples, as scenario files.")
     ] = Path("runs/check"),
@@ -327,7 +336,7 @@ def check(
 @app.command()
 def mutants(
     write: Annotated[
-        Path | None, typer.Option(help="Put the table between the markers of this file.")
+        Path | None, typer.Option(help="Write the table between the markers of this file.")
     ] = None,
 ) -> None:
     """Plant known bugs and show which property catches each; exit 1 if one survives."""
@@ -371,10 +380,14 @@ def config(
     spec: Annotated[str, typer.Argument(help="A spec: a name, or a path.")] = "hsdp",
     chosen: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=SECONDS", help="As if given; several times."),
+        typer.Option(
+            "--set",
+            metavar="NAME=SECONDS",
+            help="Check this value too; may be given several times.",
+        ),
     ] = None,
     bus: Annotated[
-        str, typer.Option(envvar="FFT_BUS", help="URL of the job's bus, or what it begins with.")
+        str, typer.Option(envvar="FFT_BUS", help="URL of the job's bus, or its beginning.")
     ] = "tcp://",
 ) -> None:
     """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
@@ -408,9 +421,9 @@ def _desk(bus: str | None) -> Iterator[JobClient]:
 def drain(
     groups: Annotated[list[str], typer.Argument(help="Replica groups, by name.")],
     bus: _Bus = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 60.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until they have left.")] = 60.0,
 ) -> None:
-    """Let groups leave a running job after a commit; nobody rolls back for it."""
+    """Let groups leave a running job after a commit; no group rolls back for it."""
     from fft.operate.drain import drain as ask
 
     with _desk(bus) as desk:
@@ -420,7 +433,9 @@ def drain(
 
 @app.command()
 def evict(
-    place: Annotated[str, typer.Argument(metavar="GROUP[.RANK]", help="Whom.")],
+    place: Annotated[
+        str, typer.Argument(metavar="GROUP[.RANK]", help="The group, or a rank of it.")
+    ],
     bus: _Bus = None,
     restart: Annotated[bool, typer.Option("--restart", help="Start the group again.")] = False,
     grace: Annotated[float, typer.Option(min=0, max=600, help="Seconds before SIGKILL.")] = 10.0,
@@ -441,10 +456,10 @@ def diagnose(
     bus: _Bus = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
     evict: Annotated[
-        bool, typer.Option("--evict", help="Leave the groups of the culprits out, for good.")
+        bool, typer.Option("--evict", help="Evict the groups of the culprits for good.")
     ] = False,
     trace_dir: Annotated[
-        Path | None, typer.Option(help="The job's, if at hand: for the last rollbacks.")
+        Path | None, typer.Option(help="The job's traces, for the causes of the last rollbacks.")
     ] = None,
     limit: Annotated[
         float, typer.Option(min=1, max=120, help="Seconds for one check of one rank.")
@@ -471,10 +486,12 @@ def diagnose(
 def inject(
     kind: Annotated[str, typer.Argument(help="What to inject; `any` with --random.")],
     bus: _Bus = None,
-    group: Annotated[str | None, typer.Option(help="The group it befalls.")] = None,
-    rank: Annotated[int | None, typer.Option(help="The rank; 0 where a kind needs one.")] = None,
+    group: Annotated[str | None, typer.Option(help="The group to hit.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The rank; 0 if the kind needs one.")] = None,
     step: Annotated[int | None, typer.Option(help="Not before this step; now if absent.")] = None,
-    now: Annotated[bool, typer.Option("--now", help="At once; the same as no --step.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="At once; the default without --step.")
+    ] = False,
     phase: Annotated[str | None, typer.Option(help="Where in the step; `next` if absent.")] = None,
     seconds: Annotated[float | None, typer.Option(help="How long: hang, stop, slow.")] = None,
     steps: Annotated[int | None, typer.Option(help="How many steps: slow.")] = None,
@@ -485,12 +502,13 @@ def inject(
         str | None, typer.Option(help="before or after the reduction: nan_gradient.")
     ] = None,
     random: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Draw places; print the plan.")
+        int | None,
+        typer.Option(metavar="SEED", help="Draw the faults from this seed; print them as a plan."),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="With --random: how many faults.")] = 1,
     every: Annotated[int, typer.Option(min=1, help="With --random: steps between them.")] = 10,
 ) -> None:
-    """Break a running job on purpose, if it was started to allow it."""
+    """Inject faults into a running job that was started to allow it."""
     from fft.operate import inject
     from fft.operate.client import OperatorError
 
@@ -515,7 +533,7 @@ def inject(
 @app.command()
 def watch(
     bus: _Bus = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
 ) -> None:
     """Show a running job from its bus alone, until Ctrl-C."""
@@ -537,12 +555,12 @@ def say(
         str | None, typer.Argument(help="JSON, a file with JSON, or - for standard input.")
     ] = None,
     bus: _Bus = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Send it whatever it is.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Send it without checking its form.")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the forms; send nothing.")
     ] = False,
 ) -> None:
-    """Send a message to a job: a death that was seen, a drain; see docs/messages.md."""
+    """Send a message to a job, such as a death or a drain; see docs/messages.md."""
     from fft.operate import say as saying
 
     if schema:

@@ -1,7 +1,7 @@
 """The error bus: one contract (`fft.bus.base`), one backend per URL scheme.
 
-Importing this package imports no torch; `open_bus` loads a backend when a URL asks for it, and
-`open_job_bus` lets nobody be heard there who has not the job token.
+Importing this package imports no torch; `open_bus` loads a backend when a URL asks for it.
+`open_job_bus` opens a bus on which messages without the job token are ignored.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def open_job_bus(
     if token is None:
         if not _is_private(url):
             logger.warning(
-                "no job token: whoever can reach the bus at %s can stop this job. "
-                "Set FFT_TOKEN_FILE to what `fft serve` prints.",
+                "no job token: anybody who reaches the bus at %s can stop this job. "
+                "Set FFT_TOKEN_FILE to the path that `fft serve` prints.",
                 url,
             )
         return bus

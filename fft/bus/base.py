@@ -316,7 +316,7 @@ def overrun_text(who: str) -> str:
     """The text of a `BusOverrun`; `who` is "listener" or "writer"."""
     return (
         f"this {who} fell {RING_MESSAGES} messages or more behind on the bus; messages may be "
-        "missing, so take the state anew and subscribe again"
+        "missing, so read the state again and subscribe again"
     )
 
 
@@ -333,4 +333,4 @@ def report_lost(on_lost: Callable[[BusError], None], error: BusError) -> None:
     try:
         on_lost(error)
     except Exception:  # nobody above this thread could handle it
-        logger.exception("a bus listener failed while it was told: %s", error)
+        logger.exception("a bus listener failed when it was called: %s", error)

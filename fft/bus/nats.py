@@ -435,7 +435,7 @@ class NatsBus(ErrorBus):
             raise Again("the register is not settled")
         if len(held) < _HISTORY or any(message.seq == seq for message in held):
             return None
-        raise BusUnreachable(self.url, "an answer was lost, and what came of it was overwritten")
+        raise BusUnreachable(self.url, "an answer was lost, and its result was overwritten")
 
     async def _page(self, stream: str, name: str, first: int, limit: float) -> list[Stored]:
         request = {"seq": first, "next_by_subj": self._subject(name), "batch": 256}

@@ -45,7 +45,7 @@ class ResubscribingListener(Subscription):
 
     def _lose(self, error: BusError) -> None:
         if isinstance(error, BusOverrun):
-            logger.warning("%s missed some of the topic %s: %s", self._who, self._topic, error)
+            logger.warning("%s missed messages of the topic %s: %s", self._who, self._topic, error)
             try:
                 self._take_up()
             except BusError as again:
@@ -55,7 +55,7 @@ class ResubscribingListener(Subscription):
         with self._lock:
             if self._closed:
                 return
-        logger.error("%s hears no %s any more: %s", self._who, self._topic, error)
+        logger.error("%s no longer receives the topic %s: %s", self._who, self._topic, error)
 
     def close(self) -> None:
         """As every subscription's."""

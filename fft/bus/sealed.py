@@ -1,36 +1,37 @@
-"""A bus on which only who has the job token is heard: an `ErrorBus` around any backend.
+"""A bus that accepts only messages made with the job token: an `ErrorBus` around any backend.
 
-Engine and core know nothing of it. What is not ours is refused before anybody reads it, counted,
-and told to `on_refusal`. The format, for programs in other languages, is in docs/bus.md.
+Engine and core know nothing of it. Messages that are not the job's are refused before anybody reads
+them, counted, and reported to `on_refusal`. The format, for programs in other languages, is in
+docs/bus.md.
 
 **Messages** are sealed with session, sequence number, epoch and a keyed hash over all of it, under
-a key for this job, this life of its bus and this channel (one topic, or one inbox). So none
-can be changed, moved elsewhere, or said twice. A *session* is one sender's bus object; it numbers
-what it says in a channel, and a listener takes only rising numbers. That refuses nobody honest:
-backends keep the order of one sender, and numbering and sending are one step under one lock.
+a key for this job, this life of its bus and this channel (one topic, or one inbox). So none can be
+changed, moved elsewhere, or repeated. A *session* is one sender's bus object. It numbers its
+messages in a channel, and a listener accepts only rising numbers. No genuine message is refused by
+this: backends keep the order of one sender, and numbering and sending are one step under one lock.
 
-**Old recordings.** A listener that has just begun knows no sessions, so it could be told what was
-recorded before. From a session that it has not heard yet it takes only messages of the epoch at
-which it began, or later. For that, senders must know the epoch: who listens to the protocol has
-it from there, and from the head register where that passes through here; who does not listen (a
-supervisor, a tool) reads the head before each word. Whom I tell something in its own inbox has
-spoken before, or stands in an epoch record, so I know an epoch as new as its beginning. A process
-that comes back with an old epoch is refused by those who began meanwhile, until it has heard or
-read anything: it does not lock itself out. What stays open: a recording of the very epoch in which
-a listener begins, from a session that is silent since. It can be said to that listener once.
+**Old recordings.** A listener that has just begun knows no sessions, so recordings could be played
+to it. From an unknown session it accepts only messages of the epoch at which it began, or later. So
+senders must know the epoch. A sender that listens to the protocol knows it from there, and from the
+head register where that passes through here; another one (a supervisor, a tool) reads the head
+before each message. The owner of an inbox to which I send has spoken before, or is in an epoch
+record, so I know an epoch as new as its beginning. A process that comes back with an old epoch is
+refused by those that began meanwhile, until it has heard or read anything: it does not lock itself
+out. One gap remains: a recording of the very epoch in which a listener begins, from a session that
+has been silent since, can be played to that listener once.
 
-Sessions are held in a table of `MAX_SESSIONS`; the one that was silent for longest is forgotten,
-and the listener's beginning moved to its last epoch, so that of its words only those of that one
-epoch could be said again.
+Sessions are held in a table of `MAX_SESSIONS`. The session that was silent for longest is dropped,
+and the listener's beginning moves to its last epoch, so that only its messages of that one epoch
+could be repeated.
 
-**Registers and votes** carry a keyed hash of their value under a key for their name, and so equal
-values have equal bytes, as `compare_set` needs. A register with a value that is not ours raises
-`BusForged`: an engine takes that as a bus that does not work, decides nothing, and stops after
-`bus_limit`. Votes that are not ours are dropped. **Counters** are the store's arithmetic and are
-not protected: who can write to the store can have an identity's processes fence each other.
-Whoever can write there can also remove anything, or put an older value back into a register: that
-stops a job. The engine takes a head that went back, and two records that cannot both be, for a bus
-that forgot, and never asks it again (`fft.protocol.witness`; docs/bus.md says what is left open).
+**Registers and votes** carry a keyed hash of their value under a key for their name, so equal
+values have equal bytes, as `compare_set` needs. A register with a foreign value raises `BusForged`:
+an engine handles it as a bus that does not work, decides nothing, and stops after `bus_limit`.
+Foreign votes are dropped. **Counters** are the store's arithmetic and are not protected: whoever
+can write to the store can make processes of one identity fence each other. Whoever can write there
+can also remove anything, or put an older value back into a register; that stops a job. The engine
+handles a head that went back, and two records that cannot both be true, as a bus that forgot, and
+never uses it again (`fft.protocol.witness`; docs/bus.md says what remains possible).
 """
 
 from __future__ import annotations
@@ -373,8 +374,8 @@ class SealedBus(ErrorBus):
         if value is None:
             raise BusForged(
                 f"register {key!r} on {self.url} has a value that was not written with this job's "
-                "token. Either somebody else writes to this bus, which must not be: give the job "
-                "a bus of its own; or the job's processes have different tokens (FFT_TOKEN)"
+                "token. Either another program writes to this bus (give the job a bus of its own), "
+                "or the job's processes have different tokens (FFT_TOKEN)"
             )
         if key == HEAD:
             self._know(_epoch_in(value))

@@ -1,11 +1,11 @@
-"""The job token: the one secret of a job, and the keys that are made from it.
+"""The job token: the one secret of a job, and the keys that are derived from it.
 
-Whoever holds it is obeyed; nobody else is. It comes from ``FFT_TOKEN`` or from a file that only
-its owner may read (``FFT_TOKEN_FILE``), and goes nowhere else: it has no readable form but
+Processes with the token are obeyed, others are not. It comes from ``FFT_TOKEN`` or from a file that
+only its owner may read (``FFT_TOKEN_FILE``), and goes nowhere else: its only readable form is
 ``text()``, which is for the environment of a child and for such a file.
 
-Every use has a key of its own, made from the token by a labelled HMAC (as HKDF's second half,
-RFC 5869), so that what is valid in one place means nothing in another. HMAC-SHA256 because every
+Every use has a key of its own, derived from the token by a labelled HMAC (as HKDF's second half,
+RFC 5869), so that what is valid in one place is invalid in another. HMAC-SHA256 because every
 language has it in its standard library, and processors have instructions for it.
 """
 
@@ -118,7 +118,7 @@ class JobToken:
         return "<a job token>"
 
     def __reduce__(self) -> str:
-        raise TokenError("a job token is not to be pickled or copied")
+        raise TokenError("a job token must not be pickled or copied")
 
 
 def derive(secret: bytes, *label: str) -> bytes:

@@ -1,21 +1,21 @@
 """The engine: one thread that owns a participant, carries out its effects, and keeps its timers.
 
 Events come from the bus (the protocol and the participant's own inbox), the main thread and timers
-through one queue; each is handled by the core, traced, and then its effects are carried out, in
-order, here; what only tidies up waits until there is nothing else to do. Commands of operators come
-the same way, and go to the host. What only the main thread may do (restore, heal, apply, begin) is
-handed to it through a slot that holds the newest command. Touches bus, trace and threads; knows
-nothing of torch.
+through one queue. Each is handled by the core and traced, and then its effects are carried out
+here, in order; effects that only tidy up wait until there is nothing else to do. Commands of
+operators come the same way, and go to the host. What only the main thread may do (restore, heal,
+apply, begin) is handed to it through a slot that holds the newest command. Touches bus, trace and
+threads; knows nothing of torch.
 
-Nothing here costs the job's bus more than it must: records cross it without their members
-(``fft.messages.wire``), and the ranks of a group vote on a bus of their own first, from where one
-of them carries one word to the job's.
+The load on the job's bus is kept low: records cross it without their members
+(``fft.messages.wire``), and the ranks of a group vote on a bus of their own first; one of them
+sends one message to the job's.
 
-What is left on the bus by those who are gone is removed by one of the others: the list of an
-epoch's members by who forms the next one, the inboxes of those whom it leaves out by who formed it,
-with its first commit (nobody of the epoch speaks to them any more), the inbox of an earlier process
-of one's own identity at the start. A word sent later than that to somebody who never comes back
-stays: one entry.
+What ended processes leave on the bus is removed by others: the list of an epoch's members by the
+participant that forms the next epoch; the inboxes of those that are left out by the participant
+that formed it, with its first commit (nobody of the epoch sends to them after that); the inbox of
+an earlier process of one's own identity at the start. A message sent later than that to a process
+that never comes back stays: one entry.
 """
 
 from __future__ import annotations

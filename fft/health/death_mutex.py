@@ -1,14 +1,14 @@
-"""A death known before the kernel has taken the process apart: by a robust mutex in shared memory.
+"""Knows a death before the kernel has taken the process apart: by a robust mutex in shared memory.
 
-The end of a killed process is told, by its pidfd as by its connections, only when its memory is
-gone: tens of milliseconds for one with torch in it. The kernel lets go of the locks that its
-threads hold *first*: who waits for a robust mutex in shared memory is woken at once, and told that
-the owner died (pthread_mutexattr_setrobust(3); Linux, Documentation/locking/robust-futexes).
+pidfd and connections report the end of a killed process only when its memory is gone: tens of
+milliseconds for one with torch in it. The kernel releases the locks that its threads hold *first*:
+a thread that waits for a robust mutex in shared memory is woken at once, and told that the owner
+died (pthread_mutexattr_setrobust(3); Linux, Documentation/locking/robust-futexes).
 
-The trainer's main thread holds the mutex for as long as it trains (`Hold`), and gives it back when
-it leaves or the interpreter ends; a thread of its supervisor, or of its monitor where there is
-none, waits for it (`DeathMutex`). Uses the C library's mutexes by ctypes; touches one page of
-shared memory and one thread a child.
+The trainer's main thread holds the mutex for as long as it trains (`Hold`), and releases it when it
+leaves or the interpreter ends. A thread of its supervisor, or of its monitor where there is none,
+waits for it (`DeathMutex`). Uses the C library's mutexes by ctypes; touches one page of shared
+memory and one thread per child.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The heartbeat of a host, and who looks whether those of the others come.
+"""The heartbeat of a host, and the judges that look whether those of other hosts come.
 
-Who speaks for the processes of a host (its supervisor; without one, each trainer's monitor) writes
-its beats into a register of its own, ``host/ID``: how many there were, and for which processes they
-are. One more register, ``hosts``, is the roll: who beats, in the order of coming. Nothing is
-broadcast, so a beat costs the bus one write, whoever looks; and a register can be looked up by who
-begins to judge later, when a broadcast would be gone.
+The process that is responsible for the processes of a host (its supervisor; without one, each
+trainer's monitor) writes its beats into a register of its own, ``host/ID``: their number, and the
+processes that they are for. One more register, ``hosts``, is the roll: who beats, in the order of
+coming. Nothing is broadcast, so a beat costs the bus one write, however many look. And a judge that
+begins later can still read a register, when a broadcast would be gone.
 
-The first `JUDGES` on the roll look at everybody, everybody looks at these. So nobody's end leaves
-the job without a judge, and the cost grows with the number of hosts, not with its square. Whoever
-finds that a host has vanished (`fft.health.detectors.hosts`) says ``suspect`` of each of its
-processes that is in the epoch, and strikes it off the roll; two who do so do no harm. Who was
-struck off and beats again finds itself missing there, and comes in again. To be suspected is final
-for nobody.
+The first `JUDGES` on the roll look at everybody, everybody looks at these. So the job never lacks a
+judge, and the cost grows with the number of hosts, not with its square. A judge that finds that a
+host has vanished (`fft.health.detectors.hosts`) sends ``suspect`` for each of its processes that is
+in the epoch, and strikes it off the roll; if two do so it does no harm. A host that was struck off
+and beats again finds itself missing there, and enters itself again. A suspicion is never final.
 
 Touches these registers, and one thread.
 """
@@ -246,7 +245,9 @@ class HostWatch:
         if self.sender in roll.senders:
             return roll.senders
         if self._entered:
-            logger.warning("this host was taken for vanished; it is there again")
+            logger.warning(
+                "other hosts took this host for vanished; it enters the roll of hosts again"
+            )
         senders = self._change(lambda senders: (*senders, self.sender))
         self._entered = True
         return senders
@@ -267,7 +268,7 @@ class HostWatch:
             desired = _rolls().dump_json(Roll(wanted))
             if self._bus.compare_set(ROLL, held, desired) == desired:
                 return wanted
-        raise BusError(f"the roll of hosts on {self._bus.url} changes all the time; tried again")
+        raise BusError(f"the roll of hosts on {self._bus.url} keeps changing; trying again")
 
     def _roll(self) -> tuple[bytes | None, Roll]:
         held = self._bus.read(ROLL)

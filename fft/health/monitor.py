@@ -1,27 +1,27 @@
 """A process beside each trainer that notices what the trainer itself cannot: that it hangs or died.
 
 The trainer starts it (`MonitorProcess`) and gives it two descriptors: its pulse, and a pidfd of
-itself. Only whom this pidfd names is ever signalled, so no process can be ended that did not ask to
-be watched, nor another one that got its number. The monitor looks at the pulse every ``interval_s``
-(`Monitor`, pure, decides), and
+itself. Only the process of this pidfd is ever signalled, so no process can be ended that did not
+ask to be watched, nor another one that got its number. The monitor looks at the pulse every
+``interval_s`` (`Monitor`, pure, decides), and
 
 - writes one JSON line to its standard output when it begins, ``{"v":1,"type":"watching",…}``, and
   one when the verdict becomes worse:
   ``{"v":1,"type":"verdict","level":"yellow","reason":…,"group":…,"rank":…,"pid":…,"step":…,"at":…}``
-- says ``suspect`` to the others, by way of the supervisor if there is one, else on the bus, when a
-  suspected trainer cannot be expected to say it: no thread of it runs, or its own rollback has not
+- sends ``suspect`` to the others, through the supervisor if there is one, else on the bus, when a
+  suspected trainer cannot be expected to send it: no thread of it runs, or its own rollback has not
   freed it after ``min_s``;
-- on red ends the trainer: SIGTERM, SIGCONT (a stopped process would never hear of it, and wakes to
-  nothing else), and SIGKILL ``term_s`` later. The pulse says before that the SIGTERM is no request;
+- on red ends the trainer: SIGTERM, SIGCONT (a stopped process receives nothing else, and the
+  SIGTERM is waiting when it wakes), and SIGKILL ``term_s`` later. Before that, the pulse says that
+  the SIGTERM is no request to drain;
 - when the trainer has ended without having said so, writes the ``death`` message of the bus as a
-  line, says it on the bus if it was given one, and ends;
-- where it was given a bus, thus without a supervisor, beats there for its trainer, looks whether
-  others beat (`fft.health.hosts`), and holds the trainer's lifeline, which tells of its death at
-  once.
+  line, sends it on the bus if it was given one, and ends;
+- if it was given a bus, and so has no supervisor, beats there for its trainer, looks whether others
+  beat (`fft.health.hosts`), and holds the trainer's death mutex, which reports its death at once.
 
-It shares neither the interpreter lock nor the session of the trainer, so neither a thread that
-keeps the lock nor SIGSTOP nor Ctrl-C reaches it. Standard output is never waited for: what does not
-fit into the pipe is dropped. torch is not imported.
+It shares neither the interpreter lock nor the session of the trainer, so a thread that keeps the
+lock, SIGSTOP and Ctrl-C do not reach it. It never waits for its standard output: what does not fit
+into the pipe is dropped. torch is not imported.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ class _Herald:
                 return
             except BusError as error:
                 if last:
-                    logger.error("could not say %r on the bus: %s", payload, error)
+                    logger.error("could not send %r on the bus: %s", payload, error)
                 else:
                     self._shut()
 
@@ -467,7 +467,7 @@ class MonitorProcess:
             try:
                 self._on_line(json.loads(line))
             except Exception:  # a listener's bug must not deafen this trainer
-                logger.exception("what listens to the monitor failed on %r", line)
+                logger.exception("the listener of the monitor failed on %r", line)
 
     def close(self, limit_s: float = 5.0) -> None:
         """End it; from here on the end of this process is no fault. Idempotent."""

@@ -72,7 +72,7 @@ def _write(paper: int, error: BaseException) -> None:
 
         os.write(paper, place_of(error).to_json().encode())
     except Exception as trouble:  # noqa: BLE001 - the script's own error is what counts
-        sys.stderr.write(f"fft: no last words were left: {trouble!r}\n")
+        sys.stderr.write(f"fft: the error could not be passed on to the supervisor: {trouble!r}\n")
     finally:
         del sys.path[0]
 

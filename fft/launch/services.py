@@ -112,7 +112,7 @@ class Services:
         """End the lighthouse and start one at the same address. Raises ServiceError."""
         make = self._make_lighthouse
         if make is None:
-            raise ServiceError("there is no lighthouse to restart: this job was given none")
+            raise ServiceError("this job has no lighthouse to restart")
         old, self._lighthouse = self._lighthouse, None
         if old is None:
             return

@@ -1,1 +1,1 @@
-"""What crosses the bus: the words of the protocol, and those beside it. Pure data."""
+"""What crosses the bus: the messages of the protocol, and others. Pure data."""

@@ -1,9 +1,9 @@
-"""Commands: what an operator asks of a job's processes over its bus, and what they answer.
+"""Commands: requests of an operator to a job's processes over its bus, and their answers.
 
-They are no words of the protocol: the engine hands them to its host, and the core never sees one.
-Pure data, with a strict form: whatever else comes is refused as a whole. A command is broadcast, in
-the topic ``commands``; an answer goes to the inbox of who asked, named after the command, so nobody
-else pays for it.
+They are not part of the protocol: the engine hands them to its host, and the core never sees one.
+Pure data, with a strict form: anything else is refused as a whole. A command is broadcast, in the
+topic ``commands``; an answer goes to an inbox of the asker, named after the command, so nobody else
+pays for it.
 """
 
 from __future__ import annotations

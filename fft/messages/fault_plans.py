@@ -233,7 +233,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands there twice", key_node.start_mark
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -292,7 +292,7 @@ def first_problem(error: ValidationError) -> str:
     if what == "missing":
         text = f"is missing; add `{parts[-1]}:`"
     elif what == "extra_forbidden":
-        text = "is not a key of this entry; take it out or correct its spelling"
+        text = "is not a key of this entry; remove it or correct its spelling"
     elif what in {"union_tag_invalid", "union_tag_not_found"}:
         text = f"needs a `kind`, one of {', '.join(MODELS)}"
     else:

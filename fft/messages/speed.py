@@ -1,7 +1,7 @@
-"""Words of progress: how fast a rank is by itself, said now and then in the topic ``progress``.
+"""Speed reports: how fast a rank is by itself, sent now and then in the topic ``progress``.
 
-They are no words of the protocol: who listens is who wants to know which rank is slow (the
-supervisor, ``fft watch``), and a lost one does no harm. Pure data, with a strict form.
+They are not part of the protocol: only those listen that want to know which rank is slow (the
+supervisor, ``fft watch``), and losing one is harmless. Pure data, with a strict form.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode_speed(word: SpeedReport) -> bytes:
 def decode_speed(payload: bytes) -> SpeedReport:
     """Bytes of the topic ``progress`` → word. Raises ``UnreadableMessage``."""
     if len(payload) > MAX_WORD:
-        raise UnreadableMessage(f"word of {len(payload)} bytes; the limit is {MAX_WORD}")
+        raise UnreadableMessage(f"speed report of {len(payload)} bytes; the limit is {MAX_WORD}")
     try:
         return _adapter().validate_json(payload)
     except ValidationError as error:

@@ -128,7 +128,7 @@ def bus_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     url = given or env.get("FFT_BUS")
     if not url:
         raise OperatorError(
-            "no bus: pass --bus, or set FFT_BUS; `fft serve` prints it, and `fft run` says it"
+            "no bus: pass --bus, or set FFT_BUS; `fft serve` and `fft run` print it"
         )
     return url
 
@@ -190,7 +190,7 @@ class JobClient:
         except UnreadableMessage:
             raise OperatorError(
                 f"what is on the bus at {self.bus.url} cannot be read without the job's token: "
-                "set FFT_TOKEN_FILE; `fft serve` prints it, and `fft run` says it"
+                "set FFT_TOKEN_FILE; `fft serve` and `fft run` print it"
             ) from None
 
     def whole(self, packed: Packed) -> Record | None:

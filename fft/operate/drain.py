@@ -52,8 +52,8 @@ def _has_left(
     what = f"{commits} steps were committed meanwhile" if commits else "nothing was committed"
     raise OperatorError(
         f"group {listed(sorted(missing))} has not left within {wait:g} s: {what}, since step "
-        f"{before.head.step}{abort}. The drain stands; look with `fft watch`, or take it out at "
-        "once with `fft evict`"
+        f"{before.head.step}{abort}. The drain request remains; look with `fft watch`, or "
+        "leave the group out at once with `fft evict`"
     )
 
 
@@ -91,7 +91,9 @@ def evict(
         for answer in answers(time.monotonic() + grace + _REAPED_S):
             if answer.verdict == "done":
                 return Eviction(told, answer.text)
-    raise OperatorError(f"the processes of group {group} have not ended {grace + _REAPED_S:g} s on")
+    raise OperatorError(
+        f"the processes of group {group} have not ended after {grace + _REAPED_S:g} s"
+    )
 
 
 def _place(job: JobState, text: str) -> tuple[str, int | None]:
@@ -121,6 +123,6 @@ def _nobody(desk: JobClient, told: tuple[str, ...], group: str, job: JobState) -
     if not told:
         return f"{missing}, and no group {group!r} is in the job; its groups: {listed(job.groups)}"
     return (
-        f"{missing}. The job was told to go on without {'; '.join(told)}, but who still lives "
-        "is not let in again: end it by hand"
+        f"{missing}. The job was told to continue without {'; '.join(told)}. A process that "
+        "still lives is not let in again: end it by hand"
     )

@@ -71,7 +71,7 @@ def checked(text: bytes, source: str) -> bytes:
     except ValidationError as error:
         raise OperatorError(f"{source}: {_problem(error)}; {_HELP}") from None
     if isinstance(message, Drain) and message.local:
-        raise OperatorError(f"{source}: drain.local: a group says this of itself; take it out")
+        raise OperatorError(f"{source}: drain.local: only a group sets this, for itself; remove it")
     return encode_command(message) if isinstance(message, COMMANDS) else encode(message)
 
 
@@ -96,5 +96,5 @@ def _problem(error: ValidationError) -> str:
     if kind == "missing":
         return f"{place}: is missing; add it"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{place}: is no part of this message; take it out or correct its spelling"
+        return f"{place}: is not part of this message; remove it or correct its spelling"
     return f"{place}: {problem['msg']} (found {problem.get('input')!r:.60}); correct it"

@@ -302,14 +302,18 @@ def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
 def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
     if move.out.verdict != "row":
         told = lines[0]["kind"]
-        return None if told == move.out.verdict else f"told {told}, is {move.out.verdict}"
+        return (
+            None
+            if told == move.out.verdict
+            else f"the trace has {told}, the core says {move.out.verdict}"
+        )
     told_rows, is_rows = _rows(lines, move)
     if told_rows != is_rows:
         odd = next(i for i, (a, b) in enumerate(zip_longest(told_rows, is_rows)) if a != b)
-        return f"told {told_rows[odd:]}, the table does {is_rows[odd:]}"
+        return f"the trace has {told_rows[odd:]}, the table takes {is_rows[odd:]}"
     after = (move.after.token.epoch, move.after.token.txn, move.after.step, move.after.lineage)
     told_after = tuple(lines[0][k] for k in ("epoch", "txn", "step", "lineage"))
-    return None if told_after == after else f"told state {told_after}, is {after}"
+    return None if told_after == after else f"the trace has state {told_after}, the core {after}"
 
 
 def _replay(trace: Trace, finding: Finding, history: History) -> None:

@@ -1,9 +1,9 @@
-"""Whom the rollbacks since the last commit name. Pure: fed with records, it only reads them.
+"""Which ranks the rollbacks since the last commit name. Pure: fed with records, it only reads them.
 
-An ABORT carries a cause in words, in which whoever proposed it names himself first. A cause is
-evidence against a rank if its own body failed, or if others saw it end, hang or stay away. It is
-none against anybody if all it says is that a collective failed or that a wait was over: who says so
-was only the first to notice.
+An ABORT carries a cause as text, in which its proposer names itself first. A cause is evidence
+against a rank if its own body failed, or if others saw it end, hang or stay away. A cause that says
+only that a collective failed or that a wait was over accuses nobody: its author was only the first
+to notice.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def input_wait(directory: str | Path) -> str:
         if line.record.get("note") == "consumed" and "input_ms" in line.record["data"]:
             waits.setdefault(line.who[:2], []).append(line.record["data"]["input_ms"])
     if not waits:
-        return "input waited: no step says"
+        return "input waited: no step has measured it"
     ranked = sorted((_share(found, 0.99), who) for who, found in waits.items())
     slowest, (group, rank) = ranked[-1]
     every = [ms for found in waits.values() for ms in found]

@@ -111,7 +111,7 @@ class TraceWriter:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                logger.error("no trace: %s; training goes on, and cannot be audited", error)
+                logger.error("no trace: %s; training continues, and cannot be audited", error)
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
         """Append one record."""
@@ -130,7 +130,7 @@ class TraceWriter:
                 return
             if self._failing:
                 self._failing = False
-                logger.error("the trace %s is written again, with a gap", self.path)
+                logger.error("the trace %s can be written again; it has a gap", self.path)
 
     def _append(self, fd: int, records: Records) -> None:
         """Raises OSError, and then the end of the file is as it was."""
@@ -163,7 +163,7 @@ class TraceWriter:
         if self._failing:
             return
         self._failing = True
-        told = "the trace %s cannot be written: %s; training goes on, and the audit will say so"
+        told = "the trace %s cannot be written: %s; training continues, the audit will show it"
         logger.error(told, self.path, error)
         with suppress(OSError):
             self._append(fd, [self._gap()])

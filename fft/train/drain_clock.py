@@ -1,9 +1,9 @@
-"""The clock of a drain: who was given a deadline, and has not left with a commit shortly before it,
-says why, and leaves all the same.
+"""The clock of a drain: a participant with a deadline that has not left with a commit shortly
+before it logs the reason, and leaves without one.
 
-One thread (`DrainClock`), which is told of notices through a queue that signal handlers may use.
-``waiting_for`` puts the state of a participant into words; it is pure. What asks, tells and leaves
-is the host, the manager; torch is not known here.
+One thread (`DrainClock`), which receives notices through a queue that signal handlers may use.
+``waiting_for`` puts the state of a participant into words; it is pure. The host, the manager, asks,
+reports and leaves; torch is not known here.
 """
 
 from __future__ import annotations

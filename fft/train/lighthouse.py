@@ -426,7 +426,7 @@ def _read(data: Any) -> list[tuple[str, Named]]:
         case [str(group), int(inc), int(epoch), int(txn)]:
             return [(group, Named(inc, Token(epoch, txn)))]
     if data:
-        logger.debug("a stranger in the lighthouse's quorum: %s", json.dumps(data)[:200])
+        logger.debug("an unknown member in the lighthouse's quorum: %s", json.dumps(data)[:200])
     return []
 
 

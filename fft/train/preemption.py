@@ -40,14 +40,14 @@ _FORM = (
 
 
 class NoticeError(FftError):
-    """What a source said cannot be understood, or its setting cannot; says what would be."""
+    """A notice, or the setting of its source, cannot be understood; says what can."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """This process must be gone ``within_s`` seconds from now; None: soon, by nobody's clock.
+    """This process must be gone ``within_s`` seconds from now; None: soon, without a deadline.
 
-    Raises ``NoticeError`` for a time that is none.
+    Raises ``NoticeError`` for an invalid time.
     """
 
     reason: str
@@ -62,8 +62,8 @@ class NoticeSource(Protocol):
     """Whoever knows when this process must go."""
 
     def poll(self) -> Notice | None:
-        """What is known now; None: nothing. Called on a thread of ours. May raise: it is logged,
-        once for each error, and asked again. A poll that blocks holds a shutdown up.
+        """What is known now; None: nothing. Called on a thread of FFT. It may raise: the error is
+        logged, once for each, and the poll repeated. A poll that blocks delays a shutdown.
         """
 
 
@@ -121,7 +121,7 @@ class Poller:
     def _tell(self, error: str) -> None:
         if error not in self._errors and len(self._errors) < 100:
             self._errors.add(error)
-            logger.warning("%s cannot be asked, and is asked again: %s", self._source, error)
+            logger.warning("%s cannot be read, and is tried again: %s", self._source, error)
 
     def close(self) -> None:
         """End the thread, after the poll that it may be at. Idempotent."""
@@ -134,7 +134,7 @@ class Poller:
 
 
 class FileNotice:
-    """The notice is that a file is there. What is in it may say by when, and why.
+    """A file is the notice. Its content may give the deadline and the reason.
 
     Nothing, or JSON: ``within``, seconds from when the file was written, or ``deadline``, a time in
     ISO form (UTC unless it says otherwise) or in Unix seconds; and ``reason``. Anything else is a
@@ -177,7 +177,7 @@ def _file_content(text: str, reason: str, age: float) -> Notice:
     ):
         raise ValueError("unknown content")
     if "within" in said and "deadline" in said:
-        raise ValueError("within and deadline are two words for one thing")
+        raise ValueError("give either within or deadline, not both")
     reason = str(said.get("reason", reason))[:500]
     if "within" in said:
         return Notice(reason, max(0.0, _number(said["within"]) - age))
@@ -209,9 +209,9 @@ Read = Callable[[int, bytes], Notice | None]
 
 
 class HttpNotice:
-    """The notice is what a server answers to a GET, as ``read`` reads it.
+    """The answer of a server to a GET is the notice, as ``read`` reads it.
 
-    Never by way of a proxy. ``aws``, ``google`` and ``azure`` are those of the clouds.
+    Never through a proxy. ``aws``, ``google`` and ``azure`` are those of the clouds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Errors that FFT raises on purpose. Each message names the place and the mend. Imports nothing."""
+"""Errors that FFT raises on purpose. Messages name the place and what to do. Imports nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class FftError(Exception):
 
 
 class SpecError(FftError):
-    """A spec file cannot be used; the message names file, place and mend."""
+    """A spec file cannot be used; the message names file, place and what to do."""
 
 
 class ProtocolError(FftError):
@@ -28,7 +28,7 @@ class Diverged(FftError):
 
 
 class JobEnded(FftError):
-    """All groups of the job have left after its last step: there is nothing to join any more."""
+    """All groups of the job have left after its last step: there is no job left to join."""
 
 
 class UnlikeGroups(FftError):
@@ -36,7 +36,7 @@ class UnlikeGroups(FftError):
 
 
 class NoEpoch(FftError):
-    """No epoch was formed within the quorum timeout; its coordinator knows why, and says so."""
+    """No epoch was formed within the quorum timeout; its coordinator reports the reason."""
 
 
 class NoState(NoEpoch):
@@ -56,11 +56,11 @@ class BodyKeepsFailing(FftError):
 
 
 class TxnAborted(FftError):
-    """The txn of the caller was rolled back; unwinds the body, and is not a fault of its own."""
+    """The txn of the caller was rolled back. Unwinds the body; it is not a fault of the body."""
 
 
 class Drained(SystemExit):
-    """The replica group has drained; leaving the process with exit status 0 is the right end."""
+    """The replica group has drained; let it end the process, with exit status 0."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(0)

@@ -120,5 +120,5 @@ def test_a_group_killed_after_its_last_vote_is_not_started_again(tmp_path: Path)
     plan.write_text(json.dumps({"faults": [kill]}))
     done = run(traces, "none", 5, 2, "--faults", str(plan))
     assert done.returncode == 0, done.stderr
-    assert "group 1 ended with SIGKILL, and was not needed any more" in done.stderr
+    assert "group 1 ended with SIGKILL, and was no longer needed" in done.stderr
     assert starts(traces, 1) == 1

@@ -106,7 +106,7 @@ def test_a_slow_rank_is_named_and_the_others_are_not(tmp_path: Path) -> None:
             seen = until(
                 watch.stdout, lambda line: '"straggler"' in line and '"slow": false' in line
             )
-        said = until(job.stderr, lambda line: line.startswith("no straggler any more"))
+        said = until(job.stderr, lambda line: line.startswith("no longer a straggler"))
         job.send_signal(signal.SIGTERM)
         _, rest = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0, rest

@@ -167,7 +167,7 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
     told = [line for line in events(stays.traces, "suspect") if line["rank"] == 0]
     suspects = [line["event"] for line in told]
     assert {(s["group"], s["rank"]) for s in suspects} == {(str(vanishing), 0), (str(vanishing), 1)}
-    assert all("nothing was heard of host" in s["cause"] for s in suspects)
+    assert all("nothing was heard from host" in s["cause"] for s in suspects)
     heard = told[0]["mono"]
     commits = [line["mono"] for line in notes(stays.traces, "consumed") if line["mono"] > heard]
     print(

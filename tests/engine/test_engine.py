@@ -422,7 +422,10 @@ def test_who_is_deaf_to_commands_trains_on(
     name = f"engine-{uuid.uuid4().hex}"
     job = Job(stack, f"memory://{name}", 2, 1, lambda _: DeafToCommands(name)).start()
     job.train(5)
-    until(lambda: caplog.text.count("hears no commands any more: deaf") == 2, "both have said so")
+    until(
+        lambda: caplog.text.count("no longer receives the topic commands: deaf") == 2,
+        "both have said so",
+    )
     job.train(10)
     assert [member.ended for member in job.members] == [None, None]
 

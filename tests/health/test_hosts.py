@@ -98,7 +98,7 @@ def test_who_falls_silent_is_suspected_with_all_its_processes_and_struck_off(
     assert all(isinstance(word, Suspect) for word in words)
     told = sorted((w.group, w.rank, w.pid, w.host) for w in words if isinstance(w, Suspect))
     assert told == [("node7", 0, 11, "node7"), ("node7", 1, 12, "node7")]
-    assert isinstance(words[0], Suspect) and "nothing was heard of host node7" in words[0].cause
+    assert isinstance(words[0], Suspect) and "nothing was heard from host node7" in words[0].cause
     assert said.empty(), "it is said once"
 
 

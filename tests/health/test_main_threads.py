@@ -75,7 +75,7 @@ def test_the_threshold_has_a_floor_and_a_ceiling() -> None:
     assert "the minimum, which is more than 5 ×" in detector.verdict(now + 1.1).reason
     detector, now = after_steps(8, 30.0)
     assert detector.threshold() == pytest.approx(60.0)
-    assert "the maximum; else it were 5 ×" in detector.verdict(now + 61).reason
+    assert "the maximum; otherwise 5 ×" in detector.verdict(now + 61).reason
 
 
 def test_only_the_last_steps_count_and_only_committed_ones() -> None:
@@ -109,7 +109,8 @@ def test_a_loop_that_only_runs_bytecodes_is_held_to_the_maximum() -> None:
     verdict = detector.verdict(now + 60.1)
     assert verdict.level is Level.YELLOW
     assert verdict.reason == (
-        "the interpreter runs, but for 60.10 s at step 8 there was no mark (the maximum is 60 s)"
+        "the interpreter runs, but no progress was marked for 60.10 s at step 8 "
+        "(the maximum is 60 s)"
     )
 
 

@@ -47,7 +47,8 @@ def test_the_bound_follows_the_longest_gap() -> None:
     assert listen(detector, now, now + 5.9) is Level.GREEN
     assert listen(detector, now + 5.9, now + 6.1) is Level.YELLOW
     assert detector.verdict(now + 6.1).reason == (
-        "for 6.10 s nothing was heard of host b (bound 6.00 s = 3 × the longest of the last 3 gaps)"
+        "nothing was heard from host b for 6.10 s "
+        "(bound 6.00 s = 3 × the longest of the last 3 gaps)"
     )
     assert listen(detector, now + 6.1, now + 11.2) is Level.RED
     assert detector.verdict(now + 11.2).reason.endswith("and the 5 s of grace are over")

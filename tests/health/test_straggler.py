@@ -40,7 +40,7 @@ def test_a_slow_rank_is_named_with_how_much_and_how_long() -> None:
     verdict = detector.verdict()
     assert verdict.level is Level.YELLOW
     assert verdict.reason == (
-        "rank 1/0 takes 1.50 × the median body time over its last 10 words (0.36 s, not 0.24 s)"
+        "rank 1/0 takes 1.50 × the median body time over its last 10 reports (0.36 s, not 0.24 s)"
     )
 
 
@@ -183,7 +183,7 @@ def test_one_of_two_ranks_is_named_with_the_evidence() -> None:
         changes += stragglers.hear("0/0", 1, 0.1) + stragglers.hear("1/0", 1, 0.4)
     (change,) = changes
     assert change.evidence == (
-        "rank 1/0 takes 4.00 × the median body time over its last 9 words (0.4 s, not 0.1 s)"
+        "rank 1/0 takes 4.00 × the median body time over its last 9 reports (0.4 s, not 0.1 s)"
     )
 
 

@@ -206,7 +206,7 @@ def test_a_mistake_at_the_start_ends_the_job_with_its_traceback_once(
     assert not verdict.ok
     text = "\n".join(verdict.lines)
     assert text.count("Traceback") == 1 and text.count("RuntimeError: bug") == 1
-    assert f'File "{stage.script}", line' in text and "no group came as far" in text
+    assert f'File "{stage.script}", line' in text and "no group reached its first step" in text
     assert supervised_children() == []
 
 
@@ -220,7 +220,7 @@ def test_a_mistake_of_one_group_at_its_start_ends_the_job_the_second_time(
         again.order("raise bug")
         verdict = job.verdict()
         actors["0", "0"].gone()
-    assert len(verdict.lines) == 1 and "started again, it failed in the same place" in str(verdict)
+    assert len(verdict.lines) == 1 and "after a restart it failed in the same place" in str(verdict)
 
 
 def test_other_errors_and_signals_are_started_again(run_job: StartJob, stage: Stage) -> None:

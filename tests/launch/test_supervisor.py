@@ -250,7 +250,7 @@ def test_the_job_has_a_time_limit(run_job: StartJob) -> None:
     with run_job(groups=1, ranks=1, timeout=0.5) as job:
         verdict = job.verdict()
     assert supervised_children() == []
-    assert verdict.lines[0] == "the job was not through within --timeout 0.5 s"
+    assert verdict.lines[0] == "the job had not finished within --timeout 0.5 s"
 
 
 def test_what_a_child_left_running_ends_with_it(run_job: StartJob, stage: Stage) -> None:

@@ -78,7 +78,7 @@ def test_a_good_plan_is_read_from_yaml_and_from_json(tmp_path: Path) -> None:
     [
         ("- 1", "a fault plan is a mapping", "begin it with `faults:`"),
         ("faults: [", "line 1", "not readable as YAML"),
-        ("faults: []\nfaults: []", "line 2", "stands there twice"),
+        ("faults: []\nfaults: []", "line 2", "occurs twice"),
         ("fault: []", "faults:", "is missing"),
         ("faults: 3", "faults:", "valid list"),
         ("faults: [{name: a, step: 1, group: 0}]", "faults[0]:", "needs a `kind`, one of"),
@@ -86,7 +86,7 @@ def test_a_good_plan_is_read_from_yaml_and_from_json(tmp_path: Path) -> None:
         (
             "faults: [{name: a, kind: kill, step: 1, group: 0, phase: vote, ranks: 1}]",
             "faults[0].ranks:",
-            "take it out or correct its spelling",
+            "remove it or correct its spelling",
         ),
         (
             "faults: [{name: a, kind: exception, step: 1, group: 0, phase: vote}]",

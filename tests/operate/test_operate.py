@@ -101,7 +101,7 @@ def test_an_empty_bus_has_no_job(memory: str) -> None:
 def test_who_names_no_bus_is_told_how_to_get_one() -> None:
     assert bus_url("a", {"FFT_BUS": "b"}) == "a"
     assert bus_url(None, {"FFT_BUS": "b"}) == "b"
-    with pytest.raises(OperatorError, match="pass --bus, or set FFT_BUS; `fft serve` prints it"):
+    with pytest.raises(OperatorError, match="pass --bus, or set FFT_BUS; `fft serve` and"):
         bus_url(None, {})
 
 
@@ -132,7 +132,7 @@ def test_what_may_be_said_reaches_the_job_as_the_core_knows_it() -> None:
         ('{"type": "begin", "epoch": 3}', "here: type: needs one of death, suspect, drain"),
         ('{"type": "drain", "groups": ["1"]}', "here: drain.by: is missing; add it"),
         ('{"type": "drain", "groups": [1], "by": "x"}', "here: drain.groups.0: "),
-        ('{"type": "drain", "groups": [], "by": "x", "to": 1}', "here: drain.to: is no part"),
+        ('{"type": "drain", "groups": [], "by": "x", "to": 1}', "here: drain.to: is not part"),
         ('{"type": "drain", "groups": [], "by": "x", "local": true}', "here: drain.local: "),
         ('{"type": "drain", "groups": [], "by": "x", "v": 2}', "here: drain.v: "),
         (" " * (1024 * 1024 + 1), "here: 1048577 bytes; a message has at most 1048576"),

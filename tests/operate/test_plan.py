@@ -103,7 +103,7 @@ def test_a_broken_link_is_no_broken_rank(count: int, data: st.DataObject) -> Non
     verdict = judge(ranks, findings)
     assert not verdict.culprits
     if any(not meeting.ok for meeting in findings.meetings):
-        assert "what lies between these two" in " ".join(verdict.notes)
+        assert "the connection between these two" in " ".join(verdict.notes)
 
 
 def test_two_ranks_cannot_tell_which_side_it_is_but_rollbacks_can() -> None:
@@ -129,7 +129,7 @@ def test_own_checks_are_conclusive_and_keep_a_rank_out_of_the_pairs() -> None:
 
 def test_what_fails_on_every_rank_is_no_rank_s_fault() -> None:
     ranks = places(4)
-    bad = {"compute": Outcome(False, 0.1, "not through in 20 s")}
+    bad = {"compute": Outcome(False, 0.1, "not finished in 20 s")}
     verdict = judge(ranks, played(ranks, fails(), Findings(alone=dict.fromkeys(ranks, bad))))
     assert not verdict.culprits and "compute failed on every rank" in verdict.notes[0]
 

@@ -165,7 +165,7 @@ def test_one_check_at_a_time(job: Job) -> None:
     check = Check(fresh_id(), (task,), "me", limit=SHORT_S)
     with JobClient(job.url) as first, JobClient(job.url) as second, first.asking(check) as answers:
         assert next(answers(time.monotonic() + LIMIT_S)).verdict == "accepted"
-        with pytest.raises(OperatorError, match="group 0 rank 0 is at another check"):
+        with pytest.raises(OperatorError, match="group 0 rank 0 is busy with another check"):
             diagnose(second)
         assert next(answers(time.monotonic() + LIMIT_S)).verdict == "done"
 

@@ -52,7 +52,7 @@ def test_scenario_runs_as_it_says(path: Path, request: pytest.FixtureRequest) ->
 
 
 def test_every_row_of_the_fault_table_has_its_scenario() -> None:
-    """What DESIGN.md says of faults, and the files that show it."""
+    """What docs/explanation/faults.md says, and the files that show it."""
     shown = {
         "exception in the body": "exception_in_the_body",
         "collective fails on one side": "collective_fails_on_one_side",
@@ -97,8 +97,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "the same, while the bus is silent": "e2e/test_deadline.py",
         "four rollbacks in a row at one step": "e2e/test_culprit.py",
     }
-    design = (FOLDER.parent.parent / "DESIGN.md").read_text(encoding="utf-8")
-    table = design.partition("## 6. Faults")[2].partition("\n## ")[0]
+    page = FOLDER.parent.parent / "docs" / "explanation" / "faults.md"
+    table = page.read_text(encoding="utf-8")
     rows = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")}
     assert rows - {"fault"} == {*shown, *beneath_the_core}
     assert {f"{name}.txt" for name in shown.values()} <= {path.name for path in FILES}

@@ -390,7 +390,7 @@ def test_the_report_says_how_long_steps_waited_for_input(tmp_path: Path) -> None
     )
     (tmp_path / "none").mkdir()
     TraceWriter(tmp_path / "none", Peer("0", 0, 1)).close()
-    assert input_wait(tmp_path / "none") == "input waited: no step says"
+    assert input_wait(tmp_path / "none") == "input waited: no step has measured it"
 
 
 def test_trace_files_are_named_by_participant(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_stream_that_ends_says_so() -> None:
 def test_a_cursor_that_goes_back_is_refused() -> None:
     source = as_source(Stream())
     source.holds(5, 1)
-    with pytest.raises(DataError, match="item 3 is due"):
+    with pytest.raises(DataError, match="item 3 is needed"):
         source.holds(3, 1)
 
 
@@ -174,7 +174,7 @@ def test_replay_only_takes_it_and_refuses_to_go_on_elsewhere() -> None:
     assert source.take(Due(0, 1, 2)) == 1
     with pytest.raises(DataError, match="load_state_dict"):
         source.load(None, 2)
-    with pytest.raises(DataError, match=r"goes on at item 6.*begin at its first"):
+    with pytest.raises(DataError, match=r"continues at item 6.*begin at its first"):
         as_source(numbers(), replay_only=True).holds(6, 1)
 
 

@@ -211,7 +211,7 @@ class ProgressDetector:
     def _runs_idle(self, now: float) -> str:
         seconds = self._worked.seconds(now, self._attention)
         return (
-            f"the interpreter runs, but for {seconds:.2f} s {self._place()} there was no mark "
+            f"the interpreter runs, but no progress was marked for {seconds:.2f} s {self._place()} "
             f"(the maximum is {self.config.max_s:g} s)"
         )
 
@@ -239,7 +239,7 @@ class ProgressDetector:
         if self._alarms:
             text += f", doubled {self._alarms} × after alarms at this step"
         if threshold >= config.max_s:
-            text = f"the maximum; else it were {text}"
+            text = f"the maximum; otherwise {text}"
         return text
 
 

@@ -1,17 +1,18 @@
 """Judges which hosts of a job have vanished, from beats that are looked up now and then. Pure.
 
-A host that loses its power or its network says nothing, ends no connection, and takes whoever
-watched it away with it. What is left is silence, which others must weigh. A sign of life is
+A host that loses its power or its network sends nothing, ends no connection, and its own watchers
+are gone with it. Others must judge it by its silence. A sign of life is
 
 - a beat that was not there at the last look;
-- *two commits* of the job since the beats are late. A commit has the votes of all members, and who
-  votes for the next step has seen the one before: a host that has vanished can have voted for one
-  commit more, never for two. So a beat that is late because its sender has no time for it raises no
-  alarm while the job trains. (If the job trains without that host, there is nothing to say.)
+- *two commits* of the job since the beats are late. A commit has the votes of all members, and a
+  member that votes for the next step has seen the one before. So a host that has vanished can have
+  voted for one commit more, never for two. A beat that is late because its sender has no time for
+  it raises no alarm while the job trains. (If the job trains without that host, there is nothing to
+  report.)
 
-What the observer itself missed is nobody's silence: of the time between two of its looks only a
-part counts (`Attention`); and if it was away for long, or its bus did not answer, everybody begins
-anew when it is back, for others may need a while until their beats come again.
+Time in which the observer itself was away does not count as silence: of the time between two of its
+looks only a part counts (`Attention`). If it was away for long, or its bus did not answer, all
+clocks begin anew when it is back, because others may need a while until their beats come again.
 
 Each host is judged by the limit that its own beats name.
 """

@@ -100,7 +100,7 @@ class SilenceDetector:
         silent, bound, grace = self.silent(now), self.bound(), self.config.grace_s
         if self._beat is None or silent < bound:
             return GREEN
-        reason = f"for {silent:.2f} s nothing was heard of {self.who} ({self._explained(bound)})"
+        reason = f"nothing was heard from {self.who} for {silent:.2f} s ({self._explained(bound)})"
         if grace is None or silent < bound + grace:
             return Verdict(Level.YELLOW, reason)
         return Verdict(Level.RED, f"{reason}, and the {grace:g} s of grace are over")

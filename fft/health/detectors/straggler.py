@@ -124,7 +124,7 @@ class StragglerDetector:
         """Why ``rank`` is called slow."""
         middle, words = median_low(self._middles), len(self._ratios[rank])
         return (
-            f"rank {rank} takes {score:.2f} × the median body time over its last {words} words "
+            f"rank {rank} takes {score:.2f} × the median body time over its last {words} reports "
             f"({score * middle:.3g} s, not {middle:.3g} s)"
         )
 
@@ -188,6 +188,6 @@ class Stragglers:
         ]
         for rank, factor in before.items():
             if rank not in self.slow:
-                why = "as fast as the others" if rank in self._known else "not heard any more"
+                why = "as fast as the others" if rank in self._known else "no longer heard"
                 changes.append(Change(rank, False, factor, f"rank {rank} is {why}"))
         return changes

@@ -135,7 +135,9 @@ class RunConfig:
         if self.min_steps and self.stop_after_plan is None:
             raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
         if self.evict_stragglers is not None and not self.evict_stragglers > 1:
-            raise SupervisorError("--evict-stragglers is how many times as slow: more than 1")
+            raise SupervisorError(
+                "--evict-stragglers must be more than 1: how many times slower a rank is"
+            )
         if any(self.trace_dir.glob("*.jsonl")):
             raise SupervisorError(
                 f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
@@ -291,7 +293,7 @@ class Supervisor:
             self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
             self._look_whether_over()
         if self._watch is not None and self._drain_until is None and self._watch.due(view):
-            self._drain("the fault plan is through", forward=False)
+            self._drain("the fault plan is finished", forward=False)
         if self._display is not None:
             rows = [self._row(group) for group in self._groups.values()]
             elapsed = time.monotonic() - self._began
@@ -308,10 +310,10 @@ class Supervisor:
     def _check_deadlines(self) -> None:
         now, limit = time.monotonic(), self._config.timeout
         if limit is not None and now > self._began + limit:
-            self._kill_all(f"the job was not through within --timeout {limit:g} s")
+            self._kill_all(f"the job had not finished within --timeout {limit:g} s")
         elif self._hopeless and self._drain_until is not None and now > self._drain_until:
             for group in self._groups.values():
-                self._kill(group.living, "the script is wrong")
+                self._kill(group.living, "the script has a mistake")
         elif self._drain_until is not None and now > self._drain_until:
             seconds = self._config.drain_timeout
             self._kill_all(f"the job had not drained {seconds:g} s after it was asked to")
@@ -408,7 +410,7 @@ class Supervisor:
         try:
             message = decode(word)
         except UnreadableMessage as error:
-            logger.warning("a child, or what it started, says what is no message: %s", error)
+            logger.warning("a process of the job sent something that is no message: %s", error)
             return
         if isinstance(message, Suspect) and message.host == socket.gethostname():
             place = message.group, message.rank, message.pid
@@ -416,7 +418,7 @@ class Supervisor:
             if any((child.group, child.rank, child.pid) == place for child in living):
                 self._broadcast(message)
                 return
-        logger.warning("a child, or what it started, says what is not its to say: %r", word[:200])
+        logger.warning("a process of the job sent a message that it may not send: %r", word[:200])
 
     def _plan_return(self, group: Group) -> None:
         """If a planned drain took the group away, note when it is to come back."""
@@ -484,7 +486,7 @@ class Supervisor:
         self._hopeless = True
         has_state = self._tail.view.committed  # else there is nothing to leave in good order
         within = _LEAVE_S if has_state else 0.0
-        self._drain("the script is wrong", forward=has_state, within=within)
+        self._drain("the script has a mistake", forward=has_state, within=within)
 
     # --- ending ------------------------------------------------------------------------
 
@@ -628,7 +630,7 @@ class Supervisor:
 
     def _name_stragglers(self) -> None:
         for change in self._pace.news() if self._pace is not None else ():
-            what = "straggler" if change.slow else "no straggler any more"
+            what = "straggler" if change.slow else "no longer a straggler"
             logger.warning("%s: %s", what, change.evidence)
         limit = self._config.evict_stragglers
         if self._pace is None or limit is None:
@@ -701,7 +703,7 @@ class Supervisor:
                     remarks.append(self._cut_short(child))
         is_ours = not isinstance(self._services, Joined)
         if remarks and is_ours and not any(group.finished for group in self._groups.values()):
-            lines.append("no group lived to its own end after the last step")
+            lines.append("no group ended by itself after the last step")
         if not lines and self._watch is not None:
             unfinished = self._watch.unfinished(self._tail.view)
             lines += [f"the fault plan was not finished: {unfinished}"] if unfinished else []
@@ -727,7 +729,7 @@ class Supervisor:
     def _cut_short(self, child: Child) -> str:
         assert self._over is not None
         how = f"group {child.group} ended with {cause_of(child.code)}"
-        return f"the job was over, all had left with one commit; {how}, and was not needed any more"
+        return f"the job was over, all had left with one commit; {how}, and was no longer needed"
 
     def _end(self) -> None:
         """Leave nothing behind: no child, no store, no descriptor."""
@@ -769,4 +771,4 @@ class Supervisor:
         try:
             self._bus.broadcast(encode(message))
         except BusError as error:
-            logger.error("could not say %s on the bus: %s", message.type, error)
+            logger.error("could not send %s on the bus: %s", message.type, error)

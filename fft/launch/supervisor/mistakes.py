@@ -52,7 +52,7 @@ class Mistakes:
             reason = self._before_the_first_commit(error, again, len(alike))
             return None if reason is None else Mistake("job", reason, error)
         if self._all == 1:
-            return Mistake("job", "no other group has the state to go on with", error)
+            return Mistake("job", "no other group has the state to continue with", error)
         if len(alike) > 1:
             reason = f"groups {', '.join(sorted(alike))} failed in the same place"
             return Mistake("job", reason, error)
@@ -63,9 +63,9 @@ class Mistakes:
 
     def _before_the_first_commit(self, error: Place, again: bool, alike: int) -> str | None:
         if again:
-            return "started again, it failed in the same place, and no step was committed"
+            return "after a restart it failed in the same place, and no step was committed"
         if not _NEVER_LOADED.isdisjoint(error.kinds):
             return "it cannot be loaded"
         if alike == len(self._groups) == self._all:
-            return "no group came as far as its first step"
+            return "no group reached its first step"
         return None

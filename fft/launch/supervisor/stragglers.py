@@ -1,4 +1,4 @@
-"""What the supervisor makes of the words of progress: it hears them, and names who is slow.
+"""Hears the speed reports for the supervisor, and names the slow ranks.
 
 Owns one subscription. Never acts by itself.
 """

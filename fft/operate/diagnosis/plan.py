@@ -1,8 +1,8 @@
-"""Who meets whom in the next round of checks, and whom the results prove at fault. Pure.
+"""Which ranks meet in the next round of checks, and which the results prove at fault. Pure.
 
-After the idea of DLRover's node check: ranks are checked in pairs; who was in a pair that failed is
-paired anew with a rank that has shown itself to be sound; who fails again is at fault. Here nobody
-is named who has not failed with two different sound ranks, so that a broken link between two ranks
+After the idea of DLRover's node check: ranks are checked in pairs; a rank of a pair that failed is
+paired again with a rank that has proved sound; a rank that fails again is at fault. Here a rank is
+named only if it has failed with two different sound ranks, so that a broken link between two ranks
 is told from a broken rank. A pair that is slow, compared with the median of all, is treated as one
 that failed, but its verdict is another: slow.
 """
@@ -279,7 +279,7 @@ def _open_questions(ranks: Sequence[Place], findings: Findings) -> list[str]:
             continue
         one, other = map(place_text, meeting.pair)
         if set(meeting.pair) <= sound:
-            why = "both are sound with others, so it is what lies between these two"
+            why = "both are sound with others, so the connection between these two is at fault"
         else:
             why = "there were not enough sound ranks to tell which side is at fault"
         notes.append(f"network, round {meeting.round}, {one} with {other}: {_what(meeting)}; {why}")

@@ -149,7 +149,7 @@ def _ask_alone(
     for rank in said:
         results = done.get(rank)
         if results is None:
-            findings.silent[rank] = "began its checks, and never told what came of them"
+            findings.silent[rank] = "began its checks, and never reported a result"
         else:
             findings.alone[rank] = {k: _outcome(results.get(k)) for k in ("compute", "memory")}
     return set(said)
@@ -190,7 +190,7 @@ def _none_refused(said: Mapping[Place, Answer]) -> None:
     for rank, answer in said.items():
         if answer.verdict == "refused":
             raise OperatorError(
-                f"group {rank[0]} rank {rank[1]} is at another check: wait for the end of that"
+                f"group {rank[0]} rank {rank[1]} is busy with another check: wait for its end"
             )
 
 

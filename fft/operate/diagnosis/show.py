@@ -94,5 +94,5 @@ def evict_group(desk: JobClient, group: str) -> str:
     try:
         done = evict(desk, group, restart=False, grace=_GRACE_S, on_accepted=lambda _: None)
     except OperatorError as error:
-        return f"group {group} could not be evicted wholly: {error}"
+        return f"group {group} could not be evicted completely: {error}"
     return f"evicted: {done.done}"

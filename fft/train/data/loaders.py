@@ -2,9 +2,9 @@
 
 torch's iterator asks a batch sampler what to load next. Here that is a `_Schedule`, which knows the
 items that are due if the members stay (`fft.train.data.source.Due`). It never ends: where there is
-nothing to load it asks for nothing, so one iterator, and its workers, last as long as the training.
-Answers carry their number. After a change of the members what still fits is kept, what came for
-nothing is dropped, and what is not yet begun is not loaded.
+nothing to load it asks for nothing, so one iterator, and its workers, live as long as the training.
+Answers carry their number. After a change of the members, answers that still fit are kept, others
+are dropped, and requests that are not yet begun are not loaded.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ class CursorLoader(_Loader):
     once in a new random order. Nothing needs to be transferred to a group that joins.
 
     Before each item the global generators of torch, numpy and random are seeded from (seed, item
-    number), so an item with random augmentation has the same bits however often and by whomever
-    it is loaded. (A generator that the dataset made for itself is its own affair.) On the main
-    thread they are put back afterwards.
+    number), so an item with random augmentation has the same bits however often it is loaded, and
+    by whichever process. (Generators that the dataset creates itself are not seeded.) On the main
+    thread the generators are restored afterwards.
 
     Args:
         dataset: ``len()`` and ``[index]``; ``__getitems__`` is used if it is there.
@@ -238,11 +238,11 @@ class CursorLoader(_Loader):
         drop_last: leave the last, incomplete batch of a pass out.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
-            with their meaning there. ``persistent_workers`` is taken too and changes nothing:
-            workers last from the begin of ``transactions`` to its end.
+            with their meaning there. ``persistent_workers`` is accepted and changes nothing:
+            workers live from the beginning of ``transactions`` to its end.
 
     Raises:
-        DataError: there is no full batch in the dataset, or an option is none.
+        DataError: there is no full batch in the dataset, or an option is unknown.
         ValueError: torch's own check of an option.
     """
 
@@ -261,7 +261,7 @@ class CursorLoader(_Loader):
     ) -> None:
         if isinstance(dataset, IterableDataset):
             raise DataError(
-                f"a CursorLoader needs samples by index, which {type(dataset).__name__} has not; "
+                f"a CursorLoader needs samples by index; {type(dataset).__name__} has none; "
                 "use fft.StreamLoader(open), where open(first, step) gives every step-th batch"
             )
         least = batch_size if drop_last else 1
@@ -288,8 +288,8 @@ class CursorLoader(_Loader):
 class StreamLoader(_Loader):
     """Batches of a stream that can be opened anywhere: each rank reads only its own items.
 
-    With workers, each of them opens a part of the rank's items; a stream that is open is gone on
-    with, and opened anew only when the members change. The generators are seeded as for a
+    With workers, each of them opens a part of the rank's items; an open stream is
+    continued, and opened again only when the members change. The generators are seeded as for a
     `CursorLoader`.
 
     Args:
@@ -302,7 +302,7 @@ class StreamLoader(_Loader):
         options: as `CursorLoader`'s.
 
     Raises:
-        DataError: an option is none.
+        DataError: an option is unknown.
         ValueError: torch's own check of an option.
     """
 

@@ -1,4 +1,4 @@
-"""Data by the committed global cursor: which item a rank takes, and what gives it.
+"""Data by the committed global cursor: which item a rank takes, and the source that provides it.
 
 The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
 loader (a batch) for each of its ranks. In a txn the i-th participating group takes the i-th slice
@@ -55,10 +55,10 @@ class DataSource(Protocol):
         """Item ``due.number``, again and again the same object until ``due.first`` passes it."""
 
     def export(self, first: int) -> Any:
-        """State from which an equal source can go on at item ``first``: plain values, tensors."""
+        """State from which an equal source can continue at ``first``: plain values, tensors."""
 
     def load(self, state: Any, first: int) -> None:
-        """Go on at item ``first`` from the ``export`` of another group."""
+        """Continue at item ``first`` from the ``export`` of another group."""
 
     def close(self) -> None:
         """End what ``open`` and ``take`` have started. Idempotent; may be opened again."""
@@ -102,7 +102,7 @@ class StreamSource:
 
     Items that were drawn but not committed stay here, so that a replay sees the same objects.
     The loader must give the same items in the same order on every rank, and have
-    ``state_dict`` / ``load_state_dict`` so that a group that joins can go on where the others are.
+    ``state_dict`` / ``load_state_dict`` so that a joining group can continue where the others are.
     """
 
     in_any_order = False
@@ -138,7 +138,9 @@ class StreamSource:
 
     def take(self, due: Due) -> Any:
         if not self.holds(due.first, due.number - due.first + 1):
-            raise DataError(f"item {due.number} is due, and {_named(self._loader)} ends before")
+            raise DataError(
+                f"item {due.number} is needed, but {_named(self._loader)} ends before it"
+            )
         return self._items[due.number - due.first]
 
     def export(self, first: int) -> Any:
@@ -148,8 +150,8 @@ class StreamSource:
     def load(self, state: Any, first: int) -> None:
         if not isinstance(self._loader, _Stateful):
             raise DataError(
-                f"{_named(self._loader)} has no load_state_dict, so a group that joins cannot go "
-                "on at the common cursor; use fft.CursorLoader or a stateful loader"
+                f"{_named(self._loader)} has no load_state_dict, so a group that joins cannot "
+                "continue at the common cursor; use fft.CursorLoader or a stateful loader"
             )
         self._loader.load_state_dict(copy.deepcopy(state))
         self._iterator, self._start = None, first
@@ -163,13 +165,13 @@ class StreamSource:
         if self._start is None:
             if first > 0 and not isinstance(self._loader, _Stateful):
                 raise DataError(
-                    f"the job goes on at item {first}, and {_named(self._loader)} can only begin "
+                    f"the job continues at item {first}, but {_named(self._loader)} can only begin "
                     "at its first; use fft.CursorLoader or a stateful loader"
                 )
             self._start = first
         done = first - self._start
         if not 0 <= done <= len(self._items):
-            raise DataError(f"item {first} is due, but this loader is at {self._start}")
+            raise DataError(f"item {first} is needed, but this loader is at {self._start}")
         del self._items[:done], self._states[:done]
         self._start = first
 
@@ -195,9 +197,9 @@ def as_source(loader: Any, replay_only: bool = False) -> DataSource:
         return StreamSource(loader)
     raise DataError(
         f"transactions() was given {_named(loader)}, which has no state_dict and load_state_dict: "
-        "a group that joins could not go on where the others are, nor a job that resumes. Pass "
+        "neither a group that joins nor a job that resumes could continue at its item. Pass "
         f"{_mend(loader)}; or a stateful loader, such as torchdata's StatefulDataLoader; or "
-        "replay_only=True, if nobody will ever join or resume"
+        "replay_only=True, if no group will join and the job will not be resumed"
     )
 
 

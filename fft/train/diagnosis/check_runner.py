@@ -50,7 +50,7 @@ class CheckRunner:
         if task is None or self._closed:
             return None
         if self._busy:
-            self._answer(check, "refused", {"error": "at another check"})
+            self._answer(check, "refused", {"error": "busy with another check"})
             return task
         self._busy = True
         self._line = checks.Line()
@@ -115,7 +115,7 @@ class CheckRunner:
         """What ``check`` finds; failed if it is not through in time, as on a device that hangs."""
         began = time.monotonic()
         if self._worker is not None and self._worker.is_alive():
-            return Outcome(False, 0.0, "not begun: a check before it has never come back")
+            return Outcome(False, 0.0, "not begun: an earlier check never ended")
         found: list[Outcome] = []
 
         def work() -> None:
@@ -128,7 +128,7 @@ class CheckRunner:
         self._worker.start()
         self._worker.join(max(0.0, deadline - began))
         seconds = time.monotonic() - began
-        return found[0] if found else Outcome(False, seconds, f"not through in {seconds:.0f} s")
+        return found[0] if found else Outcome(False, seconds, f"not finished in {seconds:.0f} s")
 
     def _answer(self, check: Check, verdict: AnswerKind, data: dict[str, Any]) -> None:
         word = Answer(check.id, self._who, verdict, json.dumps(data, ensure_ascii=False))

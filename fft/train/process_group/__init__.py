@@ -1,6 +1,6 @@
-"""What a rollback does to torch: abort process groups, and put a step's state back.
+"""Process groups whose collectives can be aborted and whose members can be replaced.
 
-`process_group`, `shard` and `state` are the parts others use; the rest serves the first.
+`AbortableGroup` and `ShardProcessGroupGloo` are the parts that others use; the rest serves them.
 """
 
 from __future__ import annotations

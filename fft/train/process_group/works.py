@@ -1,10 +1,10 @@
 """What is pending on a process group, and how each op is waited for.
 
 gloo forgets some waiters when their connection ends: of a send that is queued, of a receive that
-has begun, of a receive from anybody. They sleep until the op's own timeout. So nobody waits here
-for gloo alone: a wait looks for an abort every `_SLICE`. A collective's wait may be cut short and
+has begun, of a receive from anybody. They sleep until the op's own timeout. So no wait here
+relies on gloo alone: it looks for an abort every `_SLICE`. A collective's wait may be cut short and
 repeated. That of a send or receive may not: gloo closes all connections when it ends early. So a
-thread of ours waits for those, in place of the caller.
+thread of ours waits for those, instead of the caller.
 """
 
 from __future__ import annotations

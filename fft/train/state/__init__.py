@@ -1,1 +1,1 @@
-"""The state of a rank: kept, put back, compared, and sent to who joins."""
+"""The state of a rank: saved, restored, compared, and sent to a rank that joins."""

@@ -1,14 +1,14 @@
-"""State from rank to rank, for a heal: bound to the job token, and nothing of it is run.
+"""State from rank to rank, for a heal: bound to the job token, and no code in it is executed.
 
-In the place of torchft's `HTTPTransport`, which unpickles whatever a URL answers. Opens one
+Replaces torchft's `HTTPTransport`, which unpickles whatever a URL answers. Opens one
 listening socket, a thread that accepts and at most `WORKERS` that answer; `shutdown` ends them.
 
 One request in HTTP's form, as in ``GET /<server>/<what>/<nonce>/<tag> HTTP/1.0``. ``server`` names
 this transfer object, ``what`` is a digest of step and of what the state is about (epoch, lineage),
 ``nonce`` is the receiver's and good for one answer, ``tag`` a keyed hash of the three. The answer
 is a head, and frames: 4 bytes of length, so many bytes, and a keyed hash of the request and
-of everything up to there. The first frame says how many bytes follow in all. So who receives keeps
-nothing in memory that did not come from the job, knows the end from a torn connection, and has
+of everything up to there. The first frame says how many bytes follow in all. So the receiver keeps
+nothing in memory that did not come from the job, tells the end from a torn connection, and has
 verified every byte before torch's safe unpickler (``weights_only``) sees the first.
 
 HMAC-SHA256 here too: where processors have instructions for it, it is twice as fast as BLAKE2b.

@@ -1,0 +1,85 @@
+"""The picture of the rooms in DESIGN.md, drawn from the imports of ``fft/``.
+
+python -m benchmarks.rooms            # draws it again
+python -m benchmarks.rooms --check    # exit 1 if it is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import grimp
+
+from benchmarks.pages import fill
+
+PAGE = Path(__file__).parents[1] / "DESIGN.md"
+NAME = "rooms"
+Pair = tuple[str, str]
+
+
+def imports() -> set[Pair]:
+    """(room, room that it imports), those under ``TYPE_CHECKING`` and within functions included."""
+    graph = grimp.build_graph("fft")
+    pairs = {
+        (_room(module), _room(imported))
+        for module in graph.modules
+        for imported in graph.find_modules_directly_imported_by(module)
+    }
+    return {(room, other) for room, other in pairs if room and other and room != other}
+
+
+def _room(module: str) -> str:
+    """``fft.bus.nats`` is in the room ``bus``; ``fft`` itself is in none."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def direct(pairs: Collection[Pair]) -> Iterator[Pair]:
+    """Those pairs that no way over other rooms stands for (the transitive reduction).
+
+    Raises ValueError for rooms that import each other in a circle.
+    """
+    below: dict[str, set[str]] = {room: set() for pair in pairs for room in pair}
+    for room, other in pairs:
+        below[room].add(other)
+    reached: dict[str, set[str]] = {}
+
+    def reach(room: str, above: tuple[str, ...] = ()) -> set[str]:
+        if room in above:
+            raise ValueError(f"rooms import each other: {' → '.join([*above, room])}")
+        if room not in reached:
+            seen = [reach(other, (*above, room)) for other in below[room]]
+            reached[room] = below[room].union(*seen)
+        return reached[room]
+
+    for room in sorted(below):
+        reach(room)
+    for room, other in sorted(pairs):
+        if not any(other in reached[between] for between in below[room] - {other}):
+            yield room, other
+
+
+def lines(pairs: Collection[Pair]) -> list[str]:
+    """The picture, as lines of Markdown."""
+    drawn = [f"    {room} --> {other}" for room, other in direct(pairs)]
+    return ["```mermaid", "flowchart TD", *drawn, "```"]
+
+
+def main() -> int:
+    """Draw the picture, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    picture = lines(imports())
+    if parser.parse_args().check:
+        if "\n".join(picture) in PAGE.read_text(encoding="utf-8"):
+            return 0
+        sys.stderr.write(f"{PAGE.name}: draw the rooms again: python -m benchmarks.rooms\n")
+        return 1
+    fill(PAGE, NAME, picture)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,59 @@
+"""The picture of the rooms, and the size of the pages that one reads in one go."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rooms import PAGE, direct, imports, lines
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", PAGE, *sorted((ROOT / "docs").rglob("*.md"))]
+MADE_BY_THE_SITE = {"reference/cli.md", "reference/spec.md", "reference/timeouts.md"}
+
+
+def test_the_picture_in_the_design_is_drawn_from_the_imports() -> None:
+    assert "\n".join(lines(imports())) in PAGE.read_text(), "python -m benchmarks.rooms"
+
+
+def test_every_room_is_in_the_picture_and_in_the_table() -> None:
+    rooms = {path.parent.name for path in (ROOT / "fft").glob("*/__init__.py")}
+    drawn = {room for pair in imports() for room in pair} - {"cli"}
+    assert rooms - {"cli"} == drawn
+    table = PAGE.read_text(encoding="utf-8")
+    assert {room for room in rooms if f"| `{room}/`" not in table} <= {"cli"}
+
+
+def test_only_the_nearest_rooms_are_joined() -> None:
+    assert list(direct({("a", "b"), ("b", "c"), ("a", "c")})) == [("a", "b"), ("b", "c")]
+    with pytest.raises(ValueError, match="a → b → a"):
+        list(direct({("a", "b"), ("b", "a")}))
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 100), ("DESIGN.md", 300)])
+def test_the_first_pages_stay_short(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """Anchors are checked by ``make docs``."""
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if re.match(r"[a-z]+:", target) or target in MADE_BY_THE_SITE:
+                continue
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_every_decision_is_in_the_list() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted({path.name for path in folder.glob("*.md")} - {"index.md"})
+
+
+def test_files_that_the_pages_name_are_there() -> None:
+    named = r"`((?:fft(?!/JOB)|tests|benchmarks|examples|fsm_specs|docs)/[\w/.]+)`"
+    for page in PAGES:
+        for path in re.findall(named, page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)}: {path}"
