@@ -183,6 +183,11 @@ class StepWatch:
         return self._begun > self._finished
 
     @property
+    def was_begun(self) -> bool:
+        """Whether there was a step since, finished or not."""
+        return self._begun > 0 or self._finished > 0
+
+    @property
     def is_done(self) -> bool:
         """Whether there was one, and none is unfinished."""
         return 0 < self._begun == self._finished

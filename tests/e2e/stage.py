@@ -106,9 +106,7 @@ class Member:
             replica_id=group,
             store_addr="127.0.0.1",
             store_port=port,
-            rank=0,
-            world_size=1,
-            **values,
+            **{"rank": 0, "world_size": 1, **values},
         )
         if register:
             self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage import Member, Numbers, job
+from stage import Member, Numbers, job, notes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -418,3 +418,22 @@ def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path
     assert told and "2 parameters with 36 numbers" in told[0]
     assert "2 parameters with 45 numbers" in told[0]
     assert {type(m.error) for m in members} <= {UnlikeGroups, type(None)}
+
+
+def test_what_is_stepped_and_never_averaged_is_in_the_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(member: Member) -> None:
+        model, head = nn.Linear(4, 1), nn.Linear(4, 3)
+        both = [*model.parameters(), *head.parameters()]
+        member.manager.register(model, torch.optim.SGD(both, lr=0.1))
+        member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(in_order(), max_steps=1):
+            with txn:
+                one_backward(model, torch.ones(1, 4))
+
+    with job(tmp_path, 1) as made:
+        made.run(work, register=False)
+    (note,) = notes(tmp_path, "not_averaged")
+    assert note["data"] == {"count": 2, "shapes": [[3, 4], [3]]}
+    assert "2 parameters of the optimizers are in no model of sync_gradients()" in caplog.text
