@@ -41,16 +41,12 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import Reported, error_of, text_of
 from fft.train.state.step_state import TornState
-from fft.train.updates import StepWatch
+from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
 
 logger = logging.getLogger(__name__)
-
-_MISFIT, _SKIPPED = "the votes' manifests do not fit together", "the user skipped this step"
-"""In the cause of a rollback, by the spec's ``note_misfit``; the second, if that is why."""
-_UNFINISHED = "optimizer.step() was begun and did not finish"
 
 
 class Limit:
@@ -113,12 +109,7 @@ class Worker:
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
-        self._is_left_to_loop = False
-        """The last commit's update is the user's loop's, and was not looked at yet."""
-        self._not_stepped: int | None = None
-        """The step of the last commit, if no optimizer step has followed it here."""
-        self._steps: StepWatch | None = None
-        """Of a loop that steps its optimizer itself; from its first commit on."""
+        self._by_loop = LoopUpdates()
 
     # --- between two txns ---
 
@@ -129,12 +120,10 @@ class Worker:
         """
         engine = self._job.engine or self._join()
         self.finish_apply()
-        if self._steps is not None and self._steps.was_torn:
-            # noticed late: by a second optimizer, after the first one was counted
-            self._torn = _UNFINISHED
-            self._steps.begin()
-            self._is_left_to_loop = False
-        self._look_for_a_step()
+        # noticed late: by a second optimizer, after the first one was counted
+        self._torn = self._by_loop.take_torn() or self._torn
+        if self._by_loop.look(self._manager._step - 1):
+            self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
         while True:
             command = self._finish or self._wait(engine, limit)
             engine.take(command)
@@ -147,7 +136,7 @@ class Worker:
                     engine.post(HealFailed(command.record.epoch, self._torn, torn=True))
                 case Heal():
                     if command.fetch_from is not None:
-                        self._not_stepped = None
+                        self._by_loop.forget()
                     with self._watchers.waiting():  # it has limits of its own
                         self._healer.heal(command, self._reductions.models)
                 case StartTxn():
@@ -160,19 +149,6 @@ class Worker:
                     self._close_txn()
                     self._applying = command
                     self._apply_failed(RuntimeError("interrupted before the optimizer step"))
-
-    def _look_for_a_step(self) -> None:
-        """After ``should_commit()`` was True: has the loop stepped an optimizer?
-
-        To step none may be right, if all groups do so: the scaler has found an inf, or weights are
-        averaged by hand. So the next vote says it, and does not fit those of who has stepped one.
-        """
-        if self._is_left_to_loop and self._steps is not None:
-            step = self._manager._step - 1
-            self._not_stepped = None if self._steps.was_begun else step
-            if self._not_stepped is not None:
-                self._job.note("no_optimizer_step", {"step": step})
-        self._is_left_to_loop = False
 
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
@@ -229,7 +205,7 @@ class Worker:
         """
         epoch = self._job.local.epoch if self._job.local is not None else None
         has_learners = epoch is not None and bool(epoch.learners) and plan.token.txn == 1
-        if self._not_stepped is not None and not has_learners:
+        if self._by_loop.missed is not None and not has_learners:
             self._reductions.manifest.note("no optimizer step after the last commit")
 
     def _ask_lighthouse(self, plan: StartTxn) -> None:
@@ -266,13 +242,9 @@ class Worker:
         if self._quorums is not None and local.stuck:
             with self._watchers.waiting():
                 self._quorums.pause()
-        misfit = _MISFIT in command.cause and _SKIPPED not in command.cause
-        if self._not_stepped is not None and misfit:
-            self._torn = (
-                f"should_commit() said True in step {self._not_stepped}, and no optimizer.step() "
-                "followed it on this rank, as on others: was an exception caught in between?"
-            )
-            logger.error("%s; this rank fetches the state", self._torn)
+        if (why := self._by_loop.why_torn(command.cause)) is not None:
+            logger.error("%s This rank fetches the state", why)
+            self._torn = why
         torn, self._torn = self._torn, None
         self._job.post(Restored(command.token, torn is not None, torn or ""))
 
@@ -320,7 +292,7 @@ class Worker:
         manager = self._manager
         manager._errored = None  # it came after the decision: the next reduction is one on all
         manager._commit_failures = 0
-        self._not_stepped = None
+        self._by_loop.forget()
         self._state.stands_at(record)
         self.body_failures.committed()
         self._watchers.committed(record.step, len(plan.members) * manager._group_world_size)
@@ -363,19 +335,15 @@ class Worker:
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
         self._applying = command
-        self._is_left_to_loop = True
-        if self._steps is None:
-            self._steps = StepWatch()
-        self._steps.begin()
+        self._by_loop.begin()
 
     def finish_apply(self) -> None:
         """The optimizer step that COMMIT asked for is behind us: tell the engine."""
         local = self._job.local
         if self._applying is None or local is None:
             return
-        if self._steps is not None and self._steps.was_torn:
-            self._steps.begin()
-            self._apply_failed(RuntimeError(_UNFINISHED))
+        if (torn := self._by_loop.take_torn()) is not None:
+            self._apply_failed(RuntimeError(torn))
             return
         self._applying = None
         self._watchers.txn_ended(committed=True)
@@ -385,7 +353,8 @@ class Worker:
         local = self._job.local
         if local is None:
             return
-        self._applying, self._is_left_to_loop = None, False
+        self._applying = None
+        self._by_loop.failed()
         self._job.post(ApplyFailed(local.token, text_of(error)))
         self._job.note_error(error)
 
@@ -393,7 +362,7 @@ class Worker:
 
     def report_error(self, error: Exception) -> None:
         """As ``ManagerFFT.report_error``, once the job is joined."""
-        if self._applying is not None and (self._steps is None or not self._steps.is_done):
+        if self._applying is not None and not self._by_loop.is_made:
             self._apply_failed(error)
             return
         manager = self._manager
@@ -413,5 +382,4 @@ class Worker:
 
     def close(self) -> None:
         """Watch no optimizer any more. Idempotent."""
-        if self._steps is not None:
-            self._steps.close()
+        self._by_loop.close()
