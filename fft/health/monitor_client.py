@@ -54,6 +54,7 @@ class MonitorClient:
         Raises OSError if the monitor cannot be started.
         """
         self._on_suspect = on_suspect
+        self._is_closed = False
         self.begun = threading.Event()
         """The monitor looks; it takes a moment to start."""
         self.pulse = Pulse(time.monotonic)
@@ -91,6 +92,9 @@ class MonitorClient:
 
     def close(self) -> None:
         """End the monitor first, so that it does not take what follows for a fault. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._process.close()
         self.compilations.detach()
         self._moves.close()

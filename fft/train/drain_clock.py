@@ -173,7 +173,8 @@ def _what(s: Local, c: Config) -> str:
         case "NORMAL":
             return "its txn is open, and its main thread has not voted"
         case "PREPARED":
-            return "in doubt: it has voted YES, and the votes of others or the decision are missing"
+            others = _names(set(member_peers(s)) - {c.me})
+            return f"in doubt: it has voted YES, and a vote or the decision is missing, of {others}"
         case "COMMIT" | "DRAIN_COMMIT":
             return "the commit is decided, and its main thread still runs the optimizer step"
         case "ROLLBACK_REQ":
@@ -189,8 +190,19 @@ def _what(s: Local, c: Config) -> str:
         case "DRAIN_WAIT":
             return "it is out by a commit, and waits for those who stay"
         case "INIT":
-            return "it is in no epoch"
+            return f"it is in no epoch: {_no_start(s, c)}"
     return "it has not left"
+
+
+def _no_start(s: Local, c: Config) -> str:
+    """Outside: which ranks of this group, and how many groups, have not been heard."""
+    ranks = [str(r) for r in range(c.world) if r != c.me.rank and (c.me.group, r) not in s.hellos]
+    groups = {group for group, _ in s.hellos} | {c.me.group}
+    if ranks:
+        return f"no word from rank {', '.join(ranks[:_SHOWN])} of this group"
+    if s.epoch is None and len(groups) < max(c.min_groups, c.expected_groups):
+        return f"heard of groups {', '.join(sorted(groups)[:_SHOWN])} of {c.expected_groups}"
+    return "nobody has let it in"
 
 
 def _no_epoch(s: Local, c: Config) -> str:

@@ -49,11 +49,16 @@ _AGAIN_S = 0.02
 """How long an exception may take to be raised, or be found lost, before the signal is repeated."""
 
 _FIRST_S = 0.002
-"""The same after the first signal, which may have found the main thread in a call that waits."""
+"""The same after the first signal, which may have found the main thread in a call that waits; three
+times as long after each further one."""
 
 _UNSEEN = 25
 """Signals in a row at which a living exception was not being handled, before it counts as lost.
 (On its way through C++ it is not, and a destructor may run Python code then.)"""
+
+_STAYS = 2
+"""How often in a row a signal must find the main thread where the one before it did, with no
+bytecode between, until it counts as waiting in a call. Once may be chance: threads take turns."""
 
 _LOOKS = 500
 """Bytecodes at which the handler looks again by itself, for each signal of the sender's: a few
@@ -94,7 +99,10 @@ class Interrupter:
         self._sent = False
         """The sender's signal has come, or comes, since the handler ran last."""
         self._seen: tuple[int, int] | None = None
-        """Frame (its id) and bytecode at which the handler was last, in a place that is short."""
+        """Frame (its id) and bytecode at which the sender's last signal found the main thread, in a
+        place that is short."""
+        self._stays = 0
+        """How often in a row it was found there, and not seen to run between."""
         self.repeated = 0
         """Exceptions that were lost on their way and raised again."""
         never_compiled(Interrupter._handle)
@@ -121,7 +129,7 @@ class Interrupter:
         with self._changed:
             self._cause, self._raised = None, None
             self._open = threading.get_ident() == self._main
-            self._body, self._seen = owner(sys._getframe()), None
+            self._body, self._seen, self._stays = owner(sys._getframe()), None, 0
 
     @guarded
     def leave(self) -> bool:
@@ -189,13 +197,18 @@ class Interrupter:
 
     def _waits(self, frame: FrameType, sent: bool) -> bool:
         """Whether this is a call that waits: where the last look was, and no bytecode ran since."""
+        if not sent:  # a look that the handler asked for: the interpreter has run since
+            self._stays = 0
+            return False
         before, self._seen = self._seen, (id(frame), frame.f_lasti)
-        return sent and before == self._seen
+        self._stays = self._stays + 1 if before == self._seen else 0
+        return self._stays >= _STAYS
 
     def _may_look_again(self, sent: bool) -> bool:
         self._looks = _LOOKS if sent else self._looks - 1
         if self._looks <= 0:
             self._seen = None  # who is found here again may have been elsewhere
+            self._stays = 0
         return self._looks > 0
 
     def _raise(self, cause: str) -> NoReturn:
@@ -236,7 +249,7 @@ class Interrupter:
                 self._in_flight = self._sent = True
                 signal.pthread_kill(self._main, self._number)
                 self._changed.wait_for(lambda: self._closed or not self._due(), patience)
-                patience = _AGAIN_S
+                patience = min(3 * patience, _AGAIN_S)
                 if self._on_its_way():
                     self._changed.wait_for(self._is_over, _AGAIN_S)
 

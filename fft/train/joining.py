@@ -45,10 +45,10 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     job, watchers, settings = parts.job, parts.watchers, parts.settings
     config = _config(manager, parts)
     parts.state.refuse_unsendable()
-    _warn_of_strangers(parts)
     participant = Participant(Table(settings.spec), config)
     local = _initial(manager, parts, participant)
     job.trace.write("header", header(settings.spec, config, local))
+    _warn_of_strangers(parts)
     if manager._group_world_size > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
     config_of_monitor = monitor_config(parts.limits) if settings.monitor else None
@@ -116,3 +116,5 @@ def _warn_of_strangers(parts: Parts) -> None:
             len(strangers),
             strangers[:_SHOWN],
         )
+        told = {"count": len(strangers), "shapes": [list(s) for s in strangers[:_SHOWN]]}
+        parts.job.note("not_averaged", told)

@@ -97,7 +97,9 @@ def read_settings(
     refuse_interval(check_replicas)
     loaded = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
     url = bus or os.environ.get("FFT_BUS")
-    if not url and not is_alone(called):
+    if url:
+        _refuse_unlaunched(called)
+    elif not is_alone(called):
         raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
     token = JobToken.from_env()
     chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
@@ -127,6 +129,23 @@ def read_settings(
         progress_interval=interval,
         membership=chosen,
     )
+
+
+def _refuse_unlaunched(called: BoundArguments) -> None:
+    """Raise FftError if neither a launcher nor the script says which rank of a group this is."""
+    places = {"rank": "RANK", "world_size": "WORLD_SIZE"}
+    places |= {"store_addr": "MASTER_ADDR", "store_port": "MASTER_PORT"}
+    lacking = {
+        name: variable
+        for name, variable in places.items()
+        if called.arguments.get(name) is None and not os.environ.get(variable)
+    }
+    if lacking:
+        raise FftError(
+            f"there is a bus, but neither {', '.join(lacking.values())} in the environment nor "
+            f"{'=, '.join(lacking)}= says where this rank's group meets: start it by `fft run` or "
+            "torchrun, or pass them; to run alone, as a job of one process, unset FFT_BUS"
+        )
 
 
 def monitor_config(table: Mapping[str, Timeout]) -> MonitorConfig:

@@ -17,6 +17,7 @@ from torchft.manager import Manager
 from fft.train.host import ShutDownAtExit
 from fft.train.parts import Parts
 from fft.train.unsafe_places import guarded
+from fft.train.worker import Limit
 from fft.util.errors import Drained, FftError
 
 
@@ -35,20 +36,30 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Begin the next txn. Returns at once, except after a rollback or a membership change.
 
         There is no quorum call: membership changes only with an epoch, and state is current when
-        this returns. ``allow_heal``, ``shrink_only`` and ``timeout`` are accepted and not needed.
+        this returns. ``allow_heal`` and ``shrink_only`` are accepted and not needed.
+
+        Args:
+            timeout: for the others: an epoch that is to be formed, a decision. What this process
+                does itself, such as fetching state, has limits of its own. None: the spec's timers.
 
         Raises:
             Drained: this group has left; it is a ``SystemExit`` with status 0.
+            TimeoutError: ``timeout`` is over; says what is missing. It may be called again.
+            FftError: the decision of a vote is not known: call ``should_commit()`` again.
         """
-        if self._parts.worker.txn is not None:
+        worker = self._parts.worker
+        limit = None if timeout is None else Limit("start_quorum", timeout)
+        if worker.txn is not None and worker.voted != "skip":
+            self._refuse_in_doubt("start_quorum()")
             if self._errored is None and self._parts.reductions.manifest.empty:
                 return
+        if worker.txn is not None:
             # The user skips this step, as after a scaler that found an inf: all do, together.
-            command = self._parts.worker.prepare(skip=True)
+            command = worker.prepare(skip=True, limit=limit)
             if command is not None:
                 assert command.skip, "one vote for a skip makes it one"
-                self._parts.worker.skip(command)
-        if self._parts.worker.begin() is None:
+                worker.skip(command)
+        if worker.begin(limit) is None:
             raise Drained("this replica group has drained")
 
     def wait_quorum(self) -> None:
@@ -57,11 +68,17 @@ class TorchftInterface(Manager):  # type: ignore[misc]
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Vote, and learn the decision: equal on all ranks of all groups.
 
+        Args:
+            timeout: for the decision, once this rank has voted. None: the spec's timers.
+
         Raises:
+            TimeoutError: ``timeout`` is over, and the step may be committed all the same: nothing
+                may be done but to call this again, which waits on, until it answers.
             RuntimeError: ``max_retries`` failures in a row.
             InDoubt, Fenced, NoEpoch (NoState, NotEnoughGroups): this participant must stop.
         """
-        command = self._parts.worker.prepare()
+        limit = None if timeout is None else Limit("should_commit", timeout)
+        command = self._parts.worker.prepare(limit=limit)
         if command is not None and command.skip:  # another rank skips this step
             self._parts.worker.skip(command)
             return False
@@ -75,6 +92,14 @@ class TorchftInterface(Manager):  # type: ignore[misc]
                 f"max_retries={self._max_retries}"
             )
         return False
+
+    def _refuse_in_doubt(self, what: str) -> None:
+        """Of what is done then, nothing could be right for both decisions."""
+        if self._parts.worker.voted is not None:
+            raise FftError(
+                f"{what} while the decision of step {self._step} is not known, after a "
+                "should_commit() that has timed out: call should_commit() again, until it answers"
+            )
 
     @guarded
     def report_error(self, e: Exception) -> None:
@@ -97,6 +122,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         reduce_op: Any = ReduceOp.AVG,
     ) -> Work:
         """torchft's fault tolerant all-reduce; what it reduced goes into the vote's manifest."""
+        self._refuse_in_doubt("allreduce()")
         if self._parts.worker.txn is None and not self._parts.reductions.raises:
             # so that whoever waits in it can be freed by a rollback
             self._parts.worker.finish_apply()

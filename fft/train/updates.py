@@ -19,6 +19,9 @@ from torch.optim.optimizer import (
 
 from fft.util.errors import FftError
 
+_MISFIT, _SKIPPED = "the votes' manifests do not fit together", "the user skipped this step"
+"""In the cause of a rollback, by the spec's ``note_misfit``; the second, if that is why."""
+
 
 class Updates:
     """The update that follows a COMMIT of FFT's own loop.
@@ -183,6 +186,11 @@ class StepWatch:
         return self._begun > self._finished
 
     @property
+    def was_begun(self) -> bool:
+        """Whether there was a step since, finished or not."""
+        return self._begun > 0 or self._finished > 0
+
+    @property
     def is_done(self) -> bool:
         """Whether there was one, and none is unfinished."""
         return 0 < self._begun == self._finished
@@ -192,6 +200,75 @@ class StepWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class LoopUpdates:
+    """Of the commits whose update is made by the user's loop: was it made, and whole?
+
+    Watches from the first such commit on.
+    """
+
+    def __init__(self) -> None:
+        self._watch: StepWatch | None = None
+        self._is_open = False
+        """There was a commit, and `look` has not been called since."""
+        self.missed: int | None = None
+        """The step of the last commit, if no optimizer step has followed it here."""
+
+    def begin(self) -> None:
+        """A commit: the loop is to make its update now."""
+        if self._watch is None:
+            self._watch = StepWatch()
+        self._watch.begin()
+        self._is_open = True
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the loop has stepped an optimizer since, and none is unfinished."""
+        return self._watch is not None and self._watch.is_done
+
+    def take_torn(self) -> str | None:
+        """That a step was begun and not finished, told once; None: none was."""
+        if self._watch is None or not self._watch.was_torn:
+            return None
+        self._watch.begin()
+        self._is_open = False
+        return "optimizer.step() was begun and did not finish"
+
+    def failed(self) -> None:
+        """The update has failed, which the engine knows: it is not looked for."""
+        self._is_open = False
+
+    def look(self, step: int) -> bool:
+        """Before the next txn, once for each commit: whether nobody has stepped after ``step``.
+
+        That may be right, if all groups do so: the scaler has found an inf, or weights are averaged
+        by hand. So the next vote says it, and does not fit those of who has stepped an optimizer.
+        """
+        if not self._is_open or self._watch is None:
+            return False
+        self._is_open = False
+        self.missed = None if self._watch.was_begun else step
+        return self.missed is not None
+
+    def why_torn(self, cause: str) -> str | None:
+        """Whether the rollback by ``cause`` says that others have made the update that is missed
+        here: then why this state is torn."""
+        if self.missed is None or _MISFIT not in cause or _SKIPPED in cause:
+            return None
+        return (
+            f"should_commit() said True in step {self.missed}, and no optimizer.step() followed "
+            "it on this rank, as on others: was an exception caught in between?"
+        )
+
+    def forget(self) -> None:
+        """The state is that of the others: by a commit with votes that fit, or fetched."""
+        self.missed = None
+
+    def close(self) -> None:
+        """Watch no more. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
 
 
 def _refuse_unfit(each: Any) -> None:

@@ -7,11 +7,14 @@ after a vote (`Worker.prepare`). Nothing here decides: the core has the protocol
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal
 
 from torchft.manager import Manager
 
-from fft.engine.loop import Engine
+from fft.engine.loop import Command, Engine
 from fft.messages.protocol import (
     Applied,
     Apply,
@@ -26,6 +29,7 @@ from fft.messages.protocol import (
     StartTxn,
 )
 from fft.train.body_failures import ANY, BodyFailures
+from fft.train.drain_clock import waiting_for
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.injector import Injector
@@ -37,14 +41,27 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import Reported, error_of, text_of
 from fft.train.state.step_state import TornState
-from fft.train.updates import StepWatch
+from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
 
 logger = logging.getLogger(__name__)
 
-_UNFINISHED = "optimizer.step() was begun and did not finish"
+
+class Limit:
+    """Of a wait that a caller bounds; counts from the making of it. Its text names the call."""
+
+    def __init__(self, call: str, timeout: timedelta) -> None:
+        self._text = f"{call}(timeout={timeout.total_seconds():g} s)"
+        self._deadline = time.monotonic() + timeout.total_seconds()
+
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def __str__(self) -> str:
+        return self._text
 
 
 class Worker:
@@ -84,28 +101,31 @@ class Worker:
         self._most_failures = ANY if max_body_failures is None else max_body_failures
         self.txn: StartTxn | None = None
         """The txn that is open; None: between two."""
+        self.voted: Literal["step", "skip"] | None = None
+        """What this rank has voted for in the open txn, whose decision it does not know."""
         self._applying: Apply | None = None
         """A commit whose update is not behind us."""
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
-        self._steps: StepWatch | None = None
-        """Of a loop that steps its optimizer itself; from its first commit on."""
+        self._by_loop = LoopUpdates()
 
     # --- between two txns ---
 
-    def begin(self) -> StartTxn | None:
-        """Do what the engine asks until a txn may begin. None: drained."""
+    def begin(self, limit: Limit | None = None) -> StartTxn | None:
+        """Do what the engine asks until a txn may begin. None: drained.
+
+        Raises TimeoutError: its turn did not come within ``limit``; it may be asked for again.
+        """
         engine = self._job.engine or self._join()
         self.finish_apply()
-        if self._steps is not None and self._steps.was_torn:
-            # noticed late: by a second optimizer, after the first one was counted
-            self._torn = _UNFINISHED
-            self._steps.begin()
+        # noticed late: by a second optimizer, after the first one was counted
+        self._torn = self._by_loop.take_torn() or self._torn
+        if self._by_loop.look(self._manager._step - 1):
+            self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
         while True:
-            with self._watchers.waiting():
-                command = self._finish or engine.wait_command()
+            command = self._finish or self._wait(engine, limit)
             engine.take(command)
             match command:
                 case Restore():
@@ -115,6 +135,8 @@ class Worker:
                 case Heal() if self._torn is not None:
                     engine.post(HealFailed(command.record.epoch, self._torn, torn=True))
                 case Heal():
+                    if command.fetch_from is not None:
+                        self._by_loop.forget()
                     with self._watchers.waiting():  # it has limits of its own
                         self._healer.heal(command, self._reductions.models)
                 case StartTxn():
@@ -124,8 +146,19 @@ class Worker:
                     self._stop(command)
                     return None
                 case Apply():  # a decision for a body that has already raised out of its step
+                    self._close_txn()
                     self._applying = command
                     self._apply_failed(RuntimeError("interrupted before the optimizer step"))
+
+    def _wait(self, engine: Engine, limit: Limit | None) -> Command:
+        """The engine's next command. Raises TimeoutError that says for whom it waits."""
+        left = None if limit is None else limit.left()
+        try:
+            with self._watchers.waiting():
+                return engine.wait_command(left)
+        except TimeoutError:
+            text = waiting_for(engine.local, engine.participant.config, time.monotonic())
+            raise TimeoutError(f"{limit}: {text}") from None
 
     def _stop(self, command: Finish) -> None:
         """The engine's last word. Raises the error that it names, if it names one."""
@@ -136,10 +169,13 @@ class Worker:
 
     def _leave_txn(self) -> None:
         """Out: what the main thread does from now on is no step of the job's."""
-        self.txn = None
+        self._close_txn()
         self._healer.stop_learning()
         self._watchers.txn_ended(committed=False)
         self._leaving.left()
+
+    def _close_txn(self) -> None:
+        self.txn = self.voted = None
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
@@ -154,12 +190,23 @@ class Worker:
             self._state.step.capture()
         self.txn = plan
         self._voter.begin(plan.step)
+        self._compare_updates(plan)
         if not self._reductions.raises:  # else they begin with the body
             self._voter.begin_reducers()
         self._watchers.txn_begun(plan.step)
         self._ask_lighthouse(plan)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
+
+    def _compare_updates(self, plan: StartTxn) -> None:
+        """Have the vote say that no optimizer step has followed the last commit here.
+
+        Not while there are learners, who have made no commit, and no state to give to others.
+        """
+        epoch = self._job.local.epoch if self._job.local is not None else None
+        has_learners = epoch is not None and bool(epoch.learners) and plan.token.txn == 1
+        if self._by_loop.missed is not None and not has_learners:
+            self._reductions.manifest.note("no optimizer step after the last commit")
 
     def _ask_lighthouse(self, plan: StartTxn) -> None:
         """Have the quorum of this txn asked for; it is waited for before the vote."""
@@ -179,7 +226,7 @@ class Worker:
 
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
-        self.txn = None
+        self._close_txn()
         self._healer.stop_learning()
         self._watchers.txn_ended(committed=False)
         self._groups.unwind(command.cause, self._watchers.waiting(), self._manager._timeout)
@@ -195,6 +242,9 @@ class Worker:
         if self._quorums is not None and local.stuck:
             with self._watchers.waiting():
                 self._quorums.pause()
+        if (why := self._by_loop.why_torn(command.cause)) is not None:
+            logger.error("%s This rank fetches the state", why)
+            self._torn = why
         torn, self._torn = self._torn, None
         self._job.post(Restored(command.token, torn is not None, torn or ""))
 
@@ -208,19 +258,25 @@ class Worker:
 
     # --- the end of a txn ---
 
-    def prepare(self, skip: bool = False, last: bool = False) -> Apply | None:
+    def prepare(
+        self, skip: bool = False, last: bool = False, limit: Limit | None = None
+    ) -> Apply | None:
         """Vote and wait for the decision. The record to apply, or None: rolled back.
 
         ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
         ``last``: leave with its commit, unless it is skipped.
+
+        Raises TimeoutError: the decision did not come within ``limit``. The vote stands, and the
+        next call only waits on.
         """
         plan, engine = self.txn, self._job.engine
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
-        self._voter.vote(plan, skip, last)
-        with self._watchers.waiting():
-            command = engine.wait_command()
-        self.txn = None
+        if self.voted is None:
+            self._voter.vote(plan, skip, last)
+            self.voted = "skip" if skip else "step"
+        command = self._wait(engine, limit)
+        self._close_txn()
         if self._quorums is not None:
             self._quorums.end()
         if isinstance(command, Apply):
@@ -236,6 +292,7 @@ class Worker:
         manager = self._manager
         manager._errored = None  # it came after the decision: the next reduction is one on all
         manager._commit_failures = 0
+        self._by_loop.forget()
         self._state.stands_at(record)
         self.body_failures.committed()
         self._watchers.committed(record.step, len(plan.members) * manager._group_world_size)
@@ -278,18 +335,15 @@ class Worker:
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
         self._applying = command
-        if self._steps is None:
-            self._steps = StepWatch()
-        self._steps.begin()
+        self._by_loop.begin()
 
     def finish_apply(self) -> None:
         """The optimizer step that COMMIT asked for is behind us: tell the engine."""
         local = self._job.local
         if self._applying is None or local is None:
             return
-        if self._steps is not None and self._steps.was_torn:
-            self._steps.begin()
-            self._apply_failed(RuntimeError(_UNFINISHED))
+        if (torn := self._by_loop.take_torn()) is not None:
+            self._apply_failed(RuntimeError(torn))
             return
         self._applying = None
         self._watchers.txn_ended(committed=True)
@@ -300,6 +354,7 @@ class Worker:
         if local is None:
             return
         self._applying = None
+        self._by_loop.failed()
         self._job.post(ApplyFailed(local.token, text_of(error)))
         self._job.note_error(error)
 
@@ -307,7 +362,7 @@ class Worker:
 
     def report_error(self, error: Exception) -> None:
         """As ``ManagerFFT.report_error``, once the job is joined."""
-        if self._applying is not None and (self._steps is None or not self._steps.is_done):
+        if self._applying is not None and not self._by_loop.is_made:
             self._apply_failed(error)
             return
         manager = self._manager
@@ -320,12 +375,18 @@ class Worker:
                 self._job.note_error(error)
 
     def hung(self, reason: str) -> None:
-        """The monitor says that the main thread hangs; on a thread of its own."""
+        """The monitor says that the main thread hangs; on a thread of its own.
+
+        A body of FFT's own loop is unwound by the rollback, and takes part in the next epoch. From
+        torchft's loop nobody can fetch the thread back, so that its group is left out until it has
+        come by itself: else the barrier of that epoch would wait for it.
+        """
         plan = self.txn
-        if plan is not None and self._applying is None:
+        if plan is None or self._applying is not None:
+            return
+        if self._reductions.raises or not self._job.say_stuck(reason):
             self._job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
 
     def close(self) -> None:
         """Watch no optimizer any more. Idempotent."""
-        if self._steps is not None:
-            self._steps.close()
+        self._by_loop.close()

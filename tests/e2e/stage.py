@@ -113,9 +113,7 @@ class Member:
             replica_id=group,
             store_addr="127.0.0.1",
             store_port=self.port,
-            rank=rank,
-            world_size=ranks,
-            **values,
+            **{"rank": rank, "world_size": ranks, **values},
         )
         if register:
             self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)

@@ -93,6 +93,16 @@ def test_who_was_launched_without_a_bus_is_told(
         manager_of(store_addr="127.0.0.1", store_port=1, rank=0, world_size=1)
 
 
+def test_who_has_a_bus_and_no_launcher_is_told_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FFT_BUS", "memory://told")
+    with pytest.raises(FftError, match="neither RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in"):
+        manager_of()
+    with pytest.raises(FftError, match="neither MASTER_ADDR in the environment nor store_addr="):
+        manager_of(store_port=1, rank=0, world_size=1)
+
+
 @pytest.mark.multiprocess
 def test_the_example_runs_by_plain_python() -> None:
     env = {name: value for name, value in os.environ.items() if name not in SET_BY_LAUNCHERS}

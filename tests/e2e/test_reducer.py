@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage import Member, Numbers, aborts, batch_of, job, parameters, records
+from stage import Member, Numbers, aborts, batch_of, job, notes, parameters, records
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -681,3 +681,22 @@ def test_a_backward_in_another_thread_after_one_has_ended_is_none_at_once(tmp_pa
     assert_equal(found[0], found[1])
     for name, value in alone(Net(), twice, numbers).items():
         torch.testing.assert_close(found[0][name], value)
+
+
+def test_what_is_stepped_and_never_averaged_is_in_the_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(member: Member) -> None:
+        model, head = nn.Linear(4, 1), nn.Linear(4, 3)
+        both = [*model.parameters(), *head.parameters()]
+        member.manager.register(model, torch.optim.SGD(both, lr=0.1))
+        member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(in_order(), max_steps=1):
+            with txn:
+                one_backward(model, torch.ones(1, 4))
+
+    with job(tmp_path, 1) as made:
+        made.run(work, register=False)
+    (note,) = notes(tmp_path, "not_averaged")
+    assert note["data"] == {"count": 2, "shapes": [[3, 4], [3]]}
+    assert "2 parameters of the optimizers are in no model of sync_gradients()" in caplog.text

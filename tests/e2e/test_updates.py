@@ -327,3 +327,70 @@ def test_the_wrapper_of_torchft_is_watched_too(tmp_path: Path) -> None:
         made.audit()
     assert parameters(members[0].model) == parameters(members[1].model)
     assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("0", "1")]
+
+
+@pytest.mark.parametrize("group", ["0", "1"])
+@pytest.mark.parametrize("scale", ["none", "the scaler skips another one"])
+def test_an_exception_between_the_decision_and_the_step_is_noticed_at_the_next_vote(
+    tmp_path: Path, group: str, scale: str
+) -> None:
+    """Caught by the loop. A commit that all groups leave without a step, as by a scaler, is none.
+
+    So nobody loses its state for it, also when both come one after the other. (No digests: an audit
+    would see, and say, that the states differed in between.)
+    """
+
+    def work(member: Member) -> None:
+        _registered(member)
+        failed = False
+        while (step := member.manager.current_step()) < STEPS:
+            try:
+                if _by_hand(member, step):
+                    if step == 2 and member.group == group and not failed:
+                        failed = True
+                        raise ValueError("not of FFT's making")
+                    if step not in (1, 4) or scale == "none":
+                        member.optimizer.step()
+            except ValueError as error:
+                assert str(error) == "not of FFT's making"
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, digest="never", check_replicas=0)
+        made.audit()
+    assert parameters(members[0].model) == parameters(members[1].model)
+    other = "1" if group == "0" else "0"
+    assert [(f[0], f[4]) for f in fetches(tmp_path)] == [(group, other)]
+    (torn,) = [e["event"]["cause"] for e in events(tmp_path, "restored") if e["event"]["torn"]]
+    assert "should_commit() said True in step 2, and no optimizer.step() followed" in torn
+
+
+def test_an_overflow_in_the_plain_loop_backs_the_registered_scale_off_once(tmp_path: Path) -> None:
+    """``should_commit()`` says False, for the commit was a skip; the next attempt has the scale."""
+    scales: dict[str, list[float]] = {"0": [], "1": []}
+
+    def work(member: Member) -> None:
+        manager, optimizer = member.manager, member.optimizer
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        manager.register(member.model, optimizer, scaler=scaler)
+        overflows = member.group == "0"
+        while (step := manager.current_step()) < 4:
+            manager.start_quorum()
+            optimizer.zero_grad()
+            numbers = torch.arange(4) + 8 * step + 4 * int(member.group)
+            scaler.scale(_loss(member, numbers)).backward()
+            for parameter in member.model.parameters():
+                if overflows and step == 2:
+                    parameter.grad[...] = float("inf")
+                manager.allreduce(parameter.grad).wait()
+            overflows = overflows and step != 2
+            if manager.should_commit():
+                scaler.step(optimizer)
+                scaler.update()
+            scales[member.group].append(scaler.get_scale())
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, register=False, digest="commit")
+        made.audit()
+    assert scales == {group: [4.0, 4.0, 2.0, 2.0, 2.0] for group in "01"}
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert fetches(tmp_path) == []
