@@ -45,7 +45,6 @@ LONG_FILES = {
         574,
         "One class; each collective is tracked, then aborted.",
     ),
-    "train/reducer.py": (627, "One backward from its first hook to its end; not split yet."),
     "train/state/step_state.py": (624, "What is captured is read against what is put back."),
     "train/state/transfer.py": (499, "Both ends of one connection; its frames could leave."),
 }
