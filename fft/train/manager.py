@@ -23,11 +23,12 @@ from torchft.process_group import ProcessGroup
 
 from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
+from fft.train.buckets import BUCKET_MB, CommHook
 from fft.train.host import ShutDownAtExit
 from fft.train.lighthouse import Membership, construct
 from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
-from fft.train.reducer import BUCKET_MB, CommHook, Reducer
+from fft.train.reducer import Reducer
 from fft.train.reported import QuietLogger
 from fft.train.settings import Digest, Learners, OnDivergence, read_settings
 from fft.train.state.transfer import StateTransfer

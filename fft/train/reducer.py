@@ -10,37 +10,34 @@ that joins would not know it. And each bucket carries one number for each of its
 says whether some group had a gradient of it, so that parameters that nobody used keep
 ``grad = None``, without a second reduction.
 
-Runs on the thread of the autograd engine that runs the hooks. Touches gradients and its buckets.
+Runs on the thread of the autograd engine that runs the hooks. Touches gradients, by its buckets.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import Work
-from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
+from fft.train.buckets import (
+    BUCKET_MB,
+    Bucket,
+    CommHook,
+    GradBucket,
+    Slot,
+    fill,
+    in_words,
+    sparse_parameters,
+)
 from fft.util.errors import FftError
-
-logger = logging.getLogger(__name__)
-
-BUCKET_MB = 25.0
-"""As DDP's ``bucket_cap_mb``."""
-_FIRST_BUCKET_MB = 1.0
-"""Of the parameters that backward reaches first, so that reducing begins early; as DDP's."""
-_ALIGNMENT = 16
-"""Elements: each gradient begins at a multiple, for vectorised kernels."""
 
 
 class Reductions(Protocol):
@@ -54,92 +51,6 @@ class Reductions(Protocol):
 
     def reduced(self) -> None:
         """All reductions that were begun are over. Raises if one failed and the body shall end."""
-
-
-class GradBucket:
-    """What a communication hook gets; has the methods of ``torch.distributed.GradBucket``.
-
-    It stays with the buffer of its attempt: a hook that comes late, after a rollback, writes there,
-    and not to the gradients of the replay.
-    """
-
-    def __init__(self, bucket: _Bucket, last: bool) -> None:
-        self._bucket = bucket
-        self._flat = bucket.flat()
-        self._last = last
-
-    def index(self) -> int:
-        """Number of the bucket, in the order of reduction."""
-        return self._bucket.index
-
-    def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket, flat: to be averaged across the groups."""
-        return self._flat[: self._bucket.size]
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put ``tensor``, of the same number of elements, in the place of the gradients."""
-        self.buffer().copy_(tensor.reshape(-1))
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients, as views of ``buffer()``, in the order of ``parameters()``."""
-        return [_view(self._flat, slot) for slot in self._bucket.slots]
-
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the bucket."""
-        return [slot.parameter for slot in self._bucket.slots]
-
-    def is_last(self) -> bool:
-        """Whether no other bucket follows."""
-        return self._last
-
-
-CommHook = Callable[[Any, GradBucket], "Future[Any]"]
-
-
-@dataclass(eq=False)
-class _Slot:
-    """The place of one gradient in a bucket: ``size`` elements (of this rank) from ``offset``."""
-
-    name: str
-    parameter: nn.Parameter
-    offset: int
-    size: int
-    stride: tuple[int, ...]
-    in_place: bool
-    """Whether the gradient is the buffer's part itself, not a copy of it."""
-    copy: tuple[int, int] | None = None
-    """Of one that is not: which tensor held the reduced gradient, and its count of edits."""
-
-
-@dataclass(eq=False)
-class _Bucket:
-    index: int
-    dtype: torch.dtype
-    device: torch.device
-    slots: list[_Slot]
-    size: int
-    buffer: torch.Tensor | None = None
-    """``size`` elements of gradients, and one more for each slot: whether it has a gradient."""
-    missing: set[_Slot] = field(default_factory=set)
-    """Slots whose gradient has not come in this backward."""
-    touched: bool = False
-    again: bool = False
-    """A gradient came after the bucket was issued: it has to be reduced once more."""
-    work: Work | Future[Any] | None = None
-    version: int = -1
-    """Of the buffer when it was reduced: in-place edits of the gradients raise it."""
-
-    def flat(self) -> torch.Tensor:
-        if self.buffer is None:
-            size = self.size + len(self.slots)
-            self.buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
-        return self.buffer
-
-    def gradients(self) -> torch.Tensor:
-        return self.flat()[: self.size]
-
-    def view(self, slot: _Slot) -> torch.Tensor:
-        return _view(self.flat(), slot)
 
 
 class Reducer:
@@ -177,7 +88,7 @@ class Reducer:
         now, not on the past, which who joins does not know."""
         if not self._trained_at_first:
             raise FftError("sync_gradients(model): no parameter of the model needs a gradient")
-        text = f"{_in_words(self._trained_at_first + self._frozen_at_first)}|{bucket_mb}|{dtype}"
+        text = f"{in_words(self._trained_at_first + self._frozen_at_first)}|{bucket_mb}|{dtype}"
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         numbers = sum(p.numel() for _, p in named)
         self.model = f"{len(named)} parameters with {numbers} numbers ({digest})"
@@ -198,8 +109,8 @@ class Reducer:
         """Gradients were accumulated since they were reduced."""
         self._is_eager = True
         """Buckets are issued while backward goes on."""
-        self._pristine: dict[_Slot, torch.Tensor] | None = None
-        self._slots: dict[torch.Tensor, tuple[_Bucket, _Slot]] = {}
+        self._pristine: dict[Slot, torch.Tensor] | None = None
+        self._slots: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
         self._lay_out()
 
     # --- what the manager calls ---
@@ -261,22 +172,8 @@ class Reducer:
         with ``exact``; and taken for granted of sparse ones.
         """
         return bool(self._sparse) or any(
-            self._is_edited(bucket, slot) for bucket in self._buckets for slot in bucket.slots
+            bucket.is_edited(self._pristine) for bucket in self._buckets
         )
-
-    def _is_edited(self, bucket: _Bucket, slot: _Slot) -> bool:
-        grad = slot.parameter.grad
-        if self._pristine is not None:
-            before = self._pristine.get(slot)
-            if grad is None or before is None:
-                return grad is not before
-            return not _same_bits(local_of(grad), before)
-        if slot.in_place:
-            at_home = grad is None or self._is_view(bucket, slot, grad)
-            return not at_home or (
-                bucket.buffer is not None and bucket.buffer._version != bucket.version
-            )
-        return slot.copy != _mark(grad)
 
     # --- layout ---
 
@@ -284,12 +181,14 @@ class Reducer:
         self._frozen = [(n, p) for n, p in self._frozen_at_first if not p.requires_grad]
         more = [(n, p) for n, p in self._frozen_at_first if p.requires_grad]
         trained = self._trained_at_first + more
-        sparse = _sparse_parameters(self._model)
+        sparse = sparse_parameters(self._model)
         self._sparse = [(n, p) for n, p in trained if p in sparse]
         inwards = [*reversed(self._trained_at_first), *reversed(more)]
-        self._buckets = self._fill([(n, p) for n, p in inwards if p not in sparse])
+        self._buckets = fill(
+            [(n, p) for n, p in inwards if p not in sparse], self._cap, self._dtype
+        )
         self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
-        text = f"{_in_words(trained)}|{[b.size for b in self._buckets]}|{self._dtype}"
+        text = f"{in_words(trained)}|{[b.size for b in self._buckets]}|{self._dtype}"
         self._layout = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._laid_out = {p for _, p in trained}
         for parameter in [p for p in self._handles if p not in self._laid_out]:
@@ -309,29 +208,6 @@ class Reducer:
             if parameter.requires_grad and not is_last:
                 handle.remove()
                 self._hook_on(parameter)
-
-    def _fill(self, named: list[tuple[str, nn.Parameter]]) -> list[_Bucket]:
-        """Buckets by size of the whole parameters, so that all ranks of a group have as many."""
-        buckets: list[_Bucket] = []
-        used = 0.0
-        for name, parameter in named:
-            local = local_of(parameter)
-            dtype = self._dtype if self._dtype and local.is_floating_point() else local.dtype
-            mib = parameter.numel() * dtype.itemsize / 2**20
-            cap = _FIRST_BUCKET_MB if len(buckets) == 1 else self._cap
-            last = buckets[-1] if buckets else None
-            kind = (dtype, local.device)
-            if (
-                last is None
-                or kind != (last.dtype, last.device)
-                or used + mib > min(cap, self._cap)
-            ):
-                last, used = _Bucket(len(buckets), dtype, local.device, [], 0), 0.0
-                buckets.append(last)
-            last.slots.append(_slot(name, parameter, last))
-            last.size += -(-local.numel() // _ALIGNMENT) * _ALIGNMENT
-            used += mib
-        return buckets
 
     # --- during backward ---
 
@@ -356,7 +232,7 @@ class Reducer:
             self._issue(self._buckets[self._next])
             self._next += 1
 
-    def _came_late(self, bucket: _Bucket, slot: _Slot) -> None:
+    def _came_late(self, bucket: Bucket, slot: Slot) -> None:
         """A gradient came again within one backward, when its bucket was issued already."""
         if not slot.in_place:  # FSDP2: a module that ran twice
             bucket.again = True
@@ -415,9 +291,9 @@ class Reducer:
             bucket.touched = bucket.again = False
             bucket.work = None
 
-    def _issue(self, bucket: _Bucket) -> None:
+    def _issue(self, bucket: Bucket) -> None:
         flat = bucket.flat()
-        used = self._gather(bucket, flat)
+        used = bucket.gather()
         if self._hook is None:
             tail = flat[bucket.size :]
             if all(used):
@@ -430,31 +306,6 @@ class Reducer:
         flags = torch.tensor(used, dtype=torch.float32, device=flat.device)
         self._flags = flags if self._flags is None else torch.cat([self._flags, flags])
         bucket.work = hook(state, GradBucket(bucket, bucket.index + 1 == len(self._buckets)))
-
-    def _gather(self, bucket: _Bucket, flat: torch.Tensor) -> list[bool]:
-        """Bring the gradients into the buffer; which slots have one."""
-        used, views, grads = [], [], []
-        with torch.no_grad():
-            for slot in bucket.slots:
-                grad = slot.parameter.grad
-                used.append(grad is not None)
-                view = bucket.view(slot)
-                if grad is None:
-                    view.zero_()
-                elif not self._is_view(bucket, slot, grad):
-                    views.append(view)
-                    grads.append(local_of(grad))
-                    if slot.in_place:
-                        slot.parameter.grad = view
-            if views:
-                torch._foreach_copy_(views, grads)
-        return used
-
-    def _is_view(self, bucket: _Bucket, slot: _Slot, grad: torch.Tensor) -> bool:
-        if bucket.buffer is None or not slot.in_place:
-            return False
-        start = bucket.buffer.data_ptr() + slot.offset * bucket.buffer.element_size()
-        return grad.data_ptr() == start and grad.stride() == slot.stride
 
     # --- at its end ---
 
@@ -474,55 +325,20 @@ class Reducer:
         self._is_unreduced = self._is_unreduced and nested
         self._forget()
 
-    def _complete(self, buckets: list[_Bucket]) -> None:
+    def _complete(self, buckets: list[Bucket]) -> None:
         if self._flags is not None:
             self._manager.reduce_gradients(self._flags, self._layout).wait()
         for bucket in buckets:
-            if isinstance(bucket.work, Future):
-                bucket.gradients().copy_(_tensor_of(bucket.work.wait()).reshape(-1))
-            elif bucket.work is not None:
-                bucket.work.wait()
+            bucket.wait()
         self._manager.reduced()
         offset = 0
         for bucket in buckets:
             flags, count = self._flags, len(bucket.slots)
             tail = bucket.flat()[bucket.size :] if flags is None else flags[offset : offset + count]
-            self._scatter(bucket, tail)
+            bucket.scatter(tail)
+            bucket.note(self._pristine)
             offset += count
         self._flags = None
-
-    def _scatter(self, bucket: _Bucket, tail: torch.Tensor) -> None:
-        """Give each parameter its reduced gradient; those that no group used keep none."""
-        unused = [i for i, slot in enumerate(bucket.slots) if slot.parameter.grad is None]
-        somewhere = tail.tolist() if unused else []
-        copies, views = [], []
-        with torch.no_grad():
-            for i in unused:
-                if not somewhere[i]:
-                    continue
-                slot = bucket.slots[i]
-                if slot.in_place:
-                    slot.parameter.grad = bucket.view(slot)
-                else:
-                    slot.parameter.grad = torch.zeros_like(slot.parameter)
-            for slot in bucket.slots:
-                grad = slot.parameter.grad
-                if grad is not None and not slot.in_place:
-                    copies.append(local_of(grad))
-                    views.append(bucket.view(slot))
-            if copies:
-                torch._foreach_copy_(copies, views)
-        self._note(bucket)
-
-    def _note(self, bucket: _Bucket) -> None:
-        """What `edited` compares with."""
-        bucket.version = bucket.flat()._version
-        for slot in bucket.slots:
-            grad = slot.parameter.grad
-            if not slot.in_place:
-                slot.copy = _mark(grad)
-            if self._pristine is not None and grad is not None:
-                self._pristine[slot] = local_of(grad).clone()
 
     def _reduce_sparse(self) -> None:
         """Sparse gradients one by one: what gloo reduces are their entries, not their shapes."""
@@ -553,59 +369,9 @@ class Reducer:
             bucket.work = None
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing memory."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()
-
-
-def _view(flat: torch.Tensor, slot: _Slot) -> torch.Tensor:
-    """The place of the gradient in the buffer, in the layout of its parameter."""
-    return flat.as_strided(local_of(slot.parameter).shape, slot.stride, slot.offset)
-
-
-def _slot(name: str, parameter: nn.Parameter, bucket: _Bucket) -> _Slot:
-    """A place at the end of ``bucket``, in the memory layout of the parameter where it is dense."""
-    local = local_of(parameter)
-    stride = torch.empty_like(local, device="meta").stride()  # its own, where it is dense
-    # FSDP2 holds to the tensor that it made, and may add to it while the bucket is reduced.
-    in_place = not isinstance(parameter, DTensor) and parameter.dtype == bucket.dtype
-    return _Slot(name, parameter, bucket.size, local.numel(), stride, in_place)
-
-
 def _hooks(parameter: torch.Tensor) -> dict[int, Any]:
     """Of accumulated gradients, in the order in which they are called."""
     return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-
-
-def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
-    """Changes when a gradient is edited in place, or another is put in its place."""
-    return None if grad is None else (id(grad), local_of(grad)._version)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def _sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
-    """Weights whose gradients are sparse, as DDP tells them: by their module's own argument."""
-    return {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
-
-
-def _tensor_of(value: Any) -> torch.Tensor:
-    """The result of a communication hook: a tensor, or a list of one, as torch's own Works give."""
-    result = value[0] if isinstance(value, list | tuple) else value
-    assert isinstance(result, torch.Tensor)
-    return result
-
-
-def _in_words(named: list[tuple[str, nn.Parameter]]) -> str:
-    """Names, types and shapes."""
-    return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
 
 
 def _is_nested() -> bool:

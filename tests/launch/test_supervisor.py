@@ -466,7 +466,7 @@ def know_each_other(*jobs: Job) -> None:
     """Wait until each supervisor has found another one's heartbeat."""
     deadline = time.monotonic() + WAIT_S
     for job in jobs:
-        while job.supervisor._hosts is None or job.supervisor._hosts.alone:
+        while job.supervisor._links.alone:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

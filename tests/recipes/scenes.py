@@ -9,7 +9,7 @@ from recipe_job import Job
 from torch import nn
 
 import fft
-from fft.train.reducer import GradBucket
+from fft.train.buckets import GradBucket
 
 
 class Branches(nn.Module):

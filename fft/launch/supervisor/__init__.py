@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.joined import Joined
-from fft.launch.supervisor.loop import JobOutcome, RunConfig, Supervisor, SupervisorError
+from fft.launch.supervisor.judgement import JobOutcome
+from fft.launch.supervisor.loop import Supervisor
 
 __all__ = ["JobOutcome", "Joined", "RunConfig", "Supervisor", "SupervisorError"]

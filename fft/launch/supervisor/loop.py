@@ -16,26 +16,25 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from fft.bus import BusError, ErrorBus, open_job_bus
-from fft.bus.addresses import own_address
+from fft.bus import BusError
 from fft.bus.token import JobToken
-from fft.health.hosts import HostWatch, Process
+from fft.health.hosts import Process
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, cause_of
-from fft.launch.supervisor.commands import CommandEar
-from fft.launch.supervisor.culprit import AFTER, Diagnoser
+from fft.launch.supervisor.config import RunConfig
+from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import last_epoch
 from fft.launch.supervisor.fault_plan_watch import PlanWatch
 from fft.launch.supervisor.groups import Group, base_env
+from fft.launch.supervisor.hang_reports import HangReports
 from fft.launch.supervisor.joined import Joined
+from fft.launch.supervisor.judgement import JobOutcome, Judgement
+from fft.launch.supervisor.links import Links
 from fft.launch.supervisor.mistakes import Mistake, Mistakes
-from fft.launch.supervisor.stragglers import PaceEar
 from fft.messages.commands import (
     BY_SUPERVISOR,
     AnswerKind,
@@ -47,114 +46,27 @@ from fft.messages.commands import (
     fresh_id,
 )
 from fft.messages.fault_plans import (
-    AnyFault,
     AnyServiceFault,
     BusRestartFault,
     DrainFault,
-    Fault,
     FaultPlan,
     ServiceFault,
-    in_words,
 )
 from fft.messages.protocol import (
-    MAX_MESSAGE,
     Death,
     Drain,
     Record,
-    Suspect,
     UnreadableMessage,
-    decode,
-    encode,
 )
-from fft.protocol.timeouts import HOST_LIMIT_S, bus_operation
-from fft.trace.ends import about_no_state
 from fft.trace.report import save_plan
 from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
-from fft.util.error_places import Place
-from fft.util.errors import FftError
 
-_WORDS_A_TURN = 16  # the deaths of children come first, however much others have to say
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
 _OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join
 _LEAVE_S = 5.0  # for leaving in good order a job that is over, or cannot go on
 
 logger = logging.getLogger(__name__)
-
-
-class SupervisorError(FftError):
-    """A job that cannot be started as asked: names what to change."""
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """What to run. Times in seconds; ``min_groups`` are needed for the job to go on."""
-
-    script: Sequence[str]
-    groups: int
-    ranks: int
-    trace_dir: Path
-    faults: Path | None = None
-    injectable: bool = False
-    min_groups: int = 1
-    max_restarts: int = 10
-    stop_after_plan: int | None = None
-    min_steps: int = 0
-    timeout: float | None = None
-    drain_timeout: float = 60.0
-    evict_stragglers: float | None = None
-    """Start the group of a rank that is so many times as slow as the median rank again, once."""
-    diagnose_after: int = AFTER
-    host_limit: float = HOST_LIMIT_S
-    """The silence of this host after which others go on without it, at most."""
-    first_group: int = 0
-    """Its groups are numbered from here; others have other hosts."""
-    all_groups: int | None = None
-    """Of the whole job, on all hosts; None: these."""
-
-    def check(self) -> None:
-        """Raise SupervisorError unless the job can be started."""
-        if not self.script or not Path(self.script[0]).is_file():
-            named = self.script[0] if self.script else ""
-            raise SupervisorError(f"no script at {named!r}; give the path of a Python file")
-        if self.groups < 1 or self.ranks < 1:
-            raise SupervisorError("--groups and --ranks must be at least 1")
-        if not 1 <= self.min_groups <= self.groups:
-            raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
-        if self.first_group < 0:
-            raise SupervisorError("--first-group must be at least 0")
-        if self.groups_in_all < self.first_group + self.groups:
-            raise SupervisorError(
-                f"--all-groups must be at least {self.first_group + self.groups}: this host has "
-                f"group {self.first_group} to {self.first_group + self.groups - 1}"
-            )
-        if not 0 < self.host_limit < math.inf:
-            raise SupervisorError("--host-limit must be a positive number of seconds")
-        if self.diagnose_after < 0:
-            raise SupervisorError("--diagnose-after must be at least 0, which means never")
-        if self.min_steps and self.stop_after_plan is None:
-            raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
-        if self.evict_stragglers is not None and not self.evict_stragglers > 1:
-            raise SupervisorError(
-                "--evict-stragglers must be more than 1: how many times slower a rank is"
-            )
-        if any(self.trace_dir.glob("*.jsonl")):
-            raise SupervisorError(
-                f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
-            )
-
-    @property
-    def groups_in_all(self) -> int:
-        """How many groups the job has on all hosts."""
-        return self.first_group + self.groups if self.all_groups is None else self.all_groups
-
-
-@dataclass(frozen=True)
-class JobOutcome:
-    """How the job ended; ``lines`` say what went wrong, and where."""
-
-    ok: bool
-    lines: tuple[str, ...] = ()
 
 
 class Supervisor:
@@ -189,15 +101,11 @@ class Supervisor:
             if config.stop_after_plan is not None
             else None
         )
-        self._bus: ErrorBus | None = None
-        self._ear: CommandEar | None = None
-        self._pace: PaceEar | None = None
-        self._hosts: HostWatch | None = None
+        limit = config.host_limit
+        self._links = Links(token, limit, lambda: self._wake(b"?"))
         self._mistakes = Mistakes(names, config.groups_in_all)
-        self._shown: set[tuple[str, str]] = set()
-        """Errors whose traceback is among what there is to say."""
-        self._hopeless = False
-        """The script itself is wrong: how its groups were ended then says nothing."""
+        has_services = not isinstance(services, Joined)
+        self._judgement = Judgement(self._groups.values(), plan, has_services)
         self._over: Record | None = None
         """The last epoch, once all its groups have left with one commit."""
         self._look_over_at = 0.0
@@ -211,15 +119,10 @@ class Supervisor:
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
-        # Children's monitors speak here: datagrams, which keep apart however many write.
-        self._words_out, self._words_in = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._words_out.setblocking(False)
-        self._selector.register(self._words_out, selectors.EVENT_READ)
-        self._address = "127.0.0.1"
-        """Where processes on other hosts find the stores of our groups."""
+        self._hangs = HangReports()
+        self._selector.register(self._hangs.socket, selectors.EVENT_READ)
         self._began = time.monotonic()
         self._drain_until: float | None = None
-        self._problems: list[str] = []
 
     # --- from outside ------------------------------------------------------------------
 
@@ -234,23 +137,17 @@ class Supervisor:
         save_plan(self._config.trace_dir, self._plan)
         self._tail = TraceTail(self._config.trace_dir)
         try:
-            self._open_bus()
+            self._links.open(self._services.bus_url)
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
                 self._turn()
             self._look()
-            return self._judge()
+            view = self._tail.view
+            unfinished = None if self._watch is None else self._watch.unfinished(view)
+            return self._judgement.outcome(view, self._over is not None, unfinished)
         finally:
             self._end()
-
-    def _open_bus(self) -> None:
-        url = self._services.bus_url
-        self._bus = open_job_bus(url, self._token, bus_operation(url))
-        self._ear = CommandEar(self._bus, lambda: self._wake(b"?"))
-        self._pace = PaceEar(self._bus)
-        self._hosts = HostWatch(self._bus, "the supervisor", self._config.host_limit)
-        self._address = own_address(url)
 
     # --- one turn of the loop ----------------------------------------------------------
 
@@ -268,8 +165,9 @@ class Supervisor:
         for key, _ in found:
             if isinstance(key.data, Child):
                 self._on_death(key.data)
-            elif key.fileobj is self._words_out:
-                self._on_words()
+            elif key.fileobj is self._hangs.socket:
+                for message in self._hangs.take(self._living()):
+                    self._links.broadcast(message)
             else:
                 self._on_interrupts(self._wake_out.recv(64).count(b"!"))
         self._obey()
@@ -311,7 +209,7 @@ class Supervisor:
         now, limit = time.monotonic(), self._config.timeout
         if limit is not None and now > self._began + limit:
             self._kill_all(f"the job had not finished within --timeout {limit:g} s")
-        elif self._hopeless and self._drain_until is not None and now > self._drain_until:
+        elif self._judgement.hopeless and self._drain_until is not None and now > self._drain_until:
             for group in self._groups.values():
                 self._kill(group.living, "the script has a mistake")
         elif self._drain_until is not None and now > self._drain_until:
@@ -324,9 +222,10 @@ class Supervisor:
                 self._kill(group.living, over)
 
     def _beat_for_children(self) -> None:
-        if self._hosts is not None:
-            living = [child for group in self._groups.values() for child in group.living]
-            self._hosts.processes = tuple(Process(c.group, c.rank, c.pid) for c in living)
+        self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
+
+    def _living(self) -> list[Child]:
+        return [child for group in self._groups.values() for child in group.living]
 
     # --- starting ----------------------------------------------------------------------
 
@@ -340,22 +239,17 @@ class Supervisor:
         config = self._config
         services = {
             **self._services.settings(),
-            "FFT_TRACE_DIR": str(config.trace_dir.resolve()),
-            "FFT_SUPERVISOR_FD": str(self._words_in.fileno()),
+            **config.settings(),
+            "FFT_SUPERVISOR_FD": str(self._hangs.fd),
         }
-        if 0 < config.drain_timeout < math.inf:  # SIGTERM comes from us, and then SIGKILL
-            services["FFT_DRAIN_WITHIN"] = str(config.drain_timeout)
-        if config.faults is not None:
-            services["FFT_FAULTS"] = str(config.faults.resolve())
-        if config.injectable or config.faults is not None:
-            services["FFT_INJECT"] = "1"
         if self._token is not None:
             services["FFT_TOKEN"] = self._token.text()
         group.known_incs = self._tail.view.incs(group.name)
         logs = config.trace_dir / "logs"
-        env, own_end = base_env(services), [self._words_in.fileno()]
+        env, own_end = base_env(services), [self._hangs.fd]
         total = config.groups_in_all
-        for child in group.start(list(config.script), env, logs, total, own_end, self._address):
+        address = self._links.address
+        for child in group.start(list(config.script), env, logs, total, own_end, address):
             self._selector.register(child.fd, selectors.EVENT_READ, child)
             child.watch(partial(self._is_dying, child))
 
@@ -397,28 +291,7 @@ class Supervisor:
             return
         child.told_dead = True
         host = socket.gethostname()
-        self._broadcast(Death(child.group, child.rank, child.pid, host, "supervisor", cause))
-
-    def _on_words(self) -> None:
-        """What monitors have to say to everyone."""
-        with suppress(BlockingIOError):
-            for _ in range(_WORDS_A_TURN):
-                self._pass_on(self._words_out.recv(MAX_MESSAGE))
-
-    def _pass_on(self, word: bytes) -> None:
-        """Tell all of a hang, if it is one of a child of ours: who speaks need not be a monitor."""
-        try:
-            message = decode(word)
-        except UnreadableMessage as error:
-            logger.warning("a process of the job sent something that is no message: %s", error)
-            return
-        if isinstance(message, Suspect) and message.host == socket.gethostname():
-            place = message.group, message.rank, message.pid
-            living = [child for group in self._groups.values() for child in group.living]
-            if any((child.group, child.rank, child.pid) == place for child in living):
-                self._broadcast(message)
-                return
-        logger.warning("a process of the job sent a message that it may not send: %r", word[:200])
+        self._links.broadcast(Death(child.group, child.rank, child.pid, host, "supervisor", cause))
 
     def _plan_return(self, group: Group) -> None:
         """If a planned drain took the group away, note when it is to come back."""
@@ -461,7 +334,7 @@ class Supervisor:
 
     def _give_up(self, group: Group, problem: str) -> None:
         group.given_up = True
-        self._problems.append(problem)
+        self._judgement.problems.append(problem)
         usable = sum(not other.given_up for other in self._groups.values())
         if usable < self._config.min_groups or self._watch is not None:
             self._drain(f"group {group.name} cannot be brought back", forward=True)
@@ -475,15 +348,15 @@ class Supervisor:
         """The script is wrong; to start it again would not mend it."""
         place = mistake.place
         child = next(child for child in group.children if child.last_words is place)
-        self._shown.add(place.signature)
+        self._judgement.shown.add(place.signature)
         who = f"group {group.name} rank {child.rank}"
         text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
         text += f"{place.text.rstrip()}\n  its log: {child.log}; "
         if mistake.ends == "group":
             self._give_up(group, f"{text}group {group.name} was given up")
             return
-        self._problems.append(f"{text}the job was ended")
-        self._hopeless = True
+        self._judgement.problems.append(f"{text}the job was ended")
+        self._judgement.hopeless = True
         has_state = self._tail.view.committed  # else there is nothing to leave in good order
         within = _LEAVE_S if has_state else 0.0
         self._drain("the script has a mistake", forward=has_state, within=within)
@@ -497,13 +370,13 @@ class Supervisor:
             group.living and not view.committed_since(group.name, group.known_incs)
             for group in self._groups.values()
         )
-        if self._bus is None or self._over is not None or not (waiting or at_once):
+        if self._over is not None or not (waiting or at_once):
             return
         if now < self._look_over_at and not at_once:
             return
         self._look_over_at = now + _OVER_S
         try:
-            self._over = last_epoch(self._bus)
+            self._over = last_epoch(self._links.bus)
         except (BusError, UnreadableMessage) as error:
             logger.warning("cannot see whether the job is over: %s", error)
         if self._over is not None:
@@ -533,15 +406,15 @@ class Supervisor:
         """Ask all groups to leave together after a commit; nothing is started any more."""
         logger.info("draining the job: %s", reason)
         self._drain_until = time.monotonic() + min(within, self._config.drain_timeout)
-        self._broadcast(Drain(tuple(self._groups), by="supervisor"))
+        self._links.broadcast(Drain(tuple(self._groups), by="supervisor"))
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             for child in group.living if forward else ():
                 child.signal(signal.SIGTERM)
 
     def _kill_all(self, reason: str) -> None:
-        if reason not in self._problems:
-            self._problems.append(reason)
+        if reason not in self._judgement.problems:
+            self._judgement.problems.append(reason)
         self._drain_until = self._drain_until or time.monotonic()
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
@@ -555,35 +428,32 @@ class Supervisor:
     # --- commands of operators ---------------------------------------------------------
 
     def _obey(self) -> None:
-        ear = self._ear
-        for command in ear.take() if ear is not None else ():
+        for command in self._links.commands.take():
             if command.id in self._told or isinstance(command, Check):  # that is for the ranks
                 continue
             if self._is_anothers(command):
                 continue
             refusal = self._refusal(command)
-            if ear is not None and refusal is not None:
-                ear.answer(command, "refused", refusal)
+            if refusal is not None:
+                self._links.commands.answer(command, "refused", refusal)
             elif isinstance(command, Evict):
                 self._evict(command)
             elif isinstance(command.fault, ServiceFault):
-                if ear is not None:
-                    ear.answer(command, "accepted", f"armed for step {command.fault.step}")
+                text = f"armed for step {command.fault.step}"
+                self._links.commands.answer(command, "accepted", text)
                 self._pending.append(command.fault)
 
     def _is_anothers(self, command: Evict | Inject) -> bool:
         """Whether it may be meant for the supervisor of another host, who answers then."""
         if isinstance(command, Inject):
             return isinstance(self._services, Joined) and isinstance(command.fault, ServiceFault)
-        alone = self._hosts is None or self._hosts.alone
-        return command.group not in self._groups and not alone
+        return command.group not in self._groups and not self._links.alone
 
     def _refusal(self, command: Evict | Inject) -> str | None:
         """Why the command is not obeyed; None: it is, or it is not for us."""
         if isinstance(command, Inject):
-            allowed = self._config.injectable or self._config.faults is not None
-            is_ours = isinstance(command.fault, ServiceFault)
-            return "it runs without --injectable" if is_ours and not allowed else None
+            is_refused = isinstance(command.fault, ServiceFault) and not self._config.may_inject
+            return "it runs without --injectable" if is_refused else None
         group = self._groups.get(command.group)
         if group is None:
             return f"no group {command.group!r} here; the groups: {', '.join(self._groups)}"
@@ -623,19 +493,19 @@ class Supervisor:
 
     def _answer(self, command: Command, verdict: AnswerKind, text: str) -> None:
         """Tell who asked, unless we did."""
-        if self._ear is not None and command.id not in self._told:
-            self._ear.answer(command, verdict, text)
+        if command.id not in self._told:
+            self._links.commands.answer(command, verdict, text)
 
     # --- stragglers --------------------------------------------------------------------
 
     def _name_stragglers(self) -> None:
-        for change in self._pace.news() if self._pace is not None else ():
+        for change in self._links.pace.news():
             what = "straggler" if change.slow else "no longer a straggler"
             logger.warning("%s: %s", what, change.evidence)
         limit = self._config.evict_stragglers
-        if self._pace is None or limit is None:
+        if limit is None:
             return
-        for rank, factor in self._pace.stragglers.slow.items():
+        for rank, factor in self._links.pace.stragglers.slow.items():
             if factor >= limit and rank not in self._too_slow:
                 self._restart_straggler(rank)
 
@@ -661,79 +531,33 @@ class Supervisor:
         epoch = max((rank.epoch for rank in view.ranks.values()), default=0)
         kind = "bus_restart" if isinstance(fault, BusRestartFault) else "lighthouse_restart"
         view.injected[fault.name] = Injected(fault.name, kind, "", view.step, epoch)
-        if self._bus is not None:
-            word = Inject(fresh_id(), fault, BY_SUPERVISOR)
-            self._told.add(word.id)
-            with suppress(BusError):
-                self._bus.broadcast(encode_command(word), "commands")
+        word = Inject(fresh_id(), fault, BY_SUPERVISOR)
+        self._told.add(word.id)
+        with suppress(BusError):
+            self._links.bus.broadcast(encode_command(word), "commands")
         try:
             if isinstance(fault, BusRestartFault):
                 self._restart_bus()
             else:
                 self._services.restart_lighthouse()
         except (ServiceError, BusError) as error:
-            self._problems.append(f"{fault.name}: {error}")
+            self._judgement.problems.append(f"{fault.name}: {error}")
 
     def _restart_bus(self) -> None:
         self._forgot = True
-        self._problems.append(
+        self._judgement.problems.append(
             "the bus was restarted, and has forgotten the job: its processes stop, and none is "
             "started again; begin a new job from a checkpoint"
         )
-        for old in (self._ear, self._pace, self._hosts, self._bus):
-            if old is not None:
-                old.close()
+        self._links.close()
         self._services.restart_bus()
-        self._open_bus()
+        self._links.open(self._services.bus_url)
 
     # --- the end -----------------------------------------------------------------------
 
-    def _judge(self) -> JobOutcome:
-        lines, remarks = list(self._problems), list[str]()
-        for group in self._groups.values():
-            if group.evicted or self._hopeless:  # as asked; or it is said already
-                continue
-            failed = [child for child in group.children if child.code != 0]
-            # who died by itself says more than who was ended with it
-            failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
-            for child in failed[:1]:
-                if self._over is None or child.failed_by_itself:
-                    lines.append(child.verdict(self._shown))
-                else:
-                    remarks.append(self._cut_short(child))
-        is_ours = not isinstance(self._services, Joined)
-        if remarks and is_ours and not any(group.finished for group in self._groups.values()):
-            lines.append("no group ended by itself after the last step")
-        if not lines and self._watch is not None:
-            unfinished = self._watch.unfinished(self._tail.view)
-            lines += [f"the fault plan was not finished: {unfinished}"] if unfinished else []
-        if any(w.type == "NoState" for w in self._last_words()):
-            view = self._tail.view
-            remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
-        if unfired := [f for f in self._tail.view.unfired(self._plan) if self._is_ours(f)]:
-            names = "; ".join(map(in_words, unfired))
-            remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
-        return JobOutcome(not lines, (*lines, *remarks))
-
-    def _last_words(self) -> Iterator[Place]:
-        """Of the last processes of all groups."""
-        for group in self._groups.values():
-            yield from (c.last_words for c in group.children if c.last_words is not None)
-
-    def _is_ours(self, fault: AnyFault) -> bool:
-        """Whether it happens on this host, so that its traces tell."""
-        if isinstance(fault, Fault):
-            return fault.group in self._groups
-        return not isinstance(self._services, Joined)
-
-    def _cut_short(self, child: Child) -> str:
-        assert self._over is not None
-        how = f"group {child.group} ended with {cause_of(child.code)}"
-        return f"the job was over, all had left with one commit; {how}, and was no longer needed"
-
     def _end(self) -> None:
         """Leave nothing behind: no child, no store, no descriptor."""
-        left = [child for group in self._groups.values() for child in group.living]
+        left = self._living()
         for child in left:
             child.signal(signal.SIGKILL)
         self._diagnoser.close()
@@ -747,28 +571,13 @@ class Supervisor:
             group.close()
         self._tail.close()
         self._selector.close()
-        for end in (self._wake_in, self._wake_out, self._words_in, self._words_out):
+        for end in (self._wake_in, self._wake_out):
             end.close()
-        if self._ear is not None:
-            self._ear.close()
-        if self._pace is not None:
-            self._pace.close()
-        if self._hosts is not None:
-            self._hosts.close()
-        if self._bus is not None:
-            self._bus.close()
+        self._hangs.close()
+        self._links.close()
         if self._display is not None:
             self._display.close()
 
     def _wake(self, word: bytes) -> None:
         with suppress(OSError):  # full of words already, or the job has ended
             self._wake_in.send(word)
-
-    def _broadcast(self, message: Death | Drain | Suspect) -> None:
-        """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""
-        if self._bus is None:
-            return
-        try:
-            self._bus.broadcast(encode(message))
-        except BusError as error:
-            logger.error("could not send %s on the bus: %s", message.type, error)

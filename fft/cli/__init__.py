@@ -1,0 +1,37 @@
+"""The ``fft`` command. Every command imports what it needs by itself, so that ``fft --help``
+and the commands on specs and traces load no torch.
+
+This is the only room that takes signal handlers of the process (`run`, `serve`, `watch`) and that
+ends it with an exit code: 0 good, 1 the job or the audit failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from fft.cli import operate, prove, run, specs, traces
+
+app = typer.Typer(
+    help="Fast Fault Tolerance: every PyTorch training step is a transaction.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+# `fft --help` lists them in this order.
+app.command()(run.serve)
+app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.command()(traces.audit)
+app.command()(traces.report)
+app.command()(prove.simulate)
+app.command()(prove.check)
+app.command()(prove.mutants)
+app.command()(specs.graph)
+app.command(name="spec")(specs.check_spec)
+app.command()(specs.config)
+app.command()(operate.drain)
+app.command()(operate.evict)
+app.command()(operate.diagnose)
+app.command()(operate.inject)
+app.command()(operate.watch)
+app.command()(operate.say)
+app.command()(specs.schema)

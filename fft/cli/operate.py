@@ -1,0 +1,163 @@
+"""Operators of a running job: drain, evict, diagnose, inject, watch, say; all by its bus."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fft.cli.shared import BusUrl, console, job_client, plain_errors
+
+
+def drain(
+    groups: Annotated[list[str], typer.Argument(help="Replica groups, by name.")],
+    bus: BusUrl = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until they have left.")] = 60.0,
+) -> None:
+    """Let groups leave a running job after a commit; no group rolls back for it."""
+    from fft.operate.drain import drain as ask
+
+    with job_client(bus) as client:
+        record = ask(client, groups, wait)
+    sys.stdout.write(f"group {', '.join(groups)} has left at step {record.step}\n")
+
+
+def evict(
+    place: Annotated[
+        str, typer.Argument(metavar="GROUP[.RANK]", help="The group, or a rank of it.")
+    ],
+    bus: BusUrl = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Start the group again.")] = False,
+    grace: Annotated[float, typer.Option(min=0, max=600, help="Seconds before SIGKILL.")] = 10.0,
+) -> None:
+    """Leave a group out at once, and have its supervisor end its processes."""
+    from fft.operate.drain import evict as ask
+
+    def on_accepted(text: str) -> None:
+        sys.stdout.write(text + "\n")
+
+    with job_client(bus) as client:
+        done = ask(client, place, restart=restart, grace=grace, on_accepted=on_accepted)
+    sys.stdout.write(done.done + "\n")
+
+
+def diagnose(
+    bus: BusUrl = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    evict: Annotated[
+        bool, typer.Option("--evict", help="Evict the groups of the culprits for good.")
+    ] = False,
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="The job's traces, for the causes of the last rollbacks.")
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(min=1, max=120, help="Seconds for one check of one rank.")
+    ] = 20.0,
+) -> None:
+    """Check all ranks of a running job, alone and in pairs; exit 1 if one is found at fault."""
+    from fft.operate.diagnosis import show
+    from fft.operate.diagnosis.rounds import diagnose as ask
+
+    rollbacks = show.traced_rollbacks(trace_dir) if trace_dir is not None else ()
+    with job_client(bus) as client:
+        found = ask(client, rollbacks, limit)
+        if evict:
+            show.evict_culprits(client, found)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n")
+    else:
+        console().print(show.table(found))
+        sys.stdout.write("\n".join(found.lines()) + "\n")
+    raise typer.Exit(1 if found.verdict.culprits else 0)
+
+
+def inject(
+    kind: Annotated[str, typer.Argument(help="What to inject; `any` with --random.")],
+    bus: BusUrl = None,
+    group: Annotated[str | None, typer.Option(help="The group to hit.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The rank; 0 if the kind needs one.")] = None,
+    step: Annotated[int | None, typer.Option(help="Not before this step; now if absent.")] = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="At once; the default without --step.")
+    ] = False,
+    phase: Annotated[str | None, typer.Option(help="Where in the step; `next` if absent.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long: hang, stop, slow.")] = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps: slow.")] = None,
+    holding_gil: Annotated[
+        bool | None, typer.Option("--holding-gil", help="Keep the interpreter's lock: hang.")
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option(help="before or after the reduction: nan_gradient.")
+    ] = None,
+    random: Annotated[
+        int | None,
+        typer.Option(metavar="SEED", help="Draw the faults from this seed; print them as a plan."),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="With --random: how many faults.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="With --random: steps between them.")] = 10,
+) -> None:
+    """Inject faults into a running job that was started to allow it."""
+    from fft.operate import inject
+    from fft.operate.client import OperatorError
+
+    given = {"group": group, "rank": rank, "phase": phase, "seconds": seconds, "steps": steps}
+    given |= {"holding_gil": holding_gil, "where": where}
+    options = {name: value for name, value in given.items() if value is not None}
+    with job_client(bus) as client:
+        if now and step is not None:
+            raise OperatorError("--now and --step contradict each other; give one")
+        job = client.job()
+        if random is None:
+            plan = inject.single(job, kind, step, options)
+        else:
+            plan = inject.drawn(job, kind, random, count, every, step, options)
+            sys.stdout.write(inject.as_yaml(plan))
+        answers = inject.send(client, job, plan)
+    for answer in answers:
+        sys.stderr.write(f"fft: {answer.text}\n")
+    raise typer.Exit(0 if all(answer.ok for answer in answers) else 1)
+
+
+def watch(
+    bus: BusUrl = None,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per event.")] = False,
+) -> None:
+    """Show a running job from its bus alone, until Ctrl-C."""
+    from fft.operate.client import bus_url
+    from fft.operate.watch import Watch, watch_job
+
+    def stop_at_signals(watch: Watch) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: watch.stop())
+
+    with plain_errors():
+        url, out = bus_url(bus), console()
+        watch_job(url, out, sys.stdout, once=once, as_json=as_json, begin=stop_at_signals)
+
+
+def say(
+    message: Annotated[
+        str | None, typer.Argument(help="JSON, a file with JSON, or - for standard input.")
+    ] = None,
+    bus: BusUrl = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send it without checking its form.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the forms; send nothing.")
+    ] = False,
+) -> None:
+    """Send a message to a job, such as a death or a drain; see docs/messages.md."""
+    from fft.operate import say as saying
+
+    if schema:
+        sys.stdout.write(json.dumps(saying.schema(), indent=2) + "\n")
+        return
+    with plain_errors():
+        text, source = saying.read(message)
+        payload = text if raw else saying.checked(text, source)
+    with job_client(bus) as client:
+        client.bus.broadcast(payload, saying.topic_of(payload))

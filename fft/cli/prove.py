@@ -1,0 +1,75 @@
+"""Proofs of a spec: `fft simulate`, `fft check`, `fft mutants`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fft.cli.shared import SPEC, console, plain_errors
+
+
+def simulate(
+    spec: Annotated[
+        str, typer.Argument(help="A spec: a name, or the path of a YAML file.")
+    ] = "hsdp",
+    seeds: Annotated[
+        int | None, typer.Option(help="Number of seeds to run; 1000 if absent.")
+    ] = None,
+    first: Annotated[int, typer.Option(help="The first of them.")] = 0,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes to run them in; one per core if absent.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Run this one seed, with more output.")] = None,
+    trace_dir: Annotated[
+        Path | None,
+        typer.Option(help="For the traces of --seed, or of seeds that fail (runs/simulate)."),
+    ] = None,
+) -> None:
+    """Simulate whole jobs from seeds, with faults of every kind; exit 1 on a violation."""
+    from fft.prove.simulator.batch import simulate as run_seeds
+
+    with plain_errors():
+        good = run_seeds(spec, seeds, first, jobs, seed, trace_dir, console())
+    raise typer.Exit(0 if good else 1)
+
+
+def check(
+    spec: Annotated[str, SPEC],
+    deep: Annotated[bool, typer.Option("--deep", help="Wider bounds; takes half an hour.")] = False,
+    scope: Annotated[
+        list[str] | None, typer.Option(help="Only this scope; may be given several times.")
+    ] = None,
+    property_: Annotated[
+        list[str] | None,
+        typer.Option("--property", help="Only this invariant; may be given several times."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="At most so many states for each scope.")
+    ] = None,
+    save: Annotated[
+        Path, typer.Option(help="Folder for counterexamples, as scenario files.")
+    ] = Path("runs/check"),
+) -> None:
+    """Search every state of a spec within bounds; exit 1 on a violation."""
+    from fft.prove.searches import Choice
+    from fft.prove.searches import check as search
+
+    choice = Choice(deep, tuple(scope or ()), tuple(property_ or ()), limit, save)
+    with plain_errors():
+        good = search(spec, choice, console())
+    raise typer.Exit(0 if good else 1)
+
+
+def mutants(
+    write: Annotated[
+        Path | None, typer.Option(help="Write the table between the markers of this file.")
+    ] = None,
+) -> None:
+    """Plant known bugs and show which property catches each; exit 1 if one survives."""
+    from fft.prove.searches import mutants as plant
+
+    with plain_errors():
+        good = plant(write, console())
+    raise typer.Exit(0 if good else 1)

@@ -1,0 +1,208 @@
+"""Jobs: `fft serve` hosts a bus, `fft run` starts and supervises the processes of a job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fft.cli.shared import plain_errors
+from fft.protocol.timeouts import HOST_LIMIT_S
+
+if TYPE_CHECKING:
+    from fft.launch.supervisor import JobOutcome, RunConfig
+    from fft.messages.fault_plans import FaultPlan
+
+
+class BusKind(StrEnum):
+    """The buses that can be hosted here."""
+
+    tcp = "tcp"
+    nats = "nats"
+
+
+_BUS_KIND = Annotated[BusKind, typer.Option(help="Served by this process, or by NATS servers.")]
+_CLUSTER = Annotated[int, typer.Option(help="NATS servers: 1, 3 or 5.")]
+_LIGHTHOUSE = Annotated[
+    bool,
+    typer.Option(help="Serve torchft's lighthouse and its dashboard."),
+]
+
+
+def _calm_lighthouse() -> None:
+    """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
+    os.environ.setdefault("RUST_LOG", "error")
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the bus; 0: a free one.")] = 0,
+    lighthouse_port: Annotated[
+        int, typer.Option(help="Port of the lighthouse; 0: a free one.")
+    ] = 0,
+    job: Annotated[str | None, typer.Option(help="Name of the job; a fresh one if absent.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the job's token; created if there is none.")
+    ] = None,
+    bus: _BUS_KIND = BusKind.tcp,
+    cluster: _CLUSTER = 1,
+    lighthouse: _LIGHTHOUSE = True,
+) -> None:
+    """Serve bus and lighthouse, print how to reach them, run until SIGINT or SIGTERM."""
+    from fft.launch.services import handed_over, serve_forever, start_services
+
+    _calm_lighthouse()
+    with plain_errors(), handed_over(token_file) as path:
+        services = start_services(
+            host,
+            port,
+            lighthouse_port,
+            job,
+            bus_kind=bus.value,
+            cluster=cluster,
+            with_lighthouse=lighthouse,
+        )
+        serve_forever(services, path)
+
+
+def run(
+    script: Annotated[Path, typer.Argument(help="The training script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    groups: Annotated[int, typer.Option(help="Number of replica groups.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Ranks in each group.")] = 1,
+    faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
+    injectable: Annotated[
+        bool,
+        typer.Option("--injectable", help="Allow `fft inject` to inject faults into this job."),
+    ] = False,
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="For traces and logs; runs/<time> if absent.")
+    ] = None,
+    min_groups: Annotated[int, typer.Option(help="Give up with fewer usable groups.")] = 1,
+    max_restarts: Annotated[
+        int, typer.Option(help="Give a group up after so many restarts without progress.")
+    ] = 10,
+    stop_after_plan: Annotated[
+        int | None, typer.Option(help="Drain this many steps after the plan is finished.")
+    ] = None,
+    min_steps: Annotated[
+        int, typer.Option(help="With --stop-after-plan: not before this step.")
+    ] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until the job is killed.")] = None,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds until a drain is killed.")] = 60.0,
+    evict_stragglers: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
+        ),
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
+    diagnose_after: Annotated[
+        int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
+    ] = 4,
+    bus: _BUS_KIND = BusKind.tcp,
+    cluster: _CLUSTER = 1,
+    join: Annotated[
+        bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
+    ] = False,
+    first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
+    all_groups: Annotated[
+        int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
+    ] = None,
+    host_limit: Annotated[
+        float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
+    ] = HOST_LIMIT_S,
+    lighthouse: _LIGHTHOUSE = True,
+) -> None:
+    """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
+    from fft.launch.supervisor import RunConfig
+    from fft.messages.fault_plans import FaultPlan, load_plan
+
+    with plain_errors():
+        config = RunConfig(
+            script=[str(script), *(arguments or [])],
+            groups=groups,
+            ranks=ranks,
+            trace_dir=trace_dir or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}"),
+            faults=faults,
+            injectable=injectable,
+            min_groups=min_groups,
+            max_restarts=max_restarts,
+            stop_after_plan=stop_after_plan,
+            min_steps=min_steps,
+            timeout=timeout,
+            drain_timeout=drain_timeout,
+            evict_stragglers=evict_stragglers,
+            diagnose_after=diagnose_after,
+            host_limit=host_limit,
+            first_group=first_group,
+            all_groups=all_groups,
+        )
+        config.check()
+        total = config.groups_in_all
+        plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
+        verdict = _supervise(config, plan, progress, None if join else (bus, cluster, lighthouse))
+    for line in verdict.lines:
+        sys.stderr.write(f"fft: {line}\n")
+    sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
+    raise typer.Exit(0 if verdict.ok else 1)
+
+
+def _supervise(
+    config: RunConfig,
+    plan: FaultPlan,
+    progress: bool,
+    serve: tuple[BusKind, int, bool] | None,
+) -> JobOutcome:
+    """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills.
+
+    ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
+    """
+    _calm_lighthouse()
+    from fft.bus.token import JobToken
+    from fft.launch.services import Services, in_words, start_services
+    from fft.launch.supervisor import Joined, Supervisor
+    from fft.trace.tail import open_display
+
+    token = JobToken.from_env()
+    services: Services | Joined
+    if serve is None:
+        services = Joined.from_env().entered(token)
+    else:
+        bus, cluster, lighthouse = serve
+        token = token or JobToken.fresh()
+        services = start_services(
+            min_groups=config.min_groups,
+            bus_kind=bus.value,
+            cluster=cluster,
+            with_lighthouse=lighthouse,
+        )
+    try:
+        display = open_display(Console()) if progress else None
+        supervisor = Supervisor(config, plan, services, display, token)
+        previous = {
+            number: signal.signal(number, lambda *_: supervisor.interrupt())
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        config.trace_dir.mkdir(parents=True, exist_ok=True)
+        path = config.trace_dir / "job.token"  # for who wants to say something to the job
+        try:
+            reach = services.settings()
+            if token is not None:
+                token.save(path)
+                reach["FFT_TOKEN_FILE"] = str(path)
+            sys.stderr.write(f"fft: to watch and to steer this job: {in_words(reach)}\n")
+            return supervisor.run()
+        finally:
+            path.unlink(missing_ok=True)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    finally:
+        services.close()

@@ -1,0 +1,46 @@
+"""What commands share: options, how errors and tables are printed, an operator's client."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fft.util.errors import FftError
+
+if TYPE_CHECKING:
+    from fft.operate.client import JobClient
+
+BusUrl = Annotated[str | None, typer.Option(help="URL of the job's bus; FFT_BUS if absent.")]
+SPEC = typer.Argument(help="A spec: a name such as hsdp, or the path of a YAML file.")
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn an error meant for the user into its text on stderr and exit code 2."""
+    try:
+        yield
+    except FftError as error:
+        sys.stderr.write(f"fft: {error}\n")
+        raise typer.Exit(2) from error
+
+
+def console() -> Console:
+    """Where tables go: standard output, wide enough if it is no terminal."""
+    made = Console()
+    if not made.is_terminal:  # a pipe has no width; 80 columns would fold every cell
+        made.width = 130
+    return made
+
+
+@contextmanager
+def job_client(bus: str | None) -> Iterator[JobClient]:
+    """A client of an operator on the job's bus, with plain errors."""
+    from fft.operate.client import JobClient, bus_url
+
+    with plain_errors(), JobClient(bus_url(bus)) as client:
+        yield client

@@ -1,0 +1,82 @@
+"""What a spec says: `fft graph`, `fft spec`, `fft config`, `fft schema`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from fft.cli.shared import SPEC, console, plain_errors
+
+
+class GraphFormat(StrEnum):
+    """What ``fft graph`` can draw."""
+
+    mermaid = "mermaid"
+    dot = "dot"
+
+
+def graph(
+    spec: Annotated[str, SPEC],
+    form: Annotated[GraphFormat, typer.Option("--format", help="Language.")] = GraphFormat.mermaid,
+) -> None:
+    """Draw a spec's machine as text."""
+    from fft.protocol.graph import to_dot, to_mermaid
+    from fft.protocol.load import load_spec
+
+    with plain_errors():
+        loaded = load_spec(spec)
+        text = to_dot(loaded) if form is GraphFormat.dot else to_mermaid(loaded)
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def check_spec(spec: Annotated[str, SPEC]) -> None:
+    """Validate a spec and summarise it."""
+    from fft.protocol.load import load_spec
+
+    with plain_errors():
+        loaded = load_spec(spec)
+    tables = [loaded.common.on, *(state.on for state in loaded.states.values())]
+    rows = sum(len(alternatives) for table in tables for alternatives in table.values())
+    states = ", ".join(loaded.states)
+    sys.stdout.write(f"{loaded.name}: valid; {rows} rows; {len(loaded.states)} states: {states}\n")
+
+
+def config(
+    spec: Annotated[str, typer.Argument(help="A spec: a name, or a path.")] = "hsdp",
+    chosen: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=SECONDS",
+            help="Check this value too; may be given several times.",
+        ),
+    ] = None,
+    bus: Annotated[
+        str, typer.Option(envvar="FFT_BUS", help="URL of the job's bus, or its beginning.")
+    ] = "tcp://",
+) -> None:
+    """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
+    from rich.table import Table
+
+    from fft.protocol.load import load_spec
+    from fft.protocol.timeouts import from_env, from_pairs, resolve
+
+    with plain_errors():
+        given = {**from_env(os.environ), **from_pairs(chosen or ())}
+        timeouts = resolve(load_spec(spec), given, bus).values()
+    table = Table("timeout", "seconds", "bounds", "from")
+    for timeout in timeouts:
+        table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)
+    console().print(table)
+
+
+def schema() -> None:
+    """Print the JSON schema of specs, for editors."""
+    from fft.protocol.load import json_schema
+
+    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")

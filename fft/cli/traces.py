@@ -1,0 +1,37 @@
+"""The traces of a run: `fft audit` proves it right or wrong, `fft report` says what faults cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fft.cli.shared import console, plain_errors
+
+
+def audit(
+    directory: Annotated[Path, typer.Argument(help="A trace directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Replay traces against the spec and all invariants; exit 1 on a violation."""
+    from fft.trace.audit import audit_dir
+
+    with plain_errors():
+        found = audit_dir(directory)
+        text = json.dumps(found.to_json(), indent=2) if as_json else found.render()
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
+    """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
+    from fft.trace.report import fault_table, fired, input_wait, place_table
+
+    with plain_errors():
+        shown = [fault_table(directory), fired(directory)]
+        shown += [place_table(directory), input_wait(directory)]
+    for part in filter(None, shown):
+        console().print(part, markup=False)

@@ -1,0 +1,95 @@
+"""What a supervisor is to run, and whether it can be run. Reads no more than the file system."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fft.launch.supervisor.culprit import AFTER
+from fft.protocol.timeouts import HOST_LIMIT_S
+from fft.util.errors import FftError
+
+
+class SupervisorError(FftError):
+    """A job that cannot be started as asked: names what to change."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What to run. Times in seconds; ``min_groups`` are needed for the job to go on."""
+
+    script: Sequence[str]
+    groups: int
+    ranks: int
+    trace_dir: Path
+    faults: Path | None = None
+    injectable: bool = False
+    min_groups: int = 1
+    max_restarts: int = 10
+    stop_after_plan: int | None = None
+    min_steps: int = 0
+    timeout: float | None = None
+    drain_timeout: float = 60.0
+    evict_stragglers: float | None = None
+    """Start the group of a rank that is so many times as slow as the median rank again, once."""
+    diagnose_after: int = AFTER
+    host_limit: float = HOST_LIMIT_S
+    """The silence of this host after which others go on without it, at most."""
+    first_group: int = 0
+    """Its groups are numbered from here; others have other hosts."""
+    all_groups: int | None = None
+    """Of the whole job, on all hosts; None: these."""
+
+    def check(self) -> None:
+        """Raise SupervisorError unless the job can be started."""
+        if not self.script or not Path(self.script[0]).is_file():
+            named = self.script[0] if self.script else ""
+            raise SupervisorError(f"no script at {named!r}; give the path of a Python file")
+        if self.groups < 1 or self.ranks < 1:
+            raise SupervisorError("--groups and --ranks must be at least 1")
+        if not 1 <= self.min_groups <= self.groups:
+            raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
+        if self.first_group < 0:
+            raise SupervisorError("--first-group must be at least 0")
+        if self.groups_in_all < self.first_group + self.groups:
+            raise SupervisorError(
+                f"--all-groups must be at least {self.first_group + self.groups}: this host has "
+                f"group {self.first_group} to {self.first_group + self.groups - 1}"
+            )
+        if not 0 < self.host_limit < math.inf:
+            raise SupervisorError("--host-limit must be a positive number of seconds")
+        if self.diagnose_after < 0:
+            raise SupervisorError("--diagnose-after must be at least 0, which means never")
+        if self.min_steps and self.stop_after_plan is None:
+            raise SupervisorError("--min-steps belongs to --stop-after-plan; give both or none")
+        if self.evict_stragglers is not None and not self.evict_stragglers > 1:
+            raise SupervisorError(
+                "--evict-stragglers must be more than 1: how many times slower a rank is"
+            )
+        if any(self.trace_dir.glob("*.jsonl")):
+            raise SupervisorError(
+                f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
+            )
+
+    @property
+    def groups_in_all(self) -> int:
+        """How many groups the job has on all hosts."""
+        return self.first_group + self.groups if self.all_groups is None else self.all_groups
+
+    def settings(self) -> dict[str, str]:
+        """What of it every process of the job finds in its environment."""
+        found = {"FFT_TRACE_DIR": str(self.trace_dir.resolve())}
+        if 0 < self.drain_timeout < math.inf:  # SIGTERM comes from us, and then SIGKILL
+            found["FFT_DRAIN_WITHIN"] = str(self.drain_timeout)
+        if self.faults is not None:
+            found["FFT_FAULTS"] = str(self.faults.resolve())
+        if self.may_inject:
+            found["FFT_INJECT"] = "1"
+        return found
+
+    @property
+    def may_inject(self) -> bool:
+        """Whether faults may be injected: it was said, or there is a plan of them."""
+        return self.injectable or self.faults is not None

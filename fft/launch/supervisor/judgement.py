@@ -1,0 +1,82 @@
+"""How a job ended: well or not, and what there is to say of it. Reads the logs of processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.groups import Group
+from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
+from fft.trace.ends import about_no_state
+from fft.trace.tail import JobView
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How the job ended; ``lines`` say what went wrong, and where."""
+
+    ok: bool
+    lines: tuple[str, ...] = ()
+
+
+@dataclass
+class Judgement:
+    """What the supervisor has found so far, and what follows from it at the end."""
+
+    groups: Collection[Group]
+    plan: FaultPlan
+    has_services: bool
+    """Whether the services of the job are hosted here."""
+    problems: list[str] = field(default_factory=list)
+    """Each of them is why the job has not ended well."""
+    shown: set[tuple[str, str]] = field(default_factory=set)
+    """Errors whose traceback is among what there is to say."""
+    hopeless: bool = False
+    """The script itself is wrong: how its groups were ended then says nothing."""
+
+    def outcome(self, view: JobView, is_over: bool, unfinished: str | None) -> JobOutcome:
+        """Judge the job, all of whose processes have ended.
+
+        ``is_over``: all groups have left with one commit. ``unfinished``: of the fault plan.
+        """
+        lines, remarks = self._ends(is_over)
+        if not lines and unfinished:
+            lines = [f"the fault plan was not finished: {unfinished}"]
+        last = (child.last_words for group in self.groups for child in group.children)
+        if any(words is not None and words.type == "NoState" for words in last):
+            remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
+        if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
+            names = "; ".join(map(in_words, unfired))
+            remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
+        return JobOutcome(not lines, (*lines, *remarks))
+
+    def _ends(self, is_over: bool) -> tuple[list[str], list[str]]:
+        """Problems and remarks, with those that are in how the processes ended."""
+        lines, remarks = list(self.problems), list[str]()
+        for group in self.groups:
+            if group.evicted or self.hopeless:  # as asked; or it is said already
+                continue
+            failed = [child for child in group.children if child.code != 0]
+            # who died by itself says more than who was ended with it
+            failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
+            for child in failed[:1]:
+                if not is_over or child.failed_by_itself:
+                    lines.append(child.verdict(self.shown))
+                else:
+                    remarks.append(_cut_short(child))
+        if remarks and self.has_services and not any(group.finished for group in self.groups):
+            lines.append("no group ended by itself after the last step")
+        return lines, remarks
+
+    def _is_ours(self, fault: AnyFault) -> bool:
+        """Whether it happens on this host, so that its traces tell."""
+        if isinstance(fault, Fault):
+            return fault.group in {group.name for group in self.groups}
+        return self.has_services
+
+
+def _cut_short(child: Child) -> str:
+    how = f"group {child.group} ended with {cause_of(child.code)}"
+    return f"the job was over, all had left with one commit; {how}, and was no longer needed"

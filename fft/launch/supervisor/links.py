@@ -1,0 +1,72 @@
+"""What the supervisor holds at the job's bus: the connection, who listens on it, its host's beats.
+
+Owns them from `open` to `close`; may be opened again, when the bus was restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from fft.bus import BusError, ErrorBus, open_job_bus
+from fft.bus.addresses import own_address
+from fft.bus.token import JobToken
+from fft.health.hosts import HostWatch, Process
+from fft.launch.supervisor.commands import CommandEar
+from fft.launch.supervisor.stragglers import PaceEar
+from fft.messages.protocol import Death, Drain, Suspect, encode
+from fft.protocol.timeouts import bus_operation
+
+logger = logging.getLogger(__name__)
+
+
+class Links:
+    """Of one supervisor. The attributes are there from the first `open` on."""
+
+    bus: ErrorBus
+    commands: CommandEar
+    pace: PaceEar
+    address: str
+    """Where processes on other hosts find the stores of our groups."""
+
+    def __init__(self, token: JobToken | None, host_limit: float, wake: Callable[[], None]) -> None:
+        """``wake`` is called, from any thread, when there is a command; ``host_limit``: seconds."""
+        self._token = token
+        self._host_limit = host_limit
+        self._wake = wake
+        self._hosts: HostWatch | None = None
+        self._undo = ExitStack()
+
+    def open(self, url: str) -> None:
+        """Connect, and listen from now on. Raises BusError; `close` is needed then, too."""
+        self.bus = open_job_bus(url, self._token, bus_operation(url))
+        self._undo.callback(self.bus.close)
+        self.commands = CommandEar(self.bus, self._wake)
+        self._undo.callback(self.commands.close)
+        self.pace = PaceEar(self.bus)
+        self._undo.callback(self.pace.close)
+        self._hosts = HostWatch(self.bus, "the supervisor", self._host_limit)
+        self._undo.callback(self._hosts.close)
+        self.address = own_address(url)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other host of the job has been found."""
+        return self._hosts is None or self._hosts.alone
+
+    def beat_for(self, processes: tuple[Process, ...]) -> None:
+        """Say of these, from now on, that their host is alive."""
+        if self._hosts is not None:
+            self._hosts.processes = processes
+
+    def close(self) -> None:
+        """Stop listening and disconnect. Idempotent."""
+        self._undo.close()
+
+    def broadcast(self, message: Death | Drain | Suspect) -> None:
+        """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""
+        try:
+            self.bus.broadcast(encode(message))
+        except BusError as error:
+            logger.error("could not send %s on the bus: %s", message.type, error)

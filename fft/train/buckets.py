@@ -1,0 +1,274 @@
+"""Buckets of gradients: where each lies in one flat buffer, so that many are reduced as one.
+
+A `Bucket` brings the gradients into its buffer, gives them back when they are reduced, and knows
+which were edited since. What is reduced when is the reducer's matter. Touches gradients of
+parameters, and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import Work
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+BUCKET_MB = 25.0
+"""As DDP's ``bucket_cap_mb``."""
+_FIRST_BUCKET_MB = 1.0
+"""Of the parameters that backward reaches first, so that reducing begins early; as DDP's."""
+_ALIGNMENT = 16
+"""Elements: each gradient begins at a multiple, for vectorised kernels."""
+
+
+class GradBucket:
+    """What a communication hook gets; has the methods of ``torch.distributed.GradBucket``.
+
+    It stays with the buffer of its attempt: a hook that comes late, after a rollback, writes there,
+    and not to the gradients of the replay.
+    """
+
+    def __init__(self, bucket: Bucket, last: bool) -> None:
+        self._bucket = bucket
+        self._flat = bucket.flat()
+        self._last = last
+
+    def index(self) -> int:
+        """Number of the bucket, in the order of reduction."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket, flat: to be averaged across the groups."""
+        return self._flat[: self._bucket.size]
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Put ``tensor``, of the same number of elements, in the place of the gradients."""
+        self.buffer().copy_(tensor.reshape(-1))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients, as views of ``buffer()``, in the order of ``parameters()``."""
+        return [_view(self._flat, slot) for slot in self._bucket.slots]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the bucket."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows."""
+        return self._last
+
+
+CommHook = Callable[[Any, GradBucket], "Future[Any]"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of one gradient in a bucket: ``size`` elements (of this rank) from ``offset``."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    size: int
+    stride: tuple[int, ...]
+    in_place: bool
+    """Whether the gradient is the buffer's part itself, not a copy of it."""
+    copy: tuple[int, int] | None = None
+    """Of one that is not: which tensor held the reduced gradient, and its count of edits."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients of one type on one device that are reduced together, and where they are in it."""
+
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: list[Slot]
+    size: int
+    buffer: torch.Tensor | None = None
+    """``size`` elements of gradients, and one more for each slot: whether it has a gradient."""
+    missing: set[Slot] = field(default_factory=set)
+    """Slots whose gradient has not come in this backward."""
+    touched: bool = False
+    again: bool = False
+    """A gradient came after the bucket was issued: it has to be reduced once more."""
+    work: Work | Future[Any] | None = None
+    version: int = -1
+    """Of the buffer when it was reduced: in-place edits of the gradients raise it."""
+
+    def flat(self) -> torch.Tensor:
+        """Gradients and what says which there are; a fresh buffer if it has none."""
+        if self.buffer is None:
+            size = self.size + len(self.slots)
+            self.buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return self.buffer
+
+    def gradients(self) -> torch.Tensor:
+        """All gradients, flat."""
+        return self.flat()[: self.size]
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The place of one gradient, in the layout of its parameter."""
+        return _view(self.flat(), slot)
+
+    def gather(self) -> list[bool]:
+        """Bring the gradients into the buffer; which slots have one."""
+        used, views, grads = [], [], []
+        with torch.no_grad():
+            for slot in self.slots:
+                grad = slot.parameter.grad
+                used.append(grad is not None)
+                view = self.view(slot)
+                if grad is None:
+                    view.zero_()
+                elif not self._is_view(slot, grad):
+                    views.append(view)
+                    grads.append(local_of(grad))
+                    if slot.in_place:
+                        slot.parameter.grad = view
+            if views:
+                torch._foreach_copy_(views, grads)
+        return used
+
+    def wait(self) -> None:
+        """Until it is reduced, if that was begun; the result is in the buffer then."""
+        if isinstance(self.work, Future):
+            self.gradients().copy_(_tensor_of(self.work.wait()).reshape(-1))
+        elif self.work is not None:
+            self.work.wait()
+
+    def scatter(self, tail: torch.Tensor) -> None:
+        """Give each parameter its reduced gradient; those that no group used keep none.
+
+        ``tail``: a number for each slot, which is not 0 if some group had a gradient of it.
+        """
+        unused = [i for i, slot in enumerate(self.slots) if slot.parameter.grad is None]
+        somewhere = tail.tolist() if unused else []
+        copies, views = [], []
+        with torch.no_grad():
+            for i in unused:
+                if not somewhere[i]:
+                    continue
+                slot = self.slots[i]
+                if slot.in_place:
+                    slot.parameter.grad = self.view(slot)
+                else:
+                    slot.parameter.grad = torch.zeros_like(slot.parameter)
+            for slot in self.slots:
+                grad = slot.parameter.grad
+                if grad is not None and not slot.in_place:
+                    copies.append(local_of(grad))
+                    views.append(self.view(slot))
+            if copies:
+                torch._foreach_copy_(copies, views)
+
+    def note(self, pristine: dict[Slot, torch.Tensor] | None) -> None:
+        """Remember what `is_edited` compares with; ``pristine``, if given, gets copies."""
+        self.version = self.flat()._version
+        for slot in self.slots:
+            grad = slot.parameter.grad
+            if not slot.in_place:
+                slot.copy = _mark(grad)
+            if pristine is not None and grad is not None:
+                pristine[slot] = local_of(grad).clone()
+
+    def is_edited(self, pristine: dict[Slot, torch.Tensor] | None) -> bool:
+        """Whether a gradient has changed since `note` was called. ``pristine``: as given to it."""
+        return any(self._is_edited(slot, pristine) for slot in self.slots)
+
+    def _is_edited(self, slot: Slot, pristine: dict[Slot, torch.Tensor] | None) -> bool:
+        grad = slot.parameter.grad
+        if pristine is not None:
+            before = pristine.get(slot)
+            if grad is None or before is None:
+                return grad is not before
+            return not _same_bits(local_of(grad), before)
+        if slot.in_place:
+            at_home = grad is None or self._is_view(slot, grad)
+            return not at_home or (self.buffer is not None and self.buffer._version != self.version)
+        return slot.copy != _mark(grad)
+
+    def _is_view(self, slot: Slot, grad: torch.Tensor) -> bool:
+        if self.buffer is None or not slot.in_place:
+            return False
+        start = self.buffer.data_ptr() + slot.offset * self.buffer.element_size()
+        return grad.data_ptr() == start and grad.stride() == slot.stride
+
+
+def fill(
+    named: list[tuple[str, nn.Parameter]], cap_mb: float, reduce_dtype: torch.dtype | None
+) -> list[Bucket]:
+    """Buckets by size of the whole parameters, so that all ranks of a group have as many.
+
+    ``cap_mb``: of a bucket, in MiB; ``reduce_dtype``: of all of floating point; None: their own.
+    """
+    buckets: list[Bucket] = []
+    used = 0.0
+    for name, parameter in named:
+        local = local_of(parameter)
+        dtype = reduce_dtype if reduce_dtype and local.is_floating_point() else local.dtype
+        mib = parameter.numel() * dtype.itemsize / 2**20
+        cap = _FIRST_BUCKET_MB if len(buckets) == 1 else cap_mb
+        last = buckets[-1] if buckets else None
+        kind = (dtype, local.device)
+        if last is None or kind != (last.dtype, last.device) or used + mib > min(cap, cap_mb):
+            last, used = Bucket(len(buckets), dtype, local.device, [], 0), 0.0
+            buckets.append(last)
+        last.slots.append(_slot(name, parameter, last))
+        last.size += -(-local.numel() // _ALIGNMENT) * _ALIGNMENT
+        used += mib
+    return buckets
+
+
+def sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
+    """Weights whose gradients are sparse, as DDP tells them: by their module's own argument."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+
+
+def in_words(named: list[tuple[str, nn.Parameter]]) -> str:
+    """Names, types and shapes."""
+    return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The place of the gradient in the buffer, in the layout of its parameter."""
+    return flat.as_strided(local_of(slot.parameter).shape, slot.stride, slot.offset)
+
+
+def _slot(name: str, parameter: nn.Parameter, bucket: Bucket) -> Slot:
+    """A place at the end of ``bucket``, in the memory layout of the parameter where it is dense."""
+    local = local_of(parameter)
+    stride = torch.empty_like(local, device="meta").stride()  # its own, where it is dense
+    # FSDP2 holds to the tensor that it made, and may add to it while the bucket is reduced.
+    in_place = not isinstance(parameter, DTensor) and parameter.dtype == bucket.dtype
+    return Slot(name, parameter, bucket.size, local.numel(), stride, in_place)
+
+
+def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    """Changes when a gradient is edited in place, or another is put in its place."""
+    return None if grad is None else (id(grad), local_of(grad)._version)
+
+
+def _tensor_of(value: Any) -> torch.Tensor:
+    """The result of a communication hook: a tensor, or a list of one, as torch's own Works give."""
+    result = value[0] if isinstance(value, list | tuple) else value
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
