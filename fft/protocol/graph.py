@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fft.protocol.spec import FsmSpec
-from fft.protocol.table import EXIT
+from fft.protocol.table import EXIT_ROWS
 
 
 def edges(spec: FsmSpec) -> Iterator[tuple[str, str, str]]:
@@ -19,10 +19,10 @@ def edges(spec: FsmSpec) -> Iterator[tuple[str, str, str]]:
             if row.to is not None:
                 yield "*", row.to, _label(event, row.guard)
     for name, state in spec.states.items():
-        for event, rows in [*state.on.items(), (EXIT, state.exit)]:
+        for event, rows in [*state.on.items(), (EXIT_ROWS, state.exit)]:
             for row in rows:
                 if row.to is not None:
-                    yield name, row.to, _label("" if event == EXIT else event, row.guard)
+                    yield name, row.to, _label("" if event == EXIT_ROWS else event, row.guard)
 
 
 def _label(event: str, guards: list[str]) -> str:

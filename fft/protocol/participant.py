@@ -41,9 +41,10 @@ from fft.messages.protocol import (
 )
 from fft.protocol.effects import EFFECTS, Action, arm
 from fft.protocol.guards import GUARDS, Guard
+from fft.protocol.roles import Role
 from fft.protocol.spec import Row
 from fft.protocol.state import GENESIS, Config, Local, peers_meant
-from fft.protocol.table import EXIT, Table, Turn
+from fft.protocol.table import EXIT_ROWS, Table, Turn
 
 _MAX_CHAIN = 16
 """Exit rows taken in a row without an event between; more means a spec that never settles."""
@@ -55,6 +56,8 @@ class Step:
 
     source: str
     dest: str
+    roles: tuple[Role, Role]
+    """Of these two states."""
     event: str
     guards: dict[str, bool]
     effects: list[str]
@@ -103,8 +106,10 @@ class Participant:
         now: float = 0.0,
     ) -> Local:
         """State of a participant that holds the given training state and knows of nobody."""
+        spec = self.table.spec
         return Local(
-            state=self.table.spec.initial,
+            state=spec.initial,
+            role=spec.states[spec.initial].role,
             lineage=lineage,
             step=step,
             cursor=cursor,
@@ -160,7 +165,7 @@ class Participant:
             s.timers, s.bus_down = before
             return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
         for _ in range(_MAX_CHAIN):
-            if not self._take_row(s, out, event, EXIT, now):
+            if not self._take_row(s, out, event, EXIT_ROWS, now):
                 return out
         raise AssertionError(f"exit rows of {s.state} never settle")
 
@@ -169,11 +174,13 @@ class Participant:
         turn = self.table.look_up(Turn(source, self._checker(s, event)), name)
         if turn.row is None:
             return False
-        out.steps.append(Step(source, turn.state, name, turn.guards, turn.row.effects, turn.row))
-        if turn.row.to is not None:
-            s.state, s.since = turn.state, now
+        roles = (s.role, self.table.spec.states[turn.state].role)
+        row = turn.row
+        out.steps.append(Step(source, turn.state, roles, name, turn.guards, row.effects, row))
+        if row.to is not None:
+            s.state, s.role, s.since = turn.state, roles[1], now
             self._enter(s, out)
-        self._run(s, out, event, turn.row)
+        self._run(s, out, event, row)
         return True
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fft.protocol.roles import Role
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -24,6 +26,9 @@ class Row(_Strict):
     guard: list[str] = Field(default_factory=list, description="names; all must hold")
     effects: list[str] = Field(default_factory=list, description="names; run in this order")
     why: str = Field("", description="a sentence for the reader and the diagram")
+    elsewhere: str = Field(
+        "", description="why no search of the checker takes the row, and the test that does"
+    )
 
 
 Rows = Annotated[list[Row], Field(min_length=1)]
@@ -33,6 +38,7 @@ class StateSpec(_Strict):
     """One state: for every event it has rows, or says by name why it ignores or defers it."""
 
     doc: str = ""
+    role: Role = Field(description="what the state is for; code asks for it, never for the name")
     timers: list[str] = Field(
         default_factory=list, description="armed on entry, cleared on leaving"
     )
@@ -42,7 +48,11 @@ class StateSpec(_Strict):
     )
     ignore: dict[str, str] = Field(default_factory=dict, description="event: reason")
     defer: dict[str, str] = Field(default_factory=dict, description="event: reason")
-    terminal: bool = False
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing comes after it."""
+        return self.role == "terminal"
 
 
 class Common(_Strict):

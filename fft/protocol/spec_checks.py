@@ -13,7 +13,7 @@ from fft.messages.protocol import Event, Timer
 from fft.protocol.effects import EFFECTS
 from fft.protocol.guards import GUARDS
 from fft.protocol.spec import FsmSpec, Row, StateSpec
-from fft.protocol.table import EXIT
+from fft.protocol.table import EXIT_ROWS
 
 Place = tuple[str | int, ...]
 Problem = tuple[Place, str]
@@ -40,7 +40,7 @@ def _row_lists(spec: FsmSpec) -> Iterator[tuple[Place, str, list[Row]]]:
         for event, rows in state.on.items():
             yield ("states", name, "on", event), event, rows
         if state.exit:
-            yield ("states", name, "exit"), EXIT, state.exit
+            yield ("states", name, "exit"), EXIT_ROWS, state.exit
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -57,7 +57,7 @@ def _names(spec: FsmSpec) -> Iterator[Problem]:
         if seconds <= 0:
             yield ("timeouts", name), f"{seconds:g} s is no time to wait; give a positive number"
     for place, event, rows in _row_lists(spec):
-        if event != EXIT and event not in events:
+        if event != EXIT_ROWS and event not in events:
             yield place, _unknown("event", event, events)
         for i, row in enumerate(rows):
             yield from _row_names(spec, (*place, i), row)
@@ -102,7 +102,7 @@ def _fights(spec: FsmSpec) -> Iterator[Problem]:
                         f"rows {i} and {j} fight: row {i} is taken whenever row {j} could be; "
                         "put the one with more guards first, or remove one",
                     )
-        if event == EXIT:
+        if event == EXIT_ROWS:
             for i, row in enumerate(rows):
                 if not row.guard:
                     yield (*place, i), "an exit row needs a guard, or the state is never left alone"
@@ -171,7 +171,7 @@ def _reach(spec: FsmSpec) -> Iterator[Problem]:
             backward[target].add(source)
     ends = {name for name, state in spec.states.items() if state.terminal}
     if not ends:
-        yield ("states",), "there is no terminal state; mark one with `terminal: true`"
+        yield ("states",), "there is no terminal state; mark one with `role: terminal`"
     for name in spec.states.keys() - _closure(backward, ends) if ends else ():
         yield ("states", name), f"no way leads out of {name} to a terminal state; add a row"
 

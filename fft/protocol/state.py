@@ -24,6 +24,7 @@ from fft.messages.protocol import (
     Vote,
     next_lineage,
 )
+from fft.protocol.roles import Role
 
 GENESIS = "genesis"
 """Lineage of a state that every group built alike (``init_sync=False``)."""
@@ -52,6 +53,8 @@ class Local:
     """State of one participant between two events."""
 
     state: str
+    role: Role
+    """Of the state."""
     lineage: str
     step: int = 0
     cursor: int = 0

@@ -21,7 +21,7 @@ from transitions import EventData, Machine
 
 from fft.protocol.spec import FsmSpec, Row
 
-EXIT = "exit"
+EXIT_ROWS = "exit"
 """Name under which a state's exit rows are triggered; no event may be called so."""
 
 
@@ -68,7 +68,7 @@ class Table:
             named = state.on.keys() | state.ignore.keys() | state.defer.keys()
             rows = {**{e: r for e, r in shared.items() if e not in named}, **state.on}
             if state.exit:
-                rows[EXIT] = state.exit
+                rows[EXIT_ROWS] = state.exit
             for event, candidates in rows.items():
                 self._add(name, event, candidates)
         self._candidates = {at: self._listed(*at) for at in self._rows}

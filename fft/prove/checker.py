@@ -247,7 +247,7 @@ class Search:
 
 
 def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    done = all(s.state == "NORMAL" and s.step >= scope.commits for _, s in views)
+    done = all(s.role == "training" and s.step >= scope.commits for _, s in views)
     if shared.bus != "up":  # out, or with nothing left to ask the bus for
         return shared.bus == "gone" and done
     inside = [s for _, s in views if s.epoch is not None]
@@ -256,18 +256,18 @@ def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
     unaware = [s for s in inside if _at_bound(scope, s) and s.head != shared.head]
     if unaware:
         return all(s.vote is None or s in unaware for _, s in views)
-    if any(s.state != "NORMAL" for s in inside) or not inside:
+    if any(s.role != "training" for s in inside) or not inside:
         return not _can_go_on(scope, shared, views) and _waits(views)
     return all(s.step >= scope.commits for s in inside)
 
 
 def _at_bound(scope: Scope, s: Local) -> bool:
-    return s.state == "NORMAL" and s.step >= scope.commits
+    return s.role == "training" and s.step >= scope.commits
 
 
 def _waits(views: list[tuple[int, Local]]) -> bool:
     """Nobody has anything undecided; they wait for groups that may still come."""
-    return all(s.vote is None and s.state in ("INIT", "HEALING") for _, s in views)
+    return all(s.vote is None and s.role in ("joining", "healing") for _, s in views)
 
 
 def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:

@@ -62,6 +62,7 @@ from fft.messages.protocol import (
 )
 from fft.protocol.invariants import INVARIANTS, Claim, Given, Holds, Know, Move, Same
 from fft.protocol.participant import Outcome, Participant
+from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, member_peers
 from fft.protocol.table import Table
@@ -1110,8 +1111,8 @@ class _Here:
     def _events_at_fault(self) -> Iterator[Act]:
         node = self.node
         local = thaw(self.model.locals[node.local])
-        if self.may("fault") and local.state in ("NORMAL", "PREPARED", "COMMIT", "HEALING"):
-            broken = node._replace(task=None) if local.state == "NORMAL" else node
+        if self.may("fault") and local.role in (*AT_WORK, "healing"):
+            broken = node._replace(task=None) if local.role == "training" else node
             yield self.event("raises", broken, Fault(local.token, ""), "fault")
         if self.may("early"):
             for name, serial in local.timers.items():

@@ -36,6 +36,7 @@ from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.load import load_spec, parse_spec
 from fft.protocol.participant import Outcome, Participant
+from fft.protocol.roles import Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
 from fft.prove.checker import Result, Search, search
@@ -148,19 +149,26 @@ def planted(
     return Planted
 
 
-def on(raw: Raw, state: str, event: str) -> list[Raw]:
-    """Rows of an event in a state."""
-    rows: list[Raw] = raw["states"][state]["on"].setdefault(event, [])
+def name_of(raw: Raw, role: Role) -> str:
+    """The name of the first state of a role."""
+    states: dict[str, Raw] = raw["states"]
+    return next(name for name, state in states.items() if state["role"] == role)
+
+
+def on(raw: Raw, role: Role, event: str) -> list[Raw]:
+    """Rows of an event in the state of a role."""
+    rows: list[Raw] = raw["states"][name_of(raw, role)]["on"].setdefault(event, [])
     return rows
 
 
-def instead(state: str, event: str, **row: Any) -> Change:
+def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Change:
     """One row in the place of whatever the state says to the event."""
 
     def change(raw: Raw) -> None:
-        raw["states"][state]["ignore"].pop(event, None)
-        raw["states"][state]["defer"].pop(event, None)
-        on(raw, state, event)[:] = [row]
+        state = raw["states"][name_of(raw, role)]
+        state["ignore"].pop(event, None)
+        state["defer"].pop(event, None)
+        on(raw, role, event)[:] = [{"to": to and name_of(raw, to), **row}]
 
     return change
 
@@ -245,9 +253,9 @@ def _yes_unless_failed(s: Local, c: Config, event: Event) -> bool:
 
 
 def _apply_at_once(raw: Raw) -> None:
-    """The vote's row applies; what follows COMMIT waits for it; COMMIT's rows apply no more."""
-    on(raw, "NORMAL", "prepared")[0]["effects"].append("apply")
-    prepared = raw["states"]["PREPARED"]
+    """The vote's row applies; what follows COMMIT waits for it; those rows apply no more."""
+    on(raw, "training", "prepared")[0]["effects"].append("apply")
+    prepared = raw["states"][name_of(raw, "voting")]
     prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
     for row in prepared["on"]["decision"]:
         row["effects"] = [name for name in row["effects"] if name != "apply"]
@@ -376,7 +384,7 @@ def _own_batches(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _leave_blocked(raw: Raw) -> None:
-    for row in on(raw, "NORMAL", "decision"):
+    for row in on(raw, "training", "decision"):
         row["effects"] = [name for name in row["effects"] if name != "abort_groups"]
 
 
@@ -404,13 +412,15 @@ def _head_forgotten(s: Local) -> Local:
 
 
 def _leaver_says_ack(raw: Raw) -> None:
-    (row,) = (r for r in on(raw, "PREPARED", "decision") if r["to"] == "DRAIN_COMMIT")
+    last = name_of(raw, "last_commit")
+    (row,) = (r for r in on(raw, "voting", "decision") if r["to"] == last)
     row["effects"].insert(-1, "say_ack_committed")
 
 
 def _leave_at_once(raw: Raw) -> None:
-    row = {"guard": ["asked_to_leave"], "to": "EXIT", "effects": ["say_leave", "finish"]}
-    raw["states"]["NORMAL"]["exit"].insert(0, row)
+    out = name_of(raw, "terminal")
+    row = {"guard": ["asked_to_leave"], "to": out, "effects": ["say_leave", "finish"]}
+    raw["states"][name_of(raw, "training")]["exit"].insert(0, row)
 
 
 def _without_the_dead(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -435,7 +445,7 @@ def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
 
 
 def _votes_without_state(raw: Raw) -> None:
-    on(raw, "NORMAL", "prepared")[0]["guard"] = ["votes_yes"]
+    on(raw, "training", "prepared")[0]["guard"] = ["votes_yes"]
 
 
 def _able(s: Local) -> set[Peer]:
@@ -453,7 +463,7 @@ def _cast_for_the_able(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _never_armed(raw: Raw) -> None:
-    on(raw, "INIT", "start")[0]["to"] = None
+    on(raw, "joining", "start")[0]["to"] = None
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -550,7 +560,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "exactly_once",
         small(fault=1),
         instead(
-            "COMMIT", "fault", to="ROLLBACK_REQ", effects=["note_cause", "propose_abort"], guard=[]
+            "committing", "fault", to="aborting", effects=["note_cause", "propose_abort"], guard=[]
         ),
     ),
     Mutant(
@@ -559,7 +569,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "exactly_once",
         small(fault=1, commits=2),
         instead(
-            "COMMIT", "decision", to="ROLLBACK_SYNC", effects=["note_head", "say_ack", *ROLL_BACK]
+            "committing",
+            "decision",
+            to="rolling_back",
+            effects=["note_head", "say_ack", *ROLL_BACK],
         ),
     ),
     # skips
@@ -626,7 +639,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Who is in doubt when its time is up takes COMMIT for granted.",
         "validity",
         small(early=1),
-        instead("PREPARED", "timer.vote_window", to="COMMIT", effects=["assume_commit", "apply"]),
+        instead("voting", "timer.vote_window", to="committing", effects=["assume_commit", "apply"]),
     ),
     Mutant(
         "presumed_abort",
@@ -634,9 +647,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "agreement",
         small(early=1),
         instead(
-            "PREPARED",
+            "voting",
             "timer.vote_window",
-            to="ROLLBACK_SYNC",
+            to="rolling_back",
             effects=["assume_abort", "say_ack", *ROLL_BACK],
         ),
     ),
@@ -645,14 +658,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "Who is in doubt when its time is up ends, though the register could be asked.",
         "decided",
         small(early=1),
-        instead("PREPARED", "timer.vote_window", to="EXIT", effects=["say_leave", "stop_in_doubt"]),
+        instead(
+            "voting", "timer.vote_window", to="terminal", effects=["say_leave", "stop_in_doubt"]
+        ),
     ),
     Mutant(
         "waits_in_doubt_for_ever",
         "Who is in doubt waits to be told, and never asks the register.",
         "eventually",
         small(lose=1),
-        instead("PREPARED", "timer.vote_window", effects=["rearm"]),
+        instead("voting", "timer.vote_window", effects=["rearm"]),
     ),
     # numbers and fences
     Mutant(
@@ -786,7 +801,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "no_timers_at_start",
-        "The start does not enter INIT, so that its timers are not armed.",
+        "The start does not enter its state, so that its timers are not armed.",
         "eventually",
         small(crash=1, formed=False, commits=0),
         _never_armed,

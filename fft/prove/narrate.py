@@ -201,7 +201,7 @@ def _moved(model: Model, before: Node, after: Node, step: Step) -> str:
 
 def label(local: Local) -> str:
     """The state, and where a txn is open which one."""
-    return f"{local.state} {txn(local.token)}" if local.state == "NORMAL" else local.state
+    return f"{local.state} {txn(local.token)}" if local.role == "training" else local.state
 
 
 def ending(model: Model, before: Node, step: Step) -> str:

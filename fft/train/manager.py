@@ -781,7 +781,7 @@ class ManagerFFT(Manager):  # type: ignore[misc]
     def drained(self) -> bool:
         """Whether this participant has left for good."""
         engine = self._engine
-        return engine is not None and engine.local.state == "EXIT"
+        return engine is not None and engine.local.role == "terminal"
 
     def digest(self) -> str:
         """Digest of this rank's parameters, optimizer state and buffers."""

@@ -33,7 +33,7 @@ from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec, Row
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.state import Config, Local
-from fft.protocol.table import EXIT, Table
+from fft.protocol.table import EXIT_ROWS, Table
 from fft.prove.cluster import Node
 
 Place = tuple[str | int, ...]
@@ -52,7 +52,7 @@ def places() -> list[Place]:
     for name, state in HSDP.states.items():
         for event, rows in state.on.items():
             found += [("states", name, "on", event, i) for i in range(len(rows))]
-        found += [("states", name, EXIT, i) for i in range(len(state.exit))]
+        found += [("states", name, EXIT_ROWS, i) for i in range(len(state.exit))]
     return found
 
 
@@ -60,7 +60,7 @@ def row_at(place: Place, spec: FsmSpec = HSDP) -> Row:
     """The row that stands at a place."""
     *path, event, index = place
     owner = spec.common if path[0] == "common" else spec.states[str(path[1])]
-    rows = owner.exit if event == EXIT else owner.on[str(event)]  # type: ignore[union-attr]
+    rows = owner.exit if event == EXIT_ROWS else owner.on[str(event)]  # type: ignore[union-attr]
     return rows[int(index)]
 
 
@@ -909,7 +909,7 @@ def without(place: Place) -> FsmSpec:
     for part in path:
         owner = owner[part]
     del owner[key][index]
-    if not owner[key] and key != EXIT:
+    if not owner[key] and key != EXIT_ROWS:
         del owner[key]
     return FsmSpec.model_validate(data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -64,14 +65,14 @@ BAD = {
         "keep one",
     ),
     "unreachable state": (
-        TEXT + "\n  LIMBO:\n    on: {drain: [{to: EXIT}]}\n    ignore:\n"
+        TEXT + "\n  LIMBO:\n    role: healing\n    on: {drain: [{to: EXIT}]}\n    ignore:\n"
         "      {prepared: x, fault: x, decision: x}\n",
         "states.LIMBO",
         "cannot be reached",
     ),
     "no way to an end": (TEXT.replace("to: EXIT", "to: INIT"), "states", "EXIT"),
     "terminal with rows": (
-        changed("    terminal: true", "    terminal: true\n    timers: [pause]"),
+        changed("    role: terminal", "    role: terminal\n    timers: [pause]"),
         "states.EXIT",
         "terminal",
     ),
@@ -100,7 +101,7 @@ def test_the_line_in_the_error_is_the_line_of_the_mistake() -> None:
 def test_a_deferral_without_an_end_is_refused() -> None:
     values = load_spec("hsdp").model_dump()
     for state in values["states"].values():
-        if not state["terminal"]:
+        if state["role"] != "terminal":
             state["on"].pop("prepared", None)
             state["ignore"].pop("prepared", None)
             state["defer"]["prepared"] = "later"
@@ -114,6 +115,19 @@ def test_a_spec_is_found_by_name_and_by_path() -> None:
         find_spec("hdsp")
     with pytest.raises(SpecError, match="no such spec file"):
         find_spec("elsewhere/hsdp.yaml")
+
+
+def test_no_code_asks_for_a_state_by_name() -> None:
+    """A spec may call its states as it likes: code asks for roles."""
+    states = {part for name in load_spec("hsdp").states for part in (name, name.partition(".")[0])}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for room in ("fft", "benchmarks")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in states
+    ]
+    assert not found
 
 
 def test_the_schema_file_for_editors_is_the_schema_of_the_models() -> None:

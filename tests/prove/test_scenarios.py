@@ -83,14 +83,14 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "NaN in a gradient": "e2e/test_injected.py",
         "lighthouse restarted": "e2e/test_injected.py",
         "a message, vote or request for state without the job token, changed, or said again": (
-            "test_trust.py"
+            "bus/test_trust.py"
         ),
-        "a register that nobody of the job wrote": "test_trust.py",
-        "the head register goes back to an older record": "test_trust.py",
+        "a register that nobody of the job wrote": "bus/test_trust.py",
+        "the head register goes back to an older record": "bus/test_trust.py",
         "main thread hangs": "e2e/test_hangs.py",
         "a NATS server killed": "e2e/test_nats_training.py",
-        "mistake in the script": "supervisor/test_mistakes.py",
-        "disk full under the trace": "test_trace.py",
+        "mistake in the script": "launch/test_mistakes.py",
+        "disk full under the trace": "trace/test_trace.py",
         "groups that reduce unlike gradients": "e2e/test_reducer.py",
         "notice of preemption with a deadline": "e2e/test_notice.py",
         "the same, on one rank of a group": "e2e/test_notice.py",

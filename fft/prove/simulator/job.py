@@ -21,6 +21,7 @@ from fft.messages.protocol import BusMessage, Drain, Effect, Event, Peer, Record
 from fft.protocol.invariants import History, Move, judge
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
+from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, committed
 from fft.protocol.table import Table
@@ -498,7 +499,7 @@ class World:
 
     def _gave_up(self, process: Process, begun: float) -> bool:
         moves = self.history.moves[process.peer]
-        last = next((move for move in moves if move.after.state == "EXIT"), None)
+        last = next((move for move in moves if move.after.role == "terminal"), None)
         if last is None or not isinstance(last.event, Timer):
             return False
         return last.event.name == "quorum" and last.before.since < begun
@@ -523,12 +524,12 @@ class World:
         return all(
             p.local.epoch is not None
             and p.local.token.epoch == head.epoch
-            and p.local.state in ("NORMAL", "PREPARED", "COMMIT")
+            and p.local.role in AT_WORK
             for p in self.live()
         )
 
     def _in_doubt(self) -> bool:
-        return any(p.local.vote is not None and p.local.state != "EXIT" for p in self.live())
+        return any(p.local.vote is not None and p.local.role != "terminal" for p in self.live())
 
     def _drain(self) -> None:
         """Everyone leaves; everyone must be out in good order."""
@@ -561,7 +562,7 @@ class World:
 def _holds(process: Process, head: Record) -> bool:
     """Whether the process has the head's state, or will have it by its own means."""
     s = process.local
-    if s.state == "EXIT":
+    if s.role == "terminal":
         return False
     if s.lineage == head.lineage:
         return True
