@@ -6,6 +6,7 @@ A spec holds names only; what a guard or an effect means is code in this room.
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -84,6 +85,28 @@ class Policies(_Strict):
     )
 
 
+class TimerRule(_Strict):
+    """What a timer must be at least, so that it fits to another time."""
+
+    times: float = Field(1.0, gt=0, description="the timer is at least so many times …")
+    of: str = Field(description="… this one: another timer, an argument, a time of the bus")
+    why: str
+
+
+class TimerSpec(_Strict):
+    """A timer: its default, in seconds, what it means, and what it must fit to."""
+
+    default: float = Field(gt=0, description="seconds; the manager's arguments come before it")
+    doc: str = Field(description="what it bounds; `fft config` shows it")
+    follows: str | None = Field(
+        None, description="the manager's argument that it is as long as, unless it is given itself"
+    )
+    grows: bool = Field(
+        False, description="may be moved to fit its rules though what it follows was given"
+    )
+    at_least: list[TimerRule] = Field(default_factory=list)
+
+
 class FsmSpec(_Strict):
     """A whole paradigm, as written in ``fsm_specs/<name>.yaml``."""
 
@@ -92,10 +115,15 @@ class FsmSpec(_Strict):
     doc: str = ""
     groups: Groups
     policies: Policies
-    timeouts: dict[str, float] = Field(description="timer name: default, in seconds")
+    timers: dict[str, TimerSpec]
     initial: str
     common: Common = Common()
     states: dict[str, StateSpec]
+
+    @cached_property
+    def timeouts(self) -> dict[str, float]:
+        """Defaults of the timers, in seconds."""
+        return {name: timer.default for name, timer in self.timers.items()}
 
     def digest(self) -> str:
         """Hex digest of the content; two processes of one job must have the same."""

@@ -14,6 +14,7 @@ from fft.protocol.effects import EFFECTS
 from fft.protocol.guards import GUARDS
 from fft.protocol.spec import FsmSpec, Row, StateSpec
 from fft.protocol.table import EXIT_ROWS
+from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 
 Place = tuple[str | int, ...]
 Problem = tuple[Place, str]
@@ -50,12 +51,9 @@ def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def _names(spec: FsmSpec) -> Iterator[Problem]:
-    events = EVENTS | {f"timer.{name}" for name in spec.timeouts}
+    events = EVENTS | {f"timer.{name}" for name in spec.timers}
     if spec.initial not in spec.states:
         yield ("initial",), _unknown("state", spec.initial, spec.states)
-    for name, seconds in spec.timeouts.items():
-        if seconds <= 0:
-            yield ("timeouts", name), f"{seconds:g} s is no time to wait; give a positive number"
     for place, event, rows in _row_lists(spec):
         if event != EXIT_ROWS and event not in events:
             yield place, _unknown("event", event, events)
@@ -69,8 +67,26 @@ def _names(spec: FsmSpec) -> Iterator[Problem]:
     armed += [(("states", name), state.timers) for name, state in spec.states.items()]
     for owner, timers in armed:
         for i, timer in enumerate(timers):
-            if timer not in spec.timeouts:
-                yield (*owner, "timers", i), _unknown("timer", timer, spec.timeouts)
+            if timer not in spec.timers:
+                yield (*owner, "timers", i), _unknown("timer", timer, spec.timers)
+    yield from _timers(spec)
+
+
+def _timers(spec: FsmSpec) -> Iterator[Problem]:
+    """Rules speak of times that there are, and not in a circle: else nothing could keep them."""
+    others: dict[str, set[str]] = {}
+    for name, timer in spec.timers.items():
+        if timer.follows is not None and timer.follows not in ARGUMENTS:
+            yield ("timers", name, "follows"), _unknown("argument", timer.follows, ARGUMENTS)
+        for i, rule in enumerate(timer.at_least):
+            known = {*spec.timers, *OUTSIDE_TIMES}
+            if rule.of not in known:
+                yield ("timers", name, "at_least", i, "of"), _unknown("time", rule.of, known)
+        others[name] = {rule.of for rule in timer.at_least}
+    for name in spec.timers:
+        if name in _closure(others, others[name]):
+            text = f"the rules of {name} lead back to it: one of them must go"
+            yield ("timers", name, "at_least"), text
 
 
 def _row_names(spec: FsmSpec, place: Place, row: Row) -> Iterator[Problem]:

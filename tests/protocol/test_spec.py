@@ -41,8 +41,15 @@ BAD = {
     "unknown event": (changed("      prepared:\n", "      perpared:\n"), "on", "'prepared'"),
     "unknown timer": (changed("timers: [vote_window]", "timers: [vote_widow]"), "timers", "window"),
     "unknown initial": (changed("initial: INIT", "initial: START"), "initial", "known"),
-    "no time": (changed("pause: 0.1", "pause: -0.1"), "timeouts.pause", "positive"),
-    "wrong type": (changed("pause: 0.1", "pause: soon"), "timeouts.pause", "soon"),
+    "no time": (changed("default: 0.1", "default: -0.1"), "timers.pause.default", "greater than 0"),
+    "wrong type": (changed("default: 0.1", "default: soon"), "timers.pause.default", "soon"),
+    "unknown time": (changed("of: join_window", "of: join_widow"), "quorum", "'join_window'"),
+    "unknown argument": (changed("follows: timeout", "follows: time"), "timers", "'timeout'"),
+    "rules in a circle": (
+        changed("of: ack_window", "of: quorum"),
+        "timers.quorum.at_least",
+        "lead back to it",
+    ),
     "rows that fight": (changed(PREPARED, PREPARED * 2), "on.prepared.1", "fight"),
     "row behind a wider one": (
         changed(PREPARED, "        - {to: ROLLBACK_REQ, effects: [propose_abort]}\n" + PREPARED),
