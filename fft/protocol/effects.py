@@ -880,8 +880,11 @@ def tell_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def succeed_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose the next epoch as successor of my epoch, for the register knows of no decision."""
+    """Propose the next epoch as successor of my epoch, for the register knows of no decision.
+
+    Outside every epoch: of the last record, as any other.
+    """
     proposal = next_epoch(s, c)
     assert proposal is not None, "the row is guarded by epoch_possible"
     s.proposed = True
-    yield Decide(s.epoch, proposal)
+    yield Decide(s.epoch or s.head, proposal)

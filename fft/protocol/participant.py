@@ -187,7 +187,7 @@ class Participant:
         return lambda name: self.guards[name](s, self.config, event)
 
     def _enter(self, s: Local, out: Outcome) -> None:
-        lasting = self.table.spec.common.timers
+        lasting = self.table.spec.lasting
         if gone := tuple(name for name in s.timers if name not in lasting):
             s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
             out.effects.append(ClearTimers(gone))

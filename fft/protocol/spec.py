@@ -61,9 +61,6 @@ class Common(_Strict):
 
     on: dict[str, Rows] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
-    timers: list[str] = Field(
-        default_factory=list, description="timers that effects arm and that outlive a state"
-    )
 
 
 class Groups(_Strict):
@@ -98,6 +95,7 @@ class TimerSpec(_Strict):
 
     default: float = Field(gt=0, description="seconds; the manager's arguments come before it")
     doc: str = Field(description="what it bounds; `fft config` shows it")
+    lasting: bool = Field(False, description="armed by effects, and outlives a state")
     follows: str | None = Field(
         None, description="the manager's argument that it is as long as, unless it is given itself"
     )
@@ -125,6 +123,11 @@ class FsmSpec(_Strict):
         """Defaults of the timers, in seconds."""
         return {name: timer.default for name, timer in self.timers.items()}
 
+    @cached_property
+    def lasting(self) -> frozenset[str]:
+        """Timers that effects arm, and that no state clears."""
+        return frozenset(name for name, timer in self.timers.items() if timer.lasting)
+
     def digest(self) -> str:
-        """Hex digest of the content; two processes of one job must have the same."""
+        """Hex digest of the whole, parts included; two processes of one job must have the same."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()

@@ -63,12 +63,10 @@ def _names(spec: FsmSpec) -> Iterator[Problem]:
         for event in silent:
             if event not in events:
                 yield (*owner, event), _unknown("event", event, events)
-    armed: list[tuple[Place, list[str]]] = [(("common",), spec.common.timers)]
-    armed += [(("states", name), state.timers) for name, state in spec.states.items()]
-    for owner, timers in armed:
-        for i, timer in enumerate(timers):
+    for name, state in spec.states.items():
+        for i, timer in enumerate(state.timers):
             if timer not in spec.timers:
-                yield (*owner, "timers", i), _unknown("timer", timer, spec.timers)
+                yield ("states", name, "timers", i), _unknown("timer", timer, spec.timers)
     yield from _timers(spec)
 
 
@@ -143,7 +141,7 @@ def _silences(spec: FsmSpec) -> Iterator[Problem]:
             if state.on or state.exit or state.defer or state.timers:
                 yield ("states", name), "a terminal state has no rows, deferrals or timers"
             continue
-        timers = [*state.timers, *spec.common.timers]
+        timers = [*state.timers, *spec.lasting]
         expected = EVENTS | {f"timer.{timer}" for timer in timers}
         for event in sorted(expected - answered(spec, state)):
             yield (

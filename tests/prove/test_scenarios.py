@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
+from specs import whole_text
 
 from fft.protocol.invariants import INVARIANTS
-from fft.protocol.load import find_spec, load_spec, parse_spec
+from fft.protocol.load import load_spec, parse_spec
 from fft.prove.checker import Search, narrate
 from fft.prove.model import KINDS, Model, Scope, World
 from fft.prove.mutants import MUTANTS, run
@@ -26,7 +27,7 @@ from fft.prove.scenario import (
 
 FOLDER = Path(__file__).parent.parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
-TEXT = find_spec("hsdp").read_text(encoding="utf-8")
+TEXT = whole_text("hsdp")
 LEFT_OVER = (", abort_groups, restore]", ", abort_groups]")
 """A planted bug: who rolls back does not wait for its main thread."""
 
@@ -276,7 +277,7 @@ def test_a_counterexample_with_twins_says_which_of_them(tmp_path: Path) -> None:
 def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
     """Nobody asks the register: who never hears of the decision stays in doubt."""
     before, prepared, after = TEXT.partition("  PREPARED:\n")
-    asks = "timer.vote_window:\n        - {effects: [propose_abort, rearm]}"
+    asks = "timer.vote_window:\n      - {effects: [propose_abort, rearm]}"
     assert asks in after.partition("  COMMIT:\n")[0]
     deaf = before + prepared + after.replace("[propose_abort, rearm]", "[rearm]", 1)
     (tmp_path / "deaf.yaml").write_text(deaf, encoding="utf-8")
