@@ -495,7 +495,7 @@ def abort_groups(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Have the main thread unwind and put back the start of the step."""
-    s.restored, s.restoring, s.vote, s.skip = False, s.token, None, False
+    s.restoring, s.vote, s.skip = s.token, None, False
     yield Restore(s.token, s.cause)
 
 
@@ -505,7 +505,7 @@ def note_restored(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Restored)
     if event.torn:
         s.lineage, s.cause = "", event.cause
-    s.restored, s.restoring, s.stuck = True, None, False
+    s.restoring, s.stuck = None, False
     return ()
 
 
@@ -551,7 +551,7 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     record = event.record
     s.head, s.head_read, s.epoch = record, True, record
     s.token = Token(record.epoch, 1)
-    s.commits, s.in_barrier, s.healed = 0, False, False
+    s.commits, s.healed = 0, False
     s.proposed, s.vote = False, None
     s.paused = False
     inside = record.peer_set
@@ -584,19 +584,12 @@ def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def note_connected(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """My state comes while the others compute: I can be in the barrier before."""
-    s.in_barrier = True
-    return ()
-
-
-@action
 def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """My state is that of the epoch's record."""
     assert isinstance(event, Healed) and s.epoch is not None
     s.step, s.lineage = s.epoch.step, s.epoch.lineage
     s.cursor, s.batches = s.epoch.cursor, s.epoch.batches
-    s.in_barrier = s.healed = True
+    s.healed = True
     return ()
 
 

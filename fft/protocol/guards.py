@@ -170,16 +170,11 @@ def adopted(s: Local, c: Config, event: Event) -> bool:
 def misjudged(s: Local, c: Config, event: Event) -> bool:
     """The new epoch counts on a state that I do not hold (it was torn after I had said so)."""
     record = _record(event) or s.head
-    if record is None or record.kind != "epoch" or record.lineage == s.lineage:
+    held = "" if says_torn(s, c, event) else s.lineage
+    if record is None or record.kind != "epoch" or record.lineage == held:
         return False
     mine = [g for g in record.members if c.me in g.peers()]
     return bool(mine) and mine[0].ranks[c.me.rank].current
-
-
-@guard
-def forming(s: Local, c: Config, event: Event) -> bool:
-    """The epoch I stand in is closed and the next one is not formed yet."""
-    return s.head is not None and s.head.kind != "epoch" and s.head.epoch == s.token.epoch
 
 
 @guard
@@ -246,12 +241,6 @@ def not_proposed(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def is_restored(s: Local, c: Config, event: Event) -> bool:
-    """The main thread has put back the start of the step."""
-    return s.restored
-
-
-@guard
 def says_torn(s: Local, c: Config, event: Event) -> bool:
     """The start of the step could not be put back as a whole."""
     return isinstance(event, Restored) and event.torn
@@ -262,12 +251,6 @@ def said_unwinding(s: Local, c: Config, event: Event) -> bool:
     """My last word was that my main thread was still unwinding."""
     said = s.hellos.get((c.me.group, c.me.rank))
     return said is not None and said.peer == c.me and said.unwinding
-
-
-@guard
-def in_barrier(s: Local, c: Config, event: Event) -> bool:
-    """Groups are rebuilt, and my state is current or on its way."""
-    return s.in_barrier
 
 
 @guard

@@ -62,6 +62,14 @@ class Move:
         return any(now in roles and was != now for was, now in self.roles)
 
     @property
+    def came_ready(self) -> bool:
+        """Whether it brought the participant into the barrier of its epoch."""
+        return any(
+            step.event in ("connected", "healed") and step.source != step.dest
+            for step in self.out.steps
+        )
+
+    @property
     def roles(self) -> list[tuple[Role, Role]]:
         """Of the states that its rows lead from and to."""
         return [step.roles for step in self.out.steps]
@@ -573,7 +581,7 @@ def live_set(move: Move) -> Iterator[Claim]:
     every member had entered it, and nobody else is given that epoch.
     """
     before, after, peer = move.before, move.after, move.peer
-    if after.in_barrier and not before.in_barrier:
+    if move.came_ready:
         yield Know(("in barrier", before.token.epoch, peer))
     new = after.epoch
     if new is not None and (before.epoch is None or before.epoch.n != new.n):

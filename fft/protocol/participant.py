@@ -42,7 +42,7 @@ from fft.messages.protocol import (
 from fft.protocol.effects import EFFECTS, Action, arm
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
-from fft.protocol.spec import Row
+from fft.protocol.spec import Row, outermost
 from fft.protocol.state import GENESIS, Config, Local, peers_meant
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
@@ -109,7 +109,7 @@ class Participant:
         spec = self.table.spec
         return Local(
             state=spec.initial,
-            role=spec.states[spec.initial].role,
+            role=spec.leaves[spec.initial].state.role,
             lineage=lineage,
             step=step,
             cursor=cursor,
@@ -174,24 +174,26 @@ class Participant:
         turn = self.table.look_up(Turn(source, self._checker(s, event)), name)
         if turn.row is None:
             return False
-        roles = (s.role, self.table.spec.states[turn.state].role)
+        roles = (s.role, self.table.spec.leaves[turn.state].state.role)
         row = turn.row
         out.steps.append(Step(source, turn.state, roles, name, turn.guards, row.effects, row))
         if row.to is not None:
-            s.state, s.role, s.since = turn.state, roles[1], now
-            self._enter(s, out)
+            s.state, s.role = turn.state, roles[1]
+            if "." not in row.to or outermost(source) != outermost(row.to):
+                self._enter(s, out, now)
         self._run(s, out, event, row)
         return True
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
         return lambda name: self.guards[name](s, self.config, event)
 
-    def _enter(self, s: Local, out: Outcome) -> None:
+    def _enter(self, s: Local, out: Outcome, now: float) -> None:
+        s.since = now
         lasting = self.table.spec.lasting
         if gone := tuple(name for name in s.timers if name not in lasting):
             s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
             out.effects.append(ClearTimers(gone))
-        for name in self.table.spec.states[s.state].timers:
+        for name in self.table.spec.leaves[s.state].state.timers:
             out.effects.append(arm(s, self.config, name))
 
     def _run(self, s: Local, out: Outcome, event: Event, row: Row) -> None:

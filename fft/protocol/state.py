@@ -83,11 +83,9 @@ class Local:
     leaving: frozenset[Peer] = frozenset()
     vote: Vote | None = None
     restoring: Token | None = None
-    restored: bool = True
+    """The txn that the main thread was told to unwind, and has not come back from."""
     stuck: bool = False
     """My main thread was seen not to move, and has not come back since."""
-    in_barrier: bool = False
-    """I may begin with the epoch: its groups are rebuilt, and my state is current or on its way."""
     healed: bool = False
     """My state is that of the epoch's record, or of what was committed since."""
     proposed: bool = False
@@ -108,7 +106,7 @@ class Local:
     """Armed timers: name → serial."""
     timer_serial: int = 0
     since: float = 0.0
-    """Monotonic seconds at which the state was entered."""
+    """Monotonic seconds at which the state (not its sub-state) was entered."""
 
     def __copy__(self) -> Local:
         """What ``copy`` does for slots by itself takes as long as the rest of an event."""
@@ -186,7 +184,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         batches=held.batches,
         head=s.head.n if s.head else 0,
         # What this rollback has begun does not count: everyone acknowledges before it is done.
-        unwinding=s.stuck or (not s.restored and s.restoring != s.token),
+        unwinding=s.stuck or s.restoring not in (None, s.token),
     )
 
 

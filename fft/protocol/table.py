@@ -56,19 +56,15 @@ class Table:
         self.spec = spec
         self._machine = Machine(
             model=None,
-            states=list(spec.states),
+            states=list(spec.leaves),
             initial=spec.initial,
             auto_transitions=False,
             send_event=True,
             queued=False,
         )
         self._rows: set[tuple[str, str]] = set()
-        for name, state in spec.states.items():
-            shared = {} if state.terminal else spec.common.on
-            named = state.on.keys() | state.ignore.keys() | state.defer.keys()
-            rows = {**{e: r for e, r in shared.items() if e not in named}, **state.on}
-            if state.exit:
-                rows[EXIT_ROWS] = state.exit
+        for name, leaf in spec.leaves.items():
+            rows = {**leaf.on, EXIT_ROWS: leaf.exit} if leaf.exit else leaf.on
             for event, candidates in rows.items():
                 self._add(name, event, candidates)
         self._candidates = {at: self._listed(*at) for at in self._rows}
@@ -91,16 +87,14 @@ class Table:
 
     def verdict(self, state: str, event: str) -> tuple[Verdict, str]:
         """What the state says to the event by name, and why: rows, ignore, defer, or refuse."""
-        spec = self.spec.states[state]
+        leaf = self.spec.leaves[state]
         if (state, event) in self._rows:
             return "row", ""
-        if event in spec.ignore:
-            return "ignore", spec.ignore[event]
-        if event in spec.defer:
-            return "defer", spec.defer[event]
-        if not spec.terminal and event in self.spec.common.ignore:
-            return "ignore", self.spec.common.ignore[event]
-        if spec.terminal:
+        if event in leaf.ignore:
+            return "ignore", leaf.ignore[event]
+        if event in leaf.defer:
+            return "defer", leaf.defer[event]
+        if leaf.state.terminal:
             return "ignore", "the state is terminal"
         return "refuse", f"{state} has no row for {event!r}"
 

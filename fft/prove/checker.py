@@ -20,7 +20,7 @@ import numpy as np
 
 from fft.protocol.invariants import INVARIANTS, Know
 from fft.protocol.participant import Participant
-from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec import FsmSpec, Row, SubState
 from fft.protocol.state import Local
 from fft.prove.intern import thaw
 from fft.prove.model import REAL, Model, Scope, State, Step, World
@@ -286,15 +286,13 @@ def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> boo
 
 def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Row]]:
     """(place, row) of every row of a spec."""
-    for event, rows in spec.common.on.items():
-        for i, row in enumerate(rows):
-            yield f"common.on.{event}.{i}", row
-    for name, state in spec.states.items():
-        for event, rows in state.on.items():
+    for place, owner in spec.row_owners():
+        at = ".".join(place)
+        for event, rows in owner.on.items():
             for i, row in enumerate(rows):
-                yield f"states.{name}.on.{event}.{i}", row
-        for i, row in enumerate(state.exit):
-            yield f"states.{name}.exit.{i}", row
+                yield f"{at}.on.{event}.{i}", row
+        for i, row in enumerate(owner.exit if isinstance(owner, SubState) else ()):
+            yield f"{at}.exit.{i}", row
 
 
 def search(

@@ -156,6 +156,8 @@ class World:
     """Every attempt at a step has a ballot of its own."""
     patient: bool = True
     """The main thread of a learner waits for its state before it says that the body has ended."""
+    restores: bool = True
+    """A main thread that unwinds puts back the start of the step."""
 
 
 REAL = World()
@@ -974,7 +976,8 @@ class _Here:
             if args[1:]:  # the fetch that the rollback ends may have begun to write
                 torn = node._replace(task=(name, args[0]), bits=bits.torn(self.me))
                 yield self.event("ends its fetch half way", torn, HealFailed(args[1], "", True))
-            yield self.event("restores", idle._replace(bits=bits.restored()), Restored(args[0]))
+            back = bits.restored() if model.world.restores else bits
+            yield self.event("restores", idle._replace(bits=back), Restored(args[0]))
             if self.may("torn"):  # the body had changed what nothing was kept of
                 torn = idle._replace(bits=bits.torn(self.me).restored())
                 yield self.event("restores half", torn, Restored(args[0], torn=True), "torn")

@@ -88,8 +88,8 @@ class Mutant:
             for word, there in (
                 ("table", self.change is not None or self.base != "hsdp"),
                 ("core", self.participant is not Participant),
-                ("main thread", not self.world.patient),
-                ("bus", replace(self.world, patient=True) != REAL),
+                ("main thread", not (self.world.patient and self.world.restores)),
+                ("bus", replace(self.world, patient=True, restores=True) != REAL),
             )
             if there
         ]
@@ -149,26 +149,40 @@ def planted(
     return Planted
 
 
-def name_of(raw: Raw, role: Role) -> str:
-    """The name of the first state of a role."""
+def state_of(raw: Raw, role: Role) -> Raw:
+    """The first state of a role."""
     states: dict[str, Raw] = raw["states"]
-    return next(name for name, state in states.items() if state["role"] == role)
+    return next(state for state in states.values() if state["role"] == role)
+
+
+def way_to(raw: Raw, role: Role) -> str:
+    """What a row leads to that enters this state, in its first sub-state if it has some."""
+    state = state_of(raw, role)
+    name = next(name for name, other in raw["states"].items() if other is state)
+    return ".".join([name, *list(state["states"])[:1]])
 
 
 def on(raw: Raw, role: Role, event: str) -> list[Raw]:
     """Rows of an event in the state of a role."""
-    rows: list[Raw] = raw["states"][name_of(raw, role)]["on"].setdefault(event, [])
+    rows: list[Raw] = state_of(raw, role)["on"].setdefault(event, [])
     return rows
+
+
+def owners(raw: Raw) -> Iterator[Raw]:
+    """Everything that has rows."""
+    yield raw["common"]
+    for state in raw["states"].values():
+        yield from (state, *state["states"].values())
 
 
 def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Change:
     """One row in the place of whatever the state says to the event."""
 
     def change(raw: Raw) -> None:
-        state = raw["states"][name_of(raw, role)]
+        state = state_of(raw, role)
         state["ignore"].pop(event, None)
         state["defer"].pop(event, None)
-        on(raw, role, event)[:] = [{"to": to and name_of(raw, to), **row}]
+        on(raw, role, event)[:] = [{"to": to and way_to(raw, to), **row}]
 
     return change
 
@@ -177,7 +191,7 @@ def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
     """Rows without these effects; only in rows of these events, if any are named."""
 
     def change(raw: Raw) -> None:
-        for there in (raw["common"], *raw["states"].values()):
+        for there in owners(raw):
             for event, rows in (*there["on"].items(), ("exit", there.get("exit", []))):
                 for row in rows if not events or event in events else ():
                     row["effects"] = [name for name in row["effects"] if name not in effects]
@@ -255,7 +269,7 @@ def _yes_unless_failed(s: Local, c: Config, event: Event) -> bool:
 def _apply_at_once(raw: Raw) -> None:
     """The vote's row applies; what follows COMMIT waits for it; those rows apply no more."""
     on(raw, "training", "prepared")[0]["effects"].append("apply")
-    prepared = raw["states"][name_of(raw, "voting")]
+    prepared = state_of(raw, "voting")
     prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
     for row in prepared["on"]["decision"]:
         row["effects"] = [name for name in row["effects"] if name != "apply"]
@@ -412,15 +426,15 @@ def _head_forgotten(s: Local) -> Local:
 
 
 def _leaver_says_ack(raw: Raw) -> None:
-    last = name_of(raw, "last_commit")
+    last = way_to(raw, "last_commit")
     (row,) = (r for r in on(raw, "voting", "decision") if r["to"] == last)
     row["effects"].insert(-1, "say_ack_committed")
 
 
 def _leave_at_once(raw: Raw) -> None:
-    out = name_of(raw, "terminal")
+    out = way_to(raw, "terminal")
     row = {"guard": ["asked_to_leave"], "to": out, "effects": ["say_leave", "finish"]}
-    raw["states"][name_of(raw, "training")]["exit"].insert(0, row)
+    state_of(raw, "training")["exit"].insert(0, row)
 
 
 def _without_the_dead(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -843,7 +857,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A rollback leaves buffers, RNG states and gradients as the attempt left them.",
         "replicas_equal",
         small(fault=1),
-        without("restore"),
+        world=World(restores=False),
     ),
     Mutant(
         "torn_taken_for_good",

@@ -606,7 +606,7 @@ def _events(move: Move) -> list[Event]:
     old, new = move.before.epoch, move.after.epoch
     if new is not None and (old is None or old.n != new.n):
         events.append(Event("start", place=move.place))
-    if move.after.in_barrier and not move.before.in_barrier:
+    if move.came_ready:
         events.append(Event("enter", f"epoch {move.after.token.epoch}", place=move.place))
     if ("healing", "training") in move.roles:
         members = frozenset(map(str, member_peers(move.after)))

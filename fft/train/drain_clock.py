@@ -178,9 +178,9 @@ def _what(s: Local, c: Config) -> str:
             return "the commit is decided, and its main thread still runs the optimizer step"
         case "aborting":
             return "it has asked for a rollback, which is not decided"
-        case "rolling_back" if not s.restored:
+        case "rolling_back":
             return "its main thread has not come back from a rollback"
-        case "rolling_back" | "healing" if s.head is not None and s.head.kind != "epoch":
+        case "healing" if s.head is not None and s.head.kind != "epoch":
             return f"there is no next epoch: {_no_epoch(s, c)}"
         case "healing" if not s.healed:
             return "its main thread builds process groups, or fetches state"

@@ -810,7 +810,7 @@ def test_who_cannot_go_on_may_leave_when_it_has_waited_and_not_before() -> None:
     early = Fault(FIRST, "in a hurry")
     change(history, A, enters("terminal"), lambda m: replace(m, event=early))
     (finding,) = found(history, "drain")
-    assert finding.violation == f"{A} left on purpose in state HEALING, not after a commit"
+    assert finding.violation == f"{A} left on purpose in state HEALING.forming, not after a commit"
 
 
 def test_only_the_named_invariants_are_evaluated() -> None:

@@ -30,7 +30,7 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec import FsmSpec, Row, SubState
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.state import Config, Local
 from fft.protocol.table import EXIT_ROWS, Table
@@ -47,19 +47,18 @@ KEPT = 3
 def places() -> list[Place]:
     """Every row of the file."""
     found: list[Place] = []
-    for event, rows in HSDP.common.on.items():
-        found += [("common", "on", event, i) for i in range(len(rows))]
-    for name, state in HSDP.states.items():
-        for event, rows in state.on.items():
-            found += [("states", name, "on", event, i) for i in range(len(rows))]
-        found += [("states", name, EXIT_ROWS, i) for i in range(len(state.exit))]
+    for place, owner in HSDP.row_owners():
+        for event, rows in owner.on.items():
+            found += [(*place, "on", event, i) for i in range(len(rows))]
+        if isinstance(owner, SubState):
+            found += [(*place, EXIT_ROWS, i) for i in range(len(owner.exit))]
     return found
 
 
 def row_at(place: Place, spec: FsmSpec = HSDP) -> Row:
     """The row that stands at a place."""
     *path, event, index = place
-    owner = spec.common if path[0] == "common" else spec.states[str(path[1])]
+    owner = dict(spec.row_owners())[tuple(str(p) for p in path if p != "on")]
     rows = owner.exit if event == EXIT_ROWS else owner.on[str(event)]  # type: ignore[union-attr]
     return rows[int(index)]
 
@@ -418,6 +417,23 @@ def learner() -> Job:
 
 def a_learner_gets_its_state() -> Job:
     job = learner()
+    job.step()
+    return job
+
+
+def a_learner_gets_its_state_in_the_barrier() -> Job:
+    """Before the others are in it."""
+    job = Job(2).until_running()
+    job.start_anew("1")
+    job.settle()
+    job.compute()
+    late = job.node("1")
+    while late.local.state != "HEALING.barrier":
+        job.deliver(late if late.inbox else next(n for n in job.live() if n.inbox))
+    job.learn(late)
+    only(job, late)
+    assert late.local.healed and late.local.state == "HEALING.barrier"
+    job.settle()
     job.step()
     return job
 
@@ -784,6 +800,28 @@ def fetch_fails_late(state: str) -> Job:
     return job
 
 
+def behind_in_commit(torn: bool) -> Job:
+    """It votes, and hears of no decision after that but the next epoch, which is without it."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.compute()
+    only(job, c)
+    only(job, a, b)
+    job.fail(a)
+    only(job, a, b)
+    job.fire("ack_window", [a, b])
+    only(job, a, b)
+    heard = [e for e in c.inbox if isinstance(e, Decision) and e.record]
+    assert [e.record.kind for e in heard if e.record] == ["commit", "abort", "epoch"]
+    job.lose_decisions(c)
+    if torn:
+        job.apply_fails = frozenset({c.peer})
+    job.post(c, heard[-1])
+    job.settle()
+    job.step()
+    return job
+
+
 def let_in_again(state: str) -> Job:
     """It acknowledged so late that the word counts for the next epoch; then it misses the abort."""
     job, restored = slow_to_unwind()
@@ -820,6 +858,9 @@ def let_in_again(state: str) -> Job:
 
 LIVES: dict[str, Callable[[], Job]] = {
     "a learner gets its state": a_learner_gets_its_state,
+    "a learner gets its state in the barrier": a_learner_gets_its_state_in_the_barrier,
+    "behind in COMMIT": lambda: behind_in_commit(torn=False),
+    "behind in COMMIT, and torn": lambda: behind_in_commit(torn=True),
     "a learner gets no state": a_learner_gets_no_state,
     "bus away for good": bus_away_for_good,
     "bus away for good, no vote": bus_away_for_good_without_a_vote,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from specs import whole_text
 
-from fft.protocol.graph import edges, to_dot, to_mermaid
+from fft.protocol.graph import edges, in_mermaid, to_dot, to_mermaid
 from fft.protocol.load import find_spec, json_schema, load_spec, parse_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
@@ -59,6 +59,24 @@ BAD = {
     "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),
     "unknown state": (changed("to: PREPARED, eff", "to: PREPAERD, eff"), ".to", "'PREPARED'"),
+    "a state that has sub-states": (
+        changed("to: HEALING.building", "to: HEALING"),
+        ".to",
+        "say which one: HEALING.forming, HEALING.building",
+    ),
+    "unknown sub-state": (
+        changed("to: HEALING.building", "to: HEALING.bilding"),
+        ".to",
+        "did you mean 'HEALING.building'",
+    ),
+    "a sub-state that says it twice": (
+        changed(
+            "        doc: The next epoch is formed, without me.\n",
+            "        ignore: {restored: x}\n",
+        ),
+        "ROLLBACK_SYNC.states.fenced",
+        "keep one",
+    ),
     "unknown guard": (changed("[votes_yes, is_healed]", "[vote_yes]"), "guard", "'votes_yes'"),
     "unknown effect": (changed("[cast_vote]", "[cast_votes]"), "effects", "'cast_vote'"),
     "unknown event": (changed("      prepared:\n", "      perpared:\n"), "on", "'prepared'"),
@@ -210,7 +228,8 @@ def test_a_spec_is_found_by_name_and_by_path() -> None:
 
 def test_no_code_asks_for_a_state_by_name() -> None:
     """A spec may call its states as it likes: code asks for roles."""
-    states = {part for name in load_spec("hsdp").states for part in (name, name.partition(".")[0])}
+    spec = load_spec("hsdp")
+    states = {*spec.states, *spec.leaves}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for room in ("fft", "benchmarks")
@@ -235,5 +254,5 @@ def test_both_diagrams_have_every_state_and_every_edge() -> None:
     spec = load_spec("hsdp")
     mermaid, dot = to_mermaid(spec), to_dot(spec)
     for source, target, _ in edges(spec):
-        assert f"{'any' if source == '*' else source} --> {target}" in mermaid
+        assert f"{in_mermaid(source)} --> {in_mermaid(target)}" in mermaid
         assert f'"{source}" -> "{target}"' in dot

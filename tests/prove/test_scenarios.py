@@ -28,8 +28,11 @@ from fft.prove.scenario import (
 FOLDER = Path(__file__).parent.parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
 TEXT = whole_text("hsdp")
-LEFT_OVER = (", abort_groups, restore]", ", abort_groups]")
-"""A planted bug: who rolls back does not wait for its main thread."""
+TAKEN_FOR_GOOD = (
+    "{to: ROLLBACK_REQ, effects: [mark_torn, propose_abort]}",
+    "{to: NORMAL, effects: [note_applied, start_txn]}",
+)
+"""A planted bug: a step that failed half way counts as applied."""
 
 
 def scenario(
@@ -227,9 +230,9 @@ def found(model: Model, limit: int = 60_000) -> Search:
 
 
 def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Path) -> None:
-    (tmp_path / "torn.yaml").write_text(TEXT.replace(*LEFT_OVER), encoding="utf-8")
-    spec = parse_spec(TEXT.replace(*LEFT_OVER), "torn.yaml")
-    search = found(Model(spec, Scope("one fault", faults=1, budget=(("fault", 1),))))
+    (tmp_path / "torn.yaml").write_text(TEXT.replace(*TAKEN_FOR_GOOD), encoding="utf-8")
+    spec = parse_spec(TEXT.replace(*TAKEN_FOR_GOOD), "torn.yaml")
+    search = found(Model(spec, Scope("one fault", faults=1, budget=(("torn", 1),))))
     violation = search.result.violation
     assert violation is not None
     path = tmp_path / "found.txt"

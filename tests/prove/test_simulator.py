@@ -28,7 +28,10 @@ HSDP = load_spec("hsdp")
 TEXT = whole_text("hsdp")
 FFT = [sys.executable, "-m", "fft.cli"]
 BUGS = {
-    "replicas_equal": (", abort_groups, restore]", ", abort_groups]"),
+    "replicas_equal": (
+        "{to: ROLLBACK_REQ, effects: [mark_torn, propose_abort]}",
+        "{to: NORMAL, effects: [note_applied, start_txn]}",
+    ),
     "drain": (
         "- {effects: [note_drain, tell_drain]}",
         "- {guard: [adopted], to: EXIT, effects: [note_drain, say_leave, finish]}\n"
