@@ -815,7 +815,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "no_timers_at_start",
-        "The start does not enter its state, so that its timers are not armed.",
+        "The start does not enter INIT, so that its timers are not armed.",
         "eventually",
         small(crash=1, formed=False, commits=0),
         _never_armed,
