@@ -193,6 +193,9 @@ def _rename(node: yaml.MappingNode, instead: yaml.Node) -> None:
         raise SpecError(f"{_at(instead.start_mark)}: instead: write effect: other effect")
     used: set[str] = set()
     _rename_effects(node, others, used, False)
+    for sequences in (value for key, value in node.value if key.value == "sequences"):
+        for _, parts in sequences.value:
+            _rename_effects(parts, others, used, True)
     if unused := sorted(set(others) - used):
         at = place_of(instead, (unused[0],))
         raise SpecError(f"{at}: no included row has the effect {unused[0]!r}")

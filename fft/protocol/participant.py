@@ -42,7 +42,7 @@ from fft.messages.protocol import (
 from fft.protocol.effects import EFFECTS, Action, arm
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
-from fft.protocol.spec import Row, outermost
+from fft.protocol.spec import Part, Row, outermost
 from fft.protocol.state import GENESIS, Config, Local, peers_meant
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
@@ -61,8 +61,11 @@ class Step:
     event: str
     guards: dict[str, bool]
     effects: list[str]
+    """Names, as they were run."""
     row: Row
     """As the spec has it."""
+    parts: list[Part] = field(default_factory=list)
+    """Of sequences: those whose guards held."""
 
 
 @dataclass(slots=True)
@@ -176,12 +179,13 @@ class Participant:
             return False
         roles = (s.role, self.table.spec.leaves[turn.state].state.role)
         row = turn.row
-        out.steps.append(Step(source, turn.state, roles, name, turn.guards, row.effects, row))
+        step = Step(source, turn.state, roles, name, turn.guards, [], row)
+        out.steps.append(step)
         if row.to is not None:
             s.state, s.role = turn.state, roles[1]
             if "." not in row.to or outermost(source) != outermost(row.to):
                 self._enter(s, out, now)
-        self._run(s, out, event, row)
+        self._run(s, out, event, step)
         return True
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
@@ -196,9 +200,20 @@ class Participant:
         for name in self.table.spec.leaves[s.state].state.timers:
             out.effects.append(arm(s, self.config, name))
 
-    def _run(self, s: Local, out: Outcome, event: Event, row: Row) -> None:
-        for name in row.effects:
-            out.effects += self.actions[name](s, self.config, event)
+    def _run(self, s: Local, out: Outcome, event: Event, step: Step) -> None:
+        asks = self._checker(s, event)
+        for effect in step.row.effects:
+            for part in self.table.parts_of(effect):
+                if isinstance(part, str):
+                    self._act(s, out, event, step, part)
+                elif all(map(asks, part.guard)):
+                    step.parts.append(part)
+                    for name in part.effects:
+                        self._act(s, out, event, step, name)
+
+    def _act(self, s: Local, out: Outcome, event: Event, step: Step, name: str) -> None:
+        step.effects.append(name)
+        out.effects += self.actions[name](s, self.config, event)
 
 
 # --- fencing ------------------------------------------------------------------------------------

@@ -20,17 +20,25 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Row(_Strict):
-    """One way to react: if all guards hold, run the effects in order and go to ``to``."""
+class Part(_Strict):
+    """Effects of a sequence that are run if all guards hold by then."""
 
-    to: str | None = Field(
-        None, description="next state; absent: stay, the state is not re-entered"
-    )
     guard: list[str] = Field(default_factory=list, description="names; all must hold")
     effects: list[str] = Field(default_factory=list, description="names; run in this order")
     why: str = Field("", description="a sentence for the reader and the diagram")
     elsewhere: str = Field(
         "", description="why no search of the checker takes the row, and the test that does"
+    )
+
+
+class Row(Part):
+    """One way to react: if all guards hold, run the effects in order and go to ``to``.
+
+    An effect is one of ``fft.protocol.effects``, or a sequence of the spec.
+    """
+
+    to: str | None = Field(
+        None, description="next state; absent: stay, the state is not re-entered"
     )
 
 
@@ -179,6 +187,10 @@ class FsmSpec(_Strict):
     groups: Groups
     policies: Policies
     timers: dict[str, TimerSpec]
+    sequences: dict[str, Annotated[list[str | Part], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="effects that rows share, in order; a part with guards runs if they hold",
+    )
     initial: str
     common: Common = Common()
     states: dict[str, StateSpec]

@@ -6,13 +6,13 @@ Pure. Each problem is (place in the file, sentence with the mend).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import get_args
 
 from fft.messages.protocol import Event, Timer
 from fft.protocol.effects import EFFECTS
 from fft.protocol.guards import GUARDS
-from fft.protocol.spec import FsmSpec, Leaf, Row, SubState
+from fft.protocol.spec import FsmSpec, Leaf, Part, Row, SubState
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 
@@ -59,6 +59,7 @@ def _names(spec: FsmSpec) -> Iterator[Problem]:
             yield place, _unknown("event", event, events)
         for i, row in enumerate(rows):
             yield from _row_names(spec, (*place, i), row)
+    yield from _sequences(spec)
     for owner, silent in _silent_lists(spec):
         for event in silent:
             if event not in events:
@@ -93,12 +94,31 @@ def _row_names(spec: FsmSpec, place: Place, row: Row) -> Iterator[Problem]:
         yield (*place, "to"), f"{row.to} has sub-states; say which one: {inner}"
     elif row.to is not None and row.to not in spec.leaves:
         yield (*place, "to"), _unknown("state", row.to, spec.leaves)
-    for i, name in enumerate(row.guard):
+    yield from _part_names(place, row, {**EFFECTS, **spec.sequences})
+
+
+def _part_names(place: Place, part: Part, effects: Collection[str]) -> Iterator[Problem]:
+    for i, name in enumerate(part.guard):
         if name not in GUARDS:
             yield (*place, "guard", i), _unknown("guard", name, GUARDS)
-    for i, name in enumerate(row.effects):
-        if name not in EFFECTS:
-            yield (*place, "effects", i), _unknown("effect", name, EFFECTS)
+    for i, name in enumerate(part.effects):
+        if name not in effects:
+            yield (*place, "effects", i), _unknown("effect", name, effects)
+
+
+def _sequences(spec: FsmSpec) -> Iterator[Problem]:
+    used = {n for _, _, rows in _row_lists(spec) for row in rows for n in row.effects}
+    for name, parts in spec.sequences.items():
+        place: Place = ("sequences", name)
+        if name in EFFECTS:
+            yield place, f"there is an effect {name!r}; give the sequence another name"
+        if name not in used:
+            yield place, f"no row has the sequence {name!r}; remove it"
+        for i, part in enumerate(parts):
+            if isinstance(part, Part):
+                yield from _part_names((*place, i), part, EFFECTS)
+            elif part not in EFFECTS:
+                yield (*place, i), _unknown("effect", part, EFFECTS)
 
 
 def _silent_lists(spec: FsmSpec) -> Iterator[tuple[Place, dict[str, str]]]:

@@ -26,6 +26,8 @@ from fft.messages.protocol import (
 )
 from fft.protocol.roles import Role
 
+FREE_ROLLBACKS = 3
+"""So many in a row are not paused after."""
 GENESIS = "genesis"
 """Lineage of a state that every group built alike (``init_sync=False``)."""
 
@@ -307,9 +309,6 @@ def next_epoch(s: Local, c: Config) -> Record | None:
     if not state_held(base, groups, c.world):
         return None
     entries = tuple(_entry(ranks, base) for ranks in groups)
-    behind = tuple(g.group for g in entries if not all(r.current for r in g.ranks))
-    after_commit = s.head is not None and s.head.kind == "commit"
-    enough = len(entries) - len(behind) >= max(1, c.min_groups)
     epoch = (s.head.epoch if s.head else 0) + 1
     return Record(
         n=(s.head.n if s.head else 0) + 1,
@@ -322,11 +321,12 @@ def next_epoch(s: Local, c: Config) -> Record | None:
         batches=base.batches,
         by=c.me,
         members=entries,
-        # After a rollback who is behind has lost its state, and the same gradients shall count
-        # again; who joins after a commit has none to give yet. Where bodies change gradients, a
-        # learner would change them by weights that are not the job's.
-        learners=behind if after_commit and enough and not s.edits else (),
     )
+
+
+def behind(record: Record) -> tuple[str, ...]:
+    """Groups of an epoch record that do not hold its state."""
+    return tuple(g.group for g in record.members if not all(r.current for r in g.ranks))
 
 
 def _entry(ranks: list[Hello], base: Base) -> GroupEntry:

@@ -12,14 +12,14 @@ that table itself, and tests hold it to `trigger`, the library's way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, cast
 
 from transitions import EventData, Machine
 
-from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec import FsmSpec, Part, Row
 
 EXIT_ROWS = "exit"
 """Name under which a state's exit rows are triggered; no event may be called so."""
@@ -67,6 +67,7 @@ class Table:
             rows = {**leaf.on, EXIT_ROWS: leaf.exit} if leaf.exit else leaf.on
             for event, candidates in rows.items():
                 self._add(name, event, candidates)
+        self._sequences = spec.sequences
         self._candidates = {at: self._listed(*at) for at in self._rows}
 
     def _add(self, state: str, event: str, rows: list[Row]) -> None:
@@ -105,6 +106,10 @@ class Table:
                 turn.row, turn.state = row, row.to or turn.state
                 break
         return turn
+
+    def parts_of(self, effect: str) -> Sequence[str | Part]:
+        """What a row's effect stands for: itself, or the parts of a sequence."""
+        return self._sequences.get(effect) or (effect,)
 
     def trigger(self, turn: Turn, event: str) -> Turn:
         """The same, by the library."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from fft.protocol.invariants import INVARIANTS, Know
 from fft.protocol.participant import Participant
-from fft.protocol.spec import FsmSpec, Row, SubState
+from fft.protocol.spec import FsmSpec, Part, SubState
 from fft.protocol.state import Local
 from fft.prove.intern import thaw
 from fft.prove.model import REAL, Model, Scope, State, Step, World
@@ -284,8 +284,8 @@ def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> boo
     )
 
 
-def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Row]]:
-    """(place, row) of every row of a spec."""
+def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Part]]:
+    """(place, row) of every row of a spec, and of every guarded part of a sequence."""
     for place, owner in spec.row_owners():
         at = ".".join(place)
         for event, rows in owner.on.items():
@@ -293,6 +293,10 @@ def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Row]]:
                 yield f"{at}.on.{event}.{i}", row
         for i, row in enumerate(owner.exit if isinstance(owner, SubState) else ()):
             yield f"{at}.exit.{i}", row
+    for name, parts in spec.sequences.items():
+        for i, part in enumerate(parts):
+            if isinstance(part, Part):
+                yield f"sequences.{name}.{i}", part
 
 
 def search(

@@ -287,7 +287,7 @@ class Model:
         self.locals: Interner[tuple[Any, ...]] = Interner()
         self.claims: Interner[tuple[tuple[str, Claim], ...]] = Interner()
         self.rows: set[int] = set()
-        """``id`` of every spec row that was taken."""
+        """``id`` of every spec row, and part of a sequence, that was taken."""
         self._participants: dict[tuple[int, int], Participant] = {}
         self._handled: dict[tuple[int, int, int, int], _Handled] = {}
         self._weighed: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[str, str] | None]] = {}
@@ -626,7 +626,8 @@ class Model:
             text = f"the core raises {type(error).__name__}: {error}"
             out, kept = Outcome("refused", text), frozenset(before.timers)
             return _Handled(local, (), self.claims.id(()), text, out, kept)
-        self.rows.update(id(step.row) for step in out.steps)
+        for step in out.steps:
+            self.rows.update(map(id, (step.row, *step.parts)))
         refused = out.reason if out.verdict in ("refused", "row") else ""
         move = Move(participant.config.me, before, happened, after, out)
         claims = tuple(

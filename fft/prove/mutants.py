@@ -195,6 +195,8 @@ def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
             for event, rows in (*there["on"].items(), ("exit", there.get("exit", []))):
                 for row in rows if not events or event in events else ():
                     row["effects"] = [name for name in row["effects"] if name not in effects]
+        for name, parts in ({} if events else raw["sequences"]).items():
+            raw["sequences"][name] = [part for part in parts if part not in effects]
 
     return change
 
@@ -309,13 +311,6 @@ def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
     return settled and event.record is not None and event.record.lineage == committed(s, c).lineage
 
 
-def _pause_for_all(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    head = s.head
-    s.head = None if head is None else replace(head, skip=False)
-    yield from EFFECTS["pause"](s, c, event)
-    s.head = head
-
-
 # --- states that differ ---------------------------------------------------------------------------
 
 
@@ -334,9 +329,6 @@ def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _same_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    token = s.token
-    EFFECTS["note_applied"](s, c, event)
-    s.token = token
     return ()
 
 
@@ -445,13 +437,8 @@ def _without_the_dead(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
-def _late_if_member(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    assert isinstance(event, Join)
-    before = s.joining
-    EFFECTS["note_join"](s, c, event)
-    if event.hello.peer in member_peers(s):
-        s.joining = before
-    return ()
+def _asks_if_no_member(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Join) and event.hello.peer not in member_peers(s)
 
 
 def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
@@ -623,7 +610,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A rollback because the user skipped the step counts towards the pauses.",
         "skip",
         small(skip=1),
-        participant=planted(actions={"pause": _pause_for_all}),
+        participant=planted({"counts_as_failure": _always}),
     ),
     # states that differ
     Mutant(
@@ -719,7 +706,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "The txn after a commit has the number of the one before.",
         "shard_unity",
         small(commits=2),
-        participant=planted(actions={"note_applied": _same_txn}),
+        participant=planted(actions={"next_txn": _same_txn}),
     ),
     Mutant(
         "step_not_in_lineage",
@@ -811,7 +798,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A member that asks to join is taken for a late word from before it was let in.",
         "eventually",
         small(heal=1, fault=1, formed=False, alike=False, commits=0),
-        participant=planted(actions={"note_join": _late_if_member}),
+        participant=planted({"asks_to_come_in": _asks_if_no_member}),
     ),
     Mutant(
         "no_timers_at_start",

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec
-from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec import FsmSpec, Part
 from fft.prove.bounds import DEEP, DEFAULT
 from fft.prove.checker import Result, Search, all_rows, narrate
 from fft.prove.model import Model, Scope
@@ -148,7 +148,7 @@ def _checks_table(results: list[Result]) -> Table:
     return shown
 
 
-def _missed(spec: FsmSpec, results: list[Result]) -> dict[str, Row]:
+def _missed(spec: FsmSpec, results: list[Result]) -> dict[str, Part]:
     taken: set[int] = set().union(*(r.rows for r in results))
     return {place: row for place, row in all_rows(spec) if id(row) not in taken}
 

@@ -281,6 +281,7 @@ def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
         del waiting["on"]["decision"]
         waiting["defer"] = {"decision": "the last state will tell"}
         waiting["on"]["timer.drain_window"] = [{"to": "NORMAL"}]
+        data["states"]["DRAIN_COMMIT"]["on"]["applied"][0]["effects"].append("next_txn")
 
     participant = changed(edit)
     job, node = running()

@@ -434,7 +434,7 @@ LIES = {
         "says Held",
     ),
     "a torn step that is counted": (
-        lie("COMMIT", "apply_failed", 3, effects=["note_applied", "propose_abort"]),
+        lie("COMMIT", "apply_failed", 3, effects=["note_applied", "next_txn", "propose_abort"]),
         "is ready with another state",
     ),
     "an abort that is applied": (

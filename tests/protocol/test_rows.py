@@ -20,6 +20,7 @@ from fft.messages.protocol import (
     Ballot,
     BusDown,
     Decision,
+    Drain,
     Event,
     Fault,
     HealFailed,
@@ -30,7 +31,7 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.spec import FsmSpec, Row, SubState
+from fft.protocol.spec import FsmSpec, Part, SubState
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.state import Config, Local
 from fft.protocol.table import EXIT_ROWS, Table
@@ -52,12 +53,18 @@ def places() -> list[Place]:
             found += [(*place, "on", event, i) for i in range(len(rows))]
         if isinstance(owner, SubState):
             found += [(*place, EXIT_ROWS, i) for i in range(len(owner.exit))]
+    for name, parts in HSDP.sequences.items():
+        found += [("sequences", name, i) for i, part in enumerate(parts) if isinstance(part, Part)]
     return found
 
 
-def row_at(place: Place, spec: FsmSpec = HSDP) -> Row:
-    """The row that stands at a place."""
+def row_at(place: Place, spec: FsmSpec = HSDP) -> Part:
+    """The row, or part of a sequence, that stands at a place."""
     *path, event, index = place
+    if path == ["sequences"]:
+        part = spec.sequences[str(event)][int(index)]
+        assert isinstance(part, Part)
+        return part
     owner = dict(spec.row_owners())[tuple(str(p) for p in path if p != "on")]
     rows = owner.exit if event == EXIT_ROWS else owner.on[str(event)]  # type: ignore[union-attr]
     return rows[int(index)]
@@ -319,6 +326,15 @@ def asked_to_leave_with_too_few() -> Job:
     job.fire("quorum")
     job.settle()
     assert left_in_good_order(job.nodes[Peer("0", 0, 1)])
+    return job
+
+
+def asked_in_its_own_process_to_leave() -> Job:
+    job = Job(2).until_running()
+    job.post(job.node("1"), Drain(("1",), by="SIGTERM", local=True))
+    job.settle()
+    job.step()
+    assert job.history[1].leavers == ("1",)
     return job
 
 
@@ -875,6 +891,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "too few after a kill": too_few_after_a_kill,
     "asked to leave with too few": asked_to_leave_with_too_few,
     "asked last to leave": asked_last_to_leave,
+    "asked in its own process to leave": asked_in_its_own_process_to_leave,
     "a hang is told": lambda: a_hang_is_told("NORMAL"),
     "a hang is told to who voted": lambda: a_hang_is_told("PREPARED"),
     "a hang is told in a rollback": lambda: a_hang_is_told("ROLLBACK_REQ"),
@@ -935,7 +952,7 @@ def corpus() -> Corpus:
         for peer, moves in (job := live()).record.moves.items():
             config = job.nodes[peer].participant.config
             for m in moves:
-                for place in (PLACES[id(step.row)] for step in m.out.steps):
+                for place in (PLACES[id(p)] for s in m.out.steps for p in (s.row, *s.parts)):
                     if len(found[place]) < KEPT:
                         moment = Moment(config, m.before, m.event, m.after, m.out, name)
                         found[place].append(moment)
@@ -987,9 +1004,11 @@ def test_a_row_taken_out_of_the_table_changes_what_the_program_does(
 
 
 def _names_what_is_gone(place: Place, where: Place, message: str) -> bool:
-    """Whether a refusal leads to the row: its event, or the state it led to, is named."""
-    to = row_at(place).to
-    return repr(place[-2]) in message or (to is not None and to in message)
+    """Whether a refusal leads to the row: its event, effects or the state it led to are named."""
+    row = row_at(place)
+    names = [repr(name) for name in (place[-2], *row.effects)]
+    to = getattr(row, "to", None)
+    return any(name in message for name in names) or (to is not None and to in message)
 
 
 def test_the_shipped_table_gives_every_moment_of_the_corpus_its_own_outcome(corpus: Corpus) -> None:

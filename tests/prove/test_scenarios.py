@@ -29,8 +29,8 @@ FOLDER = Path(__file__).parent.parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
 TEXT = whole_text("hsdp")
 TAKEN_FOR_GOOD = (
-    "{to: ROLLBACK_REQ, effects: [mark_torn, propose_abort]}",
-    "{to: NORMAL, effects: [note_applied, start_txn]}",
+    "{to: ROLLBACK_REQ, effects: [mark_torn, next_txn, propose_abort]}",
+    "{to: NORMAL, effects: [note_applied, next_txn, start_txn]}",
 )
 """A planted bug: a step that failed half way counts as applied."""
 

@@ -29,13 +29,13 @@ TEXT = whole_text("hsdp")
 FFT = [sys.executable, "-m", "fft.cli"]
 BUGS = {
     "replicas_equal": (
-        "{to: ROLLBACK_REQ, effects: [mark_torn, propose_abort]}",
-        "{to: NORMAL, effects: [note_applied, start_txn]}",
+        "{to: ROLLBACK_REQ, effects: [mark_torn, next_txn, propose_abort]}",
+        "{to: NORMAL, effects: [note_applied, next_txn, start_txn]}",
     ),
     "drain": (
-        "- {effects: [note_drain, tell_drain]}",
+        "- {effects: [hear_drain]}",
         "- {guard: [adopted], to: EXIT, effects: [note_drain, say_leave, finish]}\n"
-        "      - {effects: [note_drain, tell_drain]}",
+        "      - {effects: [hear_drain]}",
     ),
 }
 """Invariant that breaks: what is planted into the table."""
