@@ -197,6 +197,8 @@ def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
                     row["effects"] = [name for name in row["effects"] if name not in effects]
         for name, parts in ({} if events else raw["sequences"]).items():
             raw["sequences"][name] = [part for part in parts if part not in effects]
+            for part in (part for part in parts if isinstance(part, dict)):
+                part["effects"] = [effect for effect in part["effects"] if effect not in effects]
 
     return change
 
@@ -784,7 +786,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "The next epoch begins with the furthest state that is left, committed or not.",
         "samples_once",
         small(torn=1, crash=1),
-        participant=planted(*_seeing(_head_forgotten, "epoch_possible")),
+        participant=planted(*_seeing(_head_forgotten, "epoch_possible", "learners_can_follow")),
     ),
     Mutant(
         "heals_by_step",
