@@ -35,7 +35,7 @@ BUGS = {
     "drain": (
         "- {effects: [hear_drain]}",
         "- {guard: [adopted], to: EXIT, effects: [note_drain, say_leave, finish]}\n"
-        "      - {effects: [hear_drain]}",
+        "    - {effects: [hear_drain]}",
     ),
 }
 """Invariant that breaks: what is planted into the table."""

@@ -24,7 +24,7 @@ from fft.protocol.participant import Participant
 from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, committed
-from fft.protocol.table import Table
+from fft.protocol.table import EXIT_ROWS, Table
 from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.bus import SimBus
@@ -296,7 +296,7 @@ class World:
         if self._traces:
             self._traces[process.peer].outcome(before, process.local, event, out, now)
         for step in out.steps:
-            seen.rows.add((step.source, id(step.effects)))
+            seen.rows.add((step.source, id(step.row)))
         if out.verdict == "refused":
             text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
             self._violated("protocol_error", text, place)
@@ -623,16 +623,12 @@ def _table(spec: FsmSpec) -> Table:
 
 
 def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
-    """Every row by state and identity of its effects: ``STATE event 1``; 1 is the first row."""
+    """Every row by state and its own identity: ``STATE event 1``; 1 is the first row."""
     names: dict[tuple[str, int], str] = {}
-    for state, told in spec.states.items():
-        if told.terminal:
-            continue
-        named = told.on.keys() | told.ignore.keys() | told.defer.keys()
-        shared = {event: rows for event, rows in spec.common.on.items() if event not in named}
-        for event, rows in {**shared, **told.on, "exit": told.exit}.items():
+    for state, leaf in spec.leaves.items():
+        for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
             for number, row in enumerate(rows, 1):
-                names[(state, id(row.effects))] = f"{state} {event} {number}"
+                names[(state, id(row))] = f"{state} {event} {number}"
     return names
 
 
