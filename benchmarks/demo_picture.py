@@ -36,7 +36,7 @@ def shortened(lines: Iterable[str]) -> Iterator[str]:
         running = re.match(r" *[\d.]+ s  (faults \d+/\d+)", line)
         keep = not in_places and not line.startswith("fft: ")
         if running:
-            now = (running[1], re.findall(r"start \d+", line), "EXIT" in line)
+            now = (running[1], re.findall(r"start \d+", line), " EXIT" in line)
             keep, shown = now != shown, now
         text = LAST_FAULT.sub("", line) if keep else LEFT_OUT
         if text != LEFT_OUT or last != LEFT_OUT:

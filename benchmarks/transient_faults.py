@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from fft.protocol.roles import Role
 from fft.trace.audit import audit_dir, read_lines
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "hsdp_char_lm.py"
@@ -62,13 +63,19 @@ def median_step(lines: list[dict[str, Any]]) -> float:
     )
 
 
+def entered(line: dict[str, Any], role: Role) -> bool:
+    """Whether the line tells of a transition into a state of the role."""
+    was, now = line.get("roles", (None, None))
+    return now == role != was
+
+
 Mark = Callable[[dict[str, Any]], bool]
 MARKS: dict[str, Mark] = {
-    "all know of the ABORT": lambda r: r.get("to") == "ROLLBACK_SYNC" != r.get("from"),
+    "all know of the ABORT": lambda r: entered(r, "rolling_back"),
     "all rolled back": lambda r: r.get("on") == "restored",
     "all groups rebuilt": lambda r: r.get("on") == "healed",
-    "all begin the replay": lambda r: r.get("to") == "NORMAL" and r.get("from") == "HEALING",
-    "all have voted": lambda r: r.get("to") == "PREPARED" != r.get("from"),
+    "all begin the replay": lambda r: r.get("roles") == ["healing", "training"],
+    "all have voted": lambda r: entered(r, "voting"),
     "all have committed": lambda r: r.get("on") == "applied",
 }
 

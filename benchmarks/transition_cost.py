@@ -56,7 +56,8 @@ def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 300
     print(f"{'µs':<52}{'median':>9}{'p99':>9}")
     table = Table(SPEC)
-    look_up = times(lambda: table.look_up(Turn("NORMAL", lambda _: True), "prepared"), 20_000)
+    training = next(name for name, state in SPEC.states.items() if state.role == "training")
+    look_up = times(lambda: table.look_up(Turn(training, lambda _: True), "prepared"), 20_000)
     show("machine: one row looked up in the table", look_up)
 
     recorder = Recorder()

@@ -20,6 +20,7 @@ from benchmarks.chaos.cases import Case, Layout
 from fft.messages.fault_plans import FaultPlan
 from fft.operate import drain, inject
 from fft.operate.client import JobClient
+from fft.protocol.roles import AT_WORK
 from fft.trace.tail import TraceTail
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -33,7 +34,6 @@ POLL_S = 0.02
 START_S = 240.0
 RECOVERED_S = 180.0
 ENDED_S = 120.0
-_AT_WORK = frozenset({"NORMAL", "PREPARED", "COMMIT"})
 _REACH = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
 
 
@@ -141,7 +141,7 @@ class Job:
         together = (
             len(ranks) == self.layout.groups * self.layout.ranks
             and len({rank.epoch for rank in ranks}) == 1
-            and all(r.state in _AT_WORK and r.members == tuple(groups) for r in ranks)
+            and all(r.role in AT_WORK and r.members == tuple(groups) for r in ranks)
         )
         return ranks[0].epoch if together else None
 
@@ -188,7 +188,7 @@ class Job:
             drain.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
 
     def _has_ended(self, group: str) -> bool:
-        return all(rank.state == "EXIT" for rank in self.tail.poll().of(group))
+        return all(rank.role == "terminal" for rank in self.tail.poll().of(group))
 
     def _incarnations(self) -> dict[tuple[str, int], int]:
         return {place: rank.inc for place, rank in self.tail.view.ranks.items()}

@@ -40,10 +40,10 @@ def check_spec(spec: Annotated[str, SPEC]) -> None:
 
     with plain_errors():
         loaded = load_spec(spec)
-    tables = [loaded.common.on, *(state.on for state in loaded.states.values())]
+    tables = [owner.on for _, owner in loaded.row_owners()]
     rows = sum(len(alternatives) for table in tables for alternatives in table.values())
-    states = ", ".join(loaded.states)
-    sys.stdout.write(f"{loaded.name}: valid; {rows} rows; {len(loaded.states)} states: {states}\n")
+    states = ", ".join(loaded.leaves)
+    sys.stdout.write(f"{loaded.name}: valid; {rows} rows; {len(loaded.leaves)} states: {states}\n")
 
 
 def config(

@@ -53,14 +53,14 @@ from fft.messages.protocol import (
 )
 from fft.protocol.equality import differing, odd_ones, tell
 from fft.protocol.state import (
+    FREE_ROLLBACKS,
     Config,
     Local,
-    all_in_barrier,
+    behind,
     committed,
     contributors,
     coordinator,
     hello,
-    is_member,
     joiners,
     learners,
     member_at,
@@ -100,15 +100,18 @@ def _heard(s: Local, h: Hello) -> None:
 
 
 @action
-def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember who asks to join; an older incarnation of the same identity has ended."""
+def note_hello(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember who spoke; an older incarnation of the same identity has ended."""
     assert isinstance(event, Join)
     _heard(s, event.hello)
-    peer = event.hello.peer
-    # A member's word from before it was let in asks for nothing any more. But a member that knows
-    # of this epoch's record, or of later ones, and still asks is not in it, and will not be.
-    if s.epoch is None or not is_member(s, peer) or event.hello.head >= s.epoch.n:
-        s.joining |= {peer}
+    return ()
+
+
+@action
+def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember who asks to come in."""
+    assert isinstance(event, Join)
+    s.joining |= {event.hello.peer}
     return ()
 
 
@@ -182,20 +185,16 @@ def note_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def tell_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Pass a drain asked for in this process on to everyone."""
+    """Pass a drain on to everyone."""
     assert isinstance(event, Drain)
-    if event.local:
-        yield Broadcast(Drain(groups=event.groups, by=event.by))
+    yield Broadcast(Drain(groups=event.groups, by=event.by))
 
 
 @action
 def greet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell a joiner I had not heard of who I am (it may not have heard me)."""
+    """Tell a joiner who I am (it may not have heard me)."""
     assert isinstance(event, Join)
-    peer = event.hello.peer
-    known = s.hellos.get((peer.group, peer.rank))
-    if peer != c.me and (known is None or known.peer != peer):
-        yield Tell(peer, Join(hello(s, c)))
+    yield Tell(event.hello.peer, Join(hello(s, c)))
 
 
 # --- saying -------------------------------------------------------------------------------------
@@ -261,13 +260,16 @@ def say_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def announce(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """If my proposal won, tell everyone; its ballot is no longer needed."""
-    assert isinstance(event, Decision)
-    if event.won and event.record is not None:
-        yield Broadcast(Decision(event.record))
-        if event.record.kind != "epoch":
-            yield DropBallot(event.record.token)
+def say_decision(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Tell everyone the last decision of the job."""
+    yield Broadcast(Decision(s.head))
+
+
+@action
+def drop_ballot(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The ballot of the txn that is decided is no longer needed."""
+    assert s.head is not None, "it is decided"
+    yield DropBallot(s.head.token)
 
 
 # --- the register -------------------------------------------------------------------------------
@@ -310,6 +312,15 @@ def propose_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert proposal is not None, "the row is guarded by epoch_possible"
     s.proposed = True
     yield Decide(s.head, proposal)
+
+
+@action
+def propose_learners(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose the next epoch; who is behind fetches its state while the others compute."""
+    proposal = next_epoch(s, c)
+    assert proposal is not None, "the row is guarded by epoch_possible"
+    s.proposed = True
+    yield Decide(s.head, replace(proposal, learners=behind(proposal)))
 
 
 def _successor(s: Local, c: Config, **fields: object) -> Record:
@@ -434,25 +445,28 @@ def apply(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What was committed, a step or a skip, is in the state; stand at the next txn."""
+    """What was committed, a step or a skip, is in the state."""
     after = committed(s, c, s.skip)
     s.step, s.lineage = after.step, after.lineage
     s.cursor, s.batches = after.cursor, after.batches
     s.commits += 1
     s.vote, s.skip, s.rollbacks = None, False, 0
-    if s.head is not None and not s.head.change:
-        s.token = Token(s.token.epoch, s.token.txn + 1)
     return ()
 
 
 @action
 def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The committed step could not be applied: this state is lost. Stand at the next txn."""
+    """The committed step could not be applied: this state is lost."""
     s.lineage = ""
     s.vote, s.skip = None, False
     s.cause = f"optimizer step failed after COMMIT: {getattr(event, 'cause', '')}"
-    if s.head is not None and not s.head.change:
-        s.token = Token(s.token.epoch, s.token.txn + 1)
+    return ()
+
+
+@action
+def next_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Stand at the next txn of the epoch."""
+    s.token = Token(s.token.epoch, s.token.txn + 1)
     return ()
 
 
@@ -495,7 +509,7 @@ def abort_groups(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Have the main thread unwind and put back the start of the step."""
-    s.restored, s.restoring, s.vote, s.skip = False, s.token, None, False
+    s.restoring, s.vote, s.skip = s.token, None, False
     yield Restore(s.token, s.cause)
 
 
@@ -505,7 +519,7 @@ def note_restored(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Restored)
     if event.torn:
         s.lineage, s.cause = "", event.cause
-    s.restored, s.restoring, s.stuck = True, None, False
+    s.restoring, s.stuck = None, False
     return ()
 
 
@@ -520,8 +534,8 @@ def suspect_silent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def suspect_coordinator(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Whoever was to form the next epoch has given no sign of life in the window."""
     silent = coordinator(s)
-    if silent is not None and silent != c.me:
-        s.suspected |= {silent}
+    assert silent is not None, "the part is guarded by another_gathers"
+    s.suspected |= {silent}
     return ()
 
 
@@ -551,7 +565,7 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     record = event.record
     s.head, s.head_read, s.epoch = record, True, record
     s.token = Token(record.epoch, 1)
-    s.commits, s.in_barrier, s.healed = 0, False, False
+    s.commits, s.healed = 0, False
     s.proposed, s.vote = False, None
     s.paused = False
     inside = record.peer_set
@@ -584,19 +598,12 @@ def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def note_connected(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """My state comes while the others compute: I can be in the barrier before."""
-    s.in_barrier = True
-    return ()
-
-
-@action
 def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """My state is that of the epoch's record."""
     assert isinstance(event, Healed) and s.epoch is not None
     s.step, s.lineage = s.epoch.step, s.epoch.lineage
     s.cursor, s.batches = s.epoch.cursor, s.epoch.batches
-    s.in_barrier = s.healed = True
+    s.healed = True
     return ()
 
 
@@ -631,23 +638,22 @@ def arm(s: Local, c: Config, name: str, factor: float = 1.0) -> SetTimer:
     return SetTimer(name, c.timeouts[name] * factor, s.timer_serial)
 
 
-_FREE_ROLLBACKS = 3
 _LONGEST_PAUSE = 64.0
 """In units of the ``pause`` timeout."""
 
 
 @action
-def pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """After several rollbacks without a commit between, wait before the next epoch: 1, 2, 4 …
-
-    A step that the user skipped is no failure, and counts as none.
-    """
-    if s.head is not None and s.head.skip:
-        return
+def count_rollback(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """One more rollback without a commit between."""
     s.rollbacks += 1
-    if s.rollbacks > _FREE_ROLLBACKS:
-        s.paused = True
-        yield arm(s, c, "pause", min(2.0 ** (s.rollbacks - _FREE_ROLLBACKS - 1), _LONGEST_PAUSE))
+    return ()
+
+
+@action
+def pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Wait before the next epoch: 1, 2, 4 … the longer the more rollbacks came in a row."""
+    s.paused = True
+    yield arm(s, c, "pause", min(2.0 ** (s.rollbacks - FREE_ROLLBACKS - 1), _LONGEST_PAUSE))
 
 
 @action
@@ -666,14 +672,14 @@ def rearm(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def rearm_join_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A member gave a sign of life: wait for it to let me in, as long as its step may take.
-
-    While a rank of my group is missing nobody can, and the quorum limit goes on: it may have left,
-    and its word of that may be lost.
-    """
+    """A member gave a sign of life: wait for it to let me in."""
     yield arm(s, c, "join_window")
-    if not missing_mates(s, c):
-        yield arm(s, c, "quorum")
+
+
+@action
+def rearm_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """It may take as long as its step takes."""
+    yield arm(s, c, "quorum")
 
 
 @action
@@ -723,15 +729,6 @@ def give_up_proposal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """
     s.proposed = False
     return ()
-
-
-@action
-def repeat_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Announce again the decision that I won, if it is the newest I know, and its barrier's end."""
-    if s.head is not None and s.head.by == c.me:
-        yield Broadcast(Decision(s.head))
-    if s.head is not None and s.head == s.epoch and all_in_barrier(s):
-        yield from say_begin(s, c, event)
 
 
 @action
@@ -880,8 +877,11 @@ def tell_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def succeed_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose the next epoch as successor of my epoch, for the register knows of no decision."""
+    """Propose the next epoch as successor of my epoch, for the register knows of no decision.
+
+    Outside every epoch: of the last record, as any other.
+    """
     proposal = next_epoch(s, c)
     assert proposal is not None, "the row is guarded by epoch_possible"
     s.proposed = True
-    yield Decide(s.epoch, proposal)
+    yield Decide(s.epoch or s.head, proposal)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.protocol.spec import FsmSpec
-from fft.protocol.table import EXIT
+from fft.protocol.spec import FsmSpec, SubState
 
 
 def edges(spec: FsmSpec) -> Iterator[tuple[str, str, str]]:
     """(from, to, label) for every row that changes the state.
 
     Rows of ``common`` hold in every state and would hide the picture; they are drawn once, from
-    the pseudo state ``*``.
+    the pseudo state ``*``. Rows that a state has for all its sub-states come from the state.
     """
-    for event, rows in spec.common.on.items():
-        for row in rows:
-            if row.to is not None:
-                yield "*", row.to, _label(event, row.guard)
-    for name, state in spec.states.items():
-        for event, rows in [*state.on.items(), (EXIT, state.exit)]:
+    for place, owner in spec.row_owners():
+        source = ".".join(place[1::2]) or "*"
+        last = owner.exit if isinstance(owner, SubState) else []
+        for event, rows in [*owner.on.items(), ("", last)]:
             for row in rows:
                 if row.to is not None:
-                    yield name, row.to, _label("" if event == EXIT else event, row.guard)
+                    yield source, row.to, _label(event, row.guard)
 
 
 def _label(event: str, guards: list[str]) -> str:
@@ -39,12 +36,23 @@ def _merged(spec: FsmSpec) -> dict[tuple[str, str], list[str]]:
     return merged
 
 
+def in_mermaid(name: str) -> str:
+    """A state's name in a Mermaid diagram, which knows no dots."""
+    return "any" if name == "*" else name.replace(".", "_")
+
+
 def to_mermaid(spec: FsmSpec) -> str:
     """A Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {spec.initial}"]
+    for name, state in spec.states.items():
+        if state.states:
+            inner = [
+                f'        state "{sub}" as {in_mermaid(f"{name}.{sub}")}' for sub in state.states
+            ]
+            lines += [f"    state {name} {{", *inner, "    }"]
     for (source, target), labels in _merged(spec).items():
-        start = "any" if source == "*" else source
-        lines.append(f"    {start} --> {target}: {'<br/>'.join(labels)}")
+        ends = f"{in_mermaid(source)} --> {in_mermaid(target)}"
+        lines.append(f"    {ends}: {'<br/>'.join(labels)}")
     lines += [f"    {name} --> [*]" for name, state in spec.states.items() if state.terminal]
     lines.append("    any: any state")
     return "\n".join(lines) + "\n"
@@ -56,6 +64,7 @@ def to_dot(spec: FsmSpec) -> str:
     for name, state in spec.states.items():
         shape = ", peripheries=2" if state.terminal else ""
         lines.append(f'  "{name}" [label="{name}"{shape}];')
+        lines += [f'  "{name}.{sub}" [label="{name}\\n{sub}"];' for sub in state.states]
     lines.append('  "*" [label="any state", style=dashed];')
     for (source, target), labels in _merged(spec).items():
         text = "\\n".join(labels).replace('"', '\\"')

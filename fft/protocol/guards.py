@@ -11,6 +11,7 @@ from fft.messages.protocol import (
     Ballot,
     Begin,
     Decision,
+    Drain,
     Event,
     Here,
     Join,
@@ -24,15 +25,18 @@ from fft.messages.protocol import (
 )
 from fft.protocol.equality import differing
 from fft.protocol.state import (
+    FREE_ROLLBACKS,
     Config,
     Local,
     all_in_barrier,
+    behind,
     committed,
     coordinator,
     is_member,
     leavers,
     member_peers,
     members,
+    missing_mates,
     next_epoch,
     peers_meant,
     waited_for,
@@ -170,16 +174,11 @@ def adopted(s: Local, c: Config, event: Event) -> bool:
 def misjudged(s: Local, c: Config, event: Event) -> bool:
     """The new epoch counts on a state that I do not hold (it was torn after I had said so)."""
     record = _record(event) or s.head
-    if record is None or record.kind != "epoch" or record.lineage == s.lineage:
+    held = "" if says_torn(s, c, event) else s.lineage
+    if record is None or record.kind != "epoch" or record.lineage == held:
         return False
     mine = [g for g in record.members if c.me in g.peers()]
     return bool(mine) and mine[0].ranks[c.me.rank].current
-
-
-@guard
-def forming(s: Local, c: Config, event: Event) -> bool:
-    """The epoch I stand in is closed and the next one is not formed yet."""
-    return s.head is not None and s.head.kind != "epoch" and s.head.epoch == s.token.epoch
 
 
 @guard
@@ -234,6 +233,96 @@ def epoch_possible(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def learners_can_follow(s: Local, c: Config, event: Event) -> bool:
+    """Some groups are behind after a commit, and enough others can compute meanwhile.
+
+    After a rollback who is behind has lost its state, and the same gradients shall count again; who
+    joins after a commit has none to give yet. Where bodies change gradients, a learner would change
+    them by weights that are not the job's.
+    """
+    record = next_epoch(s, c)
+    if record is None or s.head is None or s.head.kind != "commit" or s.edits:
+        return False
+    late = behind(record)
+    return bool(late) and len(record.members) - len(late) >= max(1, c.min_groups)
+
+
+@guard
+def fails_too_often(s: Local, c: Config, event: Event) -> bool:
+    """The rollbacks in a row are more than those that nobody pauses after."""
+    return s.rollbacks > FREE_ROLLBACKS
+
+
+@guard
+def counts_as_failure(s: Local, c: Config, event: Event) -> bool:
+    """The rollback is not because the user skipped a step."""
+    return s.head is not None and not s.head.skip
+
+
+@guard
+def i_decided(s: Local, c: Config, event: Event) -> bool:
+    """The last decision of the job that I know is mine."""
+    return s.head is not None and s.head.by == c.me
+
+
+@guard
+def asks_to_come_in(s: Local, c: Config, event: Event) -> bool:
+    """It is no member's word from before it was let in.
+
+    A member that knows of this epoch's record, or of later ones, and still asks is not in it, and
+    will not be.
+    """
+    if not isinstance(event, Join):
+        return False
+    hello = event.hello
+    return s.epoch is None or not is_member(s, hello.peer) or hello.head >= s.epoch.n
+
+
+@guard
+def i_won(s: Local, c: Config, event: Event) -> bool:
+    """The decision is the one that I proposed."""
+    return isinstance(event, Decision) and event.won and event.record is not None
+
+
+@guard
+def ends_a_txn(s: Local, c: Config, event: Event) -> bool:
+    """The decision is about a txn, not about the next epoch."""
+    record = _record(event)
+    return record is not None and record.kind != "epoch"
+
+
+@guard
+def another_gathers(s: Local, c: Config, event: Event) -> bool:
+    """Somebody else coordinates."""
+    return coordinator(s) not in (None, c.me)
+
+
+@guard
+def asked_here(s: Local, c: Config, event: Event) -> bool:
+    """The drain was asked for in this process."""
+    return isinstance(event, Drain) and event.local
+
+
+@guard
+def heard_first(s: Local, c: Config, event: Event) -> bool:
+    """It is the first word of another participant."""
+    if not isinstance(event, Join) or event.hello.peer == c.me:
+        return False
+    peer = event.hello.peer
+    known = s.hellos.get((peer.group, peer.rank))
+    return known is None or known.peer != peer
+
+
+@guard
+def mates_are_here(s: Local, c: Config, event: Event) -> bool:
+    """All ranks of my group ask to come in, as far as I have heard.
+
+    While one is missing nobody can let us in: it may have left, and its word of that may be lost.
+    """
+    return not missing_mates(s, c)
+
+
+@guard
 def not_paused(s: Local, c: Config, event: Event) -> bool:
     """No pause after repeated rollbacks is running."""
     return not s.paused
@@ -243,12 +332,6 @@ def not_paused(s: Local, c: Config, event: Event) -> bool:
 def not_proposed(s: Local, c: Config, event: Event) -> bool:
     """I have no proposal on its way."""
     return not s.proposed
-
-
-@guard
-def is_restored(s: Local, c: Config, event: Event) -> bool:
-    """The main thread has put back the start of the step."""
-    return s.restored
 
 
 @guard
@@ -262,12 +345,6 @@ def said_unwinding(s: Local, c: Config, event: Event) -> bool:
     """My last word was that my main thread was still unwinding."""
     said = s.hellos.get((c.me.group, c.me.rank))
     return said is not None and said.peer == c.me and said.unwinding
-
-
-@guard
-def in_barrier(s: Local, c: Config, event: Event) -> bool:
-    """Groups are rebuilt, and my state is current or on its way."""
-    return s.in_barrier
 
 
 @guard

@@ -41,11 +41,8 @@ from fft.messages.protocol import (
     next_lineage,
 )
 from fft.protocol.participant import Outcome
+from fft.protocol.roles import COMMITTING, OUTSIDE, Role
 from fft.protocol.state import Local, member_peers
-
-_COMMITTING = frozenset({"COMMIT", "DRAIN_COMMIT"})
-_OUTSIDE = frozenset({"INIT", "DRAIN_WAIT"})
-"""States of who is in no epoch: not yet, not any more, or since the commit just applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +57,22 @@ class Move:
     place: str = ""
     at: float = 0.0
 
-    def entered(self, *states: str) -> bool:
-        """Whether the move went into one of the states from another one."""
-        return any(s.dest in states and s.source != s.dest for s in self.out.steps)
+    def entered(self, *roles: Role) -> bool:
+        """Whether the move went into a state of one of the roles from one of another role."""
+        return any(now in roles and was != now for was, now in self.roles)
+
+    @property
+    def came_ready(self) -> bool:
+        """Whether it brought the participant into the barrier of its epoch."""
+        return any(
+            step.event in ("connected", "healed") and step.source != step.dest
+            for step in self.out.steps
+        )
+
+    @property
+    def roles(self) -> list[tuple[Role, Role]]:
+        """Of the states that its rows lead from and to."""
+        return [step.roles for step in self.out.steps]
 
     @property
     def record(self) -> Record | None:
@@ -258,7 +268,7 @@ def obeyed(move: Move) -> str | None:
 
     What a participant goes by is its head, however it came to it.
     """
-    if move.entered(*_COMMITTING):
+    if move.entered(*COMMITTING):
         return "commit"
     before, head = move.before, move.after.head
     took = head is not None and head != before.head and head.kind == "abort"
@@ -283,7 +293,7 @@ def agreement(move: Move) -> Iterator[Claim]:
         text = f"{move.peer} saw another value of register record {record.n} than others"
         yield Same(("record", record.n), record, text)
     after = move.after
-    for event in move.before.deferred if after.state != "EXIT" else ():
+    for event in move.before.deferred if after.role != "terminal" else ():
         if isinstance(event, Decision) and event.record is not None:
             known = event in after.deferred or (after.head and after.head.n >= event.record.n)
             text = f"{move.peer} forgot record {event.record.n}, which it had put off"
@@ -294,7 +304,7 @@ def agreement(move: Move) -> Iterator[Claim]:
 def validity(move: Move) -> Iterator[Claim]:
     """2: COMMIT only if every participant of the epoch voted YES, with manifests that fit."""
     token, event = move.before.token, move.event
-    if move.entered("PREPARED") and isinstance(event, Prepared):
+    if move.entered("voting") and isinstance(event, Prepared):
         yield Holds(event.yes, f"{move.peer} voted YES in txn {token} in spite of: {event.cause}")
         text = f"{move.peer} voted YES in txn {token} without the state that it begins with"
         yield Holds(move.after.healed, text)
@@ -334,7 +344,7 @@ class _Yes(NamedTuple):
 
 def _voted(move: Move) -> Iterator[Claim]:
     """For later claims: the YES of the move, if it is one."""
-    if move.entered("PREPARED") and isinstance(event := move.event, Prepared):
+    if move.entered("voting") and isinstance(event := move.event, Prepared):
         digest = move.after.vote.digest if move.after.vote else None
         yes = _Yes(event.manifest, event.skip, digest)
         yield Know(("yes", move.before.token, move.peer), yes)
@@ -346,7 +356,8 @@ def exactly_once(move: Move) -> Iterator[Claim]:
     if (record := move.record) is not None and record.kind == "commit":
         yield Know(("committed", record.token), record.skip)
     for step in move.out.steps:
-        if step.source in _COMMITTING and step.dest not in (step.source, "EXIT"):
+        was, now = step.roles
+        if was in COMMITTING and now not in (was, "terminal"):
             text = f"{move.peer} left {step.source} of txn {move.before.token} without applying it"
             yield Holds(step.event in ("applied", "apply_failed"), text)
     if not _applied(move):
@@ -425,7 +436,7 @@ def shard_unity(move: Move) -> Iterator[Claim]:
     A learner begins it where its epoch does: that state comes before it votes.
     """
     has_come = isinstance(move.event, Healed) and move.out.verdict == "row"
-    if move.entered("NORMAL") or (has_come and move.after.state == "NORMAL"):
+    if move.entered("training") or (has_come and move.after.role == "training"):
         start = move.after if move.after.healed else move.after.epoch
         assert start is not None, "a txn begins in an epoch"
         at = (start.step, start.lineage)
@@ -570,7 +581,7 @@ def live_set(move: Move) -> Iterator[Claim]:
     every member had entered it, and nobody else is given that epoch.
     """
     before, after, peer = move.before, move.after, move.peer
-    if after.in_barrier and not before.in_barrier:
+    if move.came_ready:
         yield Know(("in barrier", before.token.epoch, peer))
     new = after.epoch
     if new is not None and (before.epoch is None or before.epoch.n != new.n):
@@ -584,7 +595,7 @@ def live_set(move: Move) -> Iterator[Claim]:
             names = ", ".join(map(str, left))
             text = f"{peer} leaves {names} out of epoch {effect.proposal.epoch}, and nothing is"
             yield Holds(not left, text + " said against them")
-    if move.entered("NORMAL") and before.state == "HEALING":
+    if move.entered("training") and before.role == "healing":
         epoch = after.token.epoch
         if isinstance(move.event, Begin):
             text = f"{peer} left the barrier of epoch {epoch} at the word for {move.event.epoch}"
@@ -615,13 +626,13 @@ def drain(move: Move) -> Iterator[Claim]:
     Or between two epochs: all others left with the last commit, or none could be formed in time.
     """
     record = move.record
-    if move.entered("EXIT"):
-        source = next(step.source for step in move.out.steps if step.dest == "EXIT")
+    if move.entered("terminal"):
+        exit_ = next(step for step in move.out.steps if step.roles[1] == "terminal")
         gone = [e for e in move.out.effects if isinstance(e, Finish)]
         on_purpose = bool(gone) and gone[0].error is None and not isinstance(move.event, Stop)
         if on_purpose:
-            text = f"{move.peer} left on purpose in state {source}, not after a commit"
-            yield Holds(source in _OUTSIDE or _nobody_to_go_on_with(move), text)
+            text = f"{move.peer} left on purpose in state {exit_.source}, not after a commit"
+            yield Holds(exit_.roles[0] in OUTSIDE or _nobody_to_go_on_with(move), text)
     if record is None:
         return
     yield Know(("record", record.n), record)
@@ -708,7 +719,7 @@ def _asking(s: Local) -> set[str]:
 @invariant
 def decided(move: Move) -> Iterator[Claim]:
     """10: nobody leaves in doubt, but at its user's word or at that of a newer process."""
-    if move.entered("EXIT"):
+    if move.entered("terminal"):
         before = move.before
         errors = {e.error for e in move.out.effects if isinstance(e, Finish)}
         head, fenced = move.after.head, "Fenced" in errors
@@ -716,7 +727,7 @@ def decided(move: Move) -> Iterator[Claim]:
         told = "Diverged" in errors and head is not None and head.token >= before.token
         yield Holds(
             before.vote is None
-            or before.state in _COMMITTING
+            or before.role in COMMITTING
             or told
             or fenced
             or isinstance(move.event, Stop),

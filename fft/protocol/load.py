@@ -1,46 +1,19 @@
-"""Reads a spec: finds its file by name, parses it strictly, and has it checked. Pure but for
-that."""
+"""Reads a spec: finds its file by name, puts it together, parses it strictly, and has it checked.
+
+Pure but for that.
+"""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from fft.protocol.include import place_of, read_whole, values_of
 from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
 from fft.util.errors import SpecError
-
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, where PyYAML has it: 20 times as fast, and every process of a job reads the spec."""
-
-
-class _UniqueKeys(_SafeLoader):  # type: ignore[misc]
-    """SafeLoader that refuses a key written twice instead of keeping the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                line = key_node.start_mark.line + 1
-                raise SpecError(f"line {line}: key {key!r} stands twice; keep one")
-            seen.add(key)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-# YAML 1.1 reads a bare `on` as true; our key is the word.
-_UniqueKeys.yaml_implicit_resolvers = {
-    first: [(tag, rx) for tag, rx in rules if tag != "tag:yaml.org,2002:bool"]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf")
-)
 
 
 def spec_dirs() -> list[Path]:
@@ -82,28 +55,39 @@ def load_spec(name_or_path: str | Path) -> FsmSpec:
 
 
 def parse_spec(text: str, origin: str) -> FsmSpec:
-    """Parse and check spec text; ``origin`` names it in errors."""
+    """Parse and check spec text; ``origin``: its path, or what to call it in errors."""
+    root = read_whole(text, origin)
     try:
-        spec = FsmSpec.model_validate(yaml.load(text, Loader=_UniqueKeys))
-    except yaml.YAMLError as error:
-        raise SpecError(f"{origin}: not YAML: {error}") from None
-    except SpecError as error:
-        raise SpecError(f"{origin}: {error}") from None
+        spec = FsmSpec.model_validate(values_of(root))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "top level"
-        line = _line_of(text, first["loc"])
-        raise SpecError(f"{origin}:{line}: {place}: {first['msg']}{_mend(first)}") from None
+        at = place_of(root, first["loc"])
+        raise SpecError(f"{at}: {place}: {first['msg']}{_mend(first)}") from None
     problems = check_spec(spec)
     if problems:
         where, message = problems[0]
-        raise SpecError(f"{origin}:{_line_of(text, where)}: {'.'.join(map(str, where))}: {message}")
+        raise SpecError(f"{place_of(root, where)}: {'.'.join(map(str, where))}: {message}")
     return spec
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of the spec format, for editors."""
-    return FsmSpec.model_json_schema()
+    """JSON schema of a spec file, for editors. What a file lacks it may include."""
+    schema = FsmSpec.model_json_schema()
+    del schema["required"]
+    schema["properties"] |= {
+        "include": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "files, as seen from this one, that this one is laid over",
+        },
+        "instead": {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "description": "effect: the one that included rows shall have in its place",
+        },
+    }
+    return schema
 
 
 def _mend(error: Any) -> str:
@@ -112,23 +96,3 @@ def _mend(error: Any) -> str:
     if error["type"] == "missing":
         return f"; add the key {error['loc'][-1]!r}"
     return f"; found {error.get('input')!r}"
-
-
-def _line_of(text: str, loc: tuple[Any, ...]) -> int:
-    """Line (from 1) of the deepest part of ``loc`` that the text has."""
-    node: yaml.Node | None = yaml.compose(text, Loader=_UniqueKeys)
-    line = 1
-    for part in loc:
-        if isinstance(node, yaml.MappingNode):
-            match = [(k, v) for k, v in node.value if k.value == str(part)]
-            if not match:
-                break
-            line, node = match[0][0].start_mark.line + 1, match[0][1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            if part >= len(node.value):
-                break
-            node = node.value[part]
-            line = node.start_mark.line + 1
-        else:
-            break
-    return line

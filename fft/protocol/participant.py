@@ -41,9 +41,10 @@ from fft.messages.protocol import (
 )
 from fft.protocol.effects import EFFECTS, Action, arm
 from fft.protocol.guards import GUARDS, Guard
-from fft.protocol.spec import Row
+from fft.protocol.roles import Role
+from fft.protocol.spec import Part, Row, outermost
 from fft.protocol.state import GENESIS, Config, Local, peers_meant
-from fft.protocol.table import EXIT, Table, Turn
+from fft.protocol.table import EXIT_ROWS, Table, Turn
 
 _MAX_CHAIN = 16
 """Exit rows taken in a row without an event between; more means a spec that never settles."""
@@ -55,11 +56,16 @@ class Step:
 
     source: str
     dest: str
+    roles: tuple[Role, Role]
+    """Of these two states."""
     event: str
     guards: dict[str, bool]
     effects: list[str]
+    """Names, as they were run."""
     row: Row
     """As the spec has it."""
+    parts: list[Part] = field(default_factory=list)
+    """Of sequences: those whose guards held."""
 
 
 @dataclass(slots=True)
@@ -103,8 +109,10 @@ class Participant:
         now: float = 0.0,
     ) -> Local:
         """State of a participant that holds the given training state and knows of nobody."""
+        spec = self.table.spec
         return Local(
-            state=self.table.spec.initial,
+            state=spec.initial,
+            role=spec.leaves[spec.initial].state.role,
             lineage=lineage,
             step=step,
             cursor=cursor,
@@ -160,7 +168,7 @@ class Participant:
             s.timers, s.bus_down = before
             return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
         for _ in range(_MAX_CHAIN):
-            if not self._take_row(s, out, event, EXIT, now):
+            if not self._take_row(s, out, event, EXIT_ROWS, now):
                 return out
         raise AssertionError(f"exit rows of {s.state} never settle")
 
@@ -169,27 +177,43 @@ class Participant:
         turn = self.table.look_up(Turn(source, self._checker(s, event)), name)
         if turn.row is None:
             return False
-        out.steps.append(Step(source, turn.state, name, turn.guards, turn.row.effects, turn.row))
-        if turn.row.to is not None:
-            s.state, s.since = turn.state, now
-            self._enter(s, out)
-        self._run(s, out, event, turn.row)
+        roles = (s.role, self.table.spec.leaves[turn.state].state.role)
+        row = turn.row
+        step = Step(source, turn.state, roles, name, turn.guards, [], row)
+        out.steps.append(step)
+        if row.to is not None:
+            s.state, s.role = turn.state, roles[1]
+            if "." not in row.to or outermost(source) != outermost(row.to):
+                self._enter(s, out, now)
+        self._run(s, out, event, step)
         return True
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
         return lambda name: self.guards[name](s, self.config, event)
 
-    def _enter(self, s: Local, out: Outcome) -> None:
-        lasting = self.table.spec.common.timers
+    def _enter(self, s: Local, out: Outcome, now: float) -> None:
+        s.since = now
+        lasting = self.table.spec.lasting
         if gone := tuple(name for name in s.timers if name not in lasting):
             s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
             out.effects.append(ClearTimers(gone))
-        for name in self.table.spec.states[s.state].timers:
+        for name in self.table.spec.leaves[s.state].state.timers:
             out.effects.append(arm(s, self.config, name))
 
-    def _run(self, s: Local, out: Outcome, event: Event, row: Row) -> None:
-        for name in row.effects:
-            out.effects += self.actions[name](s, self.config, event)
+    def _run(self, s: Local, out: Outcome, event: Event, step: Step) -> None:
+        asks = self._checker(s, event)
+        for effect in step.row.effects:
+            for part in self.table.parts_of(effect):
+                if isinstance(part, str):
+                    self._act(s, out, event, step, part)
+                elif all(map(asks, part.guard)):
+                    step.parts.append(part)
+                    for name in part.effects:
+                        self._act(s, out, event, step, name)
+
+    def _act(self, s: Local, out: Outcome, event: Event, step: Step, name: str) -> None:
+        step.effects.append(name)
+        out.effects += self.actions[name](s, self.config, event)
 
 
 # --- fencing ------------------------------------------------------------------------------------

@@ -6,43 +6,82 @@ A spec holds names only; what a guard or an effect means is code in this room.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from fft.protocol.roles import Role
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Row(_Strict):
-    """One way to react: if all guards hold, run the effects in order and go to ``to``."""
+class Part(_Strict):
+    """Effects of a sequence that are run if all guards hold by then."""
+
+    guard: list[str] = Field(default_factory=list, description="names; all must hold")
+    effects: list[str] = Field(default_factory=list, description="names; run in this order")
+    why: str = Field("", description="a sentence for the reader and the diagram")
+    elsewhere: str = Field(
+        "", description="why no search of the checker takes the row, and the test that does"
+    )
+
+
+class Row(Part):
+    """One way to react: if all guards hold, run the effects in order and go to ``to``.
+
+    An effect is one of ``fft.protocol.effects``, or a sequence of the spec.
+    """
 
     to: str | None = Field(
         None, description="next state; absent: stay, the state is not re-entered"
     )
-    guard: list[str] = Field(default_factory=list, description="names; all must hold")
-    effects: list[str] = Field(default_factory=list, description="names; run in this order")
-    why: str = Field("", description="a sentence for the reader and the diagram")
 
 
 Rows = Annotated[list[Row], Field(min_length=1)]
 
 
-class StateSpec(_Strict):
-    """One state: for every event it has rows, or says by name why it ignores or defers it."""
+class SubState(_Strict):
+    """What rows say to events, and which events are ignored or deferred by name."""
 
     doc: str = ""
-    timers: list[str] = Field(
-        default_factory=list, description="armed on entry, cleared on leaving"
-    )
     on: dict[str, Rows] = Field(default_factory=dict)
     exit: list[Row] = Field(
         default_factory=list, description="exit guards: tried in order after every event"
     )
     ignore: dict[str, str] = Field(default_factory=dict, description="event: reason")
     defer: dict[str, str] = Field(default_factory=dict, description="event: reason")
-    terminal: bool = False
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Events that it speaks of."""
+        return frozenset().union(self.on, self.ignore, self.defer)
+
+
+class StateSpec(SubState):
+    """One state: for every event it has rows, or says by name why it ignores or defers it.
+
+    Who is in a state with sub-states is in one of them. A sub-state's rows are tried before those
+    that the state has for the same event; exit rows of the state come before the sub-state's.
+    Between sub-states of one state nothing is entered or left: its timers go on.
+    """
+
+    role: Role = Field(description="what the state is for; code asks for it, never for the name")
+    timers: list[str] = Field(
+        default_factory=list, description="armed on entry, cleared on leaving"
+    )
+    states: dict[str, SubState] = Field(
+        default_factory=dict, description="sub-states; a row leads to STATE.sub"
+    )
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing comes after it."""
+        return self.role == "terminal"
 
 
 class Common(_Strict):
@@ -50,9 +89,6 @@ class Common(_Strict):
 
     on: dict[str, Rows] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
-    timers: list[str] = Field(
-        default_factory=list, description="timers that effects arm and that outlive a state"
-    )
 
 
 class Groups(_Strict):
@@ -74,6 +110,74 @@ class Policies(_Strict):
     )
 
 
+class TimerRule(_Strict):
+    """What a timer must be at least, so that it fits to another time."""
+
+    times: float = Field(1.0, gt=0, description="the timer is at least so many times …")
+    of: str = Field(description="… this one: another timer, an argument, a time of the bus")
+    why: str
+
+
+class TimerSpec(_Strict):
+    """A timer: its default, in seconds, what it means, and what it must fit to."""
+
+    default: float = Field(gt=0, description="seconds; the manager's arguments come before it")
+    doc: str = Field(description="what it bounds; `fft config` shows it")
+    lasting: bool = Field(False, description="armed by effects, and outlives a state")
+    follows: str | None = Field(
+        None, description="the manager's argument that it is as long as, unless it is given itself"
+    )
+    grows: bool = Field(
+        False, description="may be moved to fit its rules though what it follows was given"
+    )
+    at_least: list[TimerRule] = Field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A state that one can be in, ``STATE`` or ``STATE.sub``, with all that it says to events."""
+
+    name: str
+    state: StateSpec
+    on: dict[str, list[Row]]
+    exit: list[Row]
+    ignore: dict[str, str]
+    defer: dict[str, str]
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Events that it speaks of."""
+        return frozenset().union(self.on, self.ignore, self.defer)
+
+
+def outermost(name: str) -> str:
+    """``STATE`` of ``STATE.sub``."""
+    return name.partition(".")[0]
+
+
+def _until_one_holds(rows: list[Row]) -> list[Row]:
+    """Without those behind a row that has no guard."""
+    last = next((i for i, row in enumerate(rows) if not row.guard), len(rows))
+    return rows[: last + 1]
+
+
+def _leaf(name: str, state: StateSpec, inner: SubState, common: Common) -> Leaf:
+    on = {event: list(rows) for event, rows in inner.on.items()}
+    ignore, defer = dict(inner.ignore), dict(inner.defer)
+    if inner is not state:
+        for event, rows in state.on.items():
+            if event not in ignore and event not in defer:
+                on[event] = _until_one_holds([*on.get(event, ()), *rows])
+        ignore |= {e: why for e, why in state.ignore.items() if e not in inner.named}
+        defer |= {e: why for e, why in state.defer.items() if e not in inner.named}
+    if not state.terminal:
+        named = {*on, *ignore, *defer}
+        on |= {event: list(rows) for event, rows in common.on.items() if event not in named}
+        ignore |= {event: why for event, why in common.ignore.items() if event not in named}
+    rows = state.exit if inner is state else [*state.exit, *inner.exit]
+    return Leaf(name, state, on, rows, ignore, defer)
+
+
 class FsmSpec(_Strict):
     """A whole paradigm, as written in ``fsm_specs/<name>.yaml``."""
 
@@ -82,11 +186,43 @@ class FsmSpec(_Strict):
     doc: str = ""
     groups: Groups
     policies: Policies
-    timeouts: dict[str, float] = Field(description="timer name: default, in seconds")
+    timers: dict[str, TimerSpec]
+    sequences: dict[str, Annotated[list[str | Part], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="effects that rows share, in order; a part with guards runs if they hold",
+    )
     initial: str
     common: Common = Common()
     states: dict[str, StateSpec]
 
+    @cached_property
+    def timeouts(self) -> dict[str, float]:
+        """Defaults of the timers, in seconds."""
+        return {name: timer.default for name, timer in self.timers.items()}
+
+    @cached_property
+    def lasting(self) -> frozenset[str]:
+        """Timers that effects arm, and that no state clears."""
+        return frozenset(name for name, timer in self.timers.items() if timer.lasting)
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """The states that one can be in, by name."""
+        found = [
+            _leaf(f"{name}.{sub}" if sub else name, state, inner, self.common)
+            for name, state in self.states.items()
+            for sub, inner in (state.states or {"": state}).items()
+        ]
+        return {leaf.name: leaf for leaf in found}
+
+    def row_owners(self) -> Iterator[tuple[tuple[str, ...], Common | SubState]]:
+        """(place, owner) of everything in the file that has rows."""
+        yield ("common",), self.common
+        for name, state in self.states.items():
+            yield ("states", name), state
+            for sub, inner in state.states.items():
+                yield ("states", name, "states", sub), inner
+
     def digest(self) -> str:
-        """Hex digest of the content; two processes of one job must have the same."""
+        """Hex digest of the whole, parts included; two processes of one job must have the same."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()

@@ -6,14 +6,15 @@ Pure. Each problem is (place in the file, sentence with the mend).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import get_args
 
 from fft.messages.protocol import Event, Timer
 from fft.protocol.effects import EFFECTS
 from fft.protocol.guards import GUARDS
-from fft.protocol.spec import FsmSpec, Row, StateSpec
-from fft.protocol.table import EXIT
+from fft.protocol.spec import FsmSpec, Leaf, Part, Row, SubState
+from fft.protocol.table import EXIT_ROWS
+from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 
 Place = tuple[str | int, ...]
 Problem = tuple[Place, str]
@@ -34,13 +35,11 @@ def check_spec(spec: FsmSpec) -> list[Problem]:
 
 def _row_lists(spec: FsmSpec) -> Iterator[tuple[Place, str, list[Row]]]:
     """(place, event, rows) of the whole file; exit rows come under the event ``exit``."""
-    for event, rows in spec.common.on.items():
-        yield ("common", "on", event), event, rows
-    for name, state in spec.states.items():
-        for event, rows in state.on.items():
-            yield ("states", name, "on", event), event, rows
-        if state.exit:
-            yield ("states", name, "exit"), EXIT, state.exit
+    for place, owner in spec.row_owners():
+        for event, rows in owner.on.items():
+            yield (*place, "on", event), event, rows
+        if isinstance(owner, SubState) and owner.exit:
+            yield (*place, "exit"), EXIT_ROWS, owner.exit
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -50,45 +49,83 @@ def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def _names(spec: FsmSpec) -> Iterator[Problem]:
-    events = EVENTS | {f"timer.{name}" for name in spec.timeouts}
-    if spec.initial not in spec.states:
-        yield ("initial",), _unknown("state", spec.initial, spec.states)
-    for name, seconds in spec.timeouts.items():
-        if seconds <= 0:
-            yield ("timeouts", name), f"{seconds:g} s is no time to wait; give a positive number"
+    events = EVENTS | {f"timer.{name}" for name in spec.timers}
+    if spec.initial not in spec.leaves:
+        yield ("initial",), _unknown("state", spec.initial, spec.leaves)
+    for name in (name for name in spec.states if "." in name):
+        yield ("states", name), "a dot leads to a sub-state; give the state another name"
     for place, event, rows in _row_lists(spec):
-        if event != EXIT and event not in events:
+        if event != EXIT_ROWS and event not in events:
             yield place, _unknown("event", event, events)
         for i, row in enumerate(rows):
             yield from _row_names(spec, (*place, i), row)
+    yield from _sequences(spec)
     for owner, silent in _silent_lists(spec):
         for event in silent:
             if event not in events:
                 yield (*owner, event), _unknown("event", event, events)
-    armed: list[tuple[Place, list[str]]] = [(("common",), spec.common.timers)]
-    armed += [(("states", name), state.timers) for name, state in spec.states.items()]
-    for owner, timers in armed:
-        for i, timer in enumerate(timers):
-            if timer not in spec.timeouts:
-                yield (*owner, "timers", i), _unknown("timer", timer, spec.timeouts)
+    for name, state in spec.states.items():
+        for i, timer in enumerate(state.timers):
+            if timer not in spec.timers:
+                yield ("states", name, "timers", i), _unknown("timer", timer, spec.timers)
+    yield from _timers(spec)
+
+
+def _timers(spec: FsmSpec) -> Iterator[Problem]:
+    """Rules speak of times that there are, and not in a circle: else nothing could keep them."""
+    others: dict[str, set[str]] = {}
+    for name, timer in spec.timers.items():
+        if timer.follows is not None and timer.follows not in ARGUMENTS:
+            yield ("timers", name, "follows"), _unknown("argument", timer.follows, ARGUMENTS)
+        for i, rule in enumerate(timer.at_least):
+            known = {*spec.timers, *OUTSIDE_TIMES}
+            if rule.of not in known:
+                yield ("timers", name, "at_least", i, "of"), _unknown("time", rule.of, known)
+        others[name] = {rule.of for rule in timer.at_least}
+    for name in spec.timers:
+        if name in _closure(others, others[name]):
+            text = f"the rules of {name} lead back to it: one of them must go"
+            yield ("timers", name, "at_least"), text
 
 
 def _row_names(spec: FsmSpec, place: Place, row: Row) -> Iterator[Problem]:
-    if row.to is not None and row.to not in spec.states:
-        yield (*place, "to"), _unknown("state", row.to, spec.states)
-    for i, name in enumerate(row.guard):
+    if row.to in spec.states and row.to not in spec.leaves:
+        inner = ", ".join(f"{row.to}.{sub}" for sub in spec.states[row.to].states)
+        yield (*place, "to"), f"{row.to} has sub-states; say which one: {inner}"
+    elif row.to is not None and row.to not in spec.leaves:
+        yield (*place, "to"), _unknown("state", row.to, spec.leaves)
+    yield from _part_names(place, row, {**EFFECTS, **spec.sequences})
+
+
+def _part_names(place: Place, part: Part, effects: Collection[str]) -> Iterator[Problem]:
+    for i, name in enumerate(part.guard):
         if name not in GUARDS:
             yield (*place, "guard", i), _unknown("guard", name, GUARDS)
-    for i, name in enumerate(row.effects):
-        if name not in EFFECTS:
-            yield (*place, "effects", i), _unknown("effect", name, EFFECTS)
+    for i, name in enumerate(part.effects):
+        if name not in effects:
+            yield (*place, "effects", i), _unknown("effect", name, effects)
+
+
+def _sequences(spec: FsmSpec) -> Iterator[Problem]:
+    used = {n for _, _, rows in _row_lists(spec) for row in rows for n in row.effects}
+    for name, parts in spec.sequences.items():
+        place: Place = ("sequences", name)
+        if name in EFFECTS:
+            yield place, f"there is an effect {name!r}; give the sequence another name"
+        if name not in used:
+            yield place, f"no row has the sequence {name!r}; remove it"
+        for i, part in enumerate(parts):
+            if isinstance(part, Part):
+                yield from _part_names((*place, i), part, EFFECTS)
+            elif part not in EFFECTS:
+                yield (*place, i), _unknown("effect", part, EFFECTS)
 
 
 def _silent_lists(spec: FsmSpec) -> Iterator[tuple[Place, dict[str, str]]]:
-    yield ("common", "ignore"), spec.common.ignore
-    for name, state in spec.states.items():
-        yield ("states", name, "ignore"), state.ignore
-        yield ("states", name, "defer"), state.defer
+    for place, owner in spec.row_owners():
+        yield (*place, "ignore"), owner.ignore
+        if isinstance(owner, SubState):
+            yield (*place, "defer"), owner.defer
 
 
 def _fights(spec: FsmSpec) -> Iterator[Problem]:
@@ -102,36 +139,36 @@ def _fights(spec: FsmSpec) -> Iterator[Problem]:
                         f"rows {i} and {j} fight: row {i} is taken whenever row {j} could be; "
                         "put the one with more guards first, or remove one",
                     )
-        if event == EXIT:
+        if event == EXIT_ROWS:
             for i, row in enumerate(rows):
                 if not row.guard:
                     yield (*place, i), "an exit row needs a guard, or the state is never left alone"
-    for name, state in spec.states.items():
-        named = [set(state.on), set(state.ignore), set(state.defer)]
-        for event in sorted(set[str]().union(*named)):
+    for place, owner in spec.row_owners():
+        if not isinstance(owner, SubState):
+            continue
+        named = [set(owner.on), set(owner.ignore), set(owner.defer)]
+        for event in sorted(owner.named):
             if sum(event in group for group in named) > 1:
-                yield (
-                    ("states", name),
-                    f"event {event!r} stands twice among on, ignore and defer; keep one",
-                )
+                yield place, f"event {event!r} stands twice among on, ignore and defer; keep one"
 
 
-def answered(spec: FsmSpec, state: StateSpec) -> set[str]:
-    """Events that the state says something to."""
-    return set().union(state.on, state.ignore, state.defer, spec.common.on, spec.common.ignore)
+def _place(leaf: Leaf) -> Place:
+    name, _, inner = leaf.name.partition(".")
+    return ("states", name, "states", inner) if inner else ("states", name)
 
 
 def _silences(spec: FsmSpec) -> Iterator[Problem]:
-    for name, state in spec.states.items():
+    for name, leaf in spec.leaves.items():
+        state = leaf.state
         if state.terminal:
-            if state.on or state.exit or state.defer or state.timers:
-                yield ("states", name), "a terminal state has no rows, deferrals or timers"
+            if leaf.on or leaf.exit or leaf.defer or state.timers or state.states:
+                yield _place(leaf), "a terminal state has no rows, deferrals, timers or sub-states"
             continue
-        timers = [*state.timers, *spec.common.timers]
+        timers = [*state.timers, *spec.lasting]
         expected = EVENTS | {f"timer.{timer}" for timer in timers}
-        for event in sorted(expected - answered(spec, state)):
+        for event in sorted(expected - leaf.named):
             yield (
-                ("states", name),
+                _place(leaf),
                 f"event {event!r} has no way out of {name}: give it a row under `on`, or name it "
                 "under `ignore` or `defer` with the reason",
             )
@@ -139,12 +176,8 @@ def _silences(spec: FsmSpec) -> Iterator[Problem]:
 
 def successors(spec: FsmSpec, name: str) -> set[str]:
     """States that one row leads to from ``name``."""
-    state = spec.states[name]
-    if state.terminal:
-        return set()
-    named = state.on.keys() | state.ignore.keys() | state.defer.keys()
-    rows = [row for rows in state.on.values() for row in rows] + state.exit
-    rows += [row for event, rs in spec.common.on.items() if event not in named for row in rs]
+    leaf = spec.leaves[name]
+    rows = [row for rows in leaf.on.values() for row in rows] + leaf.exit
     return {row.to for row in rows if row.to is not None}
 
 
@@ -158,36 +191,35 @@ def _closure(edges: dict[str, set[str]], start: set[str]) -> set[str]:
 
 
 def _reach(spec: FsmSpec) -> Iterator[Problem]:
-    forward = {name: successors(spec, name) for name in spec.states}
-    for name in spec.states.keys() - _closure(forward, {spec.initial}):
+    forward = {name: successors(spec, name) for name in spec.leaves}
+    for name in spec.leaves.keys() - _closure(forward, {spec.initial}):
         yield (
-            ("states", name),
+            _place(spec.leaves[name]),
             f"state {name} cannot be reached from {spec.initial}: add a row that leads to it, or "
             "remove it",
         )
-    backward: dict[str, set[str]] = {name: set() for name in spec.states}
+    backward: dict[str, set[str]] = {name: set() for name in spec.leaves}
     for source, targets in forward.items():
         for target in targets:
             backward[target].add(source)
-    ends = {name for name, state in spec.states.items() if state.terminal}
+    ends = {name for name, leaf in spec.leaves.items() if leaf.state.terminal}
     if not ends:
-        yield ("states",), "there is no terminal state; mark one with `terminal: true`"
-    for name in spec.states.keys() - _closure(backward, ends) if ends else ():
-        yield ("states", name), f"no way leads out of {name} to a terminal state; add a row"
+        yield ("states",), "there is no terminal state; mark one with `role: terminal`"
+    for name in spec.leaves.keys() - _closure(backward, ends) if ends else ():
+        yield (
+            _place(spec.leaves[name]),
+            f"no way leads out of {name} to a terminal state; add a row",
+        )
 
 
 def _deferrals(spec: FsmSpec) -> Iterator[Problem]:
     """A deferred event must be answered in some state that can follow."""
-    edges = {name: successors(spec, name) for name in spec.states}
-    for name, state in spec.states.items():
-        for event in state.defer:
+    edges = {name: successors(spec, name) for name in spec.leaves}
+    for name, leaf in spec.leaves.items():
+        for event in leaf.defer:
             later = _closure(edges, edges[name])
-            if not any(
-                event in spec.states[n].on or event in spec.common.on
-                for n in later
-                if not spec.states[n].terminal
-            ):
+            if not any(event in spec.leaves[n].on for n in later):
                 yield (
-                    ("states", name, "defer", event),
+                    (*_place(leaf), "defer", event),
                     f"event {event!r} is deferred, but no state after {name} has a row for it",
                 )

@@ -24,7 +24,10 @@ from fft.messages.protocol import (
     Vote,
     next_lineage,
 )
+from fft.protocol.roles import Role
 
+FREE_ROLLBACKS = 3
+"""So many in a row are not paused after."""
 GENESIS = "genesis"
 """Lineage of a state that every group built alike (``init_sync=False``)."""
 
@@ -52,6 +55,8 @@ class Local:
     """State of one participant between two events."""
 
     state: str
+    role: Role
+    """Of the state."""
     lineage: str
     step: int = 0
     cursor: int = 0
@@ -80,11 +85,9 @@ class Local:
     leaving: frozenset[Peer] = frozenset()
     vote: Vote | None = None
     restoring: Token | None = None
-    restored: bool = True
+    """The txn that the main thread was told to unwind, and has not come back from."""
     stuck: bool = False
     """My main thread was seen not to move, and has not come back since."""
-    in_barrier: bool = False
-    """I may begin with the epoch: its groups are rebuilt, and my state is current or on its way."""
     healed: bool = False
     """My state is that of the epoch's record, or of what was committed since."""
     proposed: bool = False
@@ -105,7 +108,7 @@ class Local:
     """Armed timers: name → serial."""
     timer_serial: int = 0
     since: float = 0.0
-    """Monotonic seconds at which the state was entered."""
+    """Monotonic seconds at which the state (not its sub-state) was entered."""
 
     def __copy__(self) -> Local:
         """What ``copy`` does for slots by itself takes as long as the rest of an event."""
@@ -183,7 +186,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         batches=held.batches,
         head=s.head.n if s.head else 0,
         # What this rollback has begun does not count: everyone acknowledges before it is done.
-        unwinding=s.stuck or (not s.restored and s.restoring != s.token),
+        unwinding=s.stuck or s.restoring not in (None, s.token),
     )
 
 
@@ -306,9 +309,6 @@ def next_epoch(s: Local, c: Config) -> Record | None:
     if not state_held(base, groups, c.world):
         return None
     entries = tuple(_entry(ranks, base) for ranks in groups)
-    behind = tuple(g.group for g in entries if not all(r.current for r in g.ranks))
-    after_commit = s.head is not None and s.head.kind == "commit"
-    enough = len(entries) - len(behind) >= max(1, c.min_groups)
     epoch = (s.head.epoch if s.head else 0) + 1
     return Record(
         n=(s.head.n if s.head else 0) + 1,
@@ -321,11 +321,12 @@ def next_epoch(s: Local, c: Config) -> Record | None:
         batches=base.batches,
         by=c.me,
         members=entries,
-        # After a rollback who is behind has lost its state, and the same gradients shall count
-        # again; who joins after a commit has none to give yet. Where bodies change gradients, a
-        # learner would change them by weights that are not the job's.
-        learners=behind if after_commit and enough and not s.edits else (),
     )
+
+
+def behind(record: Record) -> tuple[str, ...]:
+    """Groups of an epoch record that do not hold its state."""
+    return tuple(g.group for g in record.members if not all(r.current for r in g.ranks))
 
 
 def _entry(ranks: list[Hello], base: Base) -> GroupEntry:

@@ -12,16 +12,16 @@ that table itself, and tests hold it to `trigger`, the library's way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, cast
 
 from transitions import EventData, Machine
 
-from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec import FsmSpec, Part, Row
 
-EXIT = "exit"
+EXIT_ROWS = "exit"
 """Name under which a state's exit rows are triggered; no event may be called so."""
 
 
@@ -56,21 +56,18 @@ class Table:
         self.spec = spec
         self._machine = Machine(
             model=None,
-            states=list(spec.states),
+            states=list(spec.leaves),
             initial=spec.initial,
             auto_transitions=False,
             send_event=True,
             queued=False,
         )
         self._rows: set[tuple[str, str]] = set()
-        for name, state in spec.states.items():
-            shared = {} if state.terminal else spec.common.on
-            named = state.on.keys() | state.ignore.keys() | state.defer.keys()
-            rows = {**{e: r for e, r in shared.items() if e not in named}, **state.on}
-            if state.exit:
-                rows[EXIT] = state.exit
+        for name, leaf in spec.leaves.items():
+            rows = {**leaf.on, EXIT_ROWS: leaf.exit} if leaf.exit else leaf.on
             for event, candidates in rows.items():
                 self._add(name, event, candidates)
+        self._sequences = spec.sequences
         self._candidates = {at: self._listed(*at) for at in self._rows}
 
     def _add(self, state: str, event: str, rows: list[Row]) -> None:
@@ -91,16 +88,14 @@ class Table:
 
     def verdict(self, state: str, event: str) -> tuple[Verdict, str]:
         """What the state says to the event by name, and why: rows, ignore, defer, or refuse."""
-        spec = self.spec.states[state]
+        leaf = self.spec.leaves[state]
         if (state, event) in self._rows:
             return "row", ""
-        if event in spec.ignore:
-            return "ignore", spec.ignore[event]
-        if event in spec.defer:
-            return "defer", spec.defer[event]
-        if not spec.terminal and event in self.spec.common.ignore:
-            return "ignore", self.spec.common.ignore[event]
-        if spec.terminal:
+        if event in leaf.ignore:
+            return "ignore", leaf.ignore[event]
+        if event in leaf.defer:
+            return "defer", leaf.defer[event]
+        if leaf.state.terminal:
             return "ignore", "the state is terminal"
         return "refuse", f"{state} has no row for {event!r}"
 
@@ -111,6 +106,10 @@ class Table:
                 turn.row, turn.state = row, row.to or turn.state
                 break
         return turn
+
+    def parts_of(self, effect: str) -> Sequence[str | Part]:
+        """What a row's effect stands for: itself, or the parts of a sequence."""
+        return self._sequences.get(effect) or (effect,)
 
     def trigger(self, turn: Turn, event: str) -> Turn:
         """The same, by the library."""

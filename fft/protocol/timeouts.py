@@ -1,5 +1,7 @@
 """Every timeout as one table: what it bounds, where its value is from, what it must fit to. Pure.
 
+A spec declares its timers with their meaning and rules; here are the times that no spec declares.
+
 Values that the user gave are kept. A default that does not fit to them is fitted; two given values
 that contradict each other are refused, with the reason and a set that would work.
 """
@@ -7,7 +9,7 @@ that contradict each other are refused, with the reason and a set that would wor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -37,20 +39,11 @@ _BOUNDS = {
     "bus_operation": "one operation on the bus; follows connect_timeout, "
     f"{LONGEST_BUS_OPERATION_S:g} s at most, {2 * NATS_FAILOVER_S:g} s on nats://",
     "bus_failover": "a change of leader among NATS servers; they wait 4 to 9 s before they elect",
-    "join_interval": "until a joiner says again that it is there",
-    "join_window": "the wait of the first epoch for groups that were announced",
-    "quorum": "being without an epoch, or in none; then the participant stops",
-    "ack_window": "the wait for acknowledgements; who is silent is left out of the next epoch",
-    "coordinator_window": "the silence of who forms the next epoch; then another one does",
-    "vote_window": "being in doubt before ABORT is proposed",
-    "ready_window": "the wait for all members in a new epoch's barrier, state transfer included",
-    "drain_window": "the wait of a leaver for those who stay",
-    "pause": "unit of the growing pauses between rollbacks in a row: 1, 2, 4 … 64 times this",
-    "bus_retry": "until what may be lost with the bus is said again",
-    "bus_limit": "being without the bus; then the participant stops",
 }
 _DERIVED = ("bus_operation", "bus_failover")
 """Rows that nobody can give: they follow from others, or from the bus."""
+OUTSIDE_TIMES = frozenset({*ARGUMENTS, *_DERIVED})
+"""What a timer's rule may speak of besides other timers."""
 
 _HANGS = {
     "hang_limit": (
@@ -134,26 +127,24 @@ class Rule:
         )
 
 
-RULES = (
-    Rule("bus_limit", 4, "bus_retry", "the bus must get several chances before it is given up"),
-    Rule("bus_limit", 2, "bus_operation", "one slow operation must not be the end"),
-    Rule("bus_limit", 2, "bus_failover", "the bus must outlive its leader, and a split vote"),
-    Rule("vote_window", 2, "bus_retry", "a vote that was lost must be said again before an ABORT"),
-    Rule("coordinator_window", 2, "ack_window", "it gives a sign of life once in each ack_window"),
-    Rule("quorum", 2, "coordinator_window", "a silent coordinator must be replaced before the end"),
-    Rule("join_window", 2, "join_interval", "a joiner's first word may be lost"),
-    Rule("quorum", 2, "join_window", "the first epoch must come before the end"),
-    Rule("quorum", 64, "pause", "the longest pause must not end the job"),
+_RULES = (
     Rule(
         "quorum_timeout",
         2,
         "lighthouse_window",
         "who is not named must be suspected before the quorum is given up",
     ),
-    Rule(
-        "ready_window", 1, "timeout", "a member that still fetches its state must not be left out"
-    ),
 )
+
+
+def rules_of(spec: FsmSpec) -> tuple[Rule, ...]:
+    """All rules between times: the spec's, and those of times that no spec declares."""
+    said = [
+        Rule(name, rule.times, rule.of, rule.why)
+        for name, timer in spec.timers.items()
+        for rule in timer.at_least
+    ]
+    return (*said, *_RULES)
 
 
 def bus_operation(url: str) -> float:
@@ -175,10 +166,11 @@ def resolve(spec: FsmSpec, given: Mapping[str, Given], bus: str = "") -> dict[st
             each other.
     """
     _check(spec, given)
-    table = _unfitted(spec, given, bus)
-    problems = _fit(table)
+    table, rules = _unfitted(spec, given, bus), rules_of(spec)
+    problems = _fit(table, rules)
     if problems:
-        raise TimeoutsError("\n".join(["the timeouts do not fit:", *problems, _advice(table)]))
+        advice = _advice(table, rules)
+        raise TimeoutsError("\n".join(["the timeouts do not fit:", *problems, advice]))
     return table
 
 
@@ -209,11 +201,11 @@ def _seconds(name: str, text: str) -> float:
 
 def timers(spec: FsmSpec, table: Mapping[str, Timeout]) -> dict[str, float]:
     """Seconds by timer name, as the core wants them."""
-    return {name: table[name].seconds for name in spec.timeouts}
+    return {name: table[name].seconds for name in spec.timers}
 
 
 def _check(spec: FsmSpec, given: Mapping[str, Given]) -> None:
-    known = {*spec.timeouts, *ARGUMENTS, *_OURS}
+    known = {*spec.timers, *ARGUMENTS, *_OURS}
     for name, value in given.items():
         if name not in known:
             raise TimeoutsError(
@@ -235,29 +227,25 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given], bus: str) -> dict[str, 
 
     for name, bounds in ARGUMENTS.items():
         put(name, bounds, TORCHFT_DEFAULT_S, "torchft's default")
-    wait, quorum, connect = (table[name] for name in ARGUMENTS)
+    connect = table["connect_timeout"]
     operation, by = min((bus_operation(bus), "the bus"), (connect.seconds, connect.origin))
     put("bus_operation", _BOUNDS["bus_operation"], operation, by, by != "the bus" and connect.fixed)
     if _is_nats(bus):
         put("bus_failover", _BOUNDS["bus_failover"], NATS_FAILOVER_S, "a fact of NATS", True)
-    for name, seconds in spec.timeouts.items():
-        bounds, source = _BOUNDS.get(name, f"a timer of {spec.name}"), None
-        if name == "vote_window":
-            source = wait
-        elif name in ("quorum", "ready_window"):
-            source = quorum
-        if source is None:
-            put(name, bounds, seconds, f"spec {spec.name}")
-        else:  # a barrier's window may grow with the transfer that it has to hold
-            put(name, bounds, source.seconds, source.origin, source.fixed and name == "quorum")
+    for name, timer in spec.timers.items():
+        if timer.follows is None:
+            put(name, timer.doc, timer.default, f"spec {spec.name}")
+        else:
+            source = table[timer.follows]
+            put(name, timer.doc, source.seconds, source.origin, source.fixed and not timer.grows)
     for name, (seconds, bounds) in _OURS.items():
         put(name, bounds, seconds, "FFT's default")
     return table
 
 
-def _fit(table: dict[str, Timeout]) -> list[str]:
+def _fit(table: dict[str, Timeout], rules: Sequence[Rule]) -> list[str]:
     """Fit what the user did not choose; what still does not fit, as lines."""
-    while broken := [rule for rule in RULES if not rule.holds(table)]:
+    while broken := [rule for rule in rules if not rule.holds(table)]:
         if not any(_mend(table, rule) for rule in broken):
             return list(_told(table, broken))
     return []
@@ -291,10 +279,10 @@ def _told(table: Mapping[str, Timeout], broken: list[Rule]) -> Iterator[str]:
         )
 
 
-def _advice(table: Mapping[str, Timeout]) -> str:
+def _advice(table: Mapping[str, Timeout], rules: Sequence[Rule]) -> str:
     """A set that would work: what is too short, made longer."""
     works = dict(table)
-    while broken := [rule for rule in RULES if not rule.holds(works)]:  # ends: no rule is circular
+    while broken := [rule for rule in rules if not rule.holds(works)]:  # ends: no rule is circular
         for rule in broken:
             works[rule.larger] = replace(works[rule.larger], seconds=rule.least(works))
     changed = [

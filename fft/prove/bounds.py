@@ -107,14 +107,6 @@ DEFAULT = (
 )
 """Takes some five minutes on one core."""
 
-ELSEWHERE = {
-    "states.PREPARED.on.timer.bus_limit.0": (
-        "deaf, and in doubt for 30 s while nobody else's timers go round; "
-        "tests/protocol/test_rows.py, 'deaf in doubt'"
-    ),
-}
-"""Rows that no scope takes, why, and the test that does."""
-
 DEEP = (
     *DEFAULT,
     Scope(

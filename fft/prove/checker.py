@@ -20,7 +20,7 @@ import numpy as np
 
 from fft.protocol.invariants import INVARIANTS, Know
 from fft.protocol.participant import Participant
-from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec import FsmSpec, Part, SubState
 from fft.protocol.state import Local
 from fft.prove.intern import thaw
 from fft.prove.model import REAL, Model, Scope, State, Step, World
@@ -247,7 +247,7 @@ class Search:
 
 
 def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    done = all(s.state == "NORMAL" and s.step >= scope.commits for _, s in views)
+    done = all(s.role == "training" and s.step >= scope.commits for _, s in views)
     if shared.bus != "up":  # out, or with nothing left to ask the bus for
         return shared.bus == "gone" and done
     inside = [s for _, s in views if s.epoch is not None]
@@ -256,18 +256,18 @@ def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
     unaware = [s for s in inside if _at_bound(scope, s) and s.head != shared.head]
     if unaware:
         return all(s.vote is None or s in unaware for _, s in views)
-    if any(s.state != "NORMAL" for s in inside) or not inside:
+    if any(s.role != "training" for s in inside) or not inside:
         return not _can_go_on(scope, shared, views) and _waits(views)
     return all(s.step >= scope.commits for s in inside)
 
 
 def _at_bound(scope: Scope, s: Local) -> bool:
-    return s.state == "NORMAL" and s.step >= scope.commits
+    return s.role == "training" and s.step >= scope.commits
 
 
 def _waits(views: list[tuple[int, Local]]) -> bool:
     """Nobody has anything undecided; they wait for groups that may still come."""
-    return all(s.vote is None and s.state in ("INIT", "HEALING") for _, s in views)
+    return all(s.vote is None and s.role in ("joining", "healing") for _, s in views)
 
 
 def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
@@ -284,17 +284,19 @@ def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> boo
     )
 
 
-def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Row]]:
-    """(place, row) of every row of a spec."""
-    for event, rows in spec.common.on.items():
-        for i, row in enumerate(rows):
-            yield f"common.on.{event}.{i}", row
-    for name, state in spec.states.items():
-        for event, rows in state.on.items():
+def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Part]]:
+    """(place, row) of every row of a spec, and of every guarded part of a sequence."""
+    for place, owner in spec.row_owners():
+        at = ".".join(place)
+        for event, rows in owner.on.items():
             for i, row in enumerate(rows):
-                yield f"states.{name}.on.{event}.{i}", row
-        for i, row in enumerate(state.exit):
-            yield f"states.{name}.exit.{i}", row
+                yield f"{at}.on.{event}.{i}", row
+        for i, row in enumerate(owner.exit if isinstance(owner, SubState) else ()):
+            yield f"{at}.exit.{i}", row
+    for name, parts in spec.sequences.items():
+        for i, part in enumerate(parts):
+            if isinstance(part, Part):
+                yield f"sequences.{name}.{i}", part
 
 
 def search(

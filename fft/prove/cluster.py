@@ -51,7 +51,7 @@ from fft.messages.protocol import (
     Vote,
 )
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.spec import FsmSpec
+from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
 
@@ -89,7 +89,7 @@ class Node:
     @property
     def state(self) -> str:
         """FSM state."""
-        return self.local.state
+        return outermost(self.local.state)
 
 
 class Cluster:

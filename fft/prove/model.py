@@ -62,6 +62,7 @@ from fft.messages.protocol import (
 )
 from fft.protocol.invariants import INVARIANTS, Claim, Given, Holds, Know, Move, Same
 from fft.protocol.participant import Outcome, Participant
+from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, member_peers
 from fft.protocol.table import Table
@@ -155,6 +156,8 @@ class World:
     """Every attempt at a step has a ballot of its own."""
     patient: bool = True
     """The main thread of a learner waits for its state before it says that the body has ended."""
+    restores: bool = True
+    """A main thread that unwinds puts back the start of the step."""
 
 
 REAL = World()
@@ -284,7 +287,7 @@ class Model:
         self.locals: Interner[tuple[Any, ...]] = Interner()
         self.claims: Interner[tuple[tuple[str, Claim], ...]] = Interner()
         self.rows: set[int] = set()
-        """``id`` of every spec row that was taken."""
+        """``id`` of every spec row, and part of a sequence, that was taken."""
         self._participants: dict[tuple[int, int], Participant] = {}
         self._handled: dict[tuple[int, int, int, int], _Handled] = {}
         self._weighed: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[str, str] | None]] = {}
@@ -623,7 +626,8 @@ class Model:
             text = f"the core raises {type(error).__name__}: {error}"
             out, kept = Outcome("refused", text), frozenset(before.timers)
             return _Handled(local, (), self.claims.id(()), text, out, kept)
-        self.rows.update(id(step.row) for step in out.steps)
+        for step in out.steps:
+            self.rows.update(map(id, (step.row, *step.parts)))
         refused = out.reason if out.verdict in ("refused", "row") else ""
         move = Move(participant.config.me, before, happened, after, out)
         claims = tuple(
@@ -973,7 +977,8 @@ class _Here:
             if args[1:]:  # the fetch that the rollback ends may have begun to write
                 torn = node._replace(task=(name, args[0]), bits=bits.torn(self.me))
                 yield self.event("ends its fetch half way", torn, HealFailed(args[1], "", True))
-            yield self.event("restores", idle._replace(bits=bits.restored()), Restored(args[0]))
+            back = bits.restored() if model.world.restores else bits
+            yield self.event("restores", idle._replace(bits=back), Restored(args[0]))
             if self.may("torn"):  # the body had changed what nothing was kept of
                 torn = idle._replace(bits=bits.torn(self.me).restored())
                 yield self.event("restores half", torn, Restored(args[0], torn=True), "torn")
@@ -1110,8 +1115,8 @@ class _Here:
     def _events_at_fault(self) -> Iterator[Act]:
         node = self.node
         local = thaw(self.model.locals[node.local])
-        if self.may("fault") and local.state in ("NORMAL", "PREPARED", "COMMIT", "HEALING"):
-            broken = node._replace(task=None) if local.state == "NORMAL" else node
+        if self.may("fault") and local.role in (*AT_WORK, "healing"):
+            broken = node._replace(task=None) if local.role == "training" else node
             yield self.event("raises", broken, Fault(local.token, ""), "fault")
         if self.may("early"):
             for name, serial in local.timers.items():

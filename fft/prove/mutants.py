@@ -36,6 +36,7 @@ from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.load import load_spec, parse_spec
 from fft.protocol.participant import Outcome, Participant
+from fft.protocol.roles import Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
 from fft.prove.checker import Result, Search, search
@@ -87,8 +88,8 @@ class Mutant:
             for word, there in (
                 ("table", self.change is not None or self.base != "hsdp"),
                 ("core", self.participant is not Participant),
-                ("main thread", not self.world.patient),
-                ("bus", replace(self.world, patient=True) != REAL),
+                ("main thread", not (self.world.patient and self.world.restores)),
+                ("bus", replace(self.world, patient=True, restores=True) != REAL),
             )
             if there
         ]
@@ -148,19 +149,40 @@ def planted(
     return Planted
 
 
-def on(raw: Raw, state: str, event: str) -> list[Raw]:
-    """Rows of an event in a state."""
-    rows: list[Raw] = raw["states"][state]["on"].setdefault(event, [])
+def state_of(raw: Raw, role: Role) -> Raw:
+    """The first state of a role."""
+    states: dict[str, Raw] = raw["states"]
+    return next(state for state in states.values() if state["role"] == role)
+
+
+def way_to(raw: Raw, role: Role) -> str:
+    """What a row leads to that enters this state, in its first sub-state if it has some."""
+    state = state_of(raw, role)
+    name = next(name for name, other in raw["states"].items() if other is state)
+    return ".".join([name, *list(state["states"])[:1]])
+
+
+def on(raw: Raw, role: Role, event: str) -> list[Raw]:
+    """Rows of an event in the state of a role."""
+    rows: list[Raw] = state_of(raw, role)["on"].setdefault(event, [])
     return rows
 
 
-def instead(state: str, event: str, **row: Any) -> Change:
+def owners(raw: Raw) -> Iterator[Raw]:
+    """Everything that has rows."""
+    yield raw["common"]
+    for state in raw["states"].values():
+        yield from (state, *state["states"].values())
+
+
+def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Change:
     """One row in the place of whatever the state says to the event."""
 
     def change(raw: Raw) -> None:
-        raw["states"][state]["ignore"].pop(event, None)
-        raw["states"][state]["defer"].pop(event, None)
-        on(raw, state, event)[:] = [row]
+        state = state_of(raw, role)
+        state["ignore"].pop(event, None)
+        state["defer"].pop(event, None)
+        on(raw, role, event)[:] = [{"to": to and way_to(raw, to), **row}]
 
     return change
 
@@ -169,10 +191,14 @@ def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
     """Rows without these effects; only in rows of these events, if any are named."""
 
     def change(raw: Raw) -> None:
-        for there in (raw["common"], *raw["states"].values()):
+        for there in owners(raw):
             for event, rows in (*there["on"].items(), ("exit", there.get("exit", []))):
                 for row in rows if not events or event in events else ():
                     row["effects"] = [name for name in row["effects"] if name not in effects]
+        for name, parts in ({} if events else raw["sequences"]).items():
+            raw["sequences"][name] = [part for part in parts if part not in effects]
+            for part in (part for part in parts if isinstance(part, dict)):
+                part["effects"] = [effect for effect in part["effects"] if effect not in effects]
 
     return change
 
@@ -245,9 +271,9 @@ def _yes_unless_failed(s: Local, c: Config, event: Event) -> bool:
 
 
 def _apply_at_once(raw: Raw) -> None:
-    """The vote's row applies; what follows COMMIT waits for it; COMMIT's rows apply no more."""
-    on(raw, "NORMAL", "prepared")[0]["effects"].append("apply")
-    prepared = raw["states"]["PREPARED"]
+    """The vote's row applies; what follows COMMIT waits for it; those rows apply no more."""
+    on(raw, "training", "prepared")[0]["effects"].append("apply")
+    prepared = state_of(raw, "voting")
     prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
     for row in prepared["on"]["decision"]:
         row["effects"] = [name for name in row["effects"] if name != "apply"]
@@ -287,13 +313,6 @@ def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
     return settled and event.record is not None and event.record.lineage == committed(s, c).lineage
 
 
-def _pause_for_all(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    head = s.head
-    s.head = None if head is None else replace(head, skip=False)
-    yield from EFFECTS["pause"](s, c, event)
-    s.head = head
-
-
 # --- states that differ ---------------------------------------------------------------------------
 
 
@@ -312,9 +331,6 @@ def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _same_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    token = s.token
-    EFFECTS["note_applied"](s, c, event)
-    s.token = token
     return ()
 
 
@@ -376,7 +392,7 @@ def _own_batches(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _leave_blocked(raw: Raw) -> None:
-    for row in on(raw, "NORMAL", "decision"):
+    for row in on(raw, "training", "decision"):
         row["effects"] = [name for name in row["effects"] if name != "abort_groups"]
 
 
@@ -404,13 +420,15 @@ def _head_forgotten(s: Local) -> Local:
 
 
 def _leaver_says_ack(raw: Raw) -> None:
-    (row,) = (r for r in on(raw, "PREPARED", "decision") if r["to"] == "DRAIN_COMMIT")
+    last = way_to(raw, "last_commit")
+    (row,) = (r for r in on(raw, "voting", "decision") if r["to"] == last)
     row["effects"].insert(-1, "say_ack_committed")
 
 
 def _leave_at_once(raw: Raw) -> None:
-    row = {"guard": ["asked_to_leave"], "to": "EXIT", "effects": ["say_leave", "finish"]}
-    raw["states"]["NORMAL"]["exit"].insert(0, row)
+    out = way_to(raw, "terminal")
+    row = {"guard": ["asked_to_leave"], "to": out, "effects": ["say_leave", "finish"]}
+    state_of(raw, "training")["exit"].insert(0, row)
 
 
 def _without_the_dead(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -421,13 +439,8 @@ def _without_the_dead(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
-def _late_if_member(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    assert isinstance(event, Join)
-    before = s.joining
-    EFFECTS["note_join"](s, c, event)
-    if event.hello.peer in member_peers(s):
-        s.joining = before
-    return ()
+def _asks_if_no_member(s: Local, c: Config, event: Event) -> bool:
+    return isinstance(event, Join) and event.hello.peer not in member_peers(s)
 
 
 def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
@@ -435,7 +448,7 @@ def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
 
 
 def _votes_without_state(raw: Raw) -> None:
-    on(raw, "NORMAL", "prepared")[0]["guard"] = ["votes_yes"]
+    on(raw, "training", "prepared")[0]["guard"] = ["votes_yes"]
 
 
 def _able(s: Local) -> set[Peer]:
@@ -453,7 +466,7 @@ def _cast_for_the_able(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _never_armed(raw: Raw) -> None:
-    on(raw, "INIT", "start")[0]["to"] = None
+    on(raw, "joining", "start")[0]["to"] = None
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -550,7 +563,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "exactly_once",
         small(fault=1),
         instead(
-            "COMMIT", "fault", to="ROLLBACK_REQ", effects=["note_cause", "propose_abort"], guard=[]
+            "committing", "fault", to="aborting", effects=["note_cause", "propose_abort"], guard=[]
         ),
     ),
     Mutant(
@@ -559,7 +572,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "exactly_once",
         small(fault=1, commits=2),
         instead(
-            "COMMIT", "decision", to="ROLLBACK_SYNC", effects=["note_head", "say_ack", *ROLL_BACK]
+            "committing",
+            "decision",
+            to="rolling_back",
+            effects=["note_head", "say_ack", *ROLL_BACK],
         ),
     ),
     # skips
@@ -596,7 +612,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A rollback because the user skipped the step counts towards the pauses.",
         "skip",
         small(skip=1),
-        participant=planted(actions={"pause": _pause_for_all}),
+        participant=planted({"counts_as_failure": _always}),
     ),
     # states that differ
     Mutant(
@@ -626,7 +642,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Who is in doubt when its time is up takes COMMIT for granted.",
         "validity",
         small(early=1),
-        instead("PREPARED", "timer.vote_window", to="COMMIT", effects=["assume_commit", "apply"]),
+        instead("voting", "timer.vote_window", to="committing", effects=["assume_commit", "apply"]),
     ),
     Mutant(
         "presumed_abort",
@@ -634,9 +650,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "agreement",
         small(early=1),
         instead(
-            "PREPARED",
+            "voting",
             "timer.vote_window",
-            to="ROLLBACK_SYNC",
+            to="rolling_back",
             effects=["assume_abort", "say_ack", *ROLL_BACK],
         ),
     ),
@@ -645,14 +661,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "Who is in doubt when its time is up ends, though the register could be asked.",
         "decided",
         small(early=1),
-        instead("PREPARED", "timer.vote_window", to="EXIT", effects=["say_leave", "stop_in_doubt"]),
+        instead(
+            "voting", "timer.vote_window", to="terminal", effects=["say_leave", "stop_in_doubt"]
+        ),
     ),
     Mutant(
         "waits_in_doubt_for_ever",
         "Who is in doubt waits to be told, and never asks the register.",
         "eventually",
         small(lose=1),
-        instead("PREPARED", "timer.vote_window", effects=["rearm"]),
+        instead("voting", "timer.vote_window", effects=["rearm"]),
     ),
     # numbers and fences
     Mutant(
@@ -690,7 +708,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "The txn after a commit has the number of the one before.",
         "shard_unity",
         small(commits=2),
-        participant=planted(actions={"note_applied": _same_txn}),
+        participant=planted(actions={"next_txn": _same_txn}),
     ),
     Mutant(
         "step_not_in_lineage",
@@ -768,7 +786,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "The next epoch begins with the furthest state that is left, committed or not.",
         "samples_once",
         small(torn=1, crash=1),
-        participant=planted(*_seeing(_head_forgotten, "epoch_possible")),
+        participant=planted(*_seeing(_head_forgotten, "epoch_possible", "learners_can_follow")),
     ),
     Mutant(
         "heals_by_step",
@@ -782,7 +800,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A member that asks to join is taken for a late word from before it was let in.",
         "eventually",
         small(heal=1, fault=1, formed=False, alike=False, commits=0),
-        participant=planted(actions={"note_join": _late_if_member}),
+        participant=planted({"asks_to_come_in": _asks_if_no_member}),
     ),
     Mutant(
         "no_timers_at_start",
@@ -828,7 +846,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A rollback leaves buffers, RNG states and gradients as the attempt left them.",
         "replicas_equal",
         small(fault=1),
-        without("restore"),
+        world=World(restores=False),
     ),
     Mutant(
         "torn_taken_for_good",

@@ -25,6 +25,7 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.participant import Outcome
+from fft.protocol.spec import outermost
 from fft.protocol.state import Local
 from fft.prove.intern import thaw
 from fft.prove.model import QUEUES, SHARED, Model, Node, Shared, State, Step
@@ -193,15 +194,19 @@ def _moved(model: Model, before: Node, after: Node, step: Step) -> str:
     was = thaw(model.locals[before.local])
     if after.local < 0:
         return (
-            "" if step.what.startswith("ends") else f"{was.state} → {ending(model, before, step)}"
+            ""
+            if step.what.startswith("ends")
+            else f"{outermost(was.state)} → {ending(model, before, step)}"
         )
     now = thaw(model.locals[after.local])
-    return "" if now.state == was.state else f"{was.state} → {label(now)}"
+    same = outermost(now.state) == outermost(was.state)
+    return "" if same else f"{outermost(was.state)} → {label(now)}"
 
 
 def label(local: Local) -> str:
-    """The state, and where a txn is open which one."""
-    return f"{local.state} {txn(local.token)}" if local.state == "NORMAL" else local.state
+    """The state (not its sub-state), and where a txn is open which one."""
+    state = outermost(local.state)
+    return f"{state} {txn(local.token)}" if local.role == "training" else state
 
 
 def ending(model: Model, before: Node, step: Step) -> str:

@@ -54,10 +54,10 @@ in turn; ``all``: everyone)::
     expect CONDITION        an error unless it holds
     state | register        where everyone stands | the records so far
 
-A condition is ``[who] [STATE | out] [at EPOCH.TXN] [step N] [clean | torn] [fetched | fetched
-nothing]`` (everyone who lives, if nobody is named), or ``register commit 1.1`` (what the newest
-record begins with). Output of a single step tells all of it; of ``settle`` and its like only the
-changes of state, a line for each participant, after the records that were written.
+A condition is ``[who] [STATE | STATE.sub | out] [at EPOCH.TXN] [step N] [clean | torn] [fetched |
+fetched nothing]`` (everyone who lives, if nobody is named), or ``register commit 1.1`` (what the
+newest record begins with). Output of a single step tells all of it; of ``settle`` and its like only
+the changes of state, a line for each participant, after the records that were written.
 
 A counterexample of the checker (``save_counterexample``) says which property its last command
 breaks, and fails once the bug is mended. To keep it as a regression scenario then: set ``expect:
@@ -79,7 +79,7 @@ from typing import TYPE_CHECKING, Any
 from fft.messages.protocol import Record
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
-from fft.protocol.spec import FsmSpec
+from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS
 from fft.prove.intern import thaw
 from fft.prove.model import KINDS, REAL, Model, Scope, State, Step, World
@@ -610,8 +610,8 @@ class Run:
             word = rest.pop(0)
             if word == "out":
                 yield lambda i: self._node(i).local < 0
-            elif word in self.model.spec.states:
-                yield partial(self._has, "state", word)
+            elif word in {**self.model.spec.states, **self.model.spec.leaves}:
+                yield partial(self._stands, word)
             elif word == "clean":
                 yield lambda i: not self._node(i).bits.marks
             elif word == "torn":
@@ -627,6 +627,10 @@ class Run:
                 yield partial(self._has, "token", tuple(map(int, rest.pop(0).split("."))))
             else:
                 raise _Wrong(f"a condition knows no {word!r}")
+
+    def _stands(self, state: str, who: int) -> bool:
+        here = self._local(who).state
+        return state in (here, outermost(here))
 
     def _has(self, field: str, value: object, who: int) -> bool:
         return bool(getattr(self._local(who), field) == value)
@@ -657,7 +661,7 @@ class Run:
         lineage = "lost" if local.lineage == "" else local.lineage
         groups = " ".join(g.group for g in local.epoch.members) if local.epoch else ""
         parts = [
-            f"{local.state} at {txn(local.token)}",
+            f"{outermost(local.state)} at {txn(local.token)}",
             f"step {local.step}",
             f"lineage {lineage if lineage in (GENESIS, 'lost') else lineage[:4]}",
             f"with {groups}" if groups else "in no epoch",

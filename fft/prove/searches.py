@@ -15,8 +15,8 @@ from rich.table import Table
 
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec
-from fft.protocol.spec import FsmSpec
-from fft.prove.bounds import DEEP, DEFAULT, ELSEWHERE
+from fft.protocol.spec import FsmSpec, Part
+from fft.prove.bounds import DEEP, DEFAULT
 from fft.prove.checker import Result, Search, all_rows, narrate
 from fft.prove.model import Model, Scope
 from fft.prove.mutants import MUTANTS, NotCaught, caught, write_table
@@ -65,9 +65,10 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
     missed = _missed(spec, results)
     taken = sum(1 for _ in all_rows(spec)) - len(missed)
     console.print(f"sometimes: {taken} of {taken + len(missed)} rows of the table were taken")
-    for place in (place for place in missed if place in ELSEWHERE):
-        console.print(f"  {place}: {ELSEWHERE[place]}", markup=False)
-    missed = [place for place in missed if place not in ELSEWHERE]
+    for place, row in missed.items():
+        if row.elsewhere:
+            console.print(f"  {place}: {row.elsewhere}", markup=False)
+    missed = {place: row for place, row in missed.items() if not row.elsewhere}
     good = not broken and not partial
     if not choice.scopes and good and missed:
         console.print(f"VIOLATED sometimes: never taken: {', '.join(missed)}", markup=False)
@@ -147,9 +148,9 @@ def _checks_table(results: list[Result]) -> Table:
     return shown
 
 
-def _missed(spec: FsmSpec, results: list[Result]) -> list[str]:
+def _missed(spec: FsmSpec, results: list[Result]) -> dict[str, Part]:
     taken: set[int] = set().union(*(r.rows for r in results))
-    return [place for place, row in all_rows(spec) if id(row) not in taken]
+    return {place: row for place, row in all_rows(spec) if id(row) not in taken}
 
 
 def mutants(write: Path | None, console: Console) -> bool:

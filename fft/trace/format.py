@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-FORMAT = 1
+FORMAT = 2
 """Version in every header; a reader refuses another one."""
 
 

@@ -539,7 +539,7 @@ def execution_of(history: History) -> Execution:
 
     A participant **starts** when it takes the record of an epoch (before, nobody waits for it),
     **enters** the epoch's barrier with ``Healed`` or ``Connected`` (it says ready), **leaves** from
-    HEALING to NORMAL with the members of its record, and has **failed** when it takes another
+    healing to training with the members of its record, and has **failed** when it takes another
     epoch's record or its moves end, whatever the cause: killed, rolled back, left out, drained, or
     simply the end of the history, after which it may have failed. As failures move, it does not
     matter when exactly. A participant that ended between ready and leaving may therefore be held
@@ -606,9 +606,9 @@ def _events(move: Move) -> list[Event]:
     old, new = move.before.epoch, move.after.epoch
     if new is not None and (old is None or old.n != new.n):
         events.append(Event("start", place=move.place))
-    if move.after.in_barrier and not move.before.in_barrier:
+    if move.came_ready:
         events.append(Event("enter", f"epoch {move.after.token.epoch}", place=move.place))
-    if any(s.source == "HEALING" and s.dest == "NORMAL" for s in move.out.steps):
+    if ("healing", "training") in move.roles:
         members = frozenset(map(str, member_peers(move.after)))
         events.append(Event("leave", members=members, place=move.place))
     return events

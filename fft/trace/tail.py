@@ -21,11 +21,11 @@ from rich.text import Text
 
 from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
+from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 _FAULT_CHARS = 60  # of a fault's text in a plain line
-_COMMITS = frozenset({"COMMIT", "DRAIN_COMMIT"})
 
 
 @dataclass
@@ -33,13 +33,15 @@ class RankView:
     """The newest incarnation of one rank, as its trace shows it."""
 
     inc: int
-    state: str = "INIT"
+    state: str = "-"
     epoch: int = 0
     step: int = 0
     members: tuple[str, ...] = ()
     loss: float | None = None
     commits: int = 0
     fault: str = ""
+    role: Role = "joining"
+    """Of the state."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class TraceTail:
             self._take_injection(key[0], record, _mapping(record.get("data")))
         elif record.get("note") == "command":
             self._take_command(record)
-        self.view.committed |= record.get("kind") == "transition" and record.get("to") in _COMMITS
+        self.view.committed |= _role(record) in COMMITTING
         known = self.view.ranks.get(key)
         if known is None or inc > known.inc:
             fault = known.fault if known else ""
@@ -180,11 +182,13 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
     view.epoch = _number(record.get("epoch"), view.epoch)
     view.step = _number(record.get("step"), view.step)
     data = _mapping(record.get("data"))
-    if record.get("kind") == "transition":
-        before, state = record.get("from"), record.get("to")
-        if isinstance(state, str):
-            view.commits += state in _COMMITS and state != before
-            view.state = state
+    if record.get("kind") == "header":
+        view.state = str(_mapping(record.get("spec")).get("initial", view.state))
+    elif record.get("kind") == "transition":
+        state, role = record.get("to"), _role(record)
+        if isinstance(state, str) and role is not None:
+            view.commits += role in COMMITTING and role != view.role
+            view.state, view.role = state, role
         members = record.get("members")
         if isinstance(members, list):
             view.members = tuple(sorted(str(member) for member in members))
@@ -194,6 +198,12 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         view.loss = float(data["loss"])
     elif record.get("note") == "inject":
         view.fault = f"planned: {data.get('name')}"
+
+
+def _role(record: dict[str, Any]) -> Role | None:
+    """The role of the state that the record of a transition leads to."""
+    roles = record.get("roles")
+    return roles[1] if isinstance(roles, list) and len(roles) == 2 else None
 
 
 def _number(value: object, otherwise: int = 0) -> int:

@@ -197,6 +197,7 @@ class TraceWriter:
                 **where,
                 "from": step.source,
                 "to": step.dest,
+                "roles": step.roles,
                 "on": step.event,
                 "guards": step.guards,
                 "effects": step.effects,

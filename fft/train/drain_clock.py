@@ -169,27 +169,27 @@ def waiting_for(s: Local, c: Config, now: float) -> str:
 
 
 def _what(s: Local, c: Config) -> str:
-    match s.state:
-        case "NORMAL":
+    match s.role:
+        case "training":
             return "its txn is open, and its main thread has not voted"
-        case "PREPARED":
+        case "voting":
             others = _names(set(member_peers(s)) - {c.me})
             return f"in doubt: it has voted YES, and a vote or the decision is missing, of {others}"
-        case "COMMIT" | "DRAIN_COMMIT":
+        case "committing" | "last_commit":
             return "the commit is decided, and its main thread still runs the optimizer step"
-        case "ROLLBACK_REQ":
+        case "aborting":
             return "it has asked for a rollback, which is not decided"
-        case "ROLLBACK_SYNC" if not s.restored:
+        case "rolling_back":
             return "its main thread has not come back from a rollback"
-        case "ROLLBACK_SYNC" | "HEALING" if s.head is not None and s.head.kind != "epoch":
+        case "healing" if s.head is not None and s.head.kind != "epoch":
             return f"there is no next epoch: {_no_epoch(s, c)}"
-        case "HEALING" if not s.healed:
+        case "healing" if not s.healed:
             return "its main thread builds process groups, or fetches state"
-        case "HEALING":
+        case "healing":
             return f"in the barrier of its epoch: {_no_begin(s, c)}"
-        case "DRAIN_WAIT":
+        case "leaving":
             return "it is out by a commit, and waits for those who stay"
-        case "INIT":
+        case "joining":
             return f"it is in no epoch: {_no_start(s, c)}"
     return "it has not left"
 

@@ -318,7 +318,7 @@ class ManagerFFT(TorchftInterface):
     def drained(self) -> bool:
         """Whether this participant has left for good."""
         local = self._parts.job.local
-        return local is not None and local.state == "EXIT"
+        return local is not None and local.role == "terminal"
 
     def digest(self) -> str:
         """Digest of this rank's parameters, optimizer state and buffers."""

@@ -48,7 +48,7 @@ def main() -> int:
         monitor=False,
         **who,
     )
-    print("at", manager._bus.url.rpartition("/")[2], flush=True)
+    print("at", manager._parts.job.bus.url.rpartition("/")[2], flush=True)
     manager.sync_gradients(model)
     optimizer = Optimizer(manager, inner)
     try:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fft.launch.supervisor.fault_plan_watch import PlanWatch
 from fft.messages.fault_plans import FaultPlan
+from fft.protocol.load import load_spec
 from fft.trace.tail import (
     Injected,
     JobView,
@@ -30,8 +31,12 @@ def line(**fields: Any) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
+ROLES = {state: spec.role for state, spec in load_spec("hsdp").states.items()}
+
+
 def moved(to: str, before: str = "NORMAL", **fields: Any) -> bytes:
-    return line(kind="transition", **{"from": before, "to": to}, **fields)
+    roles = (ROLES[before], ROLES[to])
+    return line(kind="transition", **{"from": before, "to": to}, roles=roles, **fields)
 
 
 # --- tailing ---------------------------------------------------------------------------
@@ -42,7 +47,7 @@ def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
     assert tail.poll().ranks == {}
     whole = moved("PREPARED", epoch=2, step=5, members=["1", "0"])
     with (tmp_path / "g0r1i3.jsonl").open("ab", buffering=0) as file:
-        file.write(line(kind="header", step=4, epoch=1) + whole[:20])
+        file.write(line(kind="header", step=4, epoch=1, spec={"initial": "INIT"}) + whole[:20])
         view = tail.poll().ranks["0", 1]
         assert (view.inc, view.state, view.step) == (3, "INIT", 4)
         file.write(whole[20:])
@@ -189,7 +194,14 @@ def view_at(
 ) -> JobView:
     both = ("0", "1")
     ranks = {
-        (group, rank): RankView(1, state, epoch, step, both if epochs[0] == epochs[1] else (group,))
+        (group, rank): RankView(
+            1,
+            state,
+            epoch,
+            step,
+            both if epochs[0] == epochs[1] else (group,),
+            role=ROLES[state],
+        )
         for group, epoch in zip(both, epochs, strict=True)
         for rank in (0, 1)
     }

@@ -281,6 +281,7 @@ def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
         del waiting["on"]["decision"]
         waiting["defer"] = {"decision": "the last state will tell"}
         waiting["on"]["timer.drain_window"] = [{"to": "NORMAL"}]
+        data["states"]["DRAIN_COMMIT"]["on"]["applied"][0]["effects"].append("next_txn")
 
     participant = changed(edit)
     job, node = running()
@@ -293,7 +294,7 @@ def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
     assert s.state == "DRAIN_WAIT" and s.deferred == (abort,)
     s, out = participant.handle(s, Timer("drain_window", s.timers["drain_window"]), 0.0)
     assert [step.event for step in out.steps] == ["timer.drain_window", "decision"]
-    assert s.state == "ROLLBACK_SYNC" and s.deferred == () and s.head == abort.record
+    assert s.state == "ROLLBACK_SYNC.forming" and s.deferred == () and s.head == abort.record
 
 
 # --- what only teaching specs do ------------------------------------------------------------------

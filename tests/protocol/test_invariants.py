@@ -45,6 +45,7 @@ from fft.protocol.invariants import (
     judge,
     obeyed,
 )
+from fft.protocol.roles import Role
 
 A, B = Peer("0", 0, 1), Peer("1", 0, 1)
 STRANGER = Peer("9", 0, 1)
@@ -149,6 +150,11 @@ def step(**fields: Any) -> Make:
     )
 
 
+def led_to(role: Role) -> Make:
+    """The first row taken led to a state of that role."""
+    return lambda m: step(roles=(m.out.steps[0].roles[0], role))(m)
+
+
 # --- what must be found ---------------------------------------------------------------------------
 
 
@@ -177,7 +183,7 @@ def breaks(invariant: str, text: str, ranks: int = 1) -> Callable[..., Any]:
 
 @breaks("agreement", f"txn {ABORTED}: {B} obeyed commit, another participant obeyed abort")
 def one_commits_what_the_other_aborts(h: History) -> str:
-    return change(h, B, brings("abort", ABORTED), step(dest="COMMIT"))
+    return change(h, B, brings("abort", ABORTED), led_to("committing"))
 
 
 @breaks("agreement", f"txn {FIRST}: {B} obeyed abort, another participant obeyed commit")
@@ -190,7 +196,7 @@ def one_takes_an_abort_for_its_head(h: History) -> str:
         m = replace(m, out=replace(m.out, steps=[]))
         return after(head=replace(head, kind="abort"))(m)
 
-    return change(h, B, enters("COMMIT", FIRST), aborts)
+    return change(h, B, enters("committing", FIRST), aborts)
 
 
 @breaks("agreement", f"{B} saw another value of register record 2 than others")
@@ -200,45 +206,45 @@ def the_register_changes_its_mind(h: History) -> str:
 
 @breaks("validity", f"{A} voted YES in txn {FIRST} in spite of: nan")
 def a_no_is_cast_as_a_yes(h: History) -> str:
-    return change(h, A, enters("PREPARED", FIRST), event(yes=False, cause="nan"))
+    return change(h, A, enters("voting", FIRST), event(yes=False, cause="nan"))
 
 
 @breaks("validity", f"{B} committed txn {FIRST} outside every epoch")
 def one_outside_commits(h: History) -> str:
-    return change(h, B, enters("COMMIT", FIRST), before(epoch=None))
+    return change(h, B, enters("committing", FIRST), before(epoch=None))
 
 
 @breaks("validity", f"txn {FIRST} was committed, but {B} did not vote YES in it")
 def one_did_not_vote(h: History) -> None:
-    drop(h, B, enters("PREPARED", FIRST))
+    drop(h, B, enters("voting", FIRST))
 
 
 @breaks("validity", f"txn {FIRST} was committed with different numbers of reductions, or with none")
 def one_reduced_more_than_its_peer(h: History) -> None:
-    change(h, B, enters("PREPARED", FIRST), event(manifest=Manifest(2)))
+    change(h, B, enters("voting", FIRST), event(manifest=Manifest(2)))
 
 
 @breaks("validity", f"txn {FIRST} was committed with different numbers of reductions, or with none")
 def all_reduced_nothing(h: History) -> None:
-    change_all(h, enters("PREPARED", FIRST), event(manifest=Manifest(0)))
+    change_all(h, enters("voting", FIRST), event(manifest=Manifest(0)))
 
 
 @breaks(
     "validity", f"txn {FIRST} was committed though ranks of one number did different reductions"
 )
 def one_reduced_other_tensors_than_its_peer(h: History) -> None:
-    change(h, B, enters("PREPARED", FIRST), event(manifest=Manifest(1, 4, "other")))
+    change(h, B, enters("voting", FIRST), event(manifest=Manifest(1, 4, "other")))
 
 
 @breaks("skip", f"{B} takes txn {FIRST} for a step, against the votes")
 def a_skip_is_taken_for_a_step(h: History) -> str:
-    change(h, B, enters("PREPARED", FIRST), event(skip=True))
-    return next(m.place for m in h.moves[B] if enters("COMMIT", FIRST)(m))
+    change(h, B, enters("voting", FIRST), event(skip=True))
+    return next(m.place for m in h.moves[B] if enters("committing", FIRST)(m))
 
 
 @breaks("skip", f"{B} takes txn {FIRST} for a skip, against the votes")
 def one_takes_a_step_for_a_skip(h: History) -> str:
-    return change(h, B, enters("COMMIT", FIRST), after(skip=True))
+    return change(h, B, enters("committing", FIRST), after(skip=True))
 
 
 @breaks("skip", f"{A} counts txn {ABORTED} as a failure, though its user skipped it")
@@ -263,13 +269,13 @@ def digests(h: History, a: str | None, b: str | None, token: Token = FIRST) -> N
             assert m.after.vote is not None
             return after(vote=replace(m.after.vote, digest=digest))(m)
 
-        change(h, peer, enters("PREPARED", token), brings_it)
+        change(h, peer, enters("voting", token), brings_it)
 
 
 @breaks("divergence", f"txn {FIRST} was committed though the states of replicas differ")
 def states_that_differ_are_committed(h: History) -> str:
     digests(h, "a", "b")
-    return next(m.place for m in h.moves[B] if enters("COMMIT", FIRST)(m))
+    return next(m.place for m in h.moves[B] if enters("committing", FIRST)(m))
 
 
 def gives_up(**fields: Any) -> Make:
@@ -285,7 +291,7 @@ def gives_up(**fields: Any) -> Make:
 def both_vote_in_the_aborted(h: History, a: str, b: str) -> None:
     """As if the txn that was aborted had had a full ballot."""
     for peer, digest in ((A, a), (B, b)):
-        voted = next(m for m in h.moves[peer] if enters("PREPARED", FIRST)(m))
+        voted = next(m for m in h.moves[peer] if enters("voting", FIRST)(m))
         assert voted.after.vote is not None
         voted = replace(voted, before=replace(voted.before, token=ABORTED))
         at = next(i for i, m in enumerate(h.moves[peer]) if brings("abort", ABORTED)(m))
@@ -434,12 +440,12 @@ def one_uses_more_data_than_its_peer(h: History) -> str:
 
 @breaks("samples_once", f"txn {SECOND} has data (1, 4) for {B}, and (2, 4) for another")
 def one_stands_elsewhere_in_the_data_when_it_hears_the_commit(h: History) -> str:
-    return change(h, B, enters("COMMIT", SECOND), before(cursor=1))
+    return change(h, B, enters("committing", SECOND), before(cursor=1))
 
 
 @breaks("samples_once", f"the data from 0 on went into txn {SECOND} and into {FIRST}")
 def data_are_used_again_in_another_txn(h: History) -> None:
-    change_all(h, enters("COMMIT", SECOND), before(cursor=0))
+    change_all(h, enters("committing", SECOND), before(cursor=0))
     change_all(h, of(Applied, SECOND), before(cursor=0))
 
 
@@ -479,7 +485,7 @@ def a_slice_goes_into_a_txn_that_was_never_committed(h: History) -> str:
     ranks=2,
 )
 def a_rank_is_ahead_of_its_group(h: History) -> str:
-    return change(h, Peer("0", 1, 1), enters("NORMAL"), after(step=5))
+    return change(h, Peer("0", 1, 1), enters("training"), after(step=5))
 
 
 @breaks("replicas_equal", f"after txn {FIRST} {B} has lineage other, another has mine")
@@ -575,7 +581,7 @@ def one_has_another_member_list(h: History) -> str:
         assert epoch is not None
         return after(epoch=replace(epoch, members=(*epoch.members, epoch.members[0])))(m)
 
-    return change(h, B, enters("HEALING"), longer)
+    return change(h, B, enters("healing"), longer)
 
 
 @breaks("live_set", f"{B} entered epoch 1 uninvited")
@@ -585,12 +591,12 @@ def one_is_not_in_its_epoch(h: History) -> None:
         assert epoch is not None
         return after(epoch=replace(epoch, members=epoch.members[:1]))(m)
 
-    drop(h, A, enters("HEALING"))  # or the lists would differ first
-    change(h, B, enters("HEALING"), shorter)
+    drop(h, A, enters("healing"))  # or the lists would differ first
+    change(h, B, enters("healing"), shorter)
 
 
 def leaves_the_barrier(m: Move) -> bool:
-    return m.entered("NORMAL") and m.before.state == "HEALING"
+    return m.entered("training") and m.before.role == "healing"
 
 
 @breaks("live_set", f"{A} left the barrier of epoch 1 without {B}")
@@ -629,9 +635,9 @@ def a_commit_that_ends_its_epoch_is_followed_by_a_rollback(h: History) -> None:
 def one_stops_in_doubt(h: History) -> str:
     def stops(m: Move) -> Move:
         m = replace(m, out=replace(m.out, effects=[Finish("no answer", error="InDoubt")]))
-        return after(cause="no answer")(step(dest="EXIT")(m))
+        return after(cause="no answer")(led_to("terminal")(m))
 
-    return change(h, B, enters("COMMIT", FIRST), stops)
+    return change(h, B, enters("committing", FIRST), stops)
 
 
 def found(history: History, *names: str) -> list[Finding]:
@@ -676,13 +682,13 @@ def test_who_is_replaced_or_shut_down_may_leave_in_doubt() -> None:
     def leaves(error: str | None, **fields: Any) -> Make:
         def make(m: Move) -> Move:
             m = replace(m, out=replace(m.out, effects=[Finish("x", error=error)]), **fields)
-            return step(dest="EXIT")(m)
+            return led_to("terminal")(m)
 
         return make
 
     for make in (leaves("Fenced"), leaves(None, event=Stop())):
         history = life()
-        change(history, B, enters("COMMIT", FIRST), make)
+        change(history, B, enters("committing", FIRST), make)
         assert found(history, "decided") == []
     history = life()
     change(history, B, of(Applied, FIRST), leaves("InDoubt"))
@@ -802,9 +808,9 @@ def test_who_cannot_go_on_may_leave_when_it_has_waited_and_not_before() -> None:
     assert not job.live() and found(job.record, "drain") == []
     history = History({peer: list(moves) for peer, moves in job.record.moves.items()})
     early = Fault(FIRST, "in a hurry")
-    change(history, A, enters("EXIT"), lambda m: replace(m, event=early))
+    change(history, A, enters("terminal"), lambda m: replace(m, event=early))
     (finding,) = found(history, "drain")
-    assert finding.violation == f"{A} left on purpose in state HEALING, not after a commit"
+    assert finding.violation == f"{A} left on purpose in state HEALING.forming, not after a commit"
 
 
 def test_only_the_named_invariants_are_evaluated() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from fft.protocol.load import load_spec
-from fft.protocol.table import EXIT, Table, Turn
+from fft.protocol.table import EXIT_ROWS, Table, Turn
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,6 @@ def test_every_look_up_takes_the_row_that_the_library_takes(name: str) -> None:
 
 def test_what_the_table_does_not_have_changes_nothing() -> None:
     table = Table(load_spec("hsdp"))
-    for event in (EXIT, "prepared", "no such event"):
+    for event in (EXIT_ROWS, "prepared", "no such event"):
         turn = table.look_up(Turn("EXIT", lambda _: True), event)
         assert (turn.row, turn.state, turn.guards) == (None, "EXIT", {})

@@ -430,11 +430,11 @@ def lie(state: str, event: str, index: int, **changed: Any) -> FsmSpec:
 
 LIES = {
     "a commit that is not counted": (
-        lie("COMMIT", "applied", 2, effects=["start_txn"]),
+        lie("COMMIT", "applied", 3, effects=["start_txn"]),
         "says Held",
     ),
     "a torn step that is counted": (
-        lie("COMMIT", "apply_failed", 2, effects=["note_applied", "propose_abort"]),
+        lie("COMMIT", "apply_failed", 3, effects=["note_applied", "next_txn", "propose_abort"]),
         "is ready with another state",
     ),
     "an abort that is applied": (

@@ -20,6 +20,7 @@ from fft.messages.protocol import (
     Ballot,
     BusDown,
     Decision,
+    Drain,
     Event,
     Fault,
     HealFailed,
@@ -30,10 +31,10 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.spec import FsmSpec, Row
+from fft.protocol.spec import FsmSpec, Part, SubState
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.state import Config, Local
-from fft.protocol.table import EXIT, Table
+from fft.protocol.table import EXIT_ROWS, Table
 from fft.prove.cluster import Node
 
 Place = tuple[str | int, ...]
@@ -47,20 +48,25 @@ KEPT = 3
 def places() -> list[Place]:
     """Every row of the file."""
     found: list[Place] = []
-    for event, rows in HSDP.common.on.items():
-        found += [("common", "on", event, i) for i in range(len(rows))]
-    for name, state in HSDP.states.items():
-        for event, rows in state.on.items():
-            found += [("states", name, "on", event, i) for i in range(len(rows))]
-        found += [("states", name, EXIT, i) for i in range(len(state.exit))]
+    for place, owner in HSDP.row_owners():
+        for event, rows in owner.on.items():
+            found += [(*place, "on", event, i) for i in range(len(rows))]
+        if isinstance(owner, SubState):
+            found += [(*place, EXIT_ROWS, i) for i in range(len(owner.exit))]
+    for name, parts in HSDP.sequences.items():
+        found += [("sequences", name, i) for i, part in enumerate(parts) if isinstance(part, Part)]
     return found
 
 
-def row_at(place: Place, spec: FsmSpec = HSDP) -> Row:
-    """The row that stands at a place."""
+def row_at(place: Place, spec: FsmSpec = HSDP) -> Part:
+    """The row, or part of a sequence, that stands at a place."""
     *path, event, index = place
-    owner = spec.common if path[0] == "common" else spec.states[str(path[1])]
-    rows = owner.exit if event == EXIT else owner.on[str(event)]  # type: ignore[union-attr]
+    if path == ["sequences"]:
+        part = spec.sequences[str(event)][int(index)]
+        assert isinstance(part, Part)
+        return part
+    owner = dict(spec.row_owners())[tuple(str(p) for p in path if p != "on")]
+    rows = owner.exit if event == EXIT_ROWS else owner.on[str(event)]  # type: ignore[union-attr]
     return rows[int(index)]
 
 
@@ -323,6 +329,15 @@ def asked_to_leave_with_too_few() -> Job:
     return job
 
 
+def asked_in_its_own_process_to_leave() -> Job:
+    job = Job(2).until_running()
+    job.post(job.node("1"), Drain(("1",), by="SIGTERM", local=True))
+    job.settle()
+    job.step()
+    assert job.history[1].leavers == ("1",)
+    return job
+
+
 def asked_last_to_leave() -> Job:
     """All are asked to leave, and the last of them hears it when it has voted."""
     job = Job(2, min_groups=2).until_running()
@@ -418,6 +433,23 @@ def learner() -> Job:
 
 def a_learner_gets_its_state() -> Job:
     job = learner()
+    job.step()
+    return job
+
+
+def a_learner_gets_its_state_in_the_barrier() -> Job:
+    """Before the others are in it."""
+    job = Job(2).until_running()
+    job.start_anew("1")
+    job.settle()
+    job.compute()
+    late = job.node("1")
+    while late.local.state != "HEALING.barrier":
+        job.deliver(late if late.inbox else next(n for n in job.live() if n.inbox))
+    job.learn(late)
+    only(job, late)
+    assert late.local.healed and late.local.state == "HEALING.barrier"
+    job.settle()
     job.step()
     return job
 
@@ -784,6 +816,28 @@ def fetch_fails_late(state: str) -> Job:
     return job
 
 
+def behind_in_commit(torn: bool) -> Job:
+    """It votes, and hears of no decision after that but the next epoch, which is without it."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.compute()
+    only(job, c)
+    only(job, a, b)
+    job.fail(a)
+    only(job, a, b)
+    job.fire("ack_window", [a, b])
+    only(job, a, b)
+    heard = [e for e in c.inbox if isinstance(e, Decision) and e.record]
+    assert [e.record.kind for e in heard if e.record] == ["commit", "abort", "epoch"]
+    job.lose_decisions(c)
+    if torn:
+        job.apply_fails = frozenset({c.peer})
+    job.post(c, heard[-1])
+    job.settle()
+    job.step()
+    return job
+
+
 def let_in_again(state: str) -> Job:
     """It acknowledged so late that the word counts for the next epoch; then it misses the abort."""
     job, restored = slow_to_unwind()
@@ -820,6 +874,9 @@ def let_in_again(state: str) -> Job:
 
 LIVES: dict[str, Callable[[], Job]] = {
     "a learner gets its state": a_learner_gets_its_state,
+    "a learner gets its state in the barrier": a_learner_gets_its_state_in_the_barrier,
+    "behind in COMMIT": lambda: behind_in_commit(torn=False),
+    "behind in COMMIT, and torn": lambda: behind_in_commit(torn=True),
     "a learner gets no state": a_learner_gets_no_state,
     "bus away for good": bus_away_for_good,
     "bus away for good, no vote": bus_away_for_good_without_a_vote,
@@ -834,6 +891,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "too few after a kill": too_few_after_a_kill,
     "asked to leave with too few": asked_to_leave_with_too_few,
     "asked last to leave": asked_last_to_leave,
+    "asked in its own process to leave": asked_in_its_own_process_to_leave,
     "a hang is told": lambda: a_hang_is_told("NORMAL"),
     "a hang is told to who voted": lambda: a_hang_is_told("PREPARED"),
     "a hang is told in a rollback": lambda: a_hang_is_told("ROLLBACK_REQ"),
@@ -894,7 +952,7 @@ def corpus() -> Corpus:
         for peer, moves in (job := live()).record.moves.items():
             config = job.nodes[peer].participant.config
             for m in moves:
-                for place in (PLACES[id(step.row)] for step in m.out.steps):
+                for place in (PLACES[id(p)] for s in m.out.steps for p in (s.row, *s.parts)):
                     if len(found[place]) < KEPT:
                         moment = Moment(config, m.before, m.event, m.after, m.out, name)
                         found[place].append(moment)
@@ -909,7 +967,7 @@ def without(place: Place) -> FsmSpec:
     for part in path:
         owner = owner[part]
     del owner[key][index]
-    if not owner[key] and key != EXIT:
+    if not owner[key] and key != EXIT_ROWS:
         del owner[key]
     return FsmSpec.model_validate(data)
 
@@ -946,9 +1004,11 @@ def test_a_row_taken_out_of_the_table_changes_what_the_program_does(
 
 
 def _names_what_is_gone(place: Place, where: Place, message: str) -> bool:
-    """Whether a refusal leads to the row: its event, or the state it led to, is named."""
-    to = row_at(place).to
-    return repr(place[-2]) in message or (to is not None and to in message)
+    """Whether a refusal leads to the row: its event, effects or the state it led to are named."""
+    row = row_at(place)
+    names = [repr(name) for name in (place[-2], *row.effects)]
+    to = getattr(row, "to", None)
+    return any(name in message for name in names) or (to is not None and to in message)
 
 
 def test_the_shipped_table_gives_every_moment_of_the_corpus_its_own_outcome(corpus: Corpus) -> None:

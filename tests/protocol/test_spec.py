@@ -2,46 +2,95 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
 
 import pytest
+from specs import whole_text
 
-from fft.protocol.graph import edges, to_dot, to_mermaid
+from fft.protocol.graph import edges, in_mermaid, to_dot, to_mermaid
 from fft.protocol.load import find_spec, json_schema, load_spec, parse_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
 from fft.util.errors import SpecError
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "fsm_specs" / "hsdp.yaml").read_text()
+SPECS = ROOT / "fsm_specs"
+FILES = {
+    str(path.relative_to(SPECS)): path.read_text(encoding="utf-8")
+    for path in (SPECS / "hsdp.yaml", *sorted((SPECS / "parts").glob("*.yaml")))
+}
+"""What hsdp is made of."""
+Files = dict[str, str]
 
 
-def refusal(text: str) -> str:
-    """The error that parsing ``text`` as ``spec.yaml`` ends in."""
+def write(folder: Path, files: Files) -> Path:
+    """hsdp with some of its files changed."""
+    (folder / "parts").mkdir()
+    for name, text in {**FILES, **files}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder / "hsdp.yaml"
+
+
+def refusal(folder: Path, files: Files) -> str:
+    """The error that loading hsdp ends in when these files are other ones; without the folder."""
     with pytest.raises(SpecError) as caught:
-        parse_spec(text, "spec.yaml")
-    return str(caught.value)
+        load_spec(write(folder, files))
+    return str(caught.value).replace(f"{folder}/", "")
 
 
-def changed(old: str, new: str) -> str:
-    assert TEXT.count(old) >= 1, f"{old!r} is not in the spec any more"
-    return TEXT.replace(old, new, 1)
+def changed(old: str, new: str, count: int = 1) -> Files:
+    """The first file that has ``old``, changed."""
+    name = next((name for name, text in FILES.items() if old in text), None)
+    assert name is not None, f"{old!r} is not in the spec any more"
+    return {name: FILES[name].replace(old, new, count)}
 
 
+LIMBO = """
+  LIMBO:
+    role: healing
+    on: {drain: [{to: EXIT}]}
+    ignore: {prepared: x, fault: x, decision: x}
+"""
 PREPARED = "        - {guard: [votes_yes, is_healed], to: PREPARED, effects: [cast_vote]}\n"
 BAD = {
-    "unknown key": (changed("initial: INIT", "intial: INIT"), "initial", "initial"),
+    "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),
     "unknown state": (changed("to: PREPARED, eff", "to: PREPAERD, eff"), ".to", "'PREPARED'"),
+    "a state that has sub-states": (
+        changed("to: HEALING.building", "to: HEALING"),
+        ".to",
+        "say which one: HEALING.forming, HEALING.building",
+    ),
+    "unknown sub-state": (
+        changed("to: HEALING.building", "to: HEALING.bilding"),
+        ".to",
+        "did you mean 'HEALING.building'",
+    ),
+    "a sub-state that says it twice": (
+        changed(
+            "        doc: The next epoch is formed, without me.\n",
+            "        ignore: {restored: x}\n",
+        ),
+        "ROLLBACK_SYNC.states.fenced",
+        "keep one",
+    ),
     "unknown guard": (changed("[votes_yes, is_healed]", "[vote_yes]"), "guard", "'votes_yes'"),
     "unknown effect": (changed("[cast_vote]", "[cast_votes]"), "effects", "'cast_vote'"),
     "unknown event": (changed("      prepared:\n", "      perpared:\n"), "on", "'prepared'"),
     "unknown timer": (changed("timers: [vote_window]", "timers: [vote_widow]"), "timers", "window"),
     "unknown initial": (changed("initial: INIT", "initial: START"), "initial", "known"),
-    "no time": (changed("pause: 0.1", "pause: -0.1"), "timeouts.pause", "positive"),
-    "wrong type": (changed("pause: 0.1", "pause: soon"), "timeouts.pause", "soon"),
+    "no time": (changed("default: 0.1", "default: -0.1"), "timers.pause.default", "greater than 0"),
+    "wrong type": (changed("default: 0.1", "default: soon"), "timers.pause.default", "soon"),
+    "unknown time": (changed("of: join_window", "of: join_widow"), "quorum", "'join_window'"),
+    "unknown argument": (changed("follows: timeout", "follows: time"), "timers", "'timeout'"),
+    "rules in a circle": (
+        changed("of: ack_window", "of: quorum"),
+        "timers.coordinator_window.at_least",
+        "lead back to it",
+    ),
     "rows that fight": (changed(PREPARED, PREPARED * 2), "on.prepared.1", "fight"),
     "row behind a wider one": (
         changed(PREPARED, "        - {to: ROLLBACK_REQ, effects: [propose_abort]}\n" + PREPARED),
@@ -59,48 +108,109 @@ BAD = {
         "no way out",
     ),
     "named twice": (
-        changed("      prepared: the vote is cast", "      fault: twice\n      prepared: x"),
+        changed("on:\n      ballot:", "on:\n      prepared: [{to: EXIT}]\n      ballot:"),
         "states.PREPARED",
         "keep one",
     ),
     "unreachable state": (
-        TEXT + "\n  LIMBO:\n    on: {drain: [{to: EXIT}]}\n    ignore:\n"
-        "      {prepared: x, fault: x, decision: x}\n",
+        {"parts/drain.yaml": FILES["parts/drain.yaml"] + LIMBO},
         "states.LIMBO",
         "cannot be reached",
     ),
-    "no way to an end": (TEXT.replace("to: EXIT", "to: INIT"), "states", "EXIT"),
+    "no way to an end": (
+        {name: text.replace("to: EXIT", "to: INIT") for name, text in FILES.items()},
+        "states",
+        "EXIT",
+    ),
     "terminal with rows": (
-        changed("    terminal: true", "    terminal: true\n    timers: [pause]"),
+        changed("    role: terminal", "    role: terminal\n    timers: [pause]"),
         "states.EXIT",
         "terminal",
     ),
-    "a key twice": (changed("initial: INIT", "initial: INIT\ninitial: NORMAL"), "line", "twice"),
-    "not YAML": ("states: [", "not YAML", "spec.yaml"),
+    "a key twice": (changed("initial: INIT", "initial: INIT\ninitial: NORMAL"), "initial", "twice"),
+    "not YAML": ({"parts/txn.yaml": "states: ["}, "not YAML", "parts/txn.yaml"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_spec_is_refused_with_place_and_mend(case: str) -> None:
-    text, place, mend = BAD[case]
-    error = refusal(text)
-    assert error.startswith("spec.yaml")
+def test_a_bad_spec_is_refused_with_place_and_mend(case: str, tmp_path: Path) -> None:
+    files, place, mend = BAD[case]
+    error = refusal(tmp_path, files)
+    assert error.startswith(tuple(files))
     assert place in error
     assert mend in error
-    if case not in ("not YAML", "a key twice"):
-        assert re.match(r"spec\.yaml:\d+: ", error), error
+    if case != "not YAML":
+        assert re.match(r"[a-z/]+\.yaml:\d+: ", error), error
 
 
-def test_the_line_in_the_error_is_the_line_of_the_mistake() -> None:
-    error = refusal(changed("[cast_vote]", "[cast_votes]"))
-    number = int(error.split(":")[1])
-    assert "cast_vote" in TEXT.splitlines()[number - 1]
+def test_the_line_in_the_error_is_that_of_the_mistake_in_its_part(tmp_path: Path) -> None:
+    error = refusal(tmp_path, changed("[cast_vote]", "[cast_votes]"))
+    name, number, _ = error.split(":", 2)
+    assert name == "parts/txn.yaml"
+    assert "cast_vote" in FILES[name].splitlines()[int(number) - 1]
+
+
+LAID_OVER = """
+name: other
+include: [hsdp.yaml]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("include: hsdp.yaml\n", ":1: include: write a list of files"),
+        ("include: []\n", ":1: include: write a list of files"),
+        ("include: [hdsp.yaml]\n", ":1: .*hdsp.yaml cannot be included: No such file"),
+        ("include: [other.yaml]\n", ":1: .*other.yaml includes itself"),
+        ("instead: {x: y}\n", ":1: instead: needs an include"),
+        (LAID_OVER + "instead: {vote: tell}\n", ":4: no included row has the effect 'vote'"),
+        (LAID_OVER + "instead: [vote]\n", ":4: instead: write effect: other effect"),
+        (LAID_OVER + "states:\n  PREPAERD:\n", ":5: there is no 'PREPAERD' to take away"),
+        (LAID_OVER + "states:\n  LIMBO: {role: idle}\n", ":5: states.LIMBO.role: Input should be"),
+        ("include: [hsdp.yaml, parts/txn.yaml]\n", "parts/txn.yaml:.* stands in .*txn.yaml:"),
+        ("", "the file is empty"),
+    ],
+)
+def test_what_cannot_be_put_together_is_refused_with_its_line(
+    text: str, told: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, {}).with_name("other.yaml")
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=told):
+        load_spec(path)
+
+
+def test_a_file_is_laid_over_what_it_includes(tmp_path: Path) -> None:
+    path = write(tmp_path, {}).with_name("other.yaml")
+    over = """
+instead: {cast_vote: recast_vote}
+timers: {pause: {default: 7.0}}
+states:
+  NORMAL: {on: {suspect: }}
+"""
+    path.write_text(LAID_OVER + over, encoding="utf-8")
+    hsdp, other = load_spec("hsdp"), load_spec(path)
+    assert other.timeouts == {**hsdp.timeouts, "pause": 7.0}
+    assert "suspect" in hsdp.states["NORMAL"].on and "suspect" not in other.states["NORMAL"].on
+    assert other.states["NORMAL"].on["prepared"][0].effects == ["recast_vote"]
+    assert other.states["HEALING"] == hsdp.states["HEALING"]
+
+
+def test_the_digest_is_that_of_the_whole(tmp_path: Path) -> None:
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder, files in ((same, {}), (other, changed("why: it came back", "why: it is back"))):
+        folder.mkdir()
+        write(folder, files)
+    whole = parse_spec(whole_text("hsdp"), "whole.yaml")
+    digests = [load_spec(folder / "hsdp.yaml").digest() for folder in (same, other)]
+    assert digests[0] == load_spec("hsdp").digest() == whole.digest() != digests[1]
 
 
 def test_a_deferral_without_an_end_is_refused() -> None:
     values = load_spec("hsdp").model_dump()
     for state in values["states"].values():
-        if not state["terminal"]:
+        if state["role"] != "terminal":
             state["on"].pop("prepared", None)
             state["ignore"].pop("prepared", None)
             state["defer"]["prepared"] = "later"
@@ -114,6 +224,20 @@ def test_a_spec_is_found_by_name_and_by_path() -> None:
         find_spec("hdsp")
     with pytest.raises(SpecError, match="no such spec file"):
         find_spec("elsewhere/hsdp.yaml")
+
+
+def test_no_code_asks_for_a_state_by_name() -> None:
+    """A spec may call its states as it likes: code asks for roles."""
+    spec = load_spec("hsdp")
+    states = {*spec.states, *spec.leaves}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for room in ("fft", "benchmarks")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in states
+    ]
+    assert not found
 
 
 def test_the_schema_file_for_editors_is_the_schema_of_the_models() -> None:
@@ -130,5 +254,5 @@ def test_both_diagrams_have_every_state_and_every_edge() -> None:
     spec = load_spec("hsdp")
     mermaid, dot = to_mermaid(spec), to_dot(spec)
     for source, target, _ in edges(spec):
-        assert f"{'any' if source == '*' else source} --> {target}" in mermaid
+        assert f"{in_mermaid(source)} --> {in_mermaid(target)}" in mermaid
         assert f'"{source}" -> "{target}"' in dot

@@ -13,7 +13,6 @@ from fft.protocol.load import load_spec
 from fft.protocol.timeouts import (
     ARGUMENTS,
     HOST_LIMIT_S,
-    RULES,
     Given,
     Timeout,
     TimeoutsError,
@@ -21,6 +20,7 @@ from fft.protocol.timeouts import (
     from_env,
     from_pairs,
     resolve,
+    rules_of,
     timers,
 )
 
@@ -54,7 +54,7 @@ def test_the_silence_of_a_host_is_a_row_that_can_be_given() -> None:
 
 
 def test_every_rule_speaks_of_a_row_of_the_table() -> None:
-    spoken = {name for rule in RULES for name in (rule.larger, rule.smaller)}
+    spoken = {name for rule in rules_of(HSDP) for name in (rule.larger, rule.smaller)}
     assert spoken <= set(chosen(bus=BUSES[1]))
 
 
@@ -63,7 +63,7 @@ def test_every_rule_speaks_of_a_row_of_the_table() -> None:
 def test_one_given_value_is_kept_and_everything_else_fits_to_it(name: str, seconds: float) -> None:
     table = chosen(**{name: seconds})  # type: ignore[arg-type]
     assert table[name].seconds == seconds and table[name].origin == "test"
-    assert all(rule.holds(table) for rule in RULES)
+    assert all(rule.holds(table) for rule in rules_of(HSDP))
 
 
 @settings(deadline=None)
@@ -78,7 +78,7 @@ def test_given_values_are_kept_or_refused_with_a_set_that_works(
         shown = from_pairs(advice.split(", "))
         chosen(bus, **{name: value.seconds for name, value in shown.items()})
     else:
-        assert all(rule.holds(table) for rule in RULES)
+        assert all(rule.holds(table) for rule in rules_of(HSDP))
         assert all(table[name].seconds == value for name, value in seconds.items())
 
 

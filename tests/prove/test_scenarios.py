@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
+from specs import whole_text
 
 from fft.protocol.invariants import INVARIANTS
-from fft.protocol.load import find_spec, load_spec, parse_spec
+from fft.protocol.load import load_spec, parse_spec
 from fft.prove.checker import Search, narrate
 from fft.prove.model import KINDS, Model, Scope, World
 from fft.prove.mutants import MUTANTS, run
@@ -26,9 +27,12 @@ from fft.prove.scenario import (
 
 FOLDER = Path(__file__).parent.parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
-TEXT = find_spec("hsdp").read_text(encoding="utf-8")
-LEFT_OVER = (", abort_groups, restore]", ", abort_groups]")
-"""A planted bug: who rolls back does not wait for its main thread."""
+TEXT = whole_text("hsdp")
+TAKEN_FOR_GOOD = (
+    "{to: ROLLBACK_REQ, effects: [mark_torn, next_txn, propose_abort]}",
+    "{to: NORMAL, effects: [note_applied, next_txn, start_txn]}",
+)
+"""A planted bug: a step that failed half way counts as applied."""
 
 
 def scenario(
@@ -226,9 +230,9 @@ def found(model: Model, limit: int = 60_000) -> Search:
 
 
 def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Path) -> None:
-    (tmp_path / "torn.yaml").write_text(TEXT.replace(*LEFT_OVER), encoding="utf-8")
-    spec = parse_spec(TEXT.replace(*LEFT_OVER), "torn.yaml")
-    search = found(Model(spec, Scope("one fault", faults=1, budget=(("fault", 1),))))
+    (tmp_path / "torn.yaml").write_text(TEXT.replace(*TAKEN_FOR_GOOD), encoding="utf-8")
+    spec = parse_spec(TEXT.replace(*TAKEN_FOR_GOOD), "torn.yaml")
+    search = found(Model(spec, Scope("one fault", faults=1, budget=(("torn", 1),))))
     violation = search.result.violation
     assert violation is not None
     path = tmp_path / "found.txt"
@@ -276,7 +280,7 @@ def test_a_counterexample_with_twins_says_which_of_them(tmp_path: Path) -> None:
 def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
     """Nobody asks the register: who never hears of the decision stays in doubt."""
     before, prepared, after = TEXT.partition("  PREPARED:\n")
-    asks = "timer.vote_window:\n        - {effects: [propose_abort, rearm]}"
+    asks = "timer.vote_window:\n      - {effects: [propose_abort, rearm]}"
     assert asks in after.partition("  COMMIT:\n")[0]
     deaf = before + prepared + after.replace("[propose_abort, rearm]", "[rearm]", 1)
     (tmp_path / "deaf.yaml").write_text(deaf, encoding="utf-8")

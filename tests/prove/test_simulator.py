@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from specs import whole_text
 
 from fft.messages.protocol import BusMessage, Peer
-from fft.protocol.load import find_spec, load_spec, parse_spec
+from fft.protocol.load import load_spec, parse_spec
 from fft.protocol.participant import Participant
 from fft.protocol.table import Table
 from fft.prove.simulator.batch import Batch, run_batch, simulate
@@ -24,14 +25,17 @@ from fft.prove.simulator.process import Process
 from fft.trace.audit import audit_dir
 
 HSDP = load_spec("hsdp")
-TEXT = find_spec("hsdp").read_text(encoding="utf-8")
+TEXT = whole_text("hsdp")
 FFT = [sys.executable, "-m", "fft.cli"]
 BUGS = {
-    "replicas_equal": (", abort_groups, restore]", ", abort_groups]"),
+    "replicas_equal": (
+        "{to: ROLLBACK_REQ, effects: [mark_torn, next_txn, propose_abort]}",
+        "{to: NORMAL, effects: [note_applied, next_txn, start_txn]}",
+    ),
     "drain": (
-        "- {effects: [note_drain, tell_drain]}",
+        "- {effects: [hear_drain]}",
         "- {guard: [adopted], to: EXIT, effects: [note_drain, say_leave, finish]}\n"
-        "      - {effects: [note_drain, tell_drain]}",
+        "    - {effects: [hear_drain]}",
     ),
 }
 """Invariant that breaks: what is planted into the table."""

@@ -380,8 +380,7 @@ def history_of(job: Job) -> History:
 
 def left(history: History) -> int:
     """Barriers that somebody left, counted once per participant."""
-    rows = [s for m in history.all() for s in m.out.steps]
-    return sum(s.source == "HEALING" and s.dest == "NORMAL" for s in rows)
+    return sum(roles == ("healing", "training") for m in history.all() for roles in m.roles)
 
 
 def good(job: Job) -> LiveSetVerdict:
@@ -515,7 +514,7 @@ def doctor(job: Job, group: str, which: Any, *becomes: Any) -> Finding:
 
 
 def is_leaving(move: Any) -> bool:
-    return any(s.source == "HEALING" and s.dest == "NORMAL" for s in move.out.steps)
+    return ("healing", "training") in move.roles
 
 
 def test_a_member_that_never_entered(run: Job) -> None:

@@ -158,24 +158,26 @@ def record(kind: Any, n: int, by: Peer) -> Record:
 
 
 EPOCH = record("epoch", 5, ME)
-HERE = Local("NORMAL", "l", step=7, token=Token(3, 1), head=EPOCH, epoch=EPOCH, since=10.0)
+HERE = Local(
+    "NORMAL", "training", "l", step=7, token=Token(3, 1), head=EPOCH, epoch=EPOCH, since=10.0
+)
 
 
 @pytest.mark.parametrize(
     ("local", "words"),
     [
         (HERE, "its txn is open, and its main thread has not voted; NORMAL for 2.5 s, step 7"),
-        (replace(HERE, state="PREPARED", bus_down=True), "in doubt.*; the bus is out of reach"),
-        (replace(HERE, state="COMMIT"), "runs the optimizer step"),
-        (replace(HERE, state="ROLLBACK_SYNC", restored=False), "not come back from a rollback"),
-        (replace(HERE, state="ROLLBACK_SYNC", head=record("abort", 6, ME)),
+        (replace(HERE, role="voting", bus_down=True), "in doubt.*; the bus is out of reach"),
+        (replace(HERE, role="committing"), "runs the optimizer step"),
+        (replace(HERE, role="rolling_back"), "not come back from a rollback"),
+        (replace(HERE, role="healing", head=record("abort", 6, ME)),
          "no next epoch: no acknowledgement from 1/0#1;"),
-        (replace(HERE, state="HEALING", head=record("abort", 6, OTHER)),
+        (replace(HERE, role="healing", head=record("abort", 6, OTHER)),
          "no next epoch: 1/0#1 has the acknowledgements"),
-        (replace(HERE, state="HEALING"), "builds process groups, or fetches"),
-        (replace(HERE, state="HEALING", healed=True), "barrier of its epoch: 1/0#1 not there"),
-        (replace(HERE, state="DRAIN_WAIT"), "out by a commit"),
-        (replace(HERE, state="INIT", epoch=None), "in no epoch"),
+        (replace(HERE, role="healing"), "builds process groups, or fetches"),
+        (replace(HERE, role="healing", healed=True), "barrier of its epoch: 1/0#1 not there"),
+        (replace(HERE, role="leaving"), "out by a commit"),
+        (replace(HERE, role="joining", epoch=None), "in no epoch"),
     ],
 )  # fmt: skip
 def test_what_is_waited_for_in_words(local: Local, words: str) -> None:

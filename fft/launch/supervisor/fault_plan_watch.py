@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fft.messages.fault_plans import DrainFault, FaultPlan
+from fft.protocol.roles import AT_WORK
 from fft.trace.tail import Injected, JobView
 
-_AT_WORK = frozenset({"NORMAL", "PREPARED", "COMMIT"})
 _LEAVES_EPOCH = frozenset({"kill", "drain"})
 
 
@@ -60,7 +60,7 @@ class PlanWatch:
         epochs = {rank.epoch for rank in ranks}
         if len(epochs) != 1 or any(not view.of(group) for group in expected):
             return False
-        together = all(rank.state in _AT_WORK and rank.members == expected for rank in ranks)
+        together = all(rank.role in AT_WORK and rank.members == expected for rank in ranks)
         step, epoch = min(rank.step for rank in ranks), epochs.pop()
         return together and all(
             _recovered(injected, step, epoch) for injected in view.injected.values()

@@ -288,7 +288,7 @@ class Job:
         local.ready = {n.peer: record.epoch for n in self.nodes}
         local, _ = node.participant.handle(local, Healed(epoch=record.epoch), 0.0)
         local.ready = {}
-        if local.state != "NORMAL":
+        if local.role != "training":
             raise Stalled(f"the first epoch does not form: {node.peer} is in {local.state}")
         return local
 

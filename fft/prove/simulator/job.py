@@ -21,9 +21,10 @@ from fft.messages.protocol import BusMessage, Drain, Effect, Event, Peer, Record
 from fft.protocol.invariants import History, Move, judge
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
+from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, committed
-from fft.protocol.table import Table
+from fft.protocol.table import EXIT_ROWS, Table
 from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.bus import SimBus
@@ -295,7 +296,7 @@ class World:
         if self._traces:
             self._traces[process.peer].outcome(before, process.local, event, out, now)
         for step in out.steps:
-            seen.rows.add((step.source, id(step.effects)))
+            seen.rows.add((step.source, id(step.row)))
         if out.verdict == "refused":
             text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
             self._violated("protocol_error", text, place)
@@ -498,7 +499,7 @@ class World:
 
     def _gave_up(self, process: Process, begun: float) -> bool:
         moves = self.history.moves[process.peer]
-        last = next((move for move in moves if move.after.state == "EXIT"), None)
+        last = next((move for move in moves if move.after.role == "terminal"), None)
         if last is None or not isinstance(last.event, Timer):
             return False
         return last.event.name == "quorum" and last.before.since < begun
@@ -523,12 +524,12 @@ class World:
         return all(
             p.local.epoch is not None
             and p.local.token.epoch == head.epoch
-            and p.local.state in ("NORMAL", "PREPARED", "COMMIT")
+            and p.local.role in AT_WORK
             for p in self.live()
         )
 
     def _in_doubt(self) -> bool:
-        return any(p.local.vote is not None and p.local.state != "EXIT" for p in self.live())
+        return any(p.local.vote is not None and p.local.role != "terminal" for p in self.live())
 
     def _drain(self) -> None:
         """Everyone leaves; everyone must be out in good order."""
@@ -561,7 +562,7 @@ class World:
 def _holds(process: Process, head: Record) -> bool:
     """Whether the process has the head's state, or will have it by its own means."""
     s = process.local
-    if s.state == "EXIT":
+    if s.role == "terminal":
         return False
     if s.lineage == head.lineage:
         return True
@@ -622,16 +623,12 @@ def _table(spec: FsmSpec) -> Table:
 
 
 def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
-    """Every row by state and identity of its effects: ``STATE event 1``; 1 is the first row."""
+    """Every row by state and its own identity: ``STATE event 1``; 1 is the first row."""
     names: dict[tuple[str, int], str] = {}
-    for state, told in spec.states.items():
-        if told.terminal:
-            continue
-        named = told.on.keys() | told.ignore.keys() | told.defer.keys()
-        shared = {event: rows for event, rows in spec.common.on.items() if event not in named}
-        for event, rows in {**shared, **told.on, "exit": told.exit}.items():
+    for state, leaf in spec.leaves.items():
+        for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
             for number, row in enumerate(rows, 1):
-                names[(state, id(row.effects))] = f"{state} {event} {number}"
+                names[(state, id(row))] = f"{state} {event} {number}"
     return names
 
 

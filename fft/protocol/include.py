@@ -1,0 +1,221 @@
+"""Puts a spec together from its files: ``include``, differences, renamed effects. Pure but for
+reading.
+
+A file that says ``include: [part, …]`` is laid over the parts it names (paths as seen from it):
+mappings are joined key by key, anything else it says comes in the place of what the parts say, and
+a key with nothing after it takes the part's away. Two parts of one list never speak of the same
+thing. ``instead: {effect: other}`` puts another effect wherever the parts name the first. Nodes
+keep their marks, so that an error names file and line of the part.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fft.util.errors import SpecError
+
+Pair = tuple[yaml.Node, yaml.Node]
+
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, where PyYAML has it, is faster; every process of a job reads its spec."""
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc]
+    """YAML 1.1 reads a bare `on` as true; our key is the word."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rx) for tag, rx in rules if tag != "tag:yaml.org,2002:bool"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf"))
+_NULL = "tag:yaml.org,2002:null"
+
+
+def read_whole(text: str, origin: str) -> yaml.Node:
+    """The spec in ``text`` with all that it includes; ``origin``: its path, or a name for errors.
+
+    Raises:
+        SpecError: not YAML, a key twice, a part that is not there or includes itself, parts that
+            contradict each other, or a difference from nothing.
+    """
+    return _read(text, origin, (_known_as(Path(origin)),))
+
+
+def values_of(node: yaml.Node) -> Any:
+    """The plain data of a node."""
+    loader = _Loader("")
+    try:
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def place_of(node: yaml.Node, loc: tuple[Any, ...]) -> str:
+    """``file:line`` of the deepest part of ``loc`` that there is."""
+    mark, at = node.start_mark, node
+    for part in loc:
+        if isinstance(at, yaml.MappingNode):
+            match = [(k, v) for k, v in at.value if k.value == str(part)]
+            if not match:
+                break
+            mark, at = match[0][0].start_mark, match[0][1]
+        elif isinstance(at, yaml.SequenceNode) and isinstance(part, int) and part < len(at.value):
+            at = at.value[part]
+            mark = at.start_mark
+        else:
+            break
+    return _at(mark)
+
+
+def _at(mark: yaml.Mark) -> str:
+    return f"{mark.name}:{mark.line + 1}"
+
+
+def _known_as(path: Path) -> Path:
+    return path.resolve()
+
+
+def _read(text: str, origin: str, above: tuple[Path, ...]) -> yaml.Node:
+    root = _composed(text, origin)
+    if not isinstance(root, yaml.MappingNode):
+        return root
+    include, instead = _taken(root, "include"), _taken(root, "instead")
+    if include is None:
+        if instead is not None:
+            raise SpecError(f"{_at(instead.start_mark)}: instead: needs an include")
+        return root
+    whole: yaml.MappingNode | None = None
+    for entry in _entries(include):
+        part = _part(entry, Path(origin).parent, above)
+        whole = part if whole is None else _joined(whole, part, _refuse)
+    assert whole is not None, "include has an entry"
+    if instead is not None:
+        _rename(whole, instead)
+    return _joined(whole, root, lambda old, new: _difference(old, new))
+
+
+def _composed(text: str, origin: str) -> yaml.Node:
+    stream = io.StringIO(text)
+    stream.name = origin  # for the marks of its nodes
+    loader = _Loader(stream)
+    try:
+        root: yaml.Node | None = loader.get_single_node()
+    except yaml.YAMLError as error:
+        raise SpecError(f"{origin}: not YAML: {error}") from None
+    finally:
+        loader.dispose()
+    if root is None:
+        raise SpecError(f"{origin}: the file is empty")
+    _refuse_twice(root)
+    return root
+
+
+def _refuse_twice(node: yaml.Node) -> None:
+    """A key written twice: YAML keeps the last one."""
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _refuse_twice(child)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                text = f"key {key.value!r} stands twice; keep one"
+                raise SpecError(f"{_at(key.start_mark)}: {text}")
+            seen.add(key.value)
+            _refuse_twice(value)
+
+
+def _taken(root: yaml.MappingNode, name: str) -> yaml.Node | None:
+    """The value of a top-level key, which is removed."""
+    found = [value for key, value in root.value if key.value == name]
+    root.value = [pair for pair in root.value if pair[0].value != name]
+    return found[0] if found else None
+
+
+def _entries(include: yaml.Node) -> list[yaml.Node]:
+    if not isinstance(include, yaml.SequenceNode) or not include.value:
+        raise SpecError(f"{_at(include.start_mark)}: include: write a list of files")
+    return list(include.value)
+
+
+def _part(entry: yaml.Node, folder: Path, above: tuple[Path, ...]) -> yaml.MappingNode:
+    path = folder / str(entry.value)
+    if _known_as(path) in above:
+        raise SpecError(f"{_at(entry.start_mark)}: {path} includes itself")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        text = f"{path} cannot be included: {error.strerror}"
+        raise SpecError(f"{_at(entry.start_mark)}: {text}") from None
+    part = _read(text, str(path), (*above, _known_as(path)))
+    if not isinstance(part, yaml.MappingNode):
+        raise SpecError(f"{path}: a part is a mapping of keys to values")
+    return part
+
+
+Meet = Callable[[Pair, Pair], Pair | None]
+"""What becomes of two values of one key that are no two mappings; None: the key goes."""
+
+
+def _joined(below: yaml.MappingNode, above: yaml.MappingNode, meet: Meet) -> yaml.MappingNode:
+    """Both, key by key; the order is that of ``below``, new keys come last."""
+    new = {key.value: (key, value) for key, value in above.value}
+    found: list[Pair] = []
+    for key, value in below.value:
+        other = new.pop(key.value, None)
+        if other is None:
+            found.append((key, value))
+        elif isinstance(value, yaml.MappingNode) and isinstance(other[1], yaml.MappingNode):
+            found.append((key, _joined(value, other[1], meet)))
+        elif (pair := meet((key, value), other)) is not None:
+            found.append(pair)
+    for key, value in new.values():
+        if value.tag == _NULL:
+            raise SpecError(f"{_at(key.start_mark)}: there is no {key.value!r} to take away")
+        found.append((key, value))
+    return yaml.MappingNode(below.tag, found, below.start_mark, below.end_mark)
+
+
+def _refuse(old: Pair, new: Pair) -> Pair | None:
+    at, also = _at(new[0].start_mark), _at(old[0].start_mark)
+    raise SpecError(f"{at}: {new[0].value!r} stands in {also}, too; keep one")
+
+
+def _difference(old: Pair, new: Pair) -> Pair | None:
+    return None if new[1].tag == _NULL else new
+
+
+def _rename(node: yaml.MappingNode, instead: yaml.Node) -> None:
+    others: Mapping[str, str] = values_of(instead)
+    if not isinstance(others, dict) or not all(isinstance(o, str) for o in others.values()):
+        raise SpecError(f"{_at(instead.start_mark)}: instead: write effect: other effect")
+    used: set[str] = set()
+    _rename_effects(node, others, used, False)
+    for sequences in (value for key, value in node.value if key.value == "sequences"):
+        for _, parts in sequences.value:
+            _rename_effects(parts, others, used, True)
+    if unused := sorted(set(others) - used):
+        at = place_of(instead, (unused[0],))
+        raise SpecError(f"{at}: no included row has the effect {unused[0]!r}")
+
+
+def _rename_effects(
+    node: yaml.Node, others: Mapping[str, str], used: set[str], are_effects: bool
+) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _rename_effects(value, others, used, key.value == "effects")
+    elif isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _rename_effects(child, others, used, are_effects)
+    elif are_effects and node.value in others:
+        used.add(node.value)
+        node.value = others[node.value]

@@ -1,0 +1,29 @@
+"""What a state is for, whatever a spec calls it. Pure data.
+
+Every state of a spec names one role. Whoever asks where a participant stands (invariants, draining,
+model, simulator, supervisor) asks for the role, so that a paradigm may name its states as it likes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Role = Literal[
+    "joining",  # outside every epoch, asks to come in
+    "training",  # a txn is open, its body runs
+    "voting",  # voted YES, in doubt until the decision is known
+    "committing",  # the optimizer step of a COMMIT runs
+    "last_commit",  # the same, and this participant leaves with it
+    "aborting",  # asks for ABORT, which is not decided
+    "rolling_back",  # ABORT is decided, the main thread unwinds
+    "healing",  # the next epoch is formed: groups are rebuilt, state is fetched
+    "leaving",  # out of the epoch by a commit, waits for those who stay
+    "terminal",  # out
+]
+
+COMMITTING: frozenset[Role] = frozenset({"committing", "last_commit"})
+"""A COMMIT is decided and not applied yet."""
+AT_WORK: frozenset[Role] = frozenset({"training", "voting", "committing"})
+"""A member of an epoch that goes on, in one of its txns."""
+OUTSIDE: frozenset[Role] = frozenset({"joining", "leaving"})
+"""In no epoch: not yet, not any more, or since the commit just applied."""
