@@ -10,8 +10,8 @@ that nobody has set, and log records. Measured on one core, in µs: a vote in NO
 and 9.0 by `trigger`; the last of PREPARED's decisions 2.2 and 14.0; exit rows of which none holds
 1.6 and 7.2. So `look_up` goes through that table itself, and tests hold it to `trigger`.
 
-The library is given the states that one can be in, ``STATE`` or ``STATE.sub``, one beside the other.
-Its own nesting would try all rows of a sub-state first; here a state's exit rows come before those.
+The library is given the states that one can be in, ``STATE`` or ``STATE.sub``, side by side. In
+its own nesting all rows of a sub-state come first; here a state's exit rows come before those.
 """
 
 from __future__ import annotations
