@@ -5,9 +5,13 @@ unregistered object (``Turn``), because registered models keep bound triggers th
 model would share (see DESIGN.md, "traps").
 
 A step takes half a dozen look-ups, and the checker millions. What the library does for one is to
-go through the candidates in its own table until all conditions of one hold; the rest, callbacks
-that nobody has set and log records, took a quarter of the engine's time. So `look_up` goes through
-that table itself, and tests hold it to `trigger`, the library's way.
+go through the candidates in its own table until all conditions of one hold; the rest is callbacks
+that nobody has set, and log records. Measured on one core, in µs: a vote in NORMAL 0.9 by `look_up`
+and 9.0 by `trigger`; the last of PREPARED's decisions 2.2 and 14.0; exit rows of which none holds
+1.6 and 7.2. So `look_up` goes through that table itself, and tests hold it to `trigger`.
+
+The library is given the states that one can be in, ``STATE`` or ``STATE.sub``, side by side. In
+its own nesting all rows of a sub-state come first; here a state's exit rows come before those.
 """
 
 from __future__ import annotations
