@@ -91,6 +91,10 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         ),
         "a register that nobody of the job wrote": "bus/test_trust.py",
         "the head register goes back to an older record": "bus/test_trust.py",
+        "no `optimizer.step()` after `should_commit()` was True, since the loop caught an exception": (
+            "e2e/test_updates.py"
+        ),
+        "`should_commit(timeout=…)` runs out after the vote": "e2e/test_call_timeouts.py",
         "main thread hangs": "e2e/test_hangs.py",
         "a NATS server killed": "e2e/test_nats_training.py",
         "mistake in the script": "launch/test_mistakes.py",

@@ -141,7 +141,9 @@ def test_training_goes_on_and_the_audit_is_incomplete(tmp_path: Path, room_again
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done at step 12\n"
     # A short line may fit where a longer one was given up: then it is said once more.
-    lost, again = (done.stderr.count(word) for word in ("cannot be written", "can be written again"))
+    lost, again = (
+        done.stderr.count(word) for word in ("cannot be written", "can be written again")
+    )
     assert lost >= 1 and lost - again == (room_again_at == 99), done.stderr
     report = audit_dir(tmp_path / "run")
     assert not report.ok and report.gaps
