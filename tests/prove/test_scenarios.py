@@ -91,7 +91,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         ),
         "a register that nobody of the job wrote": "bus/test_trust.py",
         "the head register goes back to an older record": "bus/test_trust.py",
-        "no `optimizer.step()` after `should_commit()` was True, since the loop caught an exception": (
+        "no `optimizer.step()` after a commit, since the loop caught an exception": (
             "e2e/test_updates.py"
         ),
         "`should_commit(timeout=…)` runs out after the vote": "e2e/test_call_timeouts.py",
