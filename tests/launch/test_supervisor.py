@@ -54,8 +54,8 @@ def trace(job: Job, group: int, rank: int, inc: int, *records: str) -> None:
 
 
 def at_work(step: int, epoch: int, members: list[str]) -> str:
-    fields = {"step": step, "epoch": epoch, "members": members}
-    return record(kind="transition", **{"from": "NORMAL", "to": "COMMIT"}, **fields)
+    fields = {"step": step, "epoch": epoch, "members": members, "roles": ["voting", "committing"]}
+    return record(kind="transition", **{"from": "PREPARED", "to": "COMMIT"}, **fields)
 
 
 def inject(name: str, kind: str, step: int, epoch: int) -> str:

@@ -94,6 +94,21 @@ def test_restore_makes_the_next_attempt_the_same_as_the_first() -> None:
         assert torch.equal(run.compute(), first)
 
 
+def test_a_body_cut_in_an_evaluation_or_with_a_part_frozen_is_repeated_as_it_began() -> None:
+    """``model.eval()`` has no ``finally``; a GAN freezes one network while it trains the other."""
+    setup = Setup()
+    setup.model.norm.eval()
+    setup.model.norm.weight.requires_grad_(False)
+    setup.state.capture()
+    setup.model.eval()
+    setup.model.norm.train()
+    for parameter in setup.model.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+    setup.state.restore()
+    assert setup.model.training and setup.model.linear.training and not setup.model.norm.training
+    assert [n for n, p in setup.model.named_parameters() if not p.requires_grad] == ["norm.weight"]
+
+
 def test_buffers_made_or_filled_since_go_away() -> None:
     run = Setup()
     run.state.capture()

@@ -62,6 +62,10 @@ class _Capture:
     """Copies of those that a body may change."""
     versions: dict[str, int] = field(default_factory=dict)
     """Of all parameters: torch's counts of edits in place."""
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    """Whether each module was in training mode: a body may be cut in an evaluation."""
+    trained: dict[str, bool] = field(default_factory=dict)
+    """Whether each parameter needed a gradient: a body may be cut while some are frozen."""
     buffers: list[_Buffer] = field(default_factory=list)
     rng: list[Callable[[], None]] = field(default_factory=list)
     hyper: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -112,6 +116,8 @@ class StepState:
         self._captured = _Capture(
             parameters={name: _local(self._parameters[name]).clone() for name in kept},
             versions={name: _edit_count(p) for name, p in self._parameters.items()},
+            modes=[(m, m.training) for model in self._models for m in model.modules()],
+            trained={name: p.requires_grad for name, p in self._parameters.items()},
             buffers=list(_capture_buffers(self._models)),
             rng=_capture_rng(self._generators),
             hyper=[[_hyper(g) for g in o.param_groups] for o in self._optimizers],
@@ -155,6 +161,10 @@ class StepState:
             for name, value in saved.parameters.items():
                 _local(self._parameters[name]).copy_(value)
         saved.versions = {name: _edit_count(p) for name, p in self._parameters.items()}
+        for module, mode in saved.modes:
+            module.training = mode
+        for name, trained in saved.trained.items():
+            self._parameters[name].requires_grad_(trained)
         _restore_buffers(saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # one that the user has added since has nothing to be put back
