@@ -10,8 +10,10 @@ For work, run NATS servers on machines of their own; see https://docs.nats.io fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -30,6 +32,8 @@ from fft.util.die_with_parent import tied
 
 _START_S: Final = 60.0  # a cluster elects its first leader within 10 s, on a machine with time
 _POLL_S: Final = 0.02
+_PORTS = range(20_000, 32_000)
+_TRIES = 1_000
 
 _CONFIG = """\
 server_name: s{number}
@@ -233,13 +237,22 @@ def find_server() -> str:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free at this moment, all different."""
+    """Ports that are free at this moment, all different.
+
+    Below those that the system gives to outgoing connections: one of them could take the port of a
+    server that is being started again.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with contextlib.ExitStack() as held:
-            return [
-                held.enter_context(socket.create_server((host, 0), family=family)).getsockname()[1]
-                for _ in range(count)
-            ]
-    except OSError as error:
-        raise BusError(f"cannot serve on {host}: {error}; choose another host") from error
+    found: list[int] = []
+    tried = 0
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            port, tried = random.choice(_PORTS), tried + 1
+            try:
+                held.enter_context(socket.create_server((host, port), family=family))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and tried < _TRIES:
+                    continue
+                raise BusError(f"cannot serve on {host}: {error}; choose another host") from error
+            found.append(port)
+    return found
