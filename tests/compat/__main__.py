@@ -23,7 +23,7 @@ import torchft.manager
 import fft
 from fft.bus import serve_tcp
 from fft.trace.audit import audit_dir
-from tests.compat.differences import BUGS, DIFFERENCES
+from tests.compat.differences import DIFFERENCES
 
 REPOSITORY = Path(__file__).parents[2]
 SUITES = (
@@ -111,15 +111,15 @@ class Suites:
         return check_and_wait
 
     def _has_asked(self) -> bool:
-        engines = [m._engine for m in self.managers if m._engine is not None]
-        members = [e.local for e in engines if e.local.epoch is not None]
+        found = [m._parts.job.local for m in self.managers]
+        members = [local for local in found if local is not None and local.epoch is not None]
         return all(local.joining for local in members)
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         """Mark what must fail."""
-        known = {**DIFFERENCES, **BUGS}
+        known = dict(DIFFERENCES)
         for item in items:
             name = "::".join([item.path.name, *item.nodeid.split("::")[-2:]])
             if (why := known.pop(name, None)) is not None:
