@@ -78,6 +78,7 @@ def check(folder: Path, *options: str) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_a_body_that_is_compiled_recomputed_and_autocast(tmp_path: Path) -> None:
     check(tmp_path, "compile=aot_eager", "checkpoint=free", "autocast=1")
 

@@ -131,6 +131,7 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_an_operator_at_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch, inject, evict and drain, while two groups train. Takes half a minute."""
     traces = tmp_path / "run"

@@ -128,6 +128,7 @@ def test_a_process_that_still_lives_gets_into_no_other_job(
         assert report.ok, report.render()
 
 
+@pytest.mark.long
 def test_fft_run(env: dict[str, str], tmp_path: Path) -> None:
     for number in (1, 2):
         traces = tmp_path / f"run{number}"
