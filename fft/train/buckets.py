@@ -17,6 +17,8 @@ from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from fft.train.local_tensors import edit_count, local_of, same_bits
+
 BUCKET_MB = 25.0
 """As DDP's ``bucket_cap_mb``."""
 _FIRST_BUCKET_MB = 1.0
@@ -186,7 +188,7 @@ class Bucket:
             before = pristine.get(slot)
             if grad is None or before is None:
                 return grad is not before
-            return not _same_bits(local_of(grad), before)
+            return not same_bits(local_of(grad), before)
         if slot.in_place:
             at_home = grad is None or self._is_view(slot, grad)
             return not at_home or (self.buffer is not None and self.buffer._version != self.version)
@@ -238,12 +240,6 @@ def in_words(named: list[tuple[str, nn.Parameter]]) -> str:
     return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing memory."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()
-
-
 def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The place of the gradient in the buffer, in the layout of its parameter."""
     return flat.as_strided(local_of(slot.parameter).shape, slot.stride, slot.offset)
@@ -260,7 +256,7 @@ def _slot(name: str, parameter: nn.Parameter, bucket: Bucket) -> Slot:
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
     """Changes when a gradient is edited in place, or another is put in its place."""
-    return None if grad is None else (id(grad), local_of(grad)._version)
+    return None if grad is None else (id(grad), edit_count(grad))
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
@@ -268,7 +264,3 @@ def _tensor_of(value: Any) -> torch.Tensor:
     result = value[0] if isinstance(value, list | tuple) else value
     assert isinstance(result, torch.Tensor)
     return result
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -75,7 +75,6 @@ class Parts:
             self.job,
             self.watchers,
             self.state,
-            self.groups,
             self.reductions,
             self.healer,
             self.quorums,

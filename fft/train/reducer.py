@@ -346,8 +346,7 @@ class Reducer:
         for _, parameter in self._sparse:
             grad = parameter.grad
             if grad is None:
-                empty = torch.zeros_like(parameter).to_sparse()
-                grad = empty
+                grad = torch.zeros_like(parameter).to_sparse()
             grad = parameter.grad = grad.coalesce()
             works.append(self._manager.reduce_gradients(grad, self._layout))
         for work in works:

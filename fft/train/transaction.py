@@ -104,12 +104,12 @@ class TransactionLoop:
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
 
-    def body_failed(self, plan: StartTxn, error: Exception) -> None:
+    def body_failed(self, plan: StartTxn, drawn: Drawn, error: Exception) -> None:
         """An exception left the body: report it; give up if it keeps coming at one step."""
         if isinstance(error, (TxnAborted, GroupAborted)) or self._manager._errored is not None:
             return
         why = self.worker.body_failures.failed(plan.step, plan.members, error)
-        if (batch := self._which_batch(plan)) not in getattr(error, "__notes__", ()):
+        if (batch := self._which_batch(plan, drawn)) not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
             self.job.note_error(error)
@@ -136,14 +136,12 @@ class TransactionLoop:
                 return FftError(f"{why}: such gradients are not those of the other groups")
         return None
 
-    def _which_batch(self, plan: StartTxn) -> str:
+    def _which_batch(self, plan: StartTxn, drawn: Drawn) -> str:
         """In words, for who looks for what was wrong with it."""
         where = f"in the txn of step {plan.step}, on {self.job.peer}"
-        if plan.index is None:
+        if drawn.slice is None:
             return f"{where}, with a batch that does not count"
-        number = plan.cursor + plan.index
-        item = number * self._manager._group_world_size + self._manager._group_rank
-        return f"{where}, with slice {number} of the data (item {item})"
+        return f"{where}, with slice {drawn.slice} of the data (item {drawn.item})"
 
 
 class Transaction:
@@ -168,7 +166,7 @@ class Transaction:
         self._loop = loop
         self._plan = plan
         self._is_last = last
-        self._waited_ms = drawn.waited_ms
+        self._drawn = drawn
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""
@@ -194,10 +192,10 @@ class Transaction:
         if error is not None:
             if not isinstance(error, Exception):
                 return False
-            loop.body_failed(self._plan, error)
+            loop.body_failed(self._plan, self._drawn, error)
             return True
         if (mistake := loop.left_undone()) is not None:
-            loop.body_failed(self._plan, mistake)
+            loop.body_failed(self._plan, self._drawn, mistake)
             return True
         command = loop.worker.prepare(last=self._is_last)
         if command is not None:
@@ -208,14 +206,13 @@ class Transaction:
         return True
 
     def _note_consumption(self) -> None:
-        plan = self._plan
-        number = None if plan.index is None else plan.cursor + plan.index
+        plan, drawn = self._plan, self._drawn
         self._loop.job.trace.note(
             "consumed",
             {
-                "slice": number,
+                "slice": drawn.slice,
                 "step": plan.step,
                 "token": list(plan.token),
-                "input_ms": round(self._waited_ms, 3),
+                "input_ms": round(drawn.waited_ms, 3),
             },
         )

@@ -69,11 +69,6 @@ class Updates:
         """Call ``function`` once after each update, in the order of registration."""
         self.after.append(function)
 
-    @property
-    def scales(self) -> bool:
-        """Whether a scaler is in use."""
-        return self._scaler is not None
-
     def opened(self) -> None:
         """A body begins."""
         self.in_body = True

@@ -1,17 +1,13 @@
 """A rank's vote: what it waits for first, whether it can say YES, and what goes with it.
 
-Main thread. Touches reductions, scaler and the shard group; the decision is `fft.train.worker`'s.
+Main thread. Touches reductions and the scaler; the decision is `fft.train.worker`'s.
 """
 
 from __future__ import annotations
 
-import torch
-from torch._C._distributed_c10d import AllreduceOptions
-from torch.distributed import ReduceOp
 from torchft.manager import Manager
 
 from fft.messages.protocol import Prepared, StartTxn
-from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault, Injector
 from fft.train.lighthouse import Quorums
@@ -33,7 +29,6 @@ class Voter:
         job: Participation,
         watchers: Watchers,
         state: RankState,
-        groups: EpochGroups,
         reductions: TxnReductions,
         healer: Healer,
         quorums: Quorums | None,
@@ -44,7 +39,6 @@ class Voter:
         self._job = job
         self._watchers = watchers
         self._state = state
-        self._groups = groups
         self._reductions = reductions
         self._healer = healer
         self._quorums = quorums
@@ -79,8 +73,9 @@ class Voter:
         if not self._has_state():
             return
         edited = self._check_edits()
-        skip = self._must_skip() or skip
         error = self._manager._errored
+        # an inf on one rank, in its shard, is enough: the engine puts the ranks' words together
+        skip = (error is None and self._state.updates.must_skip()) or skip
         cause = "" if error is None else text_of(error.original_exception)
         manifest, digest = self._reductions.manifest.build(), self._equality
         yes = error is None
@@ -99,25 +94,6 @@ class Voter:
             return True
         with self._watchers.waiting():  # the fetch has limits of its own
             return self._healer.learn()
-
-    def _must_skip(self) -> bool:
-        """Whether the scaler found an inf, on any rank of the group: each has but its shard."""
-        if self._manager._errored is not None:
-            return False
-        updates, shard = self._state.updates, self._groups.shard
-        found = updates.must_skip()
-        if shard is None or not updates.scales:
-            return found
-        most = AllreduceOptions()
-        most.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
-        flag = torch.tensor([float(found)])
-        try:
-            with self._watchers.waiting():
-                shard.pg.allreduce([flag], most).wait()
-        except RuntimeError as error:
-            self._manager.report_error(error)
-            return False
-        return bool(flag.item())
 
     def _check_edits(self) -> bool:
         """Whether this body has changed reduced gradients. Not by weights that are not the job's.

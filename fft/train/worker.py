@@ -169,10 +169,14 @@ class Worker:
 
     def _leave_txn(self) -> None:
         """Out: what the main thread does from now on is no step of the job's."""
+        self._give_up_txn()
+        self._leaving.left()
+
+    def _give_up_txn(self) -> None:
+        """Nothing of it is done any more on this thread."""
         self._close_txn()
         self._healer.stop_learning()
         self._watchers.txn_ended(committed=False)
-        self._leaving.left()
 
     def _close_txn(self) -> None:
         self.txn = self.voted = None
@@ -226,9 +230,7 @@ class Worker:
 
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
-        self._close_txn()
-        self._healer.stop_learning()
-        self._watchers.txn_ended(committed=False)
+        self._give_up_txn()
         self._groups.unwind(command.cause, self._watchers.waiting(), self._manager._timeout)
         self._reductions.reset()
         self._state.updates.forget()

@@ -29,7 +29,7 @@ Body = Callable[[nn.Module, torch.Tensor], None]
 
 
 class Net(nn.Module):
-    """A tied weight, one that nobody uses, and one that only odd samples use."""
+    """A tied weight, one that nobody uses, one that only odd samples use, and a single number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +39,7 @@ class Net(nn.Module):
         self.unused = nn.Linear(8, 8)
         self.head = nn.Linear(8, 64, bias=False)
         self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones(()))
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -48,7 +49,7 @@ class Net(nn.Module):
         x = torch.tanh(self.hidden(self.embed(numbers % 64)))
         if int(numbers[0]) % 2:
             x = self.odd(x)
-        return self.head(x).square().mean()
+        return (self.gain * self.head(x)).square().mean()
 
 
 def gradients(model: nn.Module) -> Gradients:

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -440,11 +441,42 @@ def test_workers_end_with_the_loader(how: str) -> None:
         gc.enable()
 
 
+def compute_for_ever(_: int) -> None:
+    """As a thread that sends tensors: most of the time inside torch's C++, without the GIL."""
+
+    def compute() -> None:
+        a = torch.rand(64, 64)
+        while True:
+            a = torch.nn.functional.normalize(a @ a)
+
+    for _ in range(3):
+        threading.Thread(target=compute, daemon=True).start()
+
+
+@pytest.mark.multiprocess
+def test_spawned_workers_end_well_whatever_their_threads_do() -> None:
+    loader = fft.CursorLoader(
+        Noisy(),
+        4,
+        num_workers=2,
+        multiprocessing_context="spawn",
+        worker_init_fn=compute_for_ever,
+    )
+    loader.take(Due(0, 0, 1))
+    processes = loader._iterator._workers
+    loader.close()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
 ORPHANS = """
-import sys, time
+import os, sys, time
 import torch
 import fft
 from fft.train.data.source import Due
+
+
+def say(*words):  # in one piece, between the lines of the others
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 
 class Slow(torch.utils.data.Dataset):
@@ -453,14 +485,14 @@ class Slow(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if index:
-            print("busy", flush=True)
+            say("busy")
             time.sleep(600)
         return index
 
 
 loader = fft.CursorLoader(Slow(), 1, shuffle=False, num_workers=2)
 loader.take(Due(0, 0, 1))
-print(*[w.pid for w in loader._iterator._workers], flush=True)
+say(*[w.pid for w in loader._iterator._workers])
 time.sleep(600)
 """
 

@@ -248,6 +248,10 @@ class Drawn:
     """There are no items for another txn of all groups."""
     waited_ms: float
     """For the input of this step, by all attempts at it so far; the copy included."""
+    slice: int | None
+    """Number of the slice of the data that it is a part of; None: it does not count."""
+    item: int
+    """Number of the item of the data."""
 
 
 class Inputs:
@@ -285,7 +289,8 @@ class Inputs:
         if plan.step != self._step:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
-        return Drawn(batch, is_last, self._waited_s * 1e3)
+        counted = None if plan.index is None else plan.cursor + plan.index
+        return Drawn(batch, is_last, self._waited_s * 1e3, counted, number)
 
     def _due(self, plan: StartTxn, number: int) -> str:
         """In words, for who looks for what could not be loaded."""

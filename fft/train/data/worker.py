@@ -6,11 +6,13 @@ global random generators of torch, numpy and random are seeded for each item.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
 import random
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -175,9 +177,22 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
     assert info is not None and isinstance(info.dataset, Reader)
     # What user code expects there. It is frozen.
     object.__setattr__(info, "dataset", info.dataset.data.origin)
+    atexit.register(_end_now)
     Queue._on_queue_feeder_error = _instead_of_what_cannot_be_sent  # type: ignore[attr-defined]
     if users is not None:
         users(worker)
+
+
+def _end_now() -> None:
+    """End a spawned worker without tearing its interpreter down, as a forked one ends anyway.
+
+    torch does not wait for the thread that still sends batches. Torn down under it, the thread is
+    unwound inside torch's C++, which aborts the worker; and torch raises that in the trainer.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(0)
 
 
 def _instead_of_what_cannot_be_sent(queue: Any, error: Exception, sent: Any) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fft.train.local_tensors import edit_count, local_of, same_bits
 from fft.train.state.fingerprint import fingerprint
 from fft.util.errors import FftError
 
@@ -113,12 +114,13 @@ class StepState:
         """Remember what `restore` puts back. At the start of a step, on the training thread."""
         self._parameters = self._parameters or self._names()
         kept = self._parameters if self._edited is None else self._edited
+        modules = [module for model in self._models for module in model.modules()]
         self._captured = _Capture(
-            parameters={name: _local(self._parameters[name]).clone() for name in kept},
-            versions={name: _edit_count(p) for name, p in self._parameters.items()},
-            modes=[(m, m.training) for model in self._models for m in model.modules()],
+            parameters={name: local_of(self._parameters[name]).clone() for name in kept},
+            versions={name: edit_count(p) for name, p in self._parameters.items()},
+            modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
-            buffers=list(_capture_buffers(self._models)),
+            buffers=list(_capture_buffers(modules)),
             rng=_capture_rng(self._generators),
             hyper=[[_hyper(g) for g in o.param_groups] for o in self._optimizers],
             schedules=[copy.deepcopy(s.state_dict()) for s in self._schedulers],
@@ -132,15 +134,15 @@ class StepState:
             return
         found = self._edits(saved)
         if self._edited is None:  # all are kept, so that edits past torch's counts are seen, too
-            local = {name: _local(self._parameters[name]) for name in saved.parameters}
-            found |= {n for n, value in saved.parameters.items() if not _equal(value, local[n])}
+            local = {name: local_of(self._parameters[name]) for name in saved.parameters}
+            found |= {n for n, value in saved.parameters.items() if not same_bits(value, local[n])}
         self._edited = found | (self._edited or set())
 
     def _edits(self, saved: _Capture) -> set[str]:
         return {
             name
             for name, parameter in self._parameters.items()
-            if _edit_count(parameter) != saved.versions[name]
+            if edit_count(parameter) != saved.versions[name]
         }
 
     def restore(self) -> None:
@@ -159,8 +161,8 @@ class StepState:
         lost = self._edits(saved) - set(saved.parameters)
         with torch.no_grad():
             for name, value in saved.parameters.items():
-                _local(self._parameters[name]).copy_(value)
-        saved.versions = {name: _edit_count(p) for name, p in self._parameters.items()}
+                local_of(self._parameters[name]).copy_(value)
+        saved.versions = {name: edit_count(p) for name, p in self._parameters.items()}
         for module, mode in saved.modes:
             module.training = mode
         for name, trained in saved.trained.items():
@@ -221,7 +223,7 @@ class StepState:
         _reshard(self._models)
         names = self._names()
         changed_by_bodies = {
-            "buffers": {name: _local(b) for name, b in self._buffers().items()},
+            "buffers": {name: local_of(b) for name, b in self._buffers().items()},
             "lr_schedulers": [
                 _plain(s.state_dict(), f"lr_schedulers[{i}]")
                 for i, s in enumerate(self._schedulers)
@@ -229,7 +231,7 @@ class StepState:
             "extra": {n: _plain(s.state_dict(), f"extra[{n}]") for n, s in self._extra.items()},
         }
         return {
-            "parameters": {name: _local(p) for name, p in names.items()},
+            "parameters": {name: local_of(p) for name, p in names.items()},
             "optimizers": [
                 _export_optimizer(o, names, f"optimizers[{i}]")
                 for i, o in enumerate(self._optimizers)
@@ -251,9 +253,9 @@ class StepState:
         self._check_fits(state, names)
         with torch.no_grad():
             for name, parameter in names.items():
-                _local(parameter).copy_(state["parameters"][name])
+                local_of(parameter).copy_(state["parameters"][name])
             for name, buffer in self._buffers().items():
-                _local(buffer).copy_(state["buffers"][name])
+                local_of(buffer).copy_(state["buffers"][name])
             for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
                 _load_optimizer(optimizer, names, values)
         for scheduler, values in zip(self._schedulers, state["lr_schedulers"], strict=True):
@@ -274,8 +276,10 @@ class StepState:
         names = self._names()
         hasher = hashlib.blake2b(digest_size=16)
         parts: dict[str, object] = {
-            "parameters": {name: _local(p) for name, p in names.items()},
-            "buffers": {name: _local(b) for name, b in self._buffers().items()} if buffers else {},
+            "parameters": {name: local_of(p) for name, p in names.items()},
+            "buffers": {name: local_of(b) for name, b in self._buffers().items()}
+            if buffers
+            else {},
             "optimizers": [
                 _export_optimizer(o, names, f"optimizers[{i}]")["state"]
                 for i, o in enumerate(self._optimizers)
@@ -289,11 +293,11 @@ class StepState:
         (`fft.train.state.fingerprint`)."""
         _reshard(self._models)
         names = self._parameters or self._names()
-        tensors: list[torch.Tensor] = [_local(p) for p in names.values()]
+        tensors: list[torch.Tensor] = [local_of(p) for p in names.values()]
         for optimizer in self._optimizers:
             for parameter in names.values():
                 state = optimizer.state.get(parameter, {})
-                tensors += [_local(v) for _, v in sorted(state.items()) if torch.is_tensor(v)]
+                tensors += [local_of(v) for _, v in sorted(state.items()) if torch.is_tensor(v)]
         return fingerprint(tensors)
 
     def _names(self) -> dict[str, torch.Tensor]:
@@ -334,12 +338,11 @@ class StepState:
 # -- buffers and random numbers
 
 
-def _capture_buffers(models: Sequence[nn.Module]) -> Iterator[_Buffer]:
-    for model in models:
-        for module in model.modules():
-            for name, tensor in module._buffers.items():
-                value = None if tensor is None else tensor.detach().clone()
-                yield _Buffer(module, name, tensor, value)
+def _capture_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
+    for module in modules:
+        for name, tensor in module._buffers.items():
+            value = None if tensor is None else tensor.detach().clone()
+            yield _Buffer(module, name, tensor, value)
 
 
 def _restore_buffers(saved: list[_Buffer]) -> None:
@@ -495,12 +498,12 @@ def _put_value(
     if not isinstance(value, torch.Tensor):
         mine[key] = copy.deepcopy(value)
     elif isinstance(mine.get(key), torch.Tensor):
-        _local(mine[key]).copy_(value)
+        local_of(mine[key]).copy_(value)
     elif key == "step":
         # torch keeps the step count on the CPU unless the kernel itself reads it
         on_device = group.get("capturable") or group.get("fused")
         mine[key] = value.to(parameter.device if on_device else "cpu", copy=True)
-    elif isinstance(parameter, DTensor) and value.shape == _local(parameter).shape:
+    elif isinstance(parameter, DTensor) and value.shape == local_of(parameter).shape:
         mine[key] = DTensor.from_local(
             value.to(parameter.device, copy=True),
             parameter.device_mesh,
@@ -530,7 +533,7 @@ def _same_count(place: str, got: Sequence[Any], mine: Sequence[Any]) -> None:
 
 
 def _same_tensor(place: str, got: object, mine: torch.Tensor) -> None:
-    local = _local(mine)
+    local = local_of(mine)
     if not isinstance(got, torch.Tensor):
         raise StateMismatch(f"{place}: {type(got).__name__} came, a tensor is here")
     for what in ("shape", "dtype"):
@@ -566,26 +569,10 @@ def _check_optimizer(
 # -- plain data
 
 
-def _edit_count(tensor: torch.Tensor) -> int:
-    """torch's count of edits in place of this rank's part, whichever view they go through."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and type hold the same bits."""
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory, without autograd history."""
-    # to_local() and detach() of a DTensor go through its dispatcher, 50 times slower
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _plain(value: Any, place: str) -> Any:
     """`value` in types that load with weights_only=True."""
     if isinstance(value, torch.Tensor):
-        return _local(value)
+        return local_of(value)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
