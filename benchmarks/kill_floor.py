@@ -22,7 +22,7 @@ from fft.health.death_mutex import DeathMutex
 CHILD = """
 import os, socket, sys, time, torch
 from fft.health.death_mutex import hold
-mine = hold(os.environ["FFT_LIFELINE_FD"])
+mine = hold(os.environ["FFT_DEATH_MUTEX_FD"])
 there = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 begun = time.monotonic()
 while time.monotonic() < begun + 0.3:  # at work, as whoever is killed in a job
@@ -43,7 +43,7 @@ def kill_one() -> tuple[float, float, float, int]:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        env = {**os.environ, "FFT_LIFELINE_FD": str(line.fd)}
+        env = {**os.environ, "FFT_DEATH_MUTEX_FD": str(line.fd)}
         child = subprocess.Popen([sys.executable, "-c", CHILD, port], env=env, pass_fds=[line.fd])
         try:
             line.watch(wake)

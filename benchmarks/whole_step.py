@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.whole_step [--dir DIR] [--reps N] [--write]``; a part of ``make bench``. The
 body is nanoGPT's: loss, backward, clipping of the gradients, AdamW. Every system trains the same
-model on as many processes, one thread each; the systems take turns, repetition by repetition, so
-that what the machine does beside comes to all of them, and ratios are of medians over all
-repetitions.
+model on as many processes, one thread each. In each repetition every system has its turn, in an
+order that rotates; a ratio is the median of the repetitions' own ratios, so that what the machine
+does beside, and its drift, cancel.
 
 Called with ``worker`` it is one such process.
 """
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ SYSTEMS = {
     "drop-in": "torchft's loop on ManagerFFT",
     "fft": "FFT's loop",
 }
-WARM_UP, STEPS = 5, 25
+WARM_UP = 5
+STEPS = {("6 M", 1): 75, ("6 M", 2): 25, ("25 M", 1): 25, ("25 M", 2): 15}
+"""After them, by size and ranks of a group: about 10 s."""
 LIMIT = timedelta(seconds=60)
 WORKER_LIMIT_S = 180
 PAGE = Path(__file__).parents[1] / "docs" / "whole_step.md"
@@ -97,13 +99,14 @@ class Windows(torch.utils.data.Dataset[torch.Tensor]):
 class Clock:
     """Times from step to step."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.steps = WARM_UP + steps
         self.marks = [time.perf_counter()]
 
     def lap(self) -> bool:
         """A step is over. Whether there is another."""
         self.marks.append(time.perf_counter())
-        return len(self.marks) <= WARM_UP + STEPS
+        return len(self.marks) <= self.steps
 
     def steps_ms(self) -> list[float]:
         """All but the first steps."""
@@ -132,7 +135,7 @@ def update_ms(body: Callable[[torch.Tensor], None], clock: Clock) -> list[float]
     return clock.steps_ms()
 
 
-def train_torch(model: nn.Module, group: int, rank: int, ranks: int) -> list[float]:
+def train_torch(model: nn.Module, clock: Clock, group: int, rank: int, ranks: int) -> list[float]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -154,13 +157,13 @@ def train_torch(model: nn.Module, group: int, rank: int, ranks: int) -> list[flo
         optimizer.step()
         optimizer.zero_grad()
 
-    times = update_ms(body, Clock())
+    times = update_ms(body, clock)
     dist.destroy_process_group()
     return times
 
 
 def train_in_torchfts_loop(
-    model: nn.Module, group: int, rank: int, ranks: int, of_fft: bool
+    model: nn.Module, clock: Clock, group: int, rank: int, ranks: int, of_fft: bool
 ) -> list[float]:
     import torchft
 
@@ -205,12 +208,12 @@ def train_in_torchfts_loop(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    times = update_ms(body, Clock())
+    times = update_ms(body, clock)
     manager.shutdown()
     return times
 
 
-def train_fft(model: nn.Module, group: int, rank: int, ranks: int) -> list[float]:
+def train_fft(model: nn.Module, clock: Clock, group: int, rank: int, ranks: int) -> list[float]:
     import torchft
 
     import fft
@@ -229,9 +232,8 @@ def train_fft(model: nn.Module, group: int, rank: int, ranks: int) -> list[float
         shard(model, manager.shard_mesh())
     manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     manager.sync_gradients(model)
-    clock = Clock()
     loader = fft.CursorLoader(Windows(), batch_size=BATCH)
-    for txn in manager.transactions(loader, max_steps=WARM_UP + STEPS):
+    for txn in manager.transactions(loader, max_steps=clock.steps):
         with txn:
             model(txn.batch).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -245,12 +247,13 @@ def work(system: str, size: str, group: int, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model = GPT(*SIZES[size])
+    clock = Clock(STEPS[size, ranks])
     if system == "torch":
-        times = train_torch(model, group, rank, ranks)
+        times = train_torch(model, clock, group, rank, ranks)
     elif system == "fft":
-        times = train_fft(model, group, rank, ranks)
+        times = train_fft(model, clock, group, rank, ranks)
     else:
-        times = train_in_torchfts_loop(model, group, rank, ranks, system == "drop-in")
+        times = train_in_torchfts_loop(model, clock, group, rank, ranks, system == "drop-in")
     print("TIMES", json.dumps(times), flush=True)
 
 
@@ -312,15 +315,26 @@ def _times(text: str) -> str:
     raise RuntimeError(f"a process ended without times:\n{text[-4000:]}")
 
 
-def rows(reps: int, sizes: list[str], layouts: list[str]) -> Iterator[dict[str, Any]]:
+def rows(reps: int, sizes: list[str], layouts: list[str]) -> list[dict[str, Any]]:
     """One row for each size and layout: all repetitions of each system, in ms."""
-    for size in sizes:
-        for layout in layouts:
-            found: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-            for _ in range(reps):
-                for system in SYSTEMS:
-                    found[system].append(repetition(system, size, layout))
-            yield {"size": size, "layout": layout, "ms": found}
+    found: list[dict[str, Any]] = [
+        {"size": size, "layout": layout, "ms": {system: [] for system in SYSTEMS}}
+        for size in sizes
+        for layout in layouts
+    ]
+    for rep, row in itertools.product(range(reps), found):
+        for turn in range(len(SYSTEMS)):
+            system = list(SYSTEMS)[(rep + turn) % len(SYSTEMS)]
+            row["ms"][system].append(repetition(system, row["size"], row["layout"]))
+        last = ", ".join(f"{system} {row['ms'][system][-1]:.0f} ms" for system in SYSTEMS)
+        print(f"{rep + 1} of {reps}: {row['size']} {row['layout']}: {last}", flush=True)
+    return found
+
+
+def ratio(times: dict[str, list[float]], system: str, beside: str) -> str:
+    """Median of the repetitions' ratios."""
+    pairs = zip(times[system], times[beside], strict=True)
+    return f"{statistics.median(a / b for a, b in pairs):.2f}"
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -330,9 +344,10 @@ def page(found: list[dict[str, Any]]) -> str:
         "",
         "Written by `python -m benchmarks.whole_step --write` (a part of `make bench`). A GPT "
         f"with clipping and AdamW, batch {BATCH} x {CONTEXT} a rank, CPU, gloo, one thread each; "
-        f"{os.cpu_count()} cores, torch {torch.__version__}. Median step in ms over "
-        f"{len(found[0]['ms']['fft'])} repetitions of {STEPS} steps, the systems in turn; "
-        "smallest and largest repetition in brackets.",
+        f"{os.cpu_count()} cores, torch {torch.__version__}. Median step in ms, over "
+        f"{len(found[0]['ms']['fft'])} repetitions of {min(STEPS.values())} to "
+        f"{max(STEPS.values())} steps, the systems in turn; smallest and largest repetition in "
+        "brackets. A ratio is the median of the repetitions' ratios.",
         "",
         "| model | groups x ranks | "
         + " | ".join(SYSTEMS.values())
@@ -345,9 +360,8 @@ def page(found: list[dict[str, Any]]) -> str:
             f"{middle[s]:.0f} ({min(row['ms'][s]):.0f} … {max(row['ms'][s]):.0f})" for s in SYSTEMS
         ]
         cells += [
-            f"{middle['fft'] / middle['torch']:.2f}",
-            f"{middle['fft'] / middle['torchft']:.2f}",
-            f"{middle['drop-in'] / middle['torchft']:.2f}",
+            ratio(row["ms"], *pair)
+            for pair in (("fft", "torch"), ("fft", "torchft"), ("drop-in", "torchft"))
         ]
         lines.append(f"| {row['size']} | {row['layout']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -365,7 +379,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     args = parser.parse_args()
-    found = list(rows(args.reps, args.sizes, args.layouts))
+    found = rows(args.reps, args.sizes, args.layouts)
     if args.dir is not None:
         args.dir.mkdir(parents=True, exist_ok=True)
         (args.dir / "whole_step.json").write_text(json.dumps(found))

@@ -66,7 +66,7 @@ class DeathMutex:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("fft-lifeline") if fd is None else fd
+        self.fd = os.memfd_create("fft-death-mutex") if fd is None else fd
         try:
             if fd is None:
                 os.ftruncate(self.fd, _PAGE)
@@ -82,7 +82,7 @@ class DeathMutex:
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call ``on_death``, on a thread of this object, if the child dies holding the mutex."""
         self._thread = threading.Thread(
-            target=self._run, args=(on_death,), name="fft-lifeline", daemon=True
+            target=self._run, args=(on_death,), name="fft-death-mutex", daemon=True
         )
         self._thread.start()
 
@@ -110,7 +110,7 @@ class DeathMutex:
 class Hold:
     """The end of the trainer: held from the making of this until ``release``, or death.
 
-    Main thread only. Raises OSError, ValueError if ``fd`` is no lifeline, or is held already.
+    Main thread only. Raises OSError, ValueError if ``fd`` is no such mutex, or is held already.
     """
 
     def __init__(self, fd: int) -> None:
@@ -135,11 +135,11 @@ class Hold:
 
 
 def hold(setting: str | None) -> Hold | None:
-    """Hold the lifeline that ``FFT_LIFELINE_FD`` names, if it has come down to here."""
+    """Hold the mutex that ``FFT_DEATH_MUTEX_FD`` names, if it has come down to here."""
     if setting is None or not setting.isdecimal():
         return None
     with suppress(OSError, ValueError):  # whoever is between us and the supervisor has closed it
-        if os.readlink(f"/proc/self/fd/{setting}").startswith("/memfd:fft-lifeline"):
+        if os.readlink(f"/proc/self/fd/{setting}").startswith("/memfd:fft-death-mutex"):
             return Hold(int(setting))
     return None
 

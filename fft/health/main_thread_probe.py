@@ -42,7 +42,7 @@ class MainThreadProbe:
         self._interval_s = interval_s
         self._calls = _Calls() if self.follows_main else None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fft-moves", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fft-main-thread-probe", daemon=True)
         pulse.beat()
         self._thread.start()
 

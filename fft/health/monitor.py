@@ -174,13 +174,13 @@ class Charge:
     """Who is watched and how, as handed over in the first line of standard input.
 
     Not on the command line, which everybody may read: the bus's URL may have a password in it.
-    ``pulse``, ``pidfd``, ``lifeline`` and ``supervisor`` (a datagram socket) are inherited
+    ``pulse``, ``pidfd``, ``death_mutex`` and ``supervisor`` (a datagram socket) are inherited
     descriptors' numbers.
     """
 
     pulse: int
     pidfd: int
-    lifeline: int | None
+    death_mutex: int | None
     supervisor: int | None
     pid: int
     group: str
@@ -211,10 +211,10 @@ class Runner:
         self._control = control
         self._reader = PulseReader(charge.pulse)
         self._dying = os.eventfd(0)
-        if charge.lifeline is not None:
-            DeathMutex(charge.lifeline).watch(lambda: os.eventfd_write(self._dying, 1))
+        if charge.death_mutex is not None:
+            DeathMutex(charge.death_mutex).watch(lambda: os.eventfd_write(self._dying, 1))
         self._monitor = Monitor(charge.config)
-        self._herald = _Herald(charge, charge.bus_url) if charge.bus_url else None
+        self._announcer = _Announcer(charge, charge.bus_url) if charge.bus_url else None
         self._level = Level.GREEN
         self._concerns_others = False
         self._cause = "ended without leaving the job"
@@ -225,8 +225,8 @@ class Runner:
         left = self._watch()
         if not left:
             self._tell_death()
-        if self._herald is not None and (not left or self._herald.beats):
-            self._herald.close(_LEAVE_S if left else _FAREWELL_S)
+        if self._announcer is not None and (not left or self._announcer.beats):
+            self._announcer.close(_LEAVE_S if left else _FAREWELL_S)
 
     def _watch(self) -> bool:
         """Until one of the two; whether it was that it has left the job."""
@@ -287,14 +287,14 @@ class Runner:
         if self._charge.supervisor is not None:
             with suppress(OSError), socket.socket(fileno=os.dup(self._charge.supervisor)) as there:
                 there.send(word, socket.MSG_DONTWAIT)  # it has ended, or has no time for it
-        elif self._herald is not None:
-            self._herald.say(word)
+        elif self._announcer is not None:
+            self._announcer.say(word)
 
     def _tell_death(self) -> None:
         death = self._word("death", self._cause)
         self._write(death)
-        if self._herald is not None:
-            self._herald.say(json.dumps(death).encode())
+        if self._announcer is not None:
+            self._announcer.say(json.dumps(death).encode())
 
     def _word(self, kind: str, cause: str) -> dict[str, Any]:
         told = {"by": "monitor", "cause": cause[:500], "host": socket.gethostname()}
@@ -305,7 +305,7 @@ class Runner:
             os.write(self._out, json.dumps(line).encode() + b"\n")
 
 
-class _Herald:
+class _Announcer:
     """Says things on the bus, and beats there for the trainer, which has no supervisor.
 
     On threads of its own: opening a bus may take seconds.
@@ -316,7 +316,7 @@ class _Herald:
         self._hosts: HostWatch | None = None
         self._words: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._bus: ErrorBus | None = None
-        self._thread = threading.Thread(target=self._run, name="fft-herald", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fft-bus-say", daemon=True)
         self._thread.start()
 
     @property
@@ -425,8 +425,8 @@ class MonitorProcess:
         pid = os.getpid()
         own = os.pidfd_open(pid)
         config = config or MonitorConfig()
-        lifeline = DeathMutex() if bus_url is not None and supported() else None
-        line = None if lifeline is None else lifeline.fd
+        death_mutex = DeathMutex() if bus_url is not None and supported() else None
+        line = None if death_mutex is None else death_mutex.fd
         self._hold = None if line is None else Hold(line)
         charge = Charge(pulse.fd, own, line, supervisor, pid, group, rank, bus_url, config)
         passed = (pulse.fd, own, line, supervisor)
@@ -449,8 +449,8 @@ class MonitorProcess:
             raise
         finally:
             os.close(own)
-            if lifeline is not None:
-                lifeline.close()
+            if death_mutex is not None:
+                death_mutex.close()
         self._thread: threading.Thread | None = None
         if on_line is not None:
             self._thread = threading.Thread(target=self._read, name="fft-monitor", daemon=True)

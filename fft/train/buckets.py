@@ -93,6 +93,8 @@ class Bucket:
     size: int
     buffer: torch.Tensor | None = None
     """``size`` elements of gradients, and one more for each slot: whether it has a gradient."""
+    views: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    """The places of the gradients in it."""
     missing: set[Slot] = field(default_factory=set)
     """Slots whose gradient has not come in this backward."""
     touched: bool = False
@@ -107,7 +109,13 @@ class Bucket:
         if self.buffer is None:
             size = self.size + len(self.slots)
             self.buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
+            self.views = {slot: _view(self.buffer, slot) for slot in self.slots}
         return self.buffer
+
+    def drop(self) -> None:
+        """Use another buffer from now on."""
+        self.buffer = None
+        self.views = {}
 
     def gradients(self) -> torch.Tensor:
         """All gradients, flat."""
@@ -115,7 +123,16 @@ class Bucket:
 
     def view(self, slot: Slot) -> torch.Tensor:
         """The place of one gradient, in the layout of its parameter."""
-        return _view(self.flat(), slot)
+        self.flat()
+        return self.views[slot]
+
+    def take(self, slot: Slot) -> None:
+        """Bring one gradient into the buffer as it comes, while it is in the processor's cache."""
+        grad = slot.parameter.grad
+        if grad is not None and slot.in_place and not self._is_view(slot, grad):
+            view = self.view(slot)
+            view.copy_(grad)
+            slot.parameter.grad = view
 
     def gather(self) -> list[bool]:
         """Bring the gradients into the buffer; which slots have one."""

@@ -131,7 +131,7 @@ class Reducer:
         """After a rollback: no buffer that an aborted reduction has touched is used again."""
         self._forget()
         for bucket in self._buckets:
-            bucket.buffer = None
+            bucket.drop()
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model, frozen or not."""
@@ -223,6 +223,7 @@ class Reducer:
         if bucket.work is not None:
             self._came_late(bucket, slot)
             return
+        bucket.take(slot)
         bucket.missing.discard(slot)
         while (
             self._is_eager

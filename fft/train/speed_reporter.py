@@ -96,7 +96,9 @@ class SpeedReporter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if interval > 0:
-            self._thread = threading.Thread(target=self._speak, name="fft-progress", daemon=True)
+            self._thread = threading.Thread(
+                target=self._speak, name="fft-speed-reporter", daemon=True
+            )
             self._thread.start()
 
     def begin(self) -> None:

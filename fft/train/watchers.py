@@ -40,7 +40,7 @@ class Watchers:
             self.interrupter = Interrupter()  # else Python lets nobody interrupt the bodies
             if config is not None:
                 self.monitor = _start_monitor(config, peer, url, hung)
-            self._hold = hold(os.environ.get("FFT_LIFELINE_FD"))
+            self._hold = hold(os.environ.get("FFT_DEATH_MUTEX_FD"))
         self.main = threading.get_ident()
 
     def report_speed(self, bus: ErrorBus, peer: Peer, interval_s: float) -> SpeedReporter:

@@ -355,6 +355,38 @@ def test_an_end_without_state_says_what_is_lost_and_what_to_do(
         assert "No work is lost: start the job again" in line and "checkpoint, if" in line
 
 
+def test_when_the_state_is_lost_nobody_is_started_again_and_who_waits_is_ended(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1, max_restarts=10) as job:
+        actors = stage.enter(2)
+        for group in (0, 1):
+            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        os.kill(actors["0", "0"].pid, signal.SIGKILL)
+        newcomer = stage.enter(1)["0", "0"]
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        second = stage.enter(1)["1", "0"]
+        newcomer.order("raise lost")
+        assert second.says() == {"heard": "sigterm"}
+        second.order("exit 1")
+        verdict = job.verdict()
+    assert not verdict.ok
+    assert any("NoState" in line and "the state of step 7" in line for line in verdict.lines)
+
+
+def test_who_lost_sight_of_the_state_is_started_again_while_others_have_it(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1, max_restarts=1) as job:
+        actors = stage.enter(2)
+        trace(job, 1, 0, 1, at_work(7, 1, ["1"]))
+        actors["0", "0"].order("raise lost")
+        again = stage.enter(1)["0", "0"]
+        again.order("exit 0")
+        actors["1", "0"].order("exit 0")
+        assert job.verdict().ok
+
+
 @pytest.mark.parametrize(
     ("changes", "mend"),
     [

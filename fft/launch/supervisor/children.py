@@ -52,18 +52,18 @@ class Child:
         self.told_dead = False
         self.last_words: Place | None = None
         """Once it is reaped: the error of its own by which it ended."""
-        self._lifeline = DeathMutex() if supported() else None
-        if self._lifeline is not None:
-            inherits = (*inherits, self._lifeline.fd)
-            env = {**env, "FFT_LIFELINE_FD": str(self._lifeline.fd)}
+        self._death_mutex = DeathMutex() if supported() else None
+        if self._death_mutex is not None:
+            inherits = (*inherits, self._death_mutex.fd)
+            env = {**env, "FFT_DEATH_MUTEX_FD": str(self._death_mutex.fd)}
         self._paper = os.memfd_create(script_runner.LAST_WORDS)
         try:
             env = {**env, "FFT_LAST_WORDS_FD": str(self._paper)}
             self._process = _started(script, env, log, (*inherits, self._paper))
         except BaseException:
             os.close(self._paper)
-            if self._lifeline is not None:
-                self._lifeline.close()
+            if self._death_mutex is not None:
+                self._death_mutex.close()
             raise
         self.pid = self._process.pid
         self.fd = os.pidfd_open(self.pid)
@@ -73,8 +73,8 @@ class Child:
 
         Only of one that trains with FFT; `exit_code` is not known yet then.
         """
-        if self._lifeline is not None:
-            self._lifeline.watch(on_dying)
+        if self._death_mutex is not None:
+            self._death_mutex.watch(on_dying)
 
     @property
     def alive(self) -> bool:
@@ -101,8 +101,8 @@ class Child:
             self.last_words = _read(self._paper)
         os.close(self._paper)
         os.close(self.fd)
-        if self._lifeline is not None:
-            self._lifeline.close()
+        if self._death_mutex is not None:
+            self._death_mutex.close()
         return self.code
 
     @property

@@ -60,6 +60,7 @@ from fft.messages.protocol import (
 )
 from fft.trace.report import save_plan
 from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
+from fft.util.errors import NoState
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
@@ -96,6 +97,8 @@ class Supervisor:
         """Commands that are our own."""
         self._forgot = False
         """The bus has lost the job's state, and no process can go on with it."""
+        self._in_vain: str | None = None
+        """Why the job is being ended, though its work is not done."""
         self._watch = (
             PlanWatch(plan, names, config.stop_after_plan, config.min_steps)
             if config.stop_after_plan is not None
@@ -209,9 +212,8 @@ class Supervisor:
         now, limit = time.monotonic(), self._config.timeout
         if limit is not None and now > self._began + limit:
             self._kill_all(f"the job had not finished within --timeout {limit:g} s")
-        elif self._judgement.hopeless and self._drain_until is not None and now > self._drain_until:
-            for group in self._groups.values():
-                self._kill(group.living, "the script has a mistake")
+        elif self._drain_until is not None and now > self._drain_until and self._in_vain:
+            self._kill(self._living(), self._in_vain)
         elif self._drain_until is not None and now > self._drain_until:
             seconds = self._config.drain_timeout
             self._kill_all(f"the job had not drained {seconds:g} s after it was asked to")
@@ -256,7 +258,7 @@ class Supervisor:
     # --- deaths ------------------------------------------------------------------------
 
     def _is_dying(self, child: Child) -> None:
-        """Thread of a lifeline: the child is being killed, though its process is still there."""
+        """Thread of a death mutex: the child is being killed, though its process is still there."""
         self._dying.append(child)
         self._wake(b".")
 
@@ -320,6 +322,10 @@ class Supervisor:
         if group.finished:
             self._plan_return(group)
             return
+        if group.last_words is not None and group.last_words.type == NoState.__name__:
+            self._look_whether_state_is_lost()
+            if self._drain_until is not None:
+                return
         mistake = self._mistakes.ended(group.name, group.last_words, view.committed)
         if mistake is not None:
             self._on_mistake(group, mistake)
@@ -331,6 +337,19 @@ class Supervisor:
             group.restart_at = time.monotonic() + group.pauses.next()
             return
         self._give_up(group, f"group {group.name} was given up after its last restart")
+
+    def _look_whether_state_is_lost(self) -> None:
+        """After a group ended for want of the state: end the others, unless one of them has it."""
+        view, groups = self._tail.view, self._groups.values()
+        going_on = (g for g in groups if g.living and view.committed_since(g.name, g.known_incs))
+        if self._config.groups_in_all == len(self._groups) and not any(going_on):
+            self._end_in_vain("no process has the state any more", in_order=True)
+
+    def _end_in_vain(self, reason: str, in_order: bool) -> None:
+        """Nobody can go on: end all, those who do not leave in time by force. ``in_order``: there
+        may be somebody who has something to leave."""
+        self._in_vain = reason
+        self._drain(reason, forward=in_order, within=_LEAVE_S if in_order else 0.0)
 
     def _give_up(self, group: Group, problem: str) -> None:
         group.given_up = True
@@ -357,9 +376,7 @@ class Supervisor:
             return
         self._judgement.problems.append(f"{text}the job was ended")
         self._judgement.hopeless = True
-        has_state = self._tail.view.committed  # else there is nothing to leave in good order
-        within = _LEAVE_S if has_state else 0.0
-        self._drain("the script has a mistake", forward=has_state, within=within)
+        self._end_in_vain("the script has a mistake", in_order=self._tail.view.committed)
 
     # --- ending ------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ LIMIT_S = 30.0
 CHILD = """
 import os, sys, threading
 from fft.health.death_mutex import hold
-mine = hold(os.environ["FFT_LIFELINE_FD"])
+mine = hold(os.environ["FFT_DEATH_MUTEX_FD"])
 assert mine is not None
 print("held", flush=True)
 word = sys.stdin.readline().strip()
@@ -28,9 +28,9 @@ if word == "release":
     print("released", flush=True)
     sys.stdin.readline()
 elif word == "again":
-    assert hold(os.environ["FFT_LIFELINE_FD"]) is None, "held already"
+    assert hold(os.environ["FFT_DEATH_MUTEX_FD"]) is None, "held already"
     mine.release()
-    while (mine := hold(os.environ["FFT_LIFELINE_FD"])) is None:
+    while (mine := hold(os.environ["FFT_DEATH_MUTEX_FD"])) is None:
         pass
     print("held again", flush=True)
     sys.stdin.readline()
@@ -51,7 +51,7 @@ elif word in ("fork", "fork and exit"):
 
 
 class Held:
-    """A child that holds its lifeline, and who is told of its death."""
+    """A child that holds its mutex, and who is told of its death."""
 
     def __init__(self) -> None:
         self.line, self.died = DeathMutex(), threading.Event()
@@ -59,7 +59,7 @@ class Held:
             [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "FFT_LIFELINE_FD": str(self.line.fd)},
+            env={**os.environ, "FFT_DEATH_MUTEX_FD": str(self.line.fd)},
             pass_fds=[self.line.fd],
             text=True,
         )
@@ -91,7 +91,7 @@ def child() -> Iterator[Held]:
         yield made
     finally:
         made.end()
-        assert not [t for t in threading.enumerate() if t.name == "fft-lifeline"]
+        assert not [t for t in threading.enumerate() if t.name == "fft-death-mutex"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
@@ -135,9 +135,9 @@ def test_a_child_that_never_holds_it_ends_without_a_word() -> None:
     line.watch(told.set)
     line.close()
     assert not told.is_set()
-    assert not [t for t in threading.enumerate() if t.name == "fft-lifeline"]
+    assert not [t for t in threading.enumerate() if t.name == "fft-death-mutex"]
 
 
 @pytest.mark.parametrize("setting", [None, "", "x", "99999", "0"])
-def test_what_is_no_lifeline_is_not_held(setting: str | None) -> None:
+def test_what_is_no_mutex_is_not_held(setting: str | None) -> None:
     assert hold(setting) is None
