@@ -12,7 +12,7 @@ from typing import Any
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.loop import Engine
-from fft.messages.protocol import Event, Peer
+from fft.messages.protocol import Event, Peer, Suspect, encode
 from fft.protocol.state import Local
 from fft.trace.writer import TraceWriter
 from fft.train.place_log import PlaceLog
@@ -50,6 +50,19 @@ class Participation:
         """Have log and trace name the place that ``error`` comes from. Reads source files."""
         if self.engine is not None:
             self._places.note(error, self.engine.local)
+
+    def say_stuck(self, reason: str) -> bool:
+        """Tell all, and the own engine, that the main thread does not move. Whether it was said."""
+        if self.engine is None:
+            return False
+        config, peer = self.engine.participant.config, self.peer
+        try:
+            word = Suspect(peer.group, peer.rank, config.pid, config.host, "monitor", reason)
+            self.bus.broadcast(encode(word))
+        except BusError as error:  # the engine will notice, if it lasts
+            logger.warning("could not say that the main thread does not move: %s", error)
+            return False
+        return True
 
     def open_group_bus(self, store: str, token: JobToken | None, operation_s: float) -> None:
         """Make a bus on the group's own store, where its ranks vote first; without it, apart."""

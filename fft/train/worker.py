@@ -377,9 +377,16 @@ class Worker:
                 self._job.note_error(error)
 
     def hung(self, reason: str) -> None:
-        """The monitor says that the main thread hangs; on a thread of its own."""
+        """The monitor says that the main thread hangs; on a thread of its own.
+
+        A body of FFT's own loop is unwound by the rollback, and takes part in the next epoch. From
+        torchft's loop nobody can fetch the thread back, so that its group is left out until it has
+        come by itself: else the barrier of that epoch would wait for it.
+        """
         plan = self.txn
-        if plan is not None and self._applying is None:
+        if plan is None or self._applying is not None:
+            return
+        if self._reductions.raises or not self._job.say_stuck(reason):
             self._job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
 
     def close(self) -> None:

@@ -6,26 +6,30 @@ Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``, each process with its monito
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import aborts
+from stage import aborts, records
 
 from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("hang_worker.py")
+LOOP_WORKER = Path(__file__).with_name("hang_loop_worker.py")
 LIMIT_S = 240
 
 
-def run_job(directory: Path, steps: int, *kinds: str) -> dict[str, Any]:
+def run_job(
+    directory: Path, steps: int, *kinds: str, worker: Path = WORKER, ranks: int = 2
+) -> dict[str, Any]:
     """What each of the ranks ended with, by its name."""
     directory.mkdir()
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", str(ranks)]
     command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 30)]
-    command += [str(WORKER), str(steps), str(directory), *kinds]
+    command += [str(worker), str(steps), str(directory), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     report = audit_dir(directory / "run")
@@ -47,6 +51,20 @@ def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> N
     found = causes(tmp_path / "hung")
     assert any("1/0#1: hangs: no progress for" in cause for cause in found), found
     print(f"\n{found}")
+
+
+@pytest.mark.multiprocess
+def test_who_hangs_in_torchfts_loop_is_left_out_until_it_has_come_back(tmp_path: Path) -> None:
+    """No rollback fetches its thread back: the others would wait for it in the barrier."""
+    out = tmp_path / "hung"
+    run_job(out, 20, worker=LOOP_WORKER, ranks=1)
+    assert json.loads((out / "hung").read_text())["went_on"], "the other group waited for it"
+    assert not list((out / "run").glob("g1r0i2*.jsonl")), "it came back, and was not started anew"
+    found = iter(records(out / "run"))
+    said = re.compile(r"1/0#1:? (hangs|is suspected): ")
+    assert any(r["kind"] == "abort" and said.search(r["cause"]) for r in found), causes(out)
+    after = [[entry["group"] for entry in r["members"]] for r in found if r["kind"] == "epoch"]
+    assert after[:2] == [["0"], ["0", "1"]], "left out at once, and in again when it was back"
 
 
 @pytest.mark.long

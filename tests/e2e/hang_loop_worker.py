@@ -1,0 +1,94 @@
+"""One group of a small job in torchft's loop; group 1 hangs once. `fft run` starts it.
+
+``hang_loop_worker.py STEPS OUT``: the hang ends by itself when group 0 has gone on alone, or after
+`PATIENCE_S`. Ends when both groups train together again. Leaves in the folder OUT what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+import torch
+from ranks import LIMIT, WIDTH, Samples
+from torch import nn
+from torchft import ProcessGroupGloo
+from torchft.optim import OptimizerWrapper
+
+import fft
+
+SETTLED = 6
+"""Commits before the hang; the monitor's threshold needs three."""
+ALONE = 5
+"""Commits of group 0 alone, after which it has gone on."""
+LONELY_S = 0.2
+"""A step of one group alone takes so long, so that the other finds the job still at work."""
+PATIENCE_S = 45.0
+"""More than `hang_limit`; less than `hang_grace`, after which the monitor ends who hangs."""
+
+
+def hang(out: Path) -> None:
+    """Until the other group has gone on. In one call: a main thread that moves does not hang."""
+    os.mkfifo(out / "went-on")
+    end = os.open(out / "went-on", os.O_RDWR)
+    (out / "hangs").touch()
+    heard, _, _ = select.select([end], [], [], PATIENCE_S)
+    os.close(end)
+    (out / "hung").write_text(json.dumps({"went_on": bool(heard)}))
+
+
+def go_on(out: Path) -> None:
+    """Tell it so."""
+    end = os.open(out / "went-on", os.O_RDWR)
+    os.write(end, b"!")
+    os.close(end)
+
+
+def main() -> None:
+    """Train."""
+    steps, out, group = int(sys.argv[1]), Path(sys.argv[2]), os.environ["REPLICA_GROUP_ID"]
+    torch.manual_seed(3)
+    model = nn.Linear(WIDTH, WIDTH)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id=group,
+        init_sync=False,
+        timeouts={"join_window": 30.0, "hang_limit": 3.0, "hang_grace": 60.0},
+        digest="commit",
+    )
+    manager.register(model, inner)
+    optimizer, data = OptimizerWrapper(manager, inner), Samples()
+    alone = 0
+    while manager.current_step() < steps or not (out / "back").exists():
+        optimizer.zero_grad()
+        step = manager.current_step()
+        monitor = manager._parts.watchers.monitor
+        assert monitor is not None and monitor.begun.wait(60.0), "its monitor does not start"
+        if manager.num_participants() < 2:
+            time.sleep(LONELY_S)
+        if group == "1" and step >= SETTLED and not (out / "hangs").exists():
+            hang(out)
+        x = data[(2 * step + int(group)) % len(data)]
+        (model(x) - x).square().mean().backward()
+        for parameter in model.parameters():
+            manager.allreduce(parameter.grad).wait()
+        optimizer.step()
+        if (out / "hangs").exists() and manager.num_participants() == 1:
+            alone += manager.current_step() > step
+        if alone == ALONE and not (out / "hung").exists():
+            go_on(out)
+        if (out / "hung").exists() and manager.num_participants() == 2:
+            (out / "back").touch()
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()
