@@ -381,12 +381,14 @@ class Worker:
 
         A body of FFT's own loop is unwound by the rollback, and takes part in the next epoch. From
         torchft's loop nobody can fetch the thread back, so that its group is left out until it has
-        come by itself: else the barrier of that epoch would wait for it.
+        come by itself: else the barrier of that epoch would wait for it. Who has a collective under
+        way may only be waiting for the one that hangs, and is not left out.
         """
         plan = self.txn
         if plan is None or self._applying is not None:
             return
-        if self._reductions.raises or not self._job.say_stuck(reason):
+        waits = any(group.pending() for group in self._groups)
+        if self._reductions.raises or waits or not self._job.say_stuck(reason):
             self._job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
 
     def close(self) -> None:

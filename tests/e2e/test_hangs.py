@@ -53,6 +53,7 @@ def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> N
     print(f"\n{found}")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_who_hangs_in_torchfts_loop_is_left_out_until_it_has_come_back(tmp_path: Path) -> None:
     """No rollback fetches its thread back: the others would wait for it in the barrier."""
