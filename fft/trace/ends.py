@@ -73,11 +73,11 @@ def about_no_state(step: int | None) -> str:
         return (
             "all processes that had the weights which the job began with were gone before a step "
             "was committed, and other processes have other weights. No work is lost: start the "
-            "job again as it was started (from the same checkpoint, if from one), under a new job "
-            "name; with init_sync=False, if all groups build equal weights by themselves, new "
+            "job again as it was started (from the same checkpoint, if from one; the name can "
+            "stay); with init_sync=False, if all groups build equal weights by themselves, new "
             "processes can go on without that. Look first for why the processes were gone"
         )
     return (
         f"all processes that had the state of step {step}, the last that was committed, are gone; "
-        "go on from a checkpoint, under a new job name"
+        "go on from a checkpoint; the name of the job can stay"
     )
