@@ -78,7 +78,7 @@ def count_me_stopped(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def tell_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Acknowledge the end of the epoch to who gathers that, with the word I have given."""
+    """Acknowledge the end of the epoch, with the word I have given, to whoever gathers that."""
     yield _tell(s.told, Ack(s.hellos[c.me.group, c.me.rank], s.token))
 
 
@@ -91,7 +91,7 @@ def count_me_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def tell_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell who gathers that that I am in the barrier of the epoch."""
+    """I am in the barrier of the epoch: tell whoever gathers that."""
     yield _tell(coordinator(s), Ready(c.me, s.token.epoch))
 
 
