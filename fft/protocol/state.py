@@ -133,6 +133,13 @@ def member_at(s: Local, group: str, rank: int) -> RankEntry | None:
     return s.epoch.entries.get((group, rank)) if s.epoch else None
 
 
+def incarnations(s: Local, group: str, rank: int) -> set[Peer]:
+    """Processes that have had this place, as far as they are known here."""
+    said, listed = s.hellos.get((group, rank)), member_at(s, group, rank)
+    found = {said.peer} if said is not None else set()
+    return found if listed is None else found | {Peer(group, rank, listed.inc)}
+
+
 def is_member(s: Local, peer: Peer) -> bool:
     """Whether the participant is in the epoch."""
     return s.epoch is not None and peer in s.epoch.peer_set
@@ -232,6 +239,11 @@ def coordinator(s: Local) -> Peer | None:
     """
     by = s.head.by if s.head else None
     return by if by is not None and is_waited_for(s, by) else None
+
+
+def in_barrier(s: Local) -> set[Peer]:
+    """Participants of the epoch that are in its barrier, as far as I was told."""
+    return {p for p in member_peers(s) if s.ready.get(p) == s.token.epoch}
 
 
 def all_in_barrier(s: Local) -> bool:

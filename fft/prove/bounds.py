@@ -75,8 +75,17 @@ DEFAULT = (
     Scope("hang", commits=1, faults=2, budget=budget("hang", "crash")),
     Scope("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
     Scope("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
+    Scope("too few, at start", groups=1, commits=0, faults=0, formed=False, least=2),
     Scope("skips", commits=1, faults=3, budget=budget("lose", "crash", "lapse", skip=2)),
     Scope("skips, joining", commits=1, faults=3, budget=budget("skip", "crash", "restart")),
+    Scope("skips, unlike", commits=1, faults=2, budget=budget("skip", "misfit")),
+    Scope(
+        "compared, missed",
+        commits=1,
+        faults=3,
+        budget=budget("no", "lose", "lapse"),
+        digests=True,
+    ),
     Scope(
         "diverged",
         commits=1,

@@ -276,7 +276,7 @@ def _apply_at_once(raw: Raw) -> None:
     prepared = state_of(raw, "voting")
     prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
     for row in prepared["on"]["decision"]:
-        row["effects"] = [name for name in row["effects"] if name != "apply"]
+        row["effects"] = [name for name in row["effects"] if not name.startswith("apply")]
 
 
 def _counts_fit(s: Local, c: Config, event: Event) -> bool:
@@ -300,11 +300,10 @@ def _count_always(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _missed_is_a_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    (effect,) = EFFECTS["apply"](s, c, event)
-    if s.head is not None and s.head.token != s.token:
-        s.skip = False
+    (effect,) = EFFECTS["apply_settled"](s, c, event)
     assert isinstance(effect, Apply)
-    yield replace(effect, skip=s.skip)
+    s.skip = False
+    yield replace(effect, skip=False)
 
 
 def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
@@ -316,15 +315,8 @@ def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
 # --- states that differ ---------------------------------------------------------------------------
 
 
-def _keep_odd_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    lineage = s.lineage
-    EFFECTS["note_head"](s, c, event)
-    s.lineage = lineage
-    return ()
-
-
 def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    for effect in EFFECTS["propose_apart"](s, c, event):
+    for effect in EFFECTS["propose_odd"](s, c, event):
         assert isinstance(effect, Decide)
         most = tuple(p for p in member_peers(s) if p not in effect.proposal.odd)
         yield replace(effect, proposal=replace(effect.proposal, odd=most))
@@ -369,15 +361,18 @@ class _FirstDeferredOnly(Participant):
 
 
 def _begins(**wrong: Callable[[StartTxn], object]) -> dict[str, Action]:
-    """``start_txn`` with other values."""
+    """What begins a txn, with other values."""
 
-    def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-        (effect,) = EFFECTS["start_txn"](s, c, event)
-        assert isinstance(effect, StartTxn)
-        values: dict[str, Any] = {name: value(effect) for name, value in wrong.items()}
-        yield replace(effect, **values)
+    def begin(name: str) -> Action:
+        def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+            (effect,) = EFFECTS[name](s, c, event)
+            assert isinstance(effect, StartTxn)
+            values: dict[str, Any] = {field: value(effect) for field, value in wrong.items()}
+            yield replace(effect, **values)
 
-    return {"start_txn": act}
+        return act
+
+    return {name: begin(name) for name in ("start_txn", "start_first_txn")}
 
 
 def _any_begin(s: Local, c: Config, event: Event) -> bool:
@@ -605,7 +600,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Who missed the decision of a skip, and learns that it was committed, runs the step.",
         "skip",
         small(skip=1, lose=1),
-        participant=planted(actions={"apply": _missed_is_a_step}),
+        participant=planted(actions={"apply_settled": _missed_is_a_step}),
     ),
     Mutant(
         "skip_counts_as_failure",
@@ -627,14 +622,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "Whose state differs from most goes on with it.",
         "divergence",
         small(groups=3, corrupt=1, digests=True, heals=True),
-        participant=planted(actions={"note_head": _keep_odd_state}),
+        participant=planted({"gives_my_state_up": _never}),
     ),
     Mutant(
         "majority_given_up",
         "Those whose states agree fetch the state of the one that differs.",
         "divergence",
         small(groups=3, corrupt=1, digests=True, heals=True),
-        participant=planted(actions={"propose_apart": _give_up_most}),
+        participant=planted(actions={"propose_odd": _give_up_most}),
     ),
     # in doubt
     Mutant(

@@ -25,8 +25,6 @@ LONG_FILES = {
     "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
     "launch/supervisor/loop.py": (600, "One thread that owns all children; commands could leave."),
     "messages/protocol.py": (696, "A list of message types, each short, that one codec reads."),
-    "protocol/effects.py": (887, "A list of effects, each a short function, that specs name."),
-    "protocol/guards.py": (465, "A list of guards, each a short function, that specs name."),
     "protocol/invariants.py": (
         735,
         "A list of guarantees, each on its own; the judge could leave.",

@@ -232,6 +232,22 @@ def test_the_bus_is_away_for_good_stops_in_doubt() -> None:
     assert [f.name for f in job.verdict()] == ["decided"], "blocking for good shows in the audit"
 
 
+def test_the_bus_is_away_for_good_when_the_decision_is_known_stops_without_doubt() -> None:
+    job = Job(2).until_running()
+    a, b = job.live()
+    job.compute()
+    while a.state != "COMMIT":
+        job.deliver(a if a.inbox else b)
+    assert a.local.vote is not None
+    a.inbox.clear()  # the optimizer step takes long
+    job.post(a, BusDown("read", "away"))
+    job.deliver(a)
+    job.fire("bus_limit", [a])
+    job.deliver(a)
+    error, reason = error_of(a)
+    assert error == "InDoubt" and reason.startswith("the bus was out of reach for 30 s")
+
+
 def test_the_bus_is_away_for_good_without_a_vote_stops_without_doubt() -> None:
     job = Job(2).until_running()
     a = job.node("0")
@@ -374,8 +390,8 @@ def test_apply_that_fails_everywhere_leaves_nobody_with_the_state() -> None:
     job.fire("quorum")
     job.settle()
     error, reason = error_of(writer)
-    assert error == "NoState" and "committed step 1" in reason
-    assert "restore a checkpoint" in reason
+    assert error == "NoState" and "of the job at step 1" in reason
+    assert "from a checkpoint if it has one; its name can stay" in reason
     (other,) = (n for n in job.nodes.values() if n is not writer)
     error, reason = error_of(other)
     assert error == "NoEpoch" and reason.startswith(f"{writer.peer} gathers the acknowledgements")
@@ -1186,7 +1202,22 @@ def test_nobody_holds_the_state_of_the_head() -> None:
     job.fire("quorum")
     job.settle()
     error, reason = error_of(job.node("0"))
-    assert error == "NoState" and "committed step 1" in reason
+    assert error == "NoState" and "of the job at step 1" in reason
+
+
+def test_the_state_is_lost_before_anything_was_committed() -> None:
+    """The job may have begun at any step: none of it is said to be a committed one."""
+    job = Job(0)
+    job.start_group("0", step=40, lineage="a checkpoint")
+    job.settle()
+    assert job.head is not None and (job.head.step, job.kinds()) == (40, ["epoch"])
+    job.start_anew("0")
+    job.settle()
+    job.fire("quorum")
+    job.settle()
+    error, reason = error_of(job.node("0"))
+    assert error == "NoState" and "of the job at step 40" in reason
+    assert "committed" not in reason
 
 
 def test_ranks_of_two_instances_of_a_group_are_no_whole_group() -> None:

@@ -313,6 +313,41 @@ def too_few() -> Job:
     return job
 
 
+def too_few_ranks() -> Job:
+    """One rank of a group comes without its mate."""
+    job = Job(2, ranks=2).until_running()
+    alone = job.add("7", 0, 2, store="7.0", **job.config)
+    job.settle()
+    job.fire("quorum", [alone])
+    job.settle()
+    assert alone.finished is not None and alone.finished.error == "NotEnoughGroups"
+    return job
+
+
+def newcomers_without_the_state() -> Job:
+    job = Job(1).until_running()
+    job.step()
+    job.start_anew("0")
+    job.settle()
+    job.fire("quorum")
+    job.settle()
+    (error,) = {n.finished.error for n in job.nodes.values() if n.finished is not None}
+    assert error == "NoState"
+    return job
+
+
+def torn_everywhere() -> Job:
+    """Who gathers sees that the state is gone; the other one that it hears of no epoch."""
+    job = Job(2).until_running()
+    job.apply_fails = frozenset(job.nodes)
+    job.step()
+    job.fire("quorum")
+    job.settle()
+    errors = {n.finished.error for n in job.nodes.values() if n.finished is not None}
+    assert errors == {"NoState", "NoEpoch"}
+    return job
+
+
 def left_in_good_order(node: Node) -> bool:
     return node.finished is not None and node.finished.error is None
 
@@ -454,6 +489,16 @@ def a_learner_gets_its_state_in_the_barrier() -> Job:
     return job
 
 
+def a_learner_is_compared_with_nobody() -> Job:
+    """Its digest is that of weights which are not the job's."""
+    job = learner()
+    job.compute([job.node("0")], digest="the job's")
+    job.compute([job.node("1")], digest="its own")
+    job.settle()
+    assert job.kinds()[-1] == "commit"
+    return job
+
+
 def a_learner_gets_no_state() -> Job:
     job = learner()
     late = job.node("1")
@@ -529,6 +574,26 @@ def manifests_that_differ() -> Job:
     job.compute([job.node("0")], reductions=1)
     job.compute([job.node("1")], reductions=2)
     job.settle()
+    return job
+
+
+def no_reductions(skip: bool) -> Job:
+    """One body ends well and has reduced nothing, for a skip or by mistake."""
+    job = Job(2).until_running()
+    job.compute([job.node("0")], reductions=0, skip=skip)
+    job.settle()
+    abort = next(r for r in job.history if r.kind == "abort")
+    assert abort.skip is skip and ("skipped" in abort.cause) is skip
+    return job
+
+
+def a_skip_that_does_not_fit() -> Job:
+    job = Job(2).until_running()
+    job.compute([job.node("0")], reductions=1, skip=True)
+    job.compute([job.node("1")], reductions=2)
+    job.settle()
+    abort = next(r for r in job.history if r.kind == "abort")
+    assert abort.skip and "the user skipped this step on 0/0#1; the votes'" in abort.cause
     return job
 
 
@@ -652,12 +717,12 @@ def drained(how: str) -> Job:
     return job
 
 
-def left_out(state: str) -> Job:
+def left_out(state: str, digest: str | None = None) -> Job:
     """One participant hears nothing while the others close its epoch and form the next."""
     job = Job(3).until_running()
     a, b, c = job.live()
     if state == "PREPARED":
-        job.compute([c])
+        job.compute([c], digest=digest)
         only(job, c)
     job.fail(b)
     only(job, a, b)
@@ -672,6 +737,16 @@ def left_out(state: str) -> Job:
     only(job, a, b)
     assert [g.group for g in job.history[-1].members] == ["0", "1"]
     job.settle()
+    return job
+
+
+def left_out_and_perhaps_odd() -> Job:
+    """The decision that it has missed may have given its state up: it fetches another."""
+    job = left_out("PREPARED", digest="a")
+    assert job.node("2").local.lineage == ""
+    job.step()
+    job.step()
+    assert job.node("2").fetched and job.states() == {"NORMAL"}
     return job
 
 
@@ -877,6 +952,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "a learner gets its state in the barrier": a_learner_gets_its_state_in_the_barrier,
     "behind in COMMIT": lambda: behind_in_commit(torn=False),
     "behind in COMMIT, and torn": lambda: behind_in_commit(torn=True),
+    "a learner is compared with nobody": a_learner_is_compared_with_nobody,
     "a learner gets no state": a_learner_gets_no_state,
     "bus away for good": bus_away_for_good,
     "bus away for good, no vote": bus_away_for_good_without_a_vote,
@@ -889,6 +965,9 @@ LIVES: dict[str, Callable[[], Job]] = {
     "stopped by the user": stopped_by_the_user,
     "too few": too_few,
     "too few after a kill": too_few_after_a_kill,
+    "too few ranks": too_few_ranks,
+    "newcomers without the state": newcomers_without_the_state,
+    "torn everywhere": torn_everywhere,
     "asked to leave with too few": asked_to_leave_with_too_few,
     "asked last to leave": asked_last_to_leave,
     "asked in its own process to leave": asked_in_its_own_process_to_leave,
@@ -902,6 +981,9 @@ LIVES: dict[str, Callable[[], Job]] = {
     "an abort that is lost, the bus comes back": lambda: an_abort_that_is_lost("bus_retry"),
     "fault between epochs": fault_between_epochs,
     "manifests that differ": manifests_that_differ,
+    "no reductions": lambda: no_reductions(skip=False),
+    "skipped before its reductions": lambda: no_reductions(skip=True),
+    "a skip that does not fit": a_skip_that_does_not_fit,
     "states that differ": lambda: states_that_differ("a", "b"),
     "one state that differs": lambda: states_that_differ("a", "b", "a", on_divergence="heal"),
     "joins when all have left": joins_when_all_have_left,
@@ -919,6 +1001,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "drained, hears the next epoch first": lambda: drained("next epoch"),
     "left out in NORMAL": lambda: left_out("NORMAL"),
     "left out in PREPARED": lambda: left_out("PREPARED"),
+    "left out in PREPARED, perhaps odd": left_out_and_perhaps_odd,
     "left out in ROLLBACK_REQ": lambda: left_out("ROLLBACK_REQ"),
     "a rank without its group": a_rank_without_its_group,
     "aborted again meanwhile": aborted_again_meanwhile,

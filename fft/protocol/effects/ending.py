@@ -1,0 +1,125 @@
+"""Effects: the end of a participant, in good order or with the error that its user sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fft.messages.protocol import Effect, Event, Finish, Hello, Join, Peer, RankEntry
+from fft.protocol.effects.base import action
+from fft.protocol.state import Config, Local, base_of, coordinator, missing_mates, whole_groups
+
+
+@action
+def finish(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out, in good order."""
+    yield Finish(getattr(event, "cause", "") or "left after a commit")
+
+
+def _fenced(me: Peer, inc: int, newer: Hello | RankEntry) -> Effect:
+    return Finish(
+        f"{me} is replaced by {me._replace(inc=inc)} (pid {newer.pid} on {newer.host}), which took "
+        "the same replica_id and rank; give each process its own, or end the older one",
+        error="Fenced",
+    )
+
+
+@action
+def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: a newer incarnation of my identity asks to come in."""
+    assert isinstance(event, Join)
+    yield _fenced(c.me, event.hello.peer.inc, event.hello)
+
+
+@action
+def stop_replaced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: a newer incarnation of my identity is in the newest epoch."""
+    assert s.head is not None, "replaced by a record"
+    newer = s.head.entries[c.me.group, c.me.rank]
+    yield _fenced(c.me, newer.inc, newer)
+
+
+@action
+def stop_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: the job has ended."""
+    assert s.head is not None
+    yield Finish(
+        f"the job has ended: all its groups left after step {s.head.step}; to go on, start a new "
+        "job from a checkpoint",
+        error="JobEnded",
+    )
+
+
+@action
+def stop_mates_missing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: my group has not become whole in time."""
+    ranks = ", ".join(map(str, missing_mates(s, c)))
+    yield Finish(
+        f"no word from rank {ranks} of my group {c.me.group} within {c.timeouts['quorum']:g} s; "
+        "the ranks of a group come and go together: start the whole group again",
+        error="NotEnoughGroups",
+    )
+
+
+@action
+def stop_no_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: who gathers the acknowledgements has formed no epoch in time."""
+    yield Finish(
+        f"{coordinator(s)} gathers the acknowledgements, and formed no epoch within "
+        f"{c.timeouts['quorum']:g} s; its own error says why",
+        error="NoEpoch",
+    )
+
+
+@action
+def stop_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: too few groups have come in time."""
+    yield Finish(
+        f"{len(whole_groups(s, c))} whole replica groups within {c.timeouts['quorum']:g} s, but "
+        f"min_replica_size is {c.min_groups}; start the missing groups, or raise quorum_timeout",
+        error="NotEnoughGroups",
+    )
+
+
+@action
+def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: enough groups are there, but none has the state that the job stands at."""
+    step = base_of(s, whole_groups(s, c)).step
+    yield Finish(
+        f"no live replica group holds the state of the job at step {step}, and none came within "
+        f"{c.timeouts['quorum']:g} s; start the job again, from a checkpoint if it has one; its "
+        "name can stay",
+        error="NoState",
+    )
+
+
+@action
+def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: replicas differ."""
+    assert s.head is not None
+    yield Finish(
+        f"{s.head.cause}. Equal replicas must stay equal: look for parameters that are changed "
+        "outside of the optimizer step, gradients that are used before their reduction is over or "
+        "that take no part in one, values that differ between groups (seeds, data, environment), "
+        "and faulty memory. Then start the job again from a checkpoint; its name can stay",
+        error="Diverged",
+    )
+
+
+@action
+def stop_in_doubt(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: the bus stayed out of reach, and whether my vote has led to a COMMIT is unknown."""
+    yield _without_bus(s, c, "in doubt: voted YES, decision unknown; ")
+
+
+@action
+def stop_without_bus(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: the bus stayed out of reach."""
+    yield _without_bus(s, c)
+
+
+def _without_bus(s: Local, c: Config, doubt: str = "") -> Effect:
+    return Finish(
+        f"{doubt}the bus was out of reach for {c.timeouts['bus_limit']:g} s at step {s.step}, "
+        f"epoch {s.token.epoch}, txn {s.token.txn}",
+        error="InDoubt",
+    )

@@ -1,0 +1,162 @@
+"""Effects: from a rollback to the next epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fft.messages.protocol import (
+    AbortGroups,
+    CancelFutures,
+    Decision,
+    Effect,
+    Event,
+    Heal,
+    Healed,
+    HealFailed,
+    Restore,
+    Restored,
+    Token,
+)
+from fft.protocol.effects.base import action
+from fft.protocol.state import (
+    Config,
+    Local,
+    coordinator,
+    in_barrier,
+    member_peers,
+    members,
+    my_place,
+    waited_for,
+)
+
+
+@action
+def cancel_futures(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Fail the pending futures of the txn."""
+    yield CancelFutures(s.cause)
+
+
+@action
+def abort_groups(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Abort the process groups of the epoch."""
+    yield AbortGroups(s.cause)
+
+
+@action
+def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Have the main thread unwind and put back the start of the step."""
+    s.restoring, s.vote, s.skip = s.token, None, False
+    yield Restore(s.token, s.cause)
+
+
+@action
+def note_unwound(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The main thread has come back from the rollback."""
+    s.restoring, s.stuck = None, False
+    return ()
+
+
+@action
+def note_failure(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember why healing failed, or the start of the step could not be put back."""
+    assert isinstance(event, HealFailed | Restored)
+    s.cause = event.cause
+    return ()
+
+
+@action
+def suspect_silent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Leave out of the next epoch who has not acknowledged in the window."""
+    s.suspected |= {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) < s.token} - {c.me}
+    return ()
+
+
+@action
+def suspect_coordinator(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Whoever was to form the next epoch has given no sign of life in the window."""
+    silent = coordinator(s)
+    assert silent is not None, "the part is guarded by another_gathers"
+    s.suspected |= {silent}
+    return ()
+
+
+@action
+def suspect_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Count as lost who has not come into the barrier in the window, though others have."""
+    s.suspected |= set(member_peers(s)) - in_barrier(s) - {c.me}
+    return ()
+
+
+@action
+def note_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Say who has not come into the barrier."""
+    absent = set(member_peers(s)) - in_barrier(s)
+    s.cause = f"not in the barrier in time: {', '.join(map(str, sorted(absent)))}"
+    return ()
+
+
+@action
+def note_no_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The coordinator has neither let the barrier end nor given the epoch up."""
+    s.cause = f"no word from {coordinator(s)} that all are in the barrier"
+    return ()
+
+
+@action
+def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Become a member of the new epoch, standing at its first txn."""
+    assert isinstance(event, Decision) and event.record is not None
+    record = event.record
+    s.head, s.head_read, s.epoch = record, True, record
+    s.token = Token(record.epoch, 1)
+    s.commits, s.healed = 0, False
+    s.proposed, s.vote = False, None
+    s.paused = False
+    inside = record.peer_set
+    # Forget what only mattered to older epochs, so that a long run does not grow.
+    s.stopped = {p: t for p, t in s.stopped.items() if t >= s.token}
+    s.ready = {p: e for p, e in s.ready.items() if e >= record.epoch}
+    current = {h.peer for h in s.hellos.values()}
+    s.joining = (s.joining & current) - inside
+    s.dead &= inside | current
+    s.suspected &= current - inside
+    s.leaving &= inside | {c.me}
+    return ()
+
+
+@action
+def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Have the main thread rebuild the groups, and fetch or send state."""
+    assert s.epoch is not None
+    place = my_place(s, c)
+    holds = [g.ranks[c.me.rank].current for g in members(s)]
+    sources = [i for i, current in enumerate(holds) if current]
+    behind = [i for i, current in enumerate(holds) if not current]
+    feeder = {dst: sources[i % len(sources)] for i, dst in enumerate(behind)}
+    yield Heal(
+        record=s.epoch,
+        index=place,
+        fetch_from=feeder.get(place),
+        send_to=tuple(dst for dst, src in feeder.items() if src == place),
+    )
+
+
+@action
+def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """My state is that of the epoch's record."""
+    assert isinstance(event, Healed) and s.epoch is not None
+    s.step, s.lineage = s.epoch.step, s.epoch.lineage
+    s.cursor, s.batches = s.epoch.cursor, s.epoch.batches
+    s.healed = True
+    return ()
+
+
+@action
+def forget_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Be outside every epoch again, with the state I hold."""
+    s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
+    s.joining = frozenset()
+    s.stopped, s.ready = {}, {}
+    assert s.head is not None, "only a newer head fences"
+    s.token = s.head.token
+    return ()

@@ -1,0 +1,160 @@
+"""Effects: the head register is read, and what it says is taken over; records are proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fft.messages.protocol import Ballot, Decide, Decision, Effect, Event, ReadHead, Record, Vote
+from fft.protocol.effects.base import action
+from fft.protocol.equality import differing, odd_ones, tell
+from fft.protocol.state import (
+    Config,
+    Local,
+    behind,
+    committed,
+    joiners,
+    member_peers,
+    members,
+    next_epoch,
+)
+
+
+@action
+def read_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Learn the last decision of the job."""
+    yield ReadHead()
+
+
+@action
+def note_no_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The register is empty."""
+    s.head_read, s.proposed = True, False
+    return ()
+
+
+@action
+def take_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Take over the last decision of the job."""
+    assert isinstance(event, Decision) and event.record is not None
+    s.head, s.head_read, s.proposed = event.record, True, False
+    s.joining -= event.record.peer_set
+    return ()
+
+
+@action
+def note_its_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The cause is what the last decision says."""
+    assert s.head is not None, "it is decided"
+    s.cause = s.head.cause
+    return ()
+
+
+@action
+def give_up_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """My state is no committed one any more, or may be none: it must be fetched."""
+    s.lineage = ""
+    return ()
+
+
+@action
+def propose_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose the next epoch from those who stopped and those who joined."""
+    proposal = next_epoch(s, c)
+    assert proposal is not None, "the row is guarded by epoch_possible"
+    s.proposed = True
+    yield Decide(s.head, proposal)
+
+
+@action
+def propose_learners(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose the next epoch; who is behind fetches its state while the others compute."""
+    proposal = next_epoch(s, c)
+    assert proposal is not None, "the row is guarded by learners_can_follow"
+    s.proposed = True
+    yield Decide(s.head, replace(proposal, learners=behind(proposal)))
+
+
+def _successor(s: Local, c: Config, **fields: object) -> Record:
+    assert s.head is not None, "a txn exists only after an epoch record"
+    values: dict[str, object] = {
+        "n": s.head.n + 1,
+        "epoch": s.token.epoch,
+        "txn": s.token.txn,
+        "step": s.step,
+        "lineage": s.head.lineage,
+        "cursor": s.head.cursor,
+        "batches": s.head.batches,
+        "by": c.me,
+        **fields,
+    }
+    return Record(**values)  # type: ignore[arg-type]
+
+
+def abort_record(s: Local, c: Config) -> Record:
+    """ABORT of the txn I stand at."""
+    assert s.head is not None
+    cause = f"{c.me}: {s.cause or 'no decision in time'}"[:2000]
+    return _successor(s, c, kind="abort", step=s.head.step, cause=cause, skip=s.skip)
+
+
+def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
+    """COMMIT of the txn I stand at, as a step or as a skip, and who leaves with it."""
+    skip = any(v.skip for v in votes)
+    after = committed(s, c, skip)
+    present = {g.group for g in members(s)}
+    leavers = {v.peer.group for v in votes if v.leaving or (v.last and not skip)}
+    leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
+    return _successor(
+        s,
+        c,
+        kind="commit",
+        step=after.step,
+        lineage=after.lineage,
+        cursor=after.cursor,
+        batches=after.batches,
+        skip=skip,
+        change=bool(leavers or joiners(s, c)),
+        leavers=tuple(sorted(leavers & present)),
+        last=leavers >= present,
+    )
+
+
+@action
+def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose ABORT for the txn I stand at."""
+    s.proposed = True
+    yield Decide(s.head, abort_record(s, c))
+
+
+@action
+def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Say whose states differ."""
+    assert isinstance(event, Ballot)
+    s.cause = f"replicas differ after step {s.step}: {tell(differing(event.votes))}"[:1900]
+    return ()
+
+
+@action
+def propose_odd(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose ABORT, for states differ: those that differ from most are given up."""
+    assert isinstance(event, Ballot)
+    odd = odd_ones(event.votes)
+    assert odd is not None, "the row is guarded by odd_ones_known"
+    s.proposed = True
+    yield Decide(s.head, replace(abort_record(s, c), odd=odd))
+
+
+@action
+def propose_end(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose ABORT, for states differ: the job ends."""
+    s.proposed = True
+    yield Decide(s.head, replace(abort_record(s, c), diverged=True))
+
+
+@action
+def propose_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose COMMIT: I have seen that all voted YES."""
+    assert isinstance(event, Ballot)
+    s.proposed = True
+    yield Decide(s.head, commit_record(s, c, event.votes))

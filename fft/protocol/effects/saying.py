@@ -1,0 +1,126 @@
+"""Effects: what is said to others. Who gathers notes its own word in the place of saying it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fft.messages.protocol import (
+    Ack,
+    Begin,
+    Broadcast,
+    BusMessage,
+    Decision,
+    Drain,
+    DropBallot,
+    Effect,
+    Event,
+    Hello,
+    Here,
+    Join,
+    Leave,
+    Peer,
+    Ready,
+    Tell,
+)
+from fft.protocol.effects.base import action
+from fft.protocol.state import Config, Local, coordinator, hello
+
+
+@action
+def tell_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Pass a drain on to everyone."""
+    assert isinstance(event, Drain)
+    yield Broadcast(Drain(groups=event.groups, by=event.by))
+
+
+@action
+def greet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Tell a joiner who I am (it may not have heard me)."""
+    assert isinstance(event, Join)
+    yield Tell(event.hello.peer, Join(hello(s, c)))
+
+
+@action
+def say_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Ask to be in the next epoch."""
+    yield Broadcast(Join(hello(s, c)))
+
+
+def _tell(to: Peer | None, message: BusMessage) -> Effect:
+    return Broadcast(message) if to is None else Tell(to, message)
+
+
+def _give_word(s: Local, c: Config, word: Hello) -> None:
+    s.told = coordinator(s)
+    s.hellos = {**s.hellos, (c.me.group, c.me.rank): word}
+
+
+@action
+def give_word(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """What I acknowledge the end of the epoch with: the state I hold."""
+    _give_word(s, c, hello(s, c))
+    return ()
+
+
+@action
+def give_word_committed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """What I acknowledge the end of the epoch with: the state of the commit that ends it."""
+    _give_word(s, c, hello(s, c, after=s.head))
+    return ()
+
+
+@action
+def count_me_stopped(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """I gather the acknowledgements, mine among them."""
+    s.stopped = {**s.stopped, c.me: s.token}
+    return ()
+
+
+@action
+def tell_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Acknowledge the end of the epoch, with the word I have given, to whoever gathers that."""
+    yield _tell(s.told, Ack(s.hellos[c.me.group, c.me.rank], s.token))
+
+
+@action
+def count_me_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """I gather who is in the barrier, and am in it."""
+    s.ready = {**s.ready, c.me: s.token.epoch}
+    return ()
+
+
+@action
+def tell_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """I am in the barrier of the epoch: tell whoever gathers that."""
+    yield _tell(coordinator(s), Ready(c.me, s.token.epoch))
+
+
+@action
+def say_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Let everyone leave the barrier."""
+    yield Broadcast(Begin(c.me, s.token.epoch))
+
+
+@action
+def say_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Tell everyone that I live: members that wait for an epoch, joiners that wait for a commit."""
+    yield Broadcast(Here(c.me))
+
+
+@action
+def say_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Tell everyone not to wait for me."""
+    yield Broadcast(Leave(c.me, getattr(event, "cause", "") or "shut down"))
+
+
+@action
+def say_decision(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Tell everyone the last decision of the job."""
+    yield Broadcast(Decision(s.head))
+
+
+@action
+def drop_ballot(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The ballot of the txn that is decided is no longer needed."""
+    assert s.head is not None, "it is decided"
+    yield DropBallot(s.head.token)

@@ -1,0 +1,65 @@
+"""Effects for teaching specs: what a protocol without the register does.
+
+Wrong on purpose: two participants can hold different decisions of one txn. `fft check` shows how
+(fsm_specs/teaching, fft/prove/mutants.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fft.messages.protocol import Ballot, Broadcast, Decide, Decision, Effect, Event, Record
+from fft.protocol.effects.base import action
+from fft.protocol.effects.register import abort_record, commit_record
+from fft.protocol.state import Config, Local, next_epoch
+
+
+def _unwritten(s: Local, record: Record) -> Record:
+    assert s.epoch is not None, "a txn exists only in an epoch"
+    # Without a register there is no winner: equal decisions must be equal, whoever took them.
+    return replace(record, by=s.epoch.by, cause="")
+
+
+def _assume(s: Local, record: Record) -> None:
+    s.head, s.proposed = _unwritten(s, record), False
+
+
+@action
+def assume_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Take COMMIT for granted, without asking the register or anybody. Wrong on purpose."""
+    record = replace(commit_record(s, c, ()), change=False, leavers=(), last=False)
+    _assume(s, record)
+    return ()
+
+
+@action
+def assume_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Take ABORT for granted, without asking the register or anybody. Wrong on purpose."""
+    _assume(s, abort_record(s, c))
+    return ()
+
+
+@action
+def tell_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Decide COMMIT by telling everyone; the register does not hear of it. Wrong on purpose."""
+    assert isinstance(event, Ballot)
+    yield Broadcast(Decision(_unwritten(s, commit_record(s, c, event.votes))))
+
+
+@action
+def tell_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Decide ABORT by telling everyone; the register does not hear of it. Wrong on purpose."""
+    yield Broadcast(Decision(_unwritten(s, abort_record(s, c))))
+
+
+@action
+def succeed_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose the next epoch as successor of my epoch, for the register knows of no decision.
+
+    Outside every epoch: of the last record, as any other.
+    """
+    proposal = next_epoch(s, c)
+    assert proposal is not None, "the row is guarded by epoch_possible"
+    s.proposed = True
+    yield Decide(s.epoch or s.head, proposal)

@@ -1,0 +1,171 @@
+"""Effects: a txn from its start to its vote, and what a decision does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fft.messages.protocol import (
+    Apply,
+    ApplyFailed,
+    Ballot,
+    CastVote,
+    Effect,
+    Event,
+    Fault,
+    Prepared,
+    Record,
+    StartTxn,
+    Token,
+    Vote,
+)
+from fft.protocol.effects.base import action
+from fft.protocol.state import Config, Local, committed, contributors, member_peers, members
+
+
+def _start(s: Local, c: Config, at: Local | Record) -> Effect:
+    able = contributors(s, c)
+    slices = {group: index for index, group in enumerate(able)}
+    s.vote, s.proposed, s.skip, s.cause = None, False, False, ""
+    return StartTxn(
+        token=s.token,
+        step=at.step,
+        lineage=at.lineage,
+        cursor=at.cursor,
+        index=slices.get(c.me.group),
+        participants=len(able),
+        members=tuple(g.group for g in members(s)),
+        commits=s.commits,
+    )
+
+
+@action
+def start_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Let the main thread begin the txn I stand at."""
+    yield _start(s, c, s)
+
+
+@action
+def start_first_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Let the main thread begin the epoch's first txn.
+
+    It stands where the epoch's record says. A learner, whose state is on its way, does not yet.
+    """
+    assert s.epoch is not None, "a txn exists only in an epoch"
+    yield _start(s, c, s.epoch)
+
+
+@action
+def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """My vote is YES, with what the body has done."""
+    assert isinstance(event, Prepared)
+    s.edits = event.edited
+    leaves = c.me in s.leaving
+    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest)
+    return ()
+
+
+@action
+def forget_digest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """My state has come since the txn began: it is what it would be compared with."""
+    assert s.vote is not None, "it is noted"
+    s.vote = replace(s.vote, digest=None)
+    return ()
+
+
+@action
+def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Cast my vote; also again, for the ballot counts it once."""
+    assert s.vote is not None, "PREPARED is entered by voting"
+    yield CastVote(s.token, s.vote, len(member_peers(s)))
+
+
+@action
+def note_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Remember why this rank cannot go on with the txn; that is no skip."""
+    assert isinstance(event, Fault | Prepared)
+    s.skip = False
+    s.cause = event.cause or s.cause
+    return ()
+
+
+@action
+def note_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The user wants no step here."""
+    s.skip = True
+    s.cause = "the user skipped this step here, before its reductions"
+    return ()
+
+
+@action
+def note_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Say how many reductions a YES needs."""
+    assert isinstance(event, Prepared)
+    s.cause = (
+        f"{event.manifest.count} gradient reductions in this txn, but a YES needs "
+        f"{c.min_reductions}: a step that reduced nothing must not be committed"
+    )
+    return ()
+
+
+@action
+def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Say which manifests do not fit together."""
+    assert isinstance(event, Ballot)
+    counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in event.votes)
+    s.cause = f"the votes' manifests do not fit together ({counts})"[:1900]
+    return ()
+
+
+@action
+def note_skippers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Say who skips the step in which manifests do not fit together."""
+    assert isinstance(event, Ballot)
+    skipping = ", ".join(str(v.peer) for v in event.votes if v.skip)
+    s.skip = True
+    s.cause = f"the user skipped this step on {skipping}; {s.cause}"[:1900]
+    return ()
+
+
+@action
+def apply(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Run the optimizer step, or what belongs to a skip, as the decision says."""
+    assert s.head is not None, "it is decided"
+    s.skip = s.head.skip
+    yield Apply(s.head, s.skip)
+
+
+@action
+def apply_settled(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The same, of a decision that was missed: a later record's lineage tells which it was."""
+    assert s.head is not None, "a later record is known"
+    s.skip = s.head.lineage == committed(s, c, skip=True).lineage
+    yield Apply(s.head, s.skip)
+
+
+@action
+def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """What was committed, a step or a skip, is in the state."""
+    after = committed(s, c, s.skip)
+    s.step, s.lineage = after.step, after.lineage
+    s.cursor, s.batches = after.cursor, after.batches
+    s.commits += 1
+    s.vote, s.skip, s.rollbacks = None, False, 0
+    return ()
+
+
+@action
+def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The committed step could not be applied: this state is lost."""
+    assert isinstance(event, ApplyFailed)
+    s.lineage = ""
+    s.vote, s.skip = None, False
+    s.cause = f"optimizer step failed after COMMIT: {event.cause}"
+    return ()
+
+
+@action
+def next_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Stand at the next txn of the epoch."""
+    s.token = Token(s.token.epoch, s.token.txn + 1)
+    return ()

@@ -1,0 +1,84 @@
+"""Effects do not decide: what depends on anything is a guard, of a row or of a part of a sequence.
+
+An effect that chooses would hide a row: the checker could not count it, and no reader of the YAML
+would see it. What may stay is data: a default for what is missing, or what a record holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from fft.protocol import effects
+from fft.protocol.effects import EFFECTS
+
+FOLDER = Path(inspect.getfile(effects)).parent
+CHOICES = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try)
+
+DATA = {
+    "_tell": "An address: None means everyone.",
+    "note_leave": "The cause that is known already stays.",
+    "note_cause": "An event without a cause leaves the one that is known.",
+    "say_leave": "An event without a cause gets a text.",
+    "finish": "An event without a cause gets a text.",
+    "abort_record": "An ABORT without a cause gets a text.",
+    "commit_record": "What the record says of the votes: who leaves, and whether the epoch ends.",
+    "succeed_epoch": "For teaching specs: outside every epoch, of the last record.",
+}
+"""Functions that choose, and what they choose. Nothing of it is a step of the protocol."""
+
+
+def choosing(text: str) -> dict[str, list[str]]:
+    """By name, the functions of a module that choose, and where; assertions do not."""
+    found: dict[str, list[str]] = {}
+    for function in ast.parse(text).body:
+        if isinstance(function, ast.FunctionDef):
+            asserted = {
+                id(inner)
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assert)
+                for inner in ast.walk(node)
+            }
+            chosen = [
+                f"{ast.unparse(node).splitlines()[0]}"
+                for node in ast.walk(function)
+                if isinstance(node, CHOICES) and id(node) not in asserted
+            ]
+            if chosen:
+                found[function.name] = chosen
+    return found
+
+
+def test_what_effects_choose_is_data_and_has_its_reason() -> None:
+    files = sorted(FOLDER.glob("*.py"))
+    assert {Path(inspect.getfile(e)) for e in EFFECTS.values()} <= set(files)
+    found: dict[str, list[str]] = {}
+    for path in files:
+        found |= choosing(path.read_text(encoding="utf-8"))
+    new = {name: chosen for name, chosen in found.items() if name not in DATA}
+    assert not new, "make it a guard: of a row, or of a part of a sequence"
+    assert not DATA.keys() - found.keys(), "they choose nothing any more: take them off the list"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if s.proposed: return ()",
+        "s.cause = 'x' if s.proposed else ''",
+        "s.cause = s.cause or 'x'",
+        "match event: case 1: pass",
+        "while s.proposed: s.proposed = False",
+    ],
+)
+def test_whatever_chooses_is_found(body: str) -> None:
+    head, colon, case = body.partition(": case")
+    lines = f"{head}:\n        case{case}" if colon else body
+    assert list(choosing(f"def act(s, c, event):\n    {lines}\n")) == ["act"]
+
+
+def test_asserting_and_filtering_are_no_choices() -> None:
+    text = "def act(s):\n    assert s.a and s.b\n    s.c = {p for p in s.d if p.x}\n"
+    assert choosing(text) == {}
