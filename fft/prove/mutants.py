@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -34,20 +33,19 @@ from fft.messages.protocol import (
 )
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
-from fft.protocol.load import load_spec, parse_spec
+from fft.protocol.load import load_spec, load_thread, parse_spec, parse_thread
+from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.roles import Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
 from fft.prove.checker import Result, Search, search
-from fft.prove.model import REAL, Scope, World
+from fft.prove.scope import REAL, Scope, World
 from fft.util.errors import FftError
 
 Raw = dict[str, Any]
 """A spec as plain data."""
 Change = Callable[[Raw], None]
-
-BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,8 @@ class Mutant:
     participant: type[Participant] = Participant
     """The core, in which some names mean something else."""
     world: World = REAL
+    thread: Change | None = None
+    """What is changed in the main thread's table."""
     base: str = "hsdp"
     """The table that is changed."""
 
@@ -80,6 +80,15 @@ class Mutant:
         self.change(raw)
         return parse_spec(yaml.safe_dump(raw), f"mutant {self.name}")
 
+    @cached_property
+    def thread_table(self) -> ThreadTable | None:
+        """The main thread's table with the bug in it; None: it has none."""
+        if self.thread is None:
+            return None
+        raw = load_thread().model_dump()
+        self.thread(raw)
+        return ThreadTable(parse_thread(yaml.safe_dump(raw), f"mutant {self.name}"))
+
     @property
     def place(self) -> str:
         """Where the bug is."""
@@ -88,8 +97,8 @@ class Mutant:
             for word, there in (
                 ("table", self.change is not None or self.base != "hsdp"),
                 ("core", self.participant is not Participant),
-                ("main thread", not (self.world.patient and self.world.restores)),
-                ("bus", replace(self.world, patient=True, restores=True) != REAL),
+                ("main thread", self.thread is not None or not self.world.restores),
+                ("bus", replace(self.world, restores=True) != REAL),
             )
             if there
         ]
@@ -98,7 +107,14 @@ class Mutant:
 
 def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
     """Search the mutant's scope with the bug in place. ``limit``: states."""
-    return search(mutant.spec, mutant.scope, mutant.participant, mutant.world, limit)
+    return search(
+        mutant.spec,
+        mutant.scope,
+        mutant.participant,
+        mutant.world,
+        limit,
+        thread=mutant.thread_table,
+    )
 
 
 @cache
@@ -449,6 +465,10 @@ def _lost_or_joining(s: Local, c: Config, event: Event) -> bool:
 
 def _votes_without_state(raw: Raw) -> None:
     on(raw, "training", "prepared")[0]["guard"] = ["votes_yes"]
+
+
+def _ends_while_learning(raw: Raw) -> None:
+    raw["states"]["BODY"]["states"]["learning"]["on"]["prepared"].append({"to": "WAITING"})
 
 
 def _able(s: Local) -> set[Peer]:
@@ -831,7 +851,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "validity",
         small(crash=1, restart=1, commits=2),
         _votes_without_state,
-        world=World(patient=False),
+        thread=_ends_while_learning,
     ),
     Mutant(
         "learner_not_counted",
@@ -967,9 +987,6 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 
 
-# --- the table of the docs ------------------------------------------------------------------------
-
-
 class NotCaught(FftError):
     """A mutant survived, or was caught by another property than the one it names."""
 
@@ -985,37 +1002,3 @@ def caught(mutant: Mutant) -> tuple[Search, Result]:
     if found != mutant.expected:
         raise NotCaught(f"mutant {mutant.name} must break {mutant.expected}; it broke {found}")
     return made, result
-
-
-def row_of(mutant: Mutant) -> str:
-    """The mutant's first columns in the table: what does not change with the model."""
-    kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.scope.budget)
-    shape = f"{mutant.scope.groups} x {mutant.scope.ranks}"
-    shape += "" if mutant.scope.formed else " from start"
-    scope = f"{shape}, {kinds or 'no fault'}"
-    return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {scope} |"
-
-
-def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
-    yield "| mutant | what is planted | where | caught by | scope | states | steps |"
-    yield "|---|---|---|---|---|--:|--:|"
-    for mutant in mutants:
-        result = caught(mutant)[1]
-        assert result.violation is not None
-        yield f"{row_of(mutant)} {result.states:,} | {len(result.violation.path)} |"
-
-
-def write_table(path: Path, mutants: Iterable[Mutant] = MUTANTS) -> None:
-    """Put the mutants as a table between its markers in a Markdown file; searches every one.
-
-    Raises:
-        NotCaught: one of them survives.
-        ValueError: the markers are not there, once each and in order.
-    """
-    text = path.read_text(encoding="utf-8") if path.exists() else f"# Proof\n\n{BEGIN}\n{END}\n"
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path}: put {BEGIN} and {END} where the table shall stand")
-    table = "\n".join(_rows(mutants))
-    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")

@@ -82,8 +82,9 @@ from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS
 from fft.prove.intern import thaw
-from fft.prove.model import KINDS, REAL, Model, Scope, State, Step, World
+from fft.prove.model import Model, State, Step
 from fft.prove.narrate import (
+    at_work,
     ending,
     fetched,
     label,
@@ -95,10 +96,12 @@ from fft.prove.narrate import (
     tell,
     txn,
 )
+from fft.prove.scope import KINDS, REAL, Scope, World
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.prove.checker import Search, Violation
+    from fft.prove.mutants import Mutant
 
 _AMPLE = 1_000
 """Faults of each kind that a scenario may have."""
@@ -261,9 +264,11 @@ def _spec(name_or_path: str) -> FsmSpec:
 def _model(header: dict[str, str], folder: Path) -> Model:
     named = header["spec"]
     spec = _spec(str(folder / named) if named.endswith((".yaml", ".yml")) else named)
-    participant, world = Participant, REAL
+    participant, world, thread = Participant, REAL, None
     if header["mutant"]:
-        spec, participant, world = _mutant(header["mutant"], spec)
+        mutant = _mutant(header["mutant"])
+        spec, participant, world = mutant.spec, mutant.participant, mutant.world
+        thread = mutant.thread_table
     for switch in header["world"].split():
         if not hasattr(REAL, switch):
             raise _Wrong(f"world: no switch {switch!r}; there are {', '.join(vars(REAL))}")
@@ -282,7 +287,7 @@ def _model(header: dict[str, str], folder: Path) -> Model:
         digests=_yes(header, "digests"),
         heals=_yes(header, "heals"),
     )
-    return Model(spec, scope, participant, world, tuple(header["only"].split()))
+    return Model(spec, scope, participant, world, tuple(header["only"].split()), thread)
 
 
 def _number(header: dict[str, str], key: str) -> int:
@@ -297,12 +302,13 @@ def _yes(header: dict[str, str], key: str) -> bool:
     return header[key] == "yes"
 
 
-def _mutant(wanted: str, spec: FsmSpec) -> tuple[FsmSpec, type[Participant], World]:
-    """Table, core and bus with the planted bug of that name in them."""
-    mutants = importlib.import_module("fft.prove.mutants").MUTANTS  # only where one is asked for
+def _mutant(wanted: str) -> Mutant:
+    """The planted bug of that name."""
+    # only where one is asked for
+    mutants: tuple[Mutant, ...] = importlib.import_module("fft.prove.mutants").MUTANTS
     for mutant in mutants:
         if mutant.name == wanted:
-            return mutant.spec, mutant.participant, mutant.world
+            return mutant
     raise _Wrong(f"no mutant {wanted!r}; there are {', '.join(m.name for m in mutants)}")
 
 
@@ -675,8 +681,8 @@ class Run:
             parts.append(f"to be told: {', '.join(say(model.events[n]) for n in node.mail)}")
         if todo := on_bus(model, node.pending):
             parts.append(f"to do: {', '.join(map(say_effect, todo))}")
-        if node.task is not None and node.task[0] != "txn":
-            parts.append(f"main thread: {node.task[0]}")
+        if (at := at_work(model, node)) is not None:
+            parts.append(f"main thread: {at}")
         return ", ".join(parts)
 
 
