@@ -163,8 +163,8 @@ class Act(NamedTuple):
     """A message for one participant alone."""
     claims: tuple[int, ...] = ()
     broken: tuple[str, str] | None = None
-    late: tuple[str, str] | None = None
-    """The same, where nothing else is broken in this step."""
+    unexpected: str = ""
+    """What the main thread's table has no row for; whatever else is broken comes first."""
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class _Turn:
     told: tuple[Peer, int] | None = None
     claims: list[int] = field(default_factory=list)
     broken: tuple[str, str] | None = None
-    late: tuple[str, str] | None = None
+    unexpected: str = ""
 
 
 class Model:
@@ -379,7 +379,7 @@ class Model:
         number = getattr(node, queue)[0]
         act = _Here(self, who, node, Shared(), (0,)).hear(queue)
         known = self._handled[who, node.inc, node.local, number].outcome.verdict == "known"
-        return act if known and not (act.broken or act.late) else None
+        return act if known and not (act.broken or act.unexpected) else None
 
     def _note_quietly(self, who: int, node: Node, queue: str) -> Act | None:
         if thaw(self.locals[node.local]).bus_down:
@@ -389,7 +389,7 @@ class Model:
         after = self.nodes[act.node]
         same = after.local >= 0 and not after.pending
         same = same and (after.thread, after.task) == (node.thread, node.task)
-        if act.broken or act.late or act.sent or act.told or not same:
+        if act.broken or act.unexpected or act.sent or act.told or not same:
             return None
         rows = self._handled[who, node.inc, node.local, number].outcome.steps
         notes = all(isinstance(c, Holds) for n in act.claims for _, c in self.claims[n])
@@ -503,8 +503,8 @@ class Model:
         broken = act.broken
         if act.claims and broken is None:
             after[-1], broken = self.weigh(state[-1], act.claims)
-        if broken is None and (not self.only or "protocol" in self.only):
-            broken = act.late
+        if act.unexpected and broken is None and (not self.only or "protocol" in self.only):
+            broken = ("protocol", act.unexpected)
         self._forget(after)
         return Step(who, act.what, act.cost is None, tuple(after), broken, act.claims)
 
@@ -601,7 +601,7 @@ class Model:
                 found = str(error)
             self._reactions[key] = found
         if isinstance(found, str):
-            turn.late = turn.late or ("protocol", found)
+            turn.unexpected = turn.unexpected or found
             return ()
         turn.node = turn.node._replace(thread=found.state)
         return found.effects
@@ -1163,7 +1163,7 @@ class _Here:
             turn.told,
             tuple(turn.claims),
             turn.broken,
-            turn.late,
+            turn.unexpected and f"{self.me}: {turn.unexpected}",
         )
 
 

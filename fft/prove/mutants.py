@@ -7,7 +7,7 @@ nothing. A mutant that survives is a hole in the properties.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -36,16 +36,12 @@ from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.load import load_spec, load_thread, parse_spec, parse_thread
 from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.roles import Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
 from fft.prove.checker import Result, Search, search
+from fft.prove.planting import Change, Raw, instead, on, planted, small, state_of, way_to, without
 from fft.prove.scope import REAL, Scope, World
 from fft.util.errors import FftError
-
-Raw = dict[str, Any]
-"""A spec as plain data."""
-Change = Callable[[Raw], None]
 
 
 @dataclass(frozen=True)
@@ -123,102 +119,6 @@ def run_sound(scope: Scope) -> Result:
     return search(load_spec("hsdp"), scope)[1]
 
 
-# --- tools ----------------------------------------------------------------------------------------
-
-
-def small(
-    *,
-    groups: int = 2,
-    commits: int = 1,
-    formed: bool = True,
-    alike: bool = True,
-    digests: bool = False,
-    heals: bool = False,
-    **budget: int,
-) -> Scope:
-    """A scope with these faults, all of which may happen in one run."""
-    faults = sum(budget.values())
-    kinds = tuple(sorted(budget.items()))
-    return Scope(
-        "mutant",
-        groups,
-        commits=commits,
-        faults=faults,
-        budget=kinds,
-        formed=formed,
-        alike=alike,
-        digests=digests,
-        heals=heals,
-    )
-
-
-def planted(
-    guards: Mapping[str, Guard] | None = None, actions: Mapping[str, Action] | None = None
-) -> type[Participant]:
-    """The core with other guards or actions under these names."""
-    new_guards, new_actions = {**GUARDS, **(guards or {})}, {**EFFECTS, **(actions or {})}
-
-    class Planted(Participant):
-        guards = new_guards
-        actions = new_actions
-
-    return Planted
-
-
-def state_of(raw: Raw, role: Role) -> Raw:
-    """The first state of a role."""
-    states: dict[str, Raw] = raw["states"]
-    return next(state for state in states.values() if state["role"] == role)
-
-
-def way_to(raw: Raw, role: Role) -> str:
-    """What a row leads to that enters this state, in its first sub-state if it has some."""
-    state = state_of(raw, role)
-    name = next(name for name, other in raw["states"].items() if other is state)
-    return ".".join([name, *list(state["states"])[:1]])
-
-
-def on(raw: Raw, role: Role, event: str) -> list[Raw]:
-    """Rows of an event in the state of a role."""
-    rows: list[Raw] = state_of(raw, role)["on"].setdefault(event, [])
-    return rows
-
-
-def owners(raw: Raw) -> Iterator[Raw]:
-    """Everything that has rows."""
-    yield raw["common"]
-    for state in raw["states"].values():
-        yield from (state, *state["states"].values())
-
-
-def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Change:
-    """One row in the place of whatever the state says to the event."""
-
-    def change(raw: Raw) -> None:
-        state = state_of(raw, role)
-        state["ignore"].pop(event, None)
-        state["defer"].pop(event, None)
-        on(raw, role, event)[:] = [{"to": to and way_to(raw, to), **row}]
-
-    return change
-
-
-def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
-    """Rows without these effects; only in rows of these events, if any are named."""
-
-    def change(raw: Raw) -> None:
-        for there in owners(raw):
-            for event, rows in (*there["on"].items(), ("exit", there.get("exit", []))):
-                for row in rows if not events or event in events else ():
-                    row["effects"] = [name for name in row["effects"] if name not in effects]
-        for name, parts in ({} if events else raw["sequences"]).items():
-            raw["sequences"][name] = [part for part in parts if part not in effects]
-            for part in (part for part in parts if isinstance(part, dict)):
-                part["effects"] = [effect for effect in part["effects"] if effect not in effects]
-
-    return change
-
-
 def _all(*changes: Change) -> Change:
     def change(raw: Raw) -> None:
         for one in changes:
@@ -293,6 +193,12 @@ def _apply_at_once(raw: Raw) -> None:
     prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
     for row in prepared["on"]["decision"]:
         row["effects"] = [name for name in row["effects"] if name != "apply"]
+
+
+def _restored_while_applying(raw: Raw) -> None:
+    """As the other states do; the shipped one refuses a rollback then."""
+    states = raw["states"]
+    states["APPLYING"]["on"]["restore"] = states["WAITING"]["on"]["restore"]
 
 
 def _counts_fit(s: Local, c: Config, event: Event) -> bool:
@@ -492,6 +398,14 @@ def _never_armed(raw: Raw) -> None:
 # --- state ----------------------------------------------------------------------------------------
 
 
+def _no_rollback_after_the_body(raw: Raw) -> None:
+    del raw["states"]["WAITING"]["on"]["restore"]
+
+
+def _out_of_the_body(raw: Raw) -> None:
+    raw["states"]["BODY"]["on"]["restore"][0]["to"] = raw["initial"]
+
+
 def _torn_is_good(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return EFFECTS["note_applied"](s, c, event)
 
@@ -534,6 +448,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "replicas_equal",
         small(no=1),
         _apply_at_once,
+        thread=_restored_while_applying,
     ),
     Mutant(
         "yes_in_spite_of_error",
@@ -861,6 +776,20 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted({"all_voted": _able_voted}, {"cast_vote": _cast_for_the_able}),
     ),
     # state and data
+    Mutant(
+        "rollback_not_expected",
+        "The main thread's table has no row for a rollback once its body is over.",
+        "protocol",
+        small(no=1),
+        thread=_no_rollback_after_the_body,
+    ),
+    Mutant(
+        "rollback_not_carried_out",
+        "A rollback leads the main thread out of its body, and nothing is unwound.",
+        "eventually",
+        small(no=1),
+        thread=_out_of_the_body,
+    ),
     Mutant(
         "not_restored",
         "A rollback leaves buffers, RNG states and gradients as the attempt left them.",

@@ -27,8 +27,8 @@ from fft.messages.protocol import (
 from fft.protocol.participant import Outcome
 from fft.protocol.spec import outermost
 from fft.protocol.state import Local
-from fft.prove.intern import thaw
 from fft.prove.bare_effects import SHARED
+from fft.prove.intern import thaw
 from fft.prove.model import QUEUES, Model, Node, Shared, State, Step
 
 

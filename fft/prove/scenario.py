@@ -78,6 +78,7 @@ from typing import TYPE_CHECKING, Any
 
 from fft.messages.protocol import Record
 from fft.protocol.load import load_spec
+from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS
@@ -101,7 +102,6 @@ from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.prove.checker import Search, Violation
-    from fft.prove.mutants import Mutant
 
 _AMPLE = 1_000
 """Faults of each kind that a scenario may have."""
@@ -255,10 +255,7 @@ def rewrite_scenario(path: Path) -> bool:
 
 # --- the job of a scenario ------------------------------------------------------------------------
 
-
-@cache
-def _spec(name_or_path: str) -> FsmSpec:
-    return load_spec(name_or_path)
+_spec = cache(load_spec)
 
 
 def _model(header: dict[str, str], folder: Path) -> Model:
@@ -266,9 +263,7 @@ def _model(header: dict[str, str], folder: Path) -> Model:
     spec = _spec(str(folder / named) if named.endswith((".yaml", ".yml")) else named)
     participant, world, thread = Participant, REAL, None
     if header["mutant"]:
-        mutant = _mutant(header["mutant"])
-        spec, participant, world = mutant.spec, mutant.participant, mutant.world
-        thread = mutant.thread_table
+        spec, participant, world, thread = _mutant(header["mutant"])
     for switch in header["world"].split():
         if not hasattr(REAL, switch):
             raise _Wrong(f"world: no switch {switch!r}; there are {', '.join(vars(REAL))}")
@@ -302,13 +297,12 @@ def _yes(header: dict[str, str], key: str) -> bool:
     return header[key] == "yes"
 
 
-def _mutant(wanted: str) -> Mutant:
-    """The planted bug of that name."""
-    # only where one is asked for
-    mutants: tuple[Mutant, ...] = importlib.import_module("fft.prove.mutants").MUTANTS
+def _mutant(wanted: str) -> tuple[FsmSpec, type[Participant], World, ThreadTable | None]:
+    """Tables, core and bus with the planted bug of that name in them."""
+    mutants = importlib.import_module("fft.prove.mutants").MUTANTS  # only where one is asked for
     for mutant in mutants:
         if mutant.name == wanted:
-            return mutant
+            return mutant.spec, mutant.participant, mutant.world, mutant.thread_table
     raise _Wrong(f"no mutant {wanted!r}; there are {', '.join(m.name for m in mutants)}")
 
 

@@ -167,7 +167,10 @@ include: [hsdp.yaml]
         (LAID_OVER + "instead: {vote: tell}\n", ":4: no included row has the effect 'vote'"),
         (LAID_OVER + "instead: [vote]\n", ":4: instead: write effect: other effect"),
         (LAID_OVER + "states:\n  PREPAERD:\n", ":5: there is no 'PREPAERD' to take away"),
-        (LAID_OVER + "states:\n  LIMBO: {role: idle}\n", ":5: states.LIMBO.role: Input should be"),
+        (
+            LAID_OVER + "states:\n  LIMBO: {role: idle}\n",
+            ":5: states.LIMBO.role: unknown role 'idle'",
+        ),
         ("include: [hsdp.yaml, parts/txn.yaml]\n", "parts/txn.yaml:.* stands in .*txn.yaml:"),
         ("", "the file is empty"),
     ],

@@ -9,8 +9,9 @@ import pytest
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import find_spec, load_spec
 from fft.prove.checker import narrate, search
-from fft.prove.mutants import MUTANTS, Mutant, NotCaught, caught, run_sound, small
+from fft.prove.mutants import MUTANTS, Mutant, NotCaught, caught, run_sound
 from fft.prove.mutants_page import BEGIN, END, row_of, write_table
+from fft.prove.planting import small
 from fft.prove.scope import Scope
 
 ROOT = Path(__file__).resolve().parents[2]
