@@ -197,8 +197,7 @@ def _apply_at_once(raw: Raw) -> None:
 
 def _restored_while_applying(raw: Raw) -> None:
     """As the other states do; the shipped one refuses a rollback then."""
-    states = raw["states"]
-    states["APPLYING"]["on"]["restore"] = states["WAITING"]["on"]["restore"]
+    on(raw, "applying", "restore")[:] = on(raw, "waiting", "restore")
 
 
 def _counts_fit(s: Local, c: Config, event: Event) -> bool:
@@ -374,7 +373,9 @@ def _votes_without_state(raw: Raw) -> None:
 
 
 def _ends_while_learning(raw: Raw) -> None:
-    raw["states"]["BODY"]["states"]["learning"]["on"]["prepared"].append({"to": "WAITING"})
+    for inner in state_of(raw, "computing")["states"].values():
+        if inner["on"]["prepared"][0]["guard"]:
+            inner["on"]["prepared"].append({"to": way_to(raw, "waiting")})
 
 
 def _able(s: Local) -> set[Peer]:
@@ -399,11 +400,11 @@ def _never_armed(raw: Raw) -> None:
 
 
 def _no_rollback_after_the_body(raw: Raw) -> None:
-    del raw["states"]["WAITING"]["on"]["restore"]
+    del state_of(raw, "waiting")["on"]["restore"]
 
 
 def _out_of_the_body(raw: Raw) -> None:
-    raw["states"]["BODY"]["on"]["restore"][0]["to"] = raw["initial"]
+    on(raw, "computing", "restore")[0]["to"] = raw["initial"]
 
 
 def _torn_is_good(s: Local, c: Config, event: Event) -> Iterable[Effect]:
