@@ -32,7 +32,7 @@ LONG_FILES = {
         "A list of guarantees, each on its own; the judge could leave.",
     ),
     "prove/model.py": (1203, "One transition system, in whose steps all parts meet."),
-    "prove/mutants.py": (933, "A list of planted bugs; half of it is one table."),
+    "prove/mutants.py": (934, "A list of planted bugs; half of it is one table."),
     "prove/scale/job.py": (485, "One job in virtual time, its phases in the order they happen."),
     "prove/scenario.py": (781, "Every command of a language, and its reader, which could leave."),
     "prove/simulator/job.py": (

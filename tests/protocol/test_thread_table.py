@@ -129,7 +129,7 @@ def test_there_is_nothing_that_would_try_a_deferred_event_again() -> None:
 def test_a_state_that_no_row_leads_to_any_more_is_refused() -> None:
     spec = raw()
     spec["states"]["CONNECTING"]["states"]["learner"]["on"]["connected"][0]["to"] = "IDLE.ready"
-    assert "state IDLE.learning cannot be reached" in refusal(spec)
+    assert ".learning cannot be reached from IDLE.ready" in refusal(spec)
 
 
 def test_it_has_no_timers_and_no_sequences() -> None:
