@@ -119,8 +119,9 @@ class Worker:
             self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
+            effects = self._job.thread.obeys(command, self._facts(command))
             engine.take(command)
-            for effect in self._job.thread.obeys(command, self._facts(command)):
+            for effect in effects:
                 self._work[effect](command)
             if isinstance(command, StartTxn) and self._job.thread.role == "computing":
                 return command
