@@ -21,12 +21,12 @@ from fft.util.errors import SpecError
 HSDP = load_spec("hsdp")
 Place = tuple[str, str, int]
 START = small(formed=False, alike=False, fault=1)
-JOIN = small(crash=1, restart=1, commits=2)
+JOIN = small(crash=1, restart=1)
 SCOPES = {
     ("CONNECTING", "heal_failed", 0): small(formed=False, alike=False, commits=0, heal=1),
     ("CONNECTING", "restore", 0): small(formed=False, alike=False, commits=0, heal=1),
     ("BODY.learning", "healed", 0): JOIN,
-    ("BODY.learning", "heal_failed", 0): small(crash=1, restart=1, heal=1, commits=2),
+    ("BODY.learning", "heal_failed", 0): small(crash=1, restart=1, heal=1),
 }
 """Where the loss of a row shows, if not in ``START``."""
 UNSEEN = {
