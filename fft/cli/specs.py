@@ -26,20 +26,20 @@ def graph(
 ) -> None:
     """Draw a spec's machine as text."""
     from fft.protocol.graph import to_dot, to_mermaid
-    from fft.protocol.load import load_spec
+    from fft.protocol.load import load_machine
 
     with plain_errors():
-        loaded = load_spec(spec)
+        loaded = load_machine(spec)
         text = to_dot(loaded) if form is GraphFormat.dot else to_mermaid(loaded)
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
 def check_spec(spec: Annotated[str, SPEC]) -> None:
     """Validate a spec and summarise it."""
-    from fft.protocol.load import load_spec
+    from fft.protocol.load import load_machine
 
     with plain_errors():
-        loaded = load_spec(spec)
+        loaded = load_machine(spec)
     tables = [owner.on for _, owner in loaded.row_owners()]
     rows = sum(len(alternatives) for table in tables for alternatives in table.values())
     states = ", ".join(loaded.leaves)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.protocol.spec import FsmSpec, SubState
+from fft.protocol.spec import MachineSpec, SubState
 
 
-def edges(spec: FsmSpec) -> Iterator[tuple[str, str, str]]:
+def edges(spec: MachineSpec) -> Iterator[tuple[str, str, str]]:
     """(from, to, label) for every row that changes the state.
 
     Rows of ``common`` hold in every state and would hide the picture; they are drawn once, from
@@ -27,7 +27,7 @@ def _label(event: str, guards: list[str]) -> str:
     return f"{event} {condition}".strip()
 
 
-def _merged(spec: FsmSpec) -> dict[tuple[str, str], list[str]]:
+def _merged(spec: MachineSpec) -> dict[tuple[str, str], list[str]]:
     merged: dict[tuple[str, str], list[str]] = {}
     for source, target, label in edges(spec):
         labels = merged.setdefault((source, target), [])
@@ -41,9 +41,9 @@ def in_mermaid(name: str) -> str:
     return "any" if name == "*" else name.replace(".", "_")
 
 
-def to_mermaid(spec: FsmSpec) -> str:
+def to_mermaid(spec: MachineSpec) -> str:
     """A Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {spec.initial}"]
+    lines = ["stateDiagram-v2", f"    [*] --> {in_mermaid(spec.initial)}"]
     for name, state in spec.states.items():
         if state.states:
             inner = [
@@ -58,7 +58,7 @@ def to_mermaid(spec: FsmSpec) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_dot(spec: FsmSpec) -> str:
+def to_dot(spec: MachineSpec) -> str:
     """A Graphviz digraph."""
     lines = [f'digraph "{spec.name}" {{', "  rankdir=TB; node [shape=box, style=rounded];"]
     for name, state in spec.states.items():

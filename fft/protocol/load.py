@@ -6,14 +6,17 @@ Pure but for that.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from fft.protocol.include import place_of, read_whole, values_of
-from fft.protocol.spec import FsmSpec
+from fft.protocol.spec import FsmSpec, MachineSpec, ThreadSpec
 from fft.protocol.spec_checks import check_spec
+from fft.protocol.vocabulary import VOCABULARIES
 from fft.util.errors import SpecError
+
+_Spec = TypeVar("_Spec", bound=MachineSpec)
 
 
 def spec_dirs() -> list[Path]:
@@ -54,17 +57,41 @@ def load_spec(name_or_path: str | Path) -> FsmSpec:
     return parse_spec(path.read_text(encoding="utf-8"), str(path))
 
 
+def load_machine(name_or_path: str | Path) -> MachineSpec:
+    """The same of any machine: an engine's, or the main thread's."""
+    path = find_spec(name_or_path)
+    root = read_whole(text := path.read_text(encoding="utf-8"), str(path))
+    values = values_of(root)
+    is_thread = isinstance(values, dict) and values.get("machine") == "main_thread"
+    return (parse_thread if is_thread else parse_spec)(text, str(path))
+
+
+def load_thread() -> ThreadSpec:
+    """The main thread's machine, read and checked."""
+    path = find_spec("main_thread")
+    return parse_thread(path.read_text(encoding="utf-8"), str(path))
+
+
 def parse_spec(text: str, origin: str) -> FsmSpec:
     """Parse and check spec text; ``origin``: its path, or what to call it in errors."""
+    return _parse(text, origin, FsmSpec)
+
+
+def parse_thread(text: str, origin: str) -> ThreadSpec:
+    """The same of the main thread's machine."""
+    return _parse(text, origin, ThreadSpec)
+
+
+def _parse(text: str, origin: str, kind: type[_Spec]) -> _Spec:
     root = read_whole(text, origin)
     try:
-        spec = FsmSpec.model_validate(values_of(root))
+        spec = kind.model_validate(values_of(root))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "top level"
         at = place_of(root, first["loc"])
         raise SpecError(f"{at}: {place}: {first['msg']}{_mend(first)}") from None
-    problems = check_spec(spec)
+    problems = check_spec(spec, VOCABULARIES[spec.machine])
     if problems:
         where, message = problems[0]
         raise SpecError(f"{place_of(root, where)}: {'.'.join(map(str, where))}: {message}")
@@ -74,6 +101,7 @@ def parse_spec(text: str, origin: str) -> FsmSpec:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a spec file, for editors. What a file lacks it may include."""
     schema = FsmSpec.model_json_schema()
+    schema["properties"]["machine"] = MachineSpec.model_json_schema()["properties"]["machine"]
     del schema["required"]
     schema["properties"] |= {
         "include": {

@@ -178,15 +178,16 @@ def _leaf(name: str, state: StateSpec, inner: SubState, common: Common) -> Leaf:
     return Leaf(name, state, on, rows, ignore, defer)
 
 
-class FsmSpec(_Strict):
-    """A whole paradigm, as written in ``fsm_specs/<name>.yaml``."""
+class MachineSpec(_Strict):
+    """One state machine: what every spec file has."""
 
     name: str
     version: Literal[1]
     doc: str = ""
-    groups: Groups
-    policies: Policies
-    timers: dict[str, TimerSpec]
+    machine: Literal["engine", "main_thread"] = Field(
+        "engine", description="whose table it is; tells which names it may use"
+    )
+    timers: dict[str, TimerSpec] = Field(default_factory=dict)
     sequences: dict[str, Annotated[list[str | Part], Field(min_length=1)]] = Field(
         default_factory=dict,
         description="effects that rows share, in order; a part with guards runs if they hold",
@@ -226,3 +227,25 @@ class FsmSpec(_Strict):
     def digest(self) -> str:
         """Hex digest of the whole, parts included; two processes of one job must have the same."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()
+
+
+class FsmSpec(MachineSpec):
+    """A whole paradigm, as written in ``fsm_specs/<name>.yaml``: the engine's machine."""
+
+    machine: Literal["engine"] = "engine"
+    groups: Groups
+    policies: Policies
+    timers: dict[str, TimerSpec]
+
+
+class ThreadSpec(MachineSpec):
+    """The main thread's machine, ``fsm_specs/main_thread.yaml``; the same for every paradigm.
+
+    It has no timers and no sequences: its rows are short, and its waits are the engine's.
+    """
+
+    machine: Literal["main_thread"]
+    timers: dict[str, TimerSpec] = Field(default_factory=dict, max_length=0)
+    sequences: dict[str, Annotated[list[str | Part], Field(min_length=1)]] = Field(
+        default_factory=dict, max_length=0
+    )

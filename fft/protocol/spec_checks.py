@@ -6,34 +6,32 @@ Pure. Each problem is (place in the file, sentence with the mend).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
-from typing import get_args
+from collections.abc import Iterable, Iterator, Set
 
-from fft.messages.protocol import Event, Timer
-from fft.protocol.effects import EFFECTS
-from fft.protocol.guards import GUARDS
-from fft.protocol.spec import FsmSpec, Leaf, Part, Row, SubState
+from fft.protocol.spec import Leaf, MachineSpec, Part, Row, SubState
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
+from fft.protocol.vocabulary import ENGINE, Vocabulary
 
 Place = tuple[str | int, ...]
 Problem = tuple[Place, str]
 
-EVENTS: frozenset[str] = frozenset(
-    kind.__dataclass_fields__["type"].default for kind in get_args(Event) if kind is not Timer
-)
-"""Names of all events but timers, which are ``timer.<name>``."""
 
-
-def check_spec(spec: FsmSpec) -> list[Problem]:
-    """Every problem of the spec; empty if it can be run."""
-    problems = list(_names(spec))
+def check_spec(spec: MachineSpec, words: Vocabulary = ENGINE) -> list[Problem]:
+    """Every problem of the spec; empty if it can be run. ``words``: the names that it may use."""
+    problems = list(_names(spec, words))
     if problems:
         return problems  # what follows takes the names for granted
-    return [*_fights(spec), *_silences(spec), *_reach(spec), *_deferrals(spec)]
+    return [
+        *_fights(spec),
+        *_silences(spec, words),
+        *_unused(spec, words),
+        *_reach(spec),
+        *_deferrals(spec, words),
+    ]
 
 
-def _row_lists(spec: FsmSpec) -> Iterator[tuple[Place, str, list[Row]]]:
+def _row_lists(spec: MachineSpec) -> Iterator[tuple[Place, str, list[Row]]]:
     """(place, event, rows) of the whole file; exit rows come under the event ``exit``."""
     for place, owner in spec.row_owners():
         for event, rows in owner.on.items():
@@ -48,8 +46,8 @@ def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}; {hint}"
 
 
-def _names(spec: FsmSpec) -> Iterator[Problem]:
-    events = EVENTS | {f"timer.{name}" for name in spec.timers}
+def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
+    events = words.events | {f"timer.{name}" for name in spec.timers}
     if spec.initial not in spec.leaves:
         yield ("initial",), _unknown("state", spec.initial, spec.leaves)
     for name in (name for name in spec.states if "." in name):
@@ -58,20 +56,22 @@ def _names(spec: FsmSpec) -> Iterator[Problem]:
         if event != EXIT_ROWS and event not in events:
             yield place, _unknown("event", event, events)
         for i, row in enumerate(rows):
-            yield from _row_names(spec, (*place, i), row)
-    yield from _sequences(spec)
+            yield from _row_names(spec, words, (*place, i), row)
+    yield from _sequences(spec, words)
     for owner, silent in _silent_lists(spec):
         for event in silent:
             if event not in events:
                 yield (*owner, event), _unknown("event", event, events)
     for name, state in spec.states.items():
+        if state.role not in words.roles:
+            yield ("states", name, "role"), _unknown("role", state.role, words.roles)
         for i, timer in enumerate(state.timers):
             if timer not in spec.timers:
                 yield ("states", name, "timers", i), _unknown("timer", timer, spec.timers)
     yield from _timers(spec)
 
 
-def _timers(spec: FsmSpec) -> Iterator[Problem]:
+def _timers(spec: MachineSpec) -> Iterator[Problem]:
     """Rules speak of times that there are, and not in a circle: else nothing could keep them."""
     others: dict[str, set[str]] = {}
     for name, timer in spec.timers.items():
@@ -88,47 +88,47 @@ def _timers(spec: FsmSpec) -> Iterator[Problem]:
             yield ("timers", name, "at_least"), text
 
 
-def _row_names(spec: FsmSpec, place: Place, row: Row) -> Iterator[Problem]:
+def _row_names(spec: MachineSpec, words: Vocabulary, place: Place, row: Row) -> Iterator[Problem]:
     if row.to in spec.states and row.to not in spec.leaves:
         inner = ", ".join(f"{row.to}.{sub}" for sub in spec.states[row.to].states)
         yield (*place, "to"), f"{row.to} has sub-states; say which one: {inner}"
     elif row.to is not None and row.to not in spec.leaves:
         yield (*place, "to"), _unknown("state", row.to, spec.leaves)
-    yield from _part_names(place, row, {**EFFECTS, **spec.sequences})
+    yield from _part_names(place, row, words.guards, words.effects | spec.sequences.keys())
 
 
-def _part_names(place: Place, part: Part, effects: Collection[str]) -> Iterator[Problem]:
+def _part_names(place: Place, part: Part, guards: Set[str], effects: Set[str]) -> Iterator[Problem]:
     for i, name in enumerate(part.guard):
-        if name not in GUARDS:
-            yield (*place, "guard", i), _unknown("guard", name, GUARDS)
+        if name not in guards:
+            yield (*place, "guard", i), _unknown("guard", name, guards)
     for i, name in enumerate(part.effects):
         if name not in effects:
             yield (*place, "effects", i), _unknown("effect", name, effects)
 
 
-def _sequences(spec: FsmSpec) -> Iterator[Problem]:
+def _sequences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
     used = {n for _, _, rows in _row_lists(spec) for row in rows for n in row.effects}
     for name, parts in spec.sequences.items():
         place: Place = ("sequences", name)
-        if name in EFFECTS:
+        if name in words.effects:
             yield place, f"there is an effect {name!r}; give the sequence another name"
         if name not in used:
             yield place, f"no row has the sequence {name!r}; remove it"
         for i, part in enumerate(parts):
             if isinstance(part, Part):
-                yield from _part_names((*place, i), part, EFFECTS)
-            elif part not in EFFECTS:
-                yield (*place, i), _unknown("effect", part, EFFECTS)
+                yield from _part_names((*place, i), part, words.guards, words.effects)
+            elif part not in words.effects:
+                yield (*place, i), _unknown("effect", part, words.effects)
 
 
-def _silent_lists(spec: FsmSpec) -> Iterator[tuple[Place, dict[str, str]]]:
+def _silent_lists(spec: MachineSpec) -> Iterator[tuple[Place, dict[str, str]]]:
     for place, owner in spec.row_owners():
         yield (*place, "ignore"), owner.ignore
         if isinstance(owner, SubState):
             yield (*place, "defer"), owner.defer
 
 
-def _fights(spec: FsmSpec) -> Iterator[Problem]:
+def _fights(spec: MachineSpec) -> Iterator[Problem]:
     """Two rows fight if the earlier one holds whenever the later one does."""
     for place, event, rows in _row_lists(spec):
         for j, later in enumerate(rows):
@@ -157,7 +157,7 @@ def _place(leaf: Leaf) -> Place:
     return ("states", name, "states", inner) if inner else ("states", name)
 
 
-def _silences(spec: FsmSpec) -> Iterator[Problem]:
+def _silences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
     for name, leaf in spec.leaves.items():
         state = leaf.state
         if state.terminal:
@@ -165,7 +165,7 @@ def _silences(spec: FsmSpec) -> Iterator[Problem]:
                 yield _place(leaf), "a terminal state has no rows, deferrals, timers or sub-states"
             continue
         timers = [*state.timers, *spec.lasting]
-        expected = EVENTS | {f"timer.{timer}" for timer in timers}
+        expected = words.answered | {f"timer.{timer}" for timer in timers}
         for event in sorted(expected - leaf.named):
             yield (
                 _place(leaf),
@@ -174,7 +174,22 @@ def _silences(spec: FsmSpec) -> Iterator[Problem]:
             )
 
 
-def successors(spec: FsmSpec, name: str) -> set[str]:
+def _unused(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
+    """Where nothing is for another paradigm, a name that no row uses was forgotten."""
+    if not words.all_used:
+        return
+    lists = list(_row_lists(spec))
+    rows = [row for _, _, found in lists for row in found]
+    for kind, known, used in (
+        ("event", words.events, {event for _, event, _ in lists}),
+        ("guard", words.guards, {name for row in rows for name in row.guard}),
+        ("effect", words.effects, {name for row in rows for name in row.effects}),
+    ):
+        for name in sorted(known - used):
+            yield ("states",), f"no row has the {kind} {name!r}; give it one"
+
+
+def successors(spec: MachineSpec, name: str) -> set[str]:
     """States that one row leads to from ``name``."""
     leaf = spec.leaves[name]
     rows = [row for rows in leaf.on.values() for row in rows] + leaf.exit
@@ -190,7 +205,7 @@ def _closure(edges: dict[str, set[str]], start: set[str]) -> set[str]:
     return seen
 
 
-def _reach(spec: FsmSpec) -> Iterator[Problem]:
+def _reach(spec: MachineSpec) -> Iterator[Problem]:
     forward = {name: successors(spec, name) for name in spec.leaves}
     for name in spec.leaves.keys() - _closure(forward, {spec.initial}):
         yield (
@@ -212,11 +227,14 @@ def _reach(spec: FsmSpec) -> Iterator[Problem]:
         )
 
 
-def _deferrals(spec: FsmSpec) -> Iterator[Problem]:
+def _deferrals(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
     """A deferred event must be answered in some state that can follow."""
     edges = {name: successors(spec, name) for name in spec.leaves}
     for name, leaf in spec.leaves.items():
         for event in leaf.defer:
+            if not words.may_defer:
+                text = f"nobody tries {event!r} again; give it a row, or a reason to ignore it"
+                yield (*_place(leaf), "defer", event), text
             later = _closure(edges, edges[name])
             if not any(event in spec.leaves[n].on for n in later):
                 yield (

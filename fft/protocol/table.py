@@ -1,4 +1,4 @@
-"""FsmSpec → table, a ``transitions`` machine. The only importer of that library.
+"""A spec → its table, a ``transitions`` machine. The only importer of that library.
 
 Pure. One table serves any number of participants: the library's events are triggered on a small
 unregistered object (``Turn``), because registered models keep bound triggers that a copy of the
@@ -23,7 +23,7 @@ from typing import Literal, cast
 
 from transitions import EventData, Machine
 
-from fft.protocol.spec import FsmSpec, Part, Row
+from fft.protocol.spec import MachineSpec, Part, Row
 
 EXIT_ROWS = "exit"
 """Name under which a state's exit rows are triggered; no event may be called so."""
@@ -56,7 +56,7 @@ Verdict = Literal["row", "ignore", "defer", "refuse"]
 class Table:
     """The transition table of a spec."""
 
-    def __init__(self, spec: FsmSpec) -> None:
+    def __init__(self, spec: MachineSpec) -> None:
         self.spec = spec
         self._machine = Machine(
             model=None,

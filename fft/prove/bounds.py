@@ -6,7 +6,7 @@ process start, so that no single scope can have everything; each of these has so
 
 from __future__ import annotations
 
-from fft.prove.model import Scope
+from fft.prove.scope import Scope
 
 
 def budget(*kinds: str, **more: int) -> tuple[tuple[str, int], ...]:

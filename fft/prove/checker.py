@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 
 from fft.protocol.invariants import INVARIANTS, Know
+from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, Part, SubState
 from fft.protocol.state import Local
 from fft.prove.intern import thaw
-from fft.prove.model import REAL, Model, Scope, State, Step, World
+from fft.prove.model import Model, State, Step
 from fft.prove.narrate import narrate as narrate
+from fft.prove.scope import REAL, Scope, World
 
 Progress = Callable[[int, int, int], None]
 """(states found, states expanded, depth)"""
@@ -307,7 +309,11 @@ def search(
     limit: int | None = None,
     progress: Progress | None = None,
     only: Collection[str] = (),
+    thread: ThreadTable | None = None,
 ) -> tuple[Search, Result]:
-    """Check one scope of a spec. ``only``: names of the properties to evaluate; () for all."""
-    made = Search(Model(spec, scope, participant, world, only), limit)
+    """Check one scope of a spec. ``only``: names of the properties to evaluate; () for all.
+
+    ``thread``: the main threads' table, if not the one that is shipped.
+    """
+    made = Search(Model(spec, scope, participant, world, only, thread), limit)
     return made, made.run(progress)

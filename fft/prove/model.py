@@ -11,7 +11,7 @@ may fire early as a fault, or when nothing else can happen.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
@@ -33,16 +33,13 @@ from fft.messages.protocol import (
     Decide,
     Decision,
     Drain,
-    Effect,
     Event,
     Fault,
     Finish,
-    Heal,
     Healed,
     HealFailed,
     Here,
     Join,
-    Leave,
     Manifest,
     Peer,
     Prepared,
@@ -52,7 +49,6 @@ from fft.messages.protocol import (
     Restore,
     Restored,
     Start,
-    StartTxn,
     Stop,
     Suspect,
     Tell,
@@ -61,106 +57,25 @@ from fft.messages.protocol import (
     Vote,
 )
 from fft.protocol.invariants import INVARIANTS, Claim, Given, Holds, Know, Move, Same
+from fft.protocol.main_thread import NO_FACTS, Reaction, ThreadTable, shipped_thread
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.roles import AT_WORK
+from fft.protocol.roles import AT_WORK, Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, member_peers
 from fft.protocol.table import Table
+from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bare, heard, matters
 from fft.prove.bits import Bits
 from fft.prove.intern import Interner, Renamer, freeze, thaw
-
-KINDS = (
-    "fault",  # the body raises, before or after its vote
-    "no",  # the body ends with a NO
-    "misfit",  # the body took part in no reduction, or in others than its peers, and says YES
-    "skip",  # the user skips the step, after its reductions or before
-    "corrupt",  # a state changes that nobody was to change
-    "bare",  # a vote without a digest, where others have one
-    "torn",  # the optimizer step fails half way
-    "heal",  # rebuilding groups or fetching state fails, though everybody lives
-    "crash",  # a process ends; a monitor tells
-    "silent",  # a process ends; nobody tells
-    "restart",  # an ended group comes back as new incarnations
-    "twin",  # group A is started a second time while the first one lives
-    "drain",  # a group is asked to leave
-    "hang",  # a monitor says of a process, rightly or not, that its main thread does not move
-    "early",  # a timer fires before its time: false suspicion
-    "lose",  # a message never reaches one listener
-    "twice",  # a message reaches one listener twice
-    "swap",  # two messages reach one listener in the other order
-    "lapse",  # one operation on the bus fails; whether it took effect is unknown
-    "outage",  # the bus is out of reach for a while
-    "deaf",  # a listener loses its place in the message order, and hears nothing for all any more
-    "quit",  # the user shuts a manager down
-    "forget",  # the bus ends and comes back empty
-)
-"""Faults, each with a budget of its own in a scope."""
+from fft.prove.scope import KINDS, REAL, Scope, World
+from fft.util.errors import ProtocolError
 
 GROUPS = "ABCDEFGH"
-SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
-"""Effects that others can see: each is a step of its own."""
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """What a process is to hear, and what a step is called that takes the first of it."""
 _UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "forget")
 """Faults that tell an order of messages from another."""
 _GIVES_UP = "bus_limit"
 """Fires by itself only for whom the bus is gone: outages are shorter."""
-
-
-@dataclass(frozen=True)
-class Scope:
-    """The bounds of one search: who takes part, how far it goes, which faults and how many."""
-
-    name: str
-    groups: int = 2
-    ranks: int = 1
-    commits: int = 2
-    """Main threads begin no body at this committed step."""
-    faults: int = 1
-    """Faults in all."""
-    budget: tuple[tuple[str, int], ...] = ()
-    """Kind of fault: how many at most. Kinds that are not named do not happen."""
-    formed: bool = True
-    """Begin where the first epoch is running; else where the processes start."""
-    alike: bool = True
-    """All groups begin with the same weights; else the first epoch copies one group's."""
-    least: int = 1
-    """Groups without which nothing goes on."""
-    digests: bool = False
-    """Votes bring digests of the states."""
-    heals: bool = False
-    """Whose state differs from most fetches it anew; else the job ends where states differ."""
-
-    def describe(self) -> str:
-        """One line for people."""
-        what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
-        begin = "from the first txn" if self.formed else "from process start"
-        least = f", {self.least} at least" if self.least > 1 else ""
-        least += ", states compared" if self.digests else ""
-        least += " and healed" if self.heals else ""
-        return (
-            f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
-            f"{self.faults} faults of: {what or 'none'}"
-        )
-
-
-@dataclass(frozen=True)
-class World:
-    """How bus and main threads behave; anything but the default is a planted bug of theirs."""
-
-    write_once: bool = True
-    """``compare_set`` compares."""
-    generations: bool = True
-    """A bus that lost its memory is recognised and never used again."""
-    attempts: bool = True
-    """Every attempt at a step has a ballot of its own."""
-    patient: bool = True
-    """The main thread of a learner waits for its state before it says that the body has ended."""
-    restores: bool = True
-    """A main thread that unwinds puts back the start of the step."""
-
-
-REAL = World()
 
 
 class Node(NamedTuple):
@@ -176,8 +91,12 @@ class Node(NamedTuple):
     """Effects of the last event that are not carried out yet; the first is a shared one."""
     answers: tuple[int, ...] = ()
     """Answers of the bus, handled when ``pending`` is empty."""
-    task: tuple[Any, ...] | None = None
-    """The command that the main thread has, as (name, …)."""
+    thread: str = shipped_thread().spec.initial
+    """State of the main thread, in its own table."""
+    task: tuple[Any, ...] = ()
+    """What it has been told for what it is at: (token), (token, skip), (epoch, source), …"""
+    stuck: bool = False
+    """It is in a process group that nobody aborts, and stays there."""
     source: int | None = None
     """Of a learner in its first txn: where the state is on its way from."""
     done: int = -1
@@ -196,6 +115,8 @@ class Shared(NamedTuple):
     """``up``, ``down`` (out of reach) or ``gone`` (its memory is lost)."""
 
 
+Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
+"""What a main thread says of its work."""
 View = tuple[int, int | None, int, str]
 
 State = tuple[int, ...]
@@ -242,6 +163,8 @@ class Act(NamedTuple):
     """A message for one participant alone."""
     claims: tuple[int, ...] = ()
     broken: tuple[str, str] | None = None
+    unexpected: str = ""
+    """What the main thread's table has no row for; whatever else is broken comes first."""
 
 
 @dataclass(slots=True)
@@ -254,6 +177,7 @@ class _Turn:
     told: tuple[Peer, int] | None = None
     claims: list[int] = field(default_factory=list)
     broken: tuple[str, str] | None = None
+    unexpected: str = ""
 
 
 class Model:
@@ -262,6 +186,7 @@ class Model:
     Args:
         participant: the class that runs the core; planted bugs are subclasses.
         only: names of the properties to evaluate, ``protocol`` among them; by default all.
+        thread: the main threads' table.
     """
 
     def __init__(
@@ -271,8 +196,10 @@ class Model:
         participant: type[Participant] = Participant,
         world: World = REAL,
         only: Collection[str] = (),
+        thread: ThreadTable | None = None,
     ) -> None:
         self.spec, self.scope, self.world, self.only = spec, scope, world, only
+        self.thread = thread or shipped_thread()
         self._class, self._table = participant, Table(spec)
         self.places = scope.groups * scope.ranks
         twin = dict(scope.budget).get("twin", 0) > 0
@@ -288,6 +215,7 @@ class Model:
         self.claims: Interner[tuple[tuple[str, Claim], ...]] = Interner()
         self.rows: set[int] = set()
         """``id`` of every spec row, and part of a sequence, that was taken."""
+        self._reactions: dict[tuple[str, str, frozenset[str]], Reaction | str] = {}
         self._participants: dict[tuple[int, int], Participant] = {}
         self._handled: dict[tuple[int, int, int, int], _Handled] = {}
         self._weighed: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[str, str] | None]] = {}
@@ -344,7 +272,7 @@ class Model:
         state = self._fresh()
         if not self.scope.formed:
             return state
-        while any((self.node(state, i).task or ("",))[0] != "txn" for i in range(self.places)):
+        while any(self.at(self.node(state, i)) != "computing" for i in range(self.places)):
             steps = self.steps(state, faults=False)
             step = next((s for s in steps if s.what != "body ends"), None)
             if step is None or step.broken:
@@ -451,7 +379,7 @@ class Model:
         number = getattr(node, queue)[0]
         act = _Here(self, who, node, Shared(), (0,)).hear(queue)
         known = self._handled[who, node.inc, node.local, number].outcome.verdict == "known"
-        return act if known and not act.broken else None
+        return act if known and not (act.broken or act.unexpected) else None
 
     def _note_quietly(self, who: int, node: Node, queue: str) -> Act | None:
         if thaw(self.locals[node.local]).bus_down:
@@ -459,8 +387,9 @@ class Model:
         number = getattr(node, queue)[0]
         act = _Here(self, who, node, Shared(), (0,)).hear(queue)
         after = self.nodes[act.node]
-        same = after.local >= 0 and not after.pending and after.task == node.task
-        if act.broken or act.sent or act.told or not same:
+        same = after.local >= 0 and not after.pending
+        same = same and (after.thread, after.task) == (node.thread, node.task)
+        if act.broken or act.unexpected or act.sent or act.told or not same:
             return None
         rows = self._handled[who, node.inc, node.local, number].outcome.steps
         notes = all(isinstance(c, Holds) for n in act.claims for _, c in self.claims[n])
@@ -478,12 +407,13 @@ class Model:
         if found is None:
             here = _Here(self, who, node, shared, self.budgets[left_id])
             found = self._kept[key] = tuple(here.acts())
-        if node.task is None or node.pending:
+        if node.pending or node.stuck:
             return found
+        at = self.at(node)
         here = _Here(self, who, node, shared, self.budgets[left_id])
-        if node.task[0] == "heal":
+        if at == "connecting":
             return (*found, *here.healing([self.nodes[i] for i in state[: self.size]]))
-        if node.task[0] == "txn" and node.source is not None:
+        if at == "computing" and node.source is not None:
             return (*found, *here.learning([self.nodes[i] for i in state[: self.size]]))
         return found
 
@@ -573,6 +503,8 @@ class Model:
         broken = act.broken
         if act.claims and broken is None:
             after[-1], broken = self.weigh(state[-1], act.claims)
+        if act.unexpected and broken is None and (not self.only or "protocol" in self.only):
+            broken = ("protocol", act.unexpected)
         self._forget(after)
         return Step(who, act.what, act.cost is None, tuple(after), broken, act.claims)
 
@@ -637,7 +569,7 @@ class Model:
             for claim in function(move)
         )
         frees = any(isinstance(e, AbortGroups) for e in out.effects)
-        effects = tuple(self.effects.id(_bare(e, frees)) for e in out.effects if _matters(e))
+        effects = tuple(self.effects.id(bare(e, frees)) for e in out.effects if matters(e))
         kept = frozenset(n for n, serial in after.timers.items() if serial <= before.timer_serial)
         number = self.locals.id(freeze(after))
         return _Handled(number, effects, self.claims.id(claims), refused, out, kept)
@@ -645,39 +577,67 @@ class Model:
     def _settle(self, turn: _Turn, who: int) -> None:
         node = turn.node
         while node.pending and not isinstance(effect := self.effects[node.pending[0]], SHARED):
-            node = self._privately(node._replace(pending=node.pending[1:]), who, effect)
-        turn.node = node
+            turn.node = node._replace(pending=node.pending[1:])
+            self._obey(turn, who, effect)
+            node = turn.node
         if not node.pending and node.answers and node.local >= 0:
             turn.node = node._replace(answers=node.answers[1:])
             self._handle(turn, who, node.answers[0])
 
-    def _privately(self, node: Node, who: int, effect: AnyEffect) -> Node:
-        match effect:
-            case Restore(cause=cause) if cause == _BLOCKED and node.task is not None:
-                return node._replace(source=None, task=("blocked",))  # nothing frees it
-            case Restore(token=token):
-                node = node._replace(source=None)
-                match node.task:
-                    case ("heal", epoch, int()):
-                        return node._replace(task=("restore", token, epoch))
-                return node._replace(task=("restore", token))
-            case Apply(skip=skip):
+    # --- main threads ---
+
+    def at(self, node: Node) -> Role:
+        """What the main thread is at."""
+        return self.thread.role(node.thread)
+
+    def move(self, turn: _Turn, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+        """An event of the main thread happens, if its table has a row. What there is to do."""
+        key = (turn.node.thread, event, frozenset(facts))
+        found = self._reactions.get(key)
+        if found is None:
+            try:
+                found = self.thread.react(*key)
+            except ProtocolError as error:
+                found = str(error)
+            self._reactions[key] = found
+        if isinstance(found, str):
+            turn.unexpected = turn.unexpected or found
+            return ()
+        turn.node = turn.node._replace(thread=found.state)
+        return found.effects
+
+    def _obey(self, turn: _Turn, who: int, command: AnyEffect) -> None:
+        """The main thread hears a command, at whatever it is, and leaves that."""
+        is_busy = self.at(turn.node) not in ("idle", "waiting")
+        if is_busy and isinstance(command, Restore) and command.cause == BLOCKED:
+            turn.node = turn.node._replace(source=None, stuck=True)  # nothing frees it
+            return
+        for effect in self.move(turn, *heard(command)):
+            turn.node = self._carry_out(effect, turn.node._replace(stuck=False), who, command)
+
+    def _carry_out(self, effect: str, node: Node, who: int, command: AnyEffect) -> Node:
+        match effect, command:
+            case "restore", Restore(token=token):
+                # who may say that a fetch has failed knows which
+                fetch = node.task[:1] if self.thread.has(node.thread, "heal_failed") else ()
+                return node._replace(source=None, task=(token, *fetch))
+            case "apply", Apply(skip=skip):
                 token = Token(*thaw(self.locals[node.local]).token)
-                return node._replace(task=("apply", token, skip))
-            case _Begin(token=token):
+                return node._replace(task=(token, skip))
+            case "begin_body", Begun(token=token):
                 assert node.bits is not None
                 bits = node.bits.begin(self.peer(who, node.inc), token)
-                return node._replace(task=("txn", token), bits=bits)
-            case _Fetch(epoch=epoch, group=group, late=late):
+                return node._replace(task=(token,), bits=bits)
+            case "connect", Fetch(epoch=epoch, group=group, late=late):
                 ranks = self.scope.ranks
                 source = None if group is None else GROUPS.index(group) * ranks + who % ranks
                 if late:  # it has nothing to wait for but the others
-                    return node._replace(task=("heal", epoch, None), source=source)
-                return node._replace(task=("heal", epoch, source), source=None)
-            case Finish():
+                    return node._replace(task=(epoch, None), source=source)
+                return node._replace(task=(epoch, source), source=None)
+            case "leave", Finish():
                 return Node(node.inc)
             case _:
-                raise TypeError(f"the model cannot carry out {effect}")
+                raise TypeError(f"the model cannot {effect} for {command}")
 
     def _operate(self, turn: _Turn, who: int, done: bool, answered: bool) -> None:
         """Carry out the first pending operation on the bus."""
@@ -863,8 +823,8 @@ class _Turned:
         model, node = self._model, self._model.nodes[number]
         if node.local >= 0:
             task = node.task
-            if task is not None and task[0] == "heal" and task[2] is not None:
-                task = (*task[:2], self._to[task[2]])
+            if model.at(node) == "connecting" and task[1] is not None:
+                task = (task[0], self._to[task[1]])
             event = partial(self._kept, self._events, model.events)
             effect = partial(self._kept, self._effects, model.effects)
             node = node._replace(
@@ -915,7 +875,7 @@ class _Here:
     def acts(self) -> Iterator[Act]:
         """Everything but healing, which depends on other processes."""
         node = self.node
-        if node.task is not None:
+        if not node.stuck:
             yield from self._main_thread()
         if node.pending:
             yield from self._operations()
@@ -966,70 +926,72 @@ class _Here:
 
     def _main_thread(self) -> Iterator[Act]:
         node, model = self.node, self.model
-        assert node.task is not None and node.bits is not None
-        (name, *args), bits = node.task, node.bits
-        idle = node._replace(task=None)
-        if name == "apply":
-            yield from self._apply(idle, bits, *args)
+        at = model.at(node)
+        if at == "applying":
+            yield from self._apply(*node.task)
         elif node.pending:
             return
-        elif name == "restore":
-            if args[1:]:  # the fetch that the rollback ends may have begun to write
-                torn = node._replace(task=(name, args[0]), bits=bits.torn(self.me))
-                yield self.event("ends its fetch half way", torn, HealFailed(args[1], "", True))
-            back = bits.restored() if model.world.restores else bits
-            yield self.event("restores", idle._replace(bits=back), Restored(args[0]))
-            if self.may("torn"):  # the body had changed what nothing was kept of
-                torn = idle._replace(bits=bits.torn(self.me).restored())
-                yield self.event("restores half", torn, Restored(args[0], torn=True), "torn")
-        elif name == "txn" and self._step() < model.scope.commits:
-            yield from self._body(idle, args[0])
+        elif at == "restoring":
+            yield from self._restore(*node.task)
+        elif at == "computing" and self._step() < model.scope.commits:
+            yield from self._body(*node.task)
 
     def _step(self) -> int:
         """The step that the txn begins at."""
         local = thaw(self.model.locals[self.node.local])
         return int(local.step if local.healed or local.epoch is None else local.epoch.step)
 
-    def _apply(self, idle: Node, bits: Bits, token: Token, skip: bool) -> Iterator[Act]:
-        events = self.model.events
-        after = bits.skipped(token) if skip else bits.applied(self.me, token)
-        done = events.id(Applied(token, after.told))
-        yield self.put("applies", idle._replace(bits=after, done=done))
-        if self.may("torn"):
-            done = events.id(ApplyFailed(token, ""))
-            yield self.put(
-                "applies half", idle._replace(bits=bits.torn(self.me), done=done), "torn"
-            )
+    def _restore(self, token: Token, fetch: int = 0) -> Iterator[Act]:
+        idle, bits = self.node._replace(task=()), self.node.bits
+        assert bits is not None
+        if self.has("heal_failed"):  # the fetch that the rollback ends may have begun to write
+            torn = self.node._replace(task=(token,), bits=bits.torn(self.me))
+            yield self.says("ends its fetch half way", torn, HealFailed(fetch, "", True))
+        back = bits.restored() if self.model.world.restores else bits
+        yield self.says("restores", idle._replace(bits=back), Restored(token))
+        if self.may("torn"):  # the body had changed what nothing was kept of
+            torn = idle._replace(bits=bits.torn(self.me).restored())
+            yield self.says("restores half", torn, Restored(token, torn=True), "torn")
 
-    def _body(self, idle: Node, token: Token) -> Iterator[Act]:
+    def _apply(self, token: Token, skip: bool) -> Iterator[Act]:
+        idle, bits = self.node._replace(task=()), self.node.bits
+        assert bits is not None
+        after = bits.skipped(token) if skip else bits.applied(self.me, token)
+        yield self._tells("applies", idle._replace(bits=after), Applied(token, after.told))
+        if self.may("torn"):
+            torn = idle._replace(bits=bits.torn(self.me))
+            yield self._tells("applies half", torn, ApplyFailed(token, ""), "torn")
+
+    def _body(self, token: Token) -> Iterator[Act]:
+        idle = self.node._replace(task=())
         assert idle.bits is not None
         digest = idle.bits.digest if self.model.scope.digests else None
-        yes = Prepared(token, True, _REDUCED, digest=digest)
-        if idle.source is None or not self.model.world.patient:
-            yield self.event("body ends", idle, yes)
-        if digest is not None and self.may("bare") and idle.source is None:
+        yes, has_state = Prepared(token, True, _REDUCED, digest=digest), idle.source is None
+        if self.has("prepared", NO_FACTS):
+            yield self.says("body ends", idle, yes)
+        if digest is not None and self.may("bare") and has_state:
             bare = dataclasses.replace(yes, digest=None)
-            yield self.event("body ends without a digest", idle, bare, "bare")
-        if self.may("skip") and idle.source is None:
+            yield self.says("body ends without a digest", idle, bare, "bare")
+        if self.may("skip") and has_state:
             skips = dataclasses.replace(yes, skip=True)
-            yield self.event("body skips", idle, skips, "skip")
+            yield self.says("body skips", idle, skips, "skip")
             early = dataclasses.replace(skips, manifest=Manifest())
-            yield self.event("body skips early", idle, early, "skip")
+            yield self.says("body skips early", idle, early, "skip")
         if self.may("no"):
-            yield self.event("body ends with NO", idle, Prepared(token, False), "no")
-        if self.may("misfit") and idle.source is None:
+            yield self.says("body ends with NO", idle, Prepared(token, False), "no")
+        if self.may("misfit") and has_state:
             spoilt = idle._replace(bits=idle.bits.spoil(self.me))
-            yield self.event("body reduces nothing", spoilt, Prepared(token, True), "misfit")
+            yield self.says("body reduces nothing", spoilt, Prepared(token, True), "misfit")
             more = Prepared(token, True, dataclasses.replace(_REDUCED, count=2))
-            yield self.event("body reduces twice", spoilt, more, "misfit")
+            yield self.says("body reduces twice", spoilt, more, "misfit")
             other = Prepared(token, True, dataclasses.replace(_REDUCED, shapes="y"))
-            yield self.event("body reduces something else", spoilt, other, "misfit")
+            yield self.says("body reduces something else", spoilt, other, "misfit")
 
     def healing(self, nodes: list[Node]) -> Iterator[Act]:
         """Groups are rebuilt, and state is fetched from a member that is there."""
-        assert self.node.task is not None and self.node.bits is not None
-        _, epoch, source = self.node.task
-        idle, bits, ready = self.node._replace(task=None), self.node.bits, True
+        assert self.node.bits is not None
+        epoch, source = self.node.task
+        idle, bits, ready = self.node._replace(task=()), self.node.bits, True
         gone = self._lost_member(nodes)
         if source is not None:
             peer = self._newest(nodes, source)
@@ -1039,16 +1001,16 @@ class _Here:
                 assert peer.bits is not None
                 bits = bits.fetched(peer.bits)
         if ready and idle.source is not None:
-            yield self.event("connects", idle, Connected(epoch))
+            yield self.says("connects", idle, Connected(epoch))
         elif ready:
             event = Healed(epoch, 0 if source is None else 1, "", bits.told)
-            yield self.event("heals", idle._replace(bits=bits), event)
+            yield self.says("heals", idle._replace(bits=bits), event)
         if gone or self.may("heal"):
             torn = source is not None
             bits = self.node.bits.torn(self.me) if torn else self.node.bits
             failed = HealFailed(epoch, "", torn)
             cost = None if gone else "heal"
-            yield self.event("fails to heal", idle._replace(bits=bits), failed, cost)
+            yield self.says("fails to heal", idle._replace(bits=bits), failed, cost)
 
     def learning(self, nodes: list[Node]) -> Iterator[Act]:
         """The state that a learner fetches while the others compute is there, or does not come."""
@@ -1060,11 +1022,11 @@ class _Here:
             assert peer.bits is not None
             bits = bits.learnt(peer.bits)
             event = Healed(epoch, 1, "", bits.told)
-            yield self.event("learns", node._replace(bits=bits, source=None), event)
+            yield self.says("learns", node._replace(bits=bits, source=None), event)
         if not serves or self.may("heal"):
-            torn = node._replace(task=None, source=None, bits=bits.torn(self.me))
+            torn = node._replace(task=(), source=None, bits=bits.torn(self.me))
             cost = "heal" if serves else None
-            yield self.event("fails to learn", torn, HealFailed(epoch, "", True), cost)
+            yield self.says("fails to learn", torn, HealFailed(epoch, "", True), cost)
 
     def _serves(self, source: Node) -> bool:
         """Whether the source lives and holds the state that my epoch begins with."""
@@ -1104,7 +1066,7 @@ class _Here:
                 Suspect(self.me.group, self.me.rank, 1, _host(self.me), "x")
             )
             yield self._act("is said to hang", _Turn(self.node, self.shared, [seen]), "hang")
-        if self.may("corrupt") and (self.node.task or ("",))[0] == "txn":
+        if self.may("corrupt") and self.model.at(self.node) == "computing" and not self.node.stuck:
             assert self.node.bits is not None
             odd = self.node._replace(bits=self.node.bits.corrupted(self.me))
             yield self.put("state is corrupted", odd, "corrupt")
@@ -1116,8 +1078,7 @@ class _Here:
         node = self.node
         local = thaw(self.model.locals[node.local])
         if self.may("fault") and local.role in (*AT_WORK, "healing"):
-            broken = node._replace(task=None) if local.role == "training" else node
-            yield self.event("raises", broken, Fault(local.token, ""), "fault")
+            yield self._raise(Fault(local.token, ""))
         if self.may("early"):
             for name, serial in local.timers.items():
                 if name == _GIVES_UP:
@@ -1146,7 +1107,35 @@ class _Here:
         turn = _Turn(Node(self.node.inc), self.shared, list(sent))
         return self._act(f"ends ({cost})", turn, cost)
 
+    def _raise(self, fault: Fault) -> Act:
+        """The body raises, if it runs; else something fails beside the main thread."""
+        turn = _Turn(self.node, self.shared)
+        if self.model.at(self.node) == "computing":
+            turn.node = self.node._replace(task=())
+            self.model.move(turn, "unwound")
+        self.model._handle(turn, self.who, self.model.events.id(fault))
+        return self._act("raises", turn, "fault")
+
     # --- making acts ---
+
+    def has(self, event: str, facts: Set[str] | None = None) -> bool:
+        """Whether the main thread's table has a row for the event; with ``facts``, for these."""
+        thread, state = self.model.thread, self.node.thread
+        return thread.has(state, event) if facts is None else thread.allows(state, event, facts)
+
+    def says(self, what: str, node: Node, word: Word, cost: str | None = None) -> Act:
+        """The main thread has done something and says so; the process handles it at once."""
+        turn = _Turn(node, self.shared)
+        no = isinstance(word, Prepared) and not word.yes
+        self.model.move(turn, word.type, _NO if no else NO_FACTS)
+        self.model._handle(turn, self.who, self.model.events.id(word))
+        return self._act(what, turn, cost)
+
+    def _tells(self, what: str, node: Node, word: Word, cost: str | None = None) -> Act:
+        """The same, and the process handles it later."""
+        turn = _Turn(node._replace(done=self.model.events.id(word)), self.shared)
+        self.model.move(turn, word.type)
+        return self._act(what, turn, cost)
 
     def event(self, what: str, node: Node, event: Event, cost: str | None = None) -> Act:
         """The process, put to ``node``, handles an event."""
@@ -1174,6 +1163,7 @@ class _Here:
             turn.told,
             tuple(turn.claims),
             turn.broken,
+            turn.unexpected and f"{self.me}: {turn.unexpected}",
         )
 
 
@@ -1182,7 +1172,7 @@ def _host(peer: Peer) -> str:
 
 
 _NEVER = 1 << 30
-_BLOCKED = "blocked"
+_NO = frozenset({"says_no"})
 _REDUCED = Manifest(1, 4, "x")
 """What all bodies reduce, but for those at fault."""
 
@@ -1193,52 +1183,6 @@ def _tidy(shared: Shared, epoch: int) -> Shared:
         return shared
     kept = tuple(b for b in shared.ballots if b[0].epoch >= epoch)
     return shared if len(kept) == len(shared.ballots) else shared._replace(ballots=kept)
-
-
-def _matters(effect: Effect) -> bool:
-    return isinstance(effect, (*SHARED, Restore, Apply, StartTxn, Heal, Finish))
-
-
-@dataclass(frozen=True)
-class _Begin:
-    """``StartTxn``, as far as it matters here."""
-
-    token: Token
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """``Heal``, as far as it matters here; ``group``: whom to fetch from; ``late``: in the txn."""
-
-    epoch: int
-    group: str | None
-    late: bool = False
-
-
-AnyEffect = Effect | _Begin | _Fetch
-
-
-def _bare(effect: Effect, frees: bool) -> AnyEffect:
-    """The effect without texts, which nobody acts on, and without places in the member list.
-
-    ``frees``: whether the process groups are aborted besides; else a main thread that is in one
-    stays there.
-    """
-    match effect:
-        case Decide(after=after, proposal=proposal):
-            return Decide(after, dataclasses.replace(proposal, cause=""))
-        case Broadcast(message=Leave() | Death() as message):
-            return Broadcast(dataclasses.replace(message, cause=""))
-        case Restore(token=token):
-            return Restore(token, "" if frees else _BLOCKED)
-        case StartTxn(token=token):
-            return _Begin(token)
-        case Heal(record=record, index=index, fetch_from=source):
-            if source is None:
-                return _Fetch(record.epoch, None)
-            late = record.members[index].group in record.learners
-            return _Fetch(record.epoch, record.members[source].group, late)
-    return effect
 
 
 def _alive(key: Any, epoch: int, record: int, cursor: int, lineages: frozenset[str]) -> bool:

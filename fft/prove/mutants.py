@@ -7,10 +7,9 @@ nothing. A mutant that survives is a hole in the properties.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -34,20 +33,15 @@ from fft.messages.protocol import (
 )
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
-from fft.protocol.load import load_spec, parse_spec
+from fft.protocol.load import load_spec, load_thread, parse_spec, parse_thread
+from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.roles import Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
 from fft.prove.checker import Result, Search, search
-from fft.prove.model import REAL, Scope, World
+from fft.prove.planting import Change, Raw, instead, on, planted, small, state_of, way_to, without
+from fft.prove.scope import REAL, Scope, World
 from fft.util.errors import FftError
-
-Raw = dict[str, Any]
-"""A spec as plain data."""
-Change = Callable[[Raw], None]
-
-BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 
 @dataclass(frozen=True)
@@ -67,6 +61,8 @@ class Mutant:
     participant: type[Participant] = Participant
     """The core, in which some names mean something else."""
     world: World = REAL
+    thread: Change | None = None
+    """What is changed in the main thread's table."""
     base: str = "hsdp"
     """The table that is changed."""
 
@@ -80,6 +76,15 @@ class Mutant:
         self.change(raw)
         return parse_spec(yaml.safe_dump(raw), f"mutant {self.name}")
 
+    @cached_property
+    def thread_table(self) -> ThreadTable | None:
+        """The main thread's table with the bug in it; None: it has none."""
+        if self.thread is None:
+            return None
+        raw = load_thread().model_dump()
+        self.thread(raw)
+        return ThreadTable(parse_thread(yaml.safe_dump(raw), f"mutant {self.name}"))
+
     @property
     def place(self) -> str:
         """Where the bug is."""
@@ -88,8 +93,8 @@ class Mutant:
             for word, there in (
                 ("table", self.change is not None or self.base != "hsdp"),
                 ("core", self.participant is not Participant),
-                ("main thread", not (self.world.patient and self.world.restores)),
-                ("bus", replace(self.world, patient=True, restores=True) != REAL),
+                ("main thread", self.thread is not None or not self.world.restores),
+                ("bus", replace(self.world, restores=True) != REAL),
             )
             if there
         ]
@@ -98,109 +103,20 @@ class Mutant:
 
 def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
     """Search the mutant's scope with the bug in place. ``limit``: states."""
-    return search(mutant.spec, mutant.scope, mutant.participant, mutant.world, limit)
+    return search(
+        mutant.spec,
+        mutant.scope,
+        mutant.participant,
+        mutant.world,
+        limit,
+        thread=mutant.thread_table,
+    )
 
 
 @cache
 def run_sound(scope: Scope) -> Result:
     """Search a scope of the shipped table with nothing planted. Kept per scope."""
     return search(load_spec("hsdp"), scope)[1]
-
-
-# --- tools ----------------------------------------------------------------------------------------
-
-
-def small(
-    *,
-    groups: int = 2,
-    commits: int = 1,
-    formed: bool = True,
-    alike: bool = True,
-    digests: bool = False,
-    heals: bool = False,
-    **budget: int,
-) -> Scope:
-    """A scope with these faults, all of which may happen in one run."""
-    faults = sum(budget.values())
-    kinds = tuple(sorted(budget.items()))
-    return Scope(
-        "mutant",
-        groups,
-        commits=commits,
-        faults=faults,
-        budget=kinds,
-        formed=formed,
-        alike=alike,
-        digests=digests,
-        heals=heals,
-    )
-
-
-def planted(
-    guards: Mapping[str, Guard] | None = None, actions: Mapping[str, Action] | None = None
-) -> type[Participant]:
-    """The core with other guards or actions under these names."""
-    new_guards, new_actions = {**GUARDS, **(guards or {})}, {**EFFECTS, **(actions or {})}
-
-    class Planted(Participant):
-        guards = new_guards
-        actions = new_actions
-
-    return Planted
-
-
-def state_of(raw: Raw, role: Role) -> Raw:
-    """The first state of a role."""
-    states: dict[str, Raw] = raw["states"]
-    return next(state for state in states.values() if state["role"] == role)
-
-
-def way_to(raw: Raw, role: Role) -> str:
-    """What a row leads to that enters this state, in its first sub-state if it has some."""
-    state = state_of(raw, role)
-    name = next(name for name, other in raw["states"].items() if other is state)
-    return ".".join([name, *list(state["states"])[:1]])
-
-
-def on(raw: Raw, role: Role, event: str) -> list[Raw]:
-    """Rows of an event in the state of a role."""
-    rows: list[Raw] = state_of(raw, role)["on"].setdefault(event, [])
-    return rows
-
-
-def owners(raw: Raw) -> Iterator[Raw]:
-    """Everything that has rows."""
-    yield raw["common"]
-    for state in raw["states"].values():
-        yield from (state, *state["states"].values())
-
-
-def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Change:
-    """One row in the place of whatever the state says to the event."""
-
-    def change(raw: Raw) -> None:
-        state = state_of(raw, role)
-        state["ignore"].pop(event, None)
-        state["defer"].pop(event, None)
-        on(raw, role, event)[:] = [{"to": to and way_to(raw, to), **row}]
-
-    return change
-
-
-def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
-    """Rows without these effects; only in rows of these events, if any are named."""
-
-    def change(raw: Raw) -> None:
-        for there in owners(raw):
-            for event, rows in (*there["on"].items(), ("exit", there.get("exit", []))):
-                for row in rows if not events or event in events else ():
-                    row["effects"] = [name for name in row["effects"] if name not in effects]
-        for name, parts in ({} if events else raw["sequences"]).items():
-            raw["sequences"][name] = [part for part in parts if part not in effects]
-            for part in (part for part in parts if isinstance(part, dict)):
-                part["effects"] = [effect for effect in part["effects"] if effect not in effects]
-
-    return change
 
 
 def _all(*changes: Change) -> Change:
@@ -277,6 +193,11 @@ def _apply_at_once(raw: Raw) -> None:
     prepared["defer"] |= {"applied": "not decided yet", "apply_failed": "not decided yet"}
     for row in prepared["on"]["decision"]:
         row["effects"] = [name for name in row["effects"] if not name.startswith("apply")]
+
+
+def _restored_while_applying(raw: Raw) -> None:
+    """As the other states do; the shipped one refuses a rollback then."""
+    on(raw, "applying", "restore")[:] = on(raw, "waiting", "restore")
 
 
 def _counts_fit(s: Local, c: Config, event: Event) -> bool:
@@ -446,6 +367,12 @@ def _votes_without_state(raw: Raw) -> None:
     on(raw, "training", "prepared")[0]["guard"] = ["votes_yes"]
 
 
+def _ends_while_learning(raw: Raw) -> None:
+    for inner in state_of(raw, "computing")["states"].values():
+        if inner["on"]["prepared"][0]["guard"]:
+            inner["on"]["prepared"].append({"to": way_to(raw, "waiting")})
+
+
 def _able(s: Local) -> set[Peer]:
     return {p for p in member_peers(s) if p.group not in learners(s)}
 
@@ -465,6 +392,14 @@ def _never_armed(raw: Raw) -> None:
 
 
 # --- state ----------------------------------------------------------------------------------------
+
+
+def _no_rollback_after_the_body(raw: Raw) -> None:
+    del state_of(raw, "waiting")["on"]["restore"]
+
+
+def _out_of_the_body(raw: Raw) -> None:
+    on(raw, "computing", "restore")[0]["to"] = raw["initial"]
 
 
 def _torn_is_good(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -509,6 +444,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "replicas_equal",
         small(no=1),
         _apply_at_once,
+        thread=_restored_while_applying,
     ),
     Mutant(
         "yes_in_spite_of_error",
@@ -826,7 +762,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "validity",
         small(crash=1, restart=1, commits=2),
         _votes_without_state,
-        world=World(patient=False),
+        thread=_ends_while_learning,
     ),
     Mutant(
         "learner_not_counted",
@@ -836,6 +772,20 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted({"all_voted": _able_voted}, {"cast_vote": _cast_for_the_able}),
     ),
     # state and data
+    Mutant(
+        "rollback_not_expected",
+        "The main thread's table has no row for a rollback once its body is over.",
+        "protocol",
+        small(no=1),
+        thread=_no_rollback_after_the_body,
+    ),
+    Mutant(
+        "rollback_not_carried_out",
+        "A rollback leads the main thread out of its body, and nothing is unwound.",
+        "eventually",
+        small(no=1),
+        thread=_out_of_the_body,
+    ),
     Mutant(
         "not_restored",
         "A rollback leaves buffers, RNG states and gradients as the attempt left them.",
@@ -962,9 +912,6 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 
 
-# --- the table of the docs ------------------------------------------------------------------------
-
-
 class NotCaught(FftError):
     """A mutant survived, or was caught by another property than the one it names."""
 
@@ -980,37 +927,3 @@ def caught(mutant: Mutant) -> tuple[Search, Result]:
     if found != mutant.expected:
         raise NotCaught(f"mutant {mutant.name} must break {mutant.expected}; it broke {found}")
     return made, result
-
-
-def row_of(mutant: Mutant) -> str:
-    """The mutant's first columns in the table: what does not change with the model."""
-    kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.scope.budget)
-    shape = f"{mutant.scope.groups} x {mutant.scope.ranks}"
-    shape += "" if mutant.scope.formed else " from start"
-    scope = f"{shape}, {kinds or 'no fault'}"
-    return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {scope} |"
-
-
-def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
-    yield "| mutant | what is planted | where | caught by | scope | states | steps |"
-    yield "|---|---|---|---|---|--:|--:|"
-    for mutant in mutants:
-        result = caught(mutant)[1]
-        assert result.violation is not None
-        yield f"{row_of(mutant)} {result.states:,} | {len(result.violation.path)} |"
-
-
-def write_table(path: Path, mutants: Iterable[Mutant] = MUTANTS) -> None:
-    """Put the mutants as a table between its markers in a Markdown file; searches every one.
-
-    Raises:
-        NotCaught: one of them survives.
-        ValueError: the markers are not there, once each and in order.
-    """
-    text = path.read_text(encoding="utf-8") if path.exists() else f"# Proof\n\n{BEGIN}\n{END}\n"
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path}: put {BEGIN} and {END} where the table shall stand")
-    table = "\n".join(_rows(mutants))
-    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")

@@ -27,8 +27,9 @@ from fft.messages.protocol import (
 from fft.protocol.participant import Outcome
 from fft.protocol.spec import outermost
 from fft.protocol.state import Local
+from fft.prove.bare_effects import SHARED
 from fft.prove.intern import thaw
-from fft.prove.model import QUEUES, SHARED, Model, Node, Shared, State, Step
+from fft.prove.model import QUEUES, Model, Node, Shared, State, Step
 
 
 def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:
@@ -151,8 +152,8 @@ def _action(model: Model, state: State, step: Step) -> str:
         todo = say_effect(model.effects[node.pending[0]])
         how = "which is done, but the answer is lost" if what.endswith("was done") else "in vain"
         return f"fails to {todo}, {how}"
-    if what == "heals" and node.task is not None:
-        return f"heals, fetches {'nothing' if node.task[2] is None else 'the state'}"
+    if what == "heals":
+        return f"heals, fetches {'the state' if fetched(node, what) else 'nothing'}"
     if what == "connects":
         return "rebuilds its groups, and begins to fetch the state"
     if what == "learns":
@@ -160,10 +161,20 @@ def _action(model: Model, state: State, step: Step) -> str:
     return what
 
 
+def at_work(model: Model, node: Node) -> str | None:
+    """What a main thread is at that somebody waits for, in one word."""
+    if node.stuck:
+        return "blocked"
+    words = {"connecting": "heal", "restoring": "restore", "applying": "apply"}
+    return words.get(model.at(node))
+
+
 def fetched(node: Node, what: str) -> bool:
     """Whether this step of a process brings it the state of another."""
-    healed = what == "heals" and node.task is not None and node.task[2] is not None
-    return healed or what == "learns"
+    if what != "heals":
+        return what == "learns"
+    _, source = node.task
+    return source is not None
 
 
 def _bus(model: Model, state: State, step: Step) -> tuple[Shared, Shared]:

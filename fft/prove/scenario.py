@@ -78,12 +78,14 @@ from typing import TYPE_CHECKING, Any
 
 from fft.messages.protocol import Record
 from fft.protocol.load import load_spec
+from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS
 from fft.prove.intern import thaw
-from fft.prove.model import KINDS, REAL, Model, Scope, State, Step, World
+from fft.prove.model import Model, State, Step
 from fft.prove.narrate import (
+    at_work,
     ending,
     fetched,
     label,
@@ -95,6 +97,7 @@ from fft.prove.narrate import (
     tell,
     txn,
 )
+from fft.prove.scope import KINDS, REAL, Scope, World
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
@@ -252,18 +255,15 @@ def rewrite_scenario(path: Path) -> bool:
 
 # --- the job of a scenario ------------------------------------------------------------------------
 
-
-@cache
-def _spec(name_or_path: str) -> FsmSpec:
-    return load_spec(name_or_path)
+_spec = cache(load_spec)
 
 
 def _model(header: dict[str, str], folder: Path) -> Model:
     named = header["spec"]
     spec = _spec(str(folder / named) if named.endswith((".yaml", ".yml")) else named)
-    participant, world = Participant, REAL
+    participant, world, thread = Participant, REAL, None
     if header["mutant"]:
-        spec, participant, world = _mutant(header["mutant"], spec)
+        spec, participant, world, thread = _mutant(header["mutant"])
     for switch in header["world"].split():
         if not hasattr(REAL, switch):
             raise _Wrong(f"world: no switch {switch!r}; there are {', '.join(vars(REAL))}")
@@ -282,7 +282,7 @@ def _model(header: dict[str, str], folder: Path) -> Model:
         digests=_yes(header, "digests"),
         heals=_yes(header, "heals"),
     )
-    return Model(spec, scope, participant, world, tuple(header["only"].split()))
+    return Model(spec, scope, participant, world, tuple(header["only"].split()), thread)
 
 
 def _number(header: dict[str, str], key: str) -> int:
@@ -297,12 +297,12 @@ def _yes(header: dict[str, str], key: str) -> bool:
     return header[key] == "yes"
 
 
-def _mutant(wanted: str, spec: FsmSpec) -> tuple[FsmSpec, type[Participant], World]:
-    """Table, core and bus with the planted bug of that name in them."""
+def _mutant(wanted: str) -> tuple[FsmSpec, type[Participant], World, ThreadTable | None]:
+    """Tables, core and bus with the planted bug of that name in them."""
     mutants = importlib.import_module("fft.prove.mutants").MUTANTS  # only where one is asked for
     for mutant in mutants:
         if mutant.name == wanted:
-            return mutant.spec, mutant.participant, mutant.world
+            return mutant.spec, mutant.participant, mutant.world, mutant.thread_table
     raise _Wrong(f"no mutant {wanted!r}; there are {', '.join(m.name for m in mutants)}")
 
 
@@ -675,8 +675,8 @@ class Run:
             parts.append(f"to be told: {', '.join(say(model.events[n]) for n in node.mail)}")
         if todo := on_bus(model, node.pending):
             parts.append(f"to do: {', '.join(map(say_effect, todo))}")
-        if node.task is not None and node.task[0] != "txn":
-            parts.append(f"main thread: {node.task[0]}")
+        if (at := at_work(model, node)) is not None:
+            parts.append(f"main thread: {at}")
         return ", ".join(parts)
 
 

@@ -18,9 +18,11 @@ from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec, Part
 from fft.prove.bounds import DEEP, DEFAULT
 from fft.prove.checker import Result, Search, all_rows, narrate
-from fft.prove.model import Model, Scope
-from fft.prove.mutants import MUTANTS, NotCaught, caught, write_table
+from fft.prove.model import Model
+from fft.prove.mutants import MUTANTS, NotCaught, caught
+from fft.prove.mutants_page import write_table
 from fft.prove.scenario import save_counterexample
+from fft.prove.scope import Scope
 from fft.util.errors import FftError
 
 

@@ -112,6 +112,12 @@ class Healer:
         self.learning: Learning | None = None
         """The fetch that is under way beside the body."""
 
+    def facts(self, command: Heal) -> set[str]:
+        """What the main thread's table asks of ``command``."""
+        if command.fetch_from is None:
+            return set()
+        return {"learns"} if self._learns(command) else {"fetches"}
+
     def heal(self, command: Heal, models: str) -> None:
         """Come into the epoch of ``command``; ``models``: in words, what is reduced here."""
         epoch = command.record.epoch
@@ -121,7 +127,7 @@ class Healer:
             if command.send_to:
                 self._exchange.send(command)
             size, source = 0, ""
-            if self._learns(command):
+            if self._job.thread.awaits("connected"):
                 self._begin_to_learn(command)
                 return
             if command.fetch_from is not None:
@@ -131,7 +137,7 @@ class Healer:
                 source = command.record.members[command.fetch_from].group
         except Exception as error:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
-            self._job.post(HealFailed(epoch, text_of(error), torn=touched))
+            self._job.say(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
             # What came and does not fit in here would only stop the others again.
             if touched or isinstance(error, UnlikeGroups):
@@ -141,7 +147,7 @@ class Healer:
 
     def _healed(self, record: Record, size: int, source: str) -> None:
         self._state.stands_at(record)
-        self._job.post(Healed(record.epoch, size, source, self._state.digest_for_audit()))
+        self._job.say(Healed(record.epoch, size, source, self._state.digest_for_audit()))
 
     def _learns(self, command: Heal) -> bool:
         """Whether to fetch while the others compute; else they wait for it.
@@ -168,7 +174,7 @@ class Healer:
             self._exchange.interrupt,
             engine.nudge,
         )
-        engine.post(Connected(command.record.epoch))
+        self._job.say(Connected(command.record.epoch))
 
     def learn(self) -> bool:
         """Take over the state that came while the body ran. False: rolled back, or it failed."""
@@ -184,7 +190,7 @@ class Healer:
             self._state.load(payload, record, keep_gradients=True)
         except Exception as error:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
-            engine.post(HealFailed(record.epoch, text_of(error), torn=touched))
+            self._job.say(HealFailed(record.epoch, text_of(error), torn=touched))
             self._job.note_error(error)
             if touched:
                 raise

@@ -7,17 +7,33 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Set
 from typing import Any
 
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.loop import Engine
-from fft.messages.protocol import Event, Peer, Suspect, encode
+from fft.messages.protocol import (
+    Connected,
+    Event,
+    Healed,
+    HealFailed,
+    Peer,
+    Prepared,
+    Restored,
+    Suspect,
+    encode,
+)
+from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import Local
 from fft.trace.writer import TraceWriter
+from fft.train.main_thread import MainThread
 from fft.train.place_log import PlaceLog
 
 logger = logging.getLogger(__name__)
+
+Word = Prepared | Restored | Connected | Healed | HealFailed
+"""What the main thread says of its work, but for updates, whose errors any thread may tell."""
 
 
 class Participation:
@@ -29,6 +45,7 @@ class Participation:
         self.trace = trace
         self.engine: Engine | None = None
         """None: it has not joined."""
+        self.thread = MainThread()
         self.group_bus: ErrorBus | None = None
         self._places = PlaceLog(trace)
 
@@ -41,6 +58,15 @@ class Participation:
         """Give ``event`` to the engine, if there is one."""
         if self.engine is not None:
             self.engine.post(event)
+
+    def say(self, word: Word, facts: Set[str] = NO_FACTS) -> None:
+        """Main thread: tell the engine what came of a command.
+
+        Raises:
+            ProtocolError: nothing like it was under way.
+        """
+        self.thread.moves_on(word.type, facts)
+        self.post(word)
 
     def note(self, name: str, data: dict[str, Any]) -> None:
         """Put it into the trace, with the state of the participant once it has joined."""

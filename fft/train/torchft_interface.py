@@ -14,10 +14,10 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torchft.manager import Manager
 
+from fft.train.call_limit import Limit
 from fft.train.host import ShutDownAtExit
 from fft.train.parts import Parts
 from fft.train.unsafe_places import guarded
-from fft.train.worker import Limit
 from fft.util.errors import Drained, FftError
 
 

@@ -187,6 +187,8 @@ class Transaction:
         loop = self._loop
         loop.close_body()
         self.closed = True
+        if error is not None:
+            loop.worker.body_unwound()
         if isinstance(error, Interrupted):
             return True
         if error is not None:
@@ -195,6 +197,7 @@ class Transaction:
             loop.body_failed(self._plan, self._drawn, error)
             return True
         if (mistake := loop.left_undone()) is not None:
+            loop.worker.body_unwound()
             loop.body_failed(self._plan, self._drawn, mistake)
             return True
         command = loop.worker.prepare(last=self._is_last)

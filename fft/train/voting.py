@@ -8,6 +8,7 @@ from __future__ import annotations
 from torchft.manager import Manager
 
 from fft.messages.protocol import Prepared, StartTxn
+from fft.protocol.main_thread import NO_FACTS
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault, Injector
 from fft.train.lighthouse import Quorums
@@ -79,7 +80,8 @@ class Voter:
         cause = "" if error is None else text_of(error.original_exception)
         manifest, digest = self._reductions.manifest.build(), self._equality
         yes = error is None
-        self._job.post(Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last))
+        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last)
+        self._job.say(vote, NO_FACTS if yes else {"says_no"})
         self.inject("after_vote")
 
     def _await_quorum(self, plan: StartTxn) -> None:

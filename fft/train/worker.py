@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from torchft.manager import Manager
 
@@ -29,6 +28,7 @@ from fft.messages.protocol import (
     StartTxn,
 )
 from fft.train.body_failures import ANY, BodyFailures
+from fft.train.call_limit import Limit
 from fft.train.drain_clock import waiting_for
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
@@ -47,21 +47,6 @@ from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
 
 logger = logging.getLogger(__name__)
-
-
-class Limit:
-    """Of a wait that a caller bounds; counts from the making of it. Its text names the call."""
-
-    def __init__(self, call: str, timeout: timedelta) -> None:
-        self._text = f"{call}(timeout={timeout.total_seconds():g} s)"
-        self._deadline = time.monotonic() + timeout.total_seconds()
-
-    def left(self) -> float:
-        """Seconds, at least 0."""
-        return max(0.0, self._deadline - time.monotonic())
-
-    def __str__(self) -> str:
-        return self._text
 
 
 class Worker:
@@ -103,13 +88,21 @@ class Worker:
         """The txn that is open; None: between two."""
         self.voted: Literal["step", "skip"] | None = None
         """What this rank has voted for in the open txn, whose decision it does not know."""
-        self._applying: Apply | None = None
-        """A commit whose update is not behind us."""
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._by_loop = LoopUpdates()
+        self._work: dict[str, Callable[[Any], None]] = {
+            "restore": self._restore,
+            "connect": self._connect,
+            "refuse_epoch": self._refuse_epoch,
+            "begin_body": self._enter,
+            "refuse_txn": self._refuse_txn,
+            "apply": self._apply_too_late,
+            "leave": self._stop,
+        }
+        """Effects of the main thread's table, on a command taken between two txns."""
 
     # --- between two txns ---
 
@@ -124,31 +117,46 @@ class Worker:
         self._torn = self._by_loop.take_torn() or self._torn
         if self._by_loop.look(self._manager._step - 1):
             self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
-        while True:
-            command = self._finish or self._wait(engine, limit)
+        while self._finish is None:
+            command = self._wait(engine, limit)
+            effects = self._job.thread.obeys(command, self._facts(command))
             engine.take(command)
-            match command:
-                case Restore():
-                    self._restore(command)
-                case StartTxn() if self._torn is not None:  # and the rollback comes
-                    engine.post(Fault(command.token, self._torn, "apply"))
-                case Heal() if self._torn is not None:
-                    engine.post(HealFailed(command.record.epoch, self._torn, torn=True))
-                case Heal():
-                    if command.fetch_from is not None:
-                        self._by_loop.forget()
-                    with self._watchers.waiting():  # it has limits of its own
-                        self._healer.heal(command, self._reductions.models)
-                case StartTxn():
-                    self._enter(command)
-                    return command
-                case Finish():
-                    self._stop(command)
-                    return None
-                case Apply():  # a decision for a body that has already raised out of its step
-                    self._close_txn()
-                    self._applying = command
-                    self._apply_failed(RuntimeError("interrupted before the optimizer step"))
+            for effect in effects:
+                self._work[effect](command)
+            if isinstance(command, StartTxn) and self._job.thread.role == "computing":
+                return command
+            if isinstance(command, Finish):
+                return None
+        self._stop(self._finish)
+        return None
+
+    def _facts(self, command: Command) -> set[str]:
+        """What the table asks of a command."""
+        facts = self._healer.facts(command) if isinstance(command, Heal) else set()
+        return facts if self._torn is None else facts | {"torn"}
+
+    def _refuse_txn(self, command: StartTxn) -> None:
+        assert self._torn is not None
+        self._job.post(Fault(command.token, self._torn, "apply"))
+
+    def _refuse_epoch(self, command: Heal) -> None:
+        assert self._torn is not None
+        self._job.post(HealFailed(command.record.epoch, self._torn, torn=True))
+
+    def _connect(self, command: Heal) -> None:
+        if command.fetch_from is not None:
+            self._by_loop.forget()
+        with self._watchers.waiting():  # it has limits of its own
+            self._healer.heal(command, self._reductions.models)
+
+    def _apply_too_late(self, command: Apply) -> None:
+        """A decision for a body that has already raised out of its step."""
+        self._close_txn()
+        self._apply_failed(RuntimeError("interrupted before the optimizer step"))
+
+    def body_unwound(self) -> None:
+        """The body is over without a vote, if it has not voted: the rollback comes."""
+        self._job.thread.leaves("computing", "unwound")
 
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
@@ -248,7 +256,7 @@ class Worker:
             logger.error("%s This rank fetches the state", why)
             self._torn = why
         torn, self._torn = self._torn, None
-        self._job.post(Restored(command.token, torn is not None, torn or ""))
+        self._job.say(Restored(command.token, torn is not None, torn or ""))
 
     def _put_back(self) -> None:
         assert self._state.step is not None
@@ -277,6 +285,7 @@ class Worker:
         if self.voted is None:
             self._voter.vote(plan, skip, last)
             self.voted = "skip" if skip else "step"
+            self.body_unwound()  # before the state came that a vote needs
         command = self._wait(engine, limit)
         self._close_txn()
         if self._quorums is not None:
@@ -287,6 +296,7 @@ class Worker:
             return command
         if isinstance(command, Finish) and command.error is not None:
             engine.take(command)
+            self._job.thread.obeys(command)
             self._stop(command)
         return None
 
@@ -323,7 +333,7 @@ class Worker:
 
     def _update(self, command: Apply, update: Callable[[], None]) -> bool:
         """Whether ``update`` went well; else the state is torn, and the engine knows."""
-        self._applying = command
+        self._job.thread.obeys(command)
         try:
             if self._injector is not None:
                 self._injector.at("apply")
@@ -336,26 +346,26 @@ class Worker:
 
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
-        self._applying = command
+        self._job.thread.obeys(command)
         self._by_loop.begin()
 
     def finish_apply(self) -> None:
         """The optimizer step that COMMIT asked for is behind us: tell the engine."""
-        local = self._job.local
-        if self._applying is None or local is None:
+        local, thread = self._job.local, self._job.thread
+        if thread.role != "applying" or local is None:
             return
         if (torn := self._by_loop.take_torn()) is not None:
             self._apply_failed(RuntimeError(torn))
             return
-        self._applying = None
+        if not thread.leaves("applying", "applied"):  # another thread has reported its failure
+            return
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
 
     def _apply_failed(self, error: BaseException) -> None:
         local = self._job.local
-        if local is None:
+        if local is None or not self._job.thread.leaves("applying", "apply_failed"):
             return
-        self._applying = None
         self._by_loop.failed()
         self._job.post(ApplyFailed(local.token, text_of(error)))
         self._job.note_error(error)
@@ -364,7 +374,7 @@ class Worker:
 
     def report_error(self, error: Exception) -> None:
         """As ``ManagerFFT.report_error``, once the job is joined."""
-        if self._applying is not None and not self._by_loop.is_made:
+        if self._job.thread.role == "applying" and not self._by_loop.is_made:
             self._apply_failed(error)
             return
         manager = self._manager
@@ -385,7 +395,7 @@ class Worker:
         way may only be waiting for the one that hangs, and is not left out.
         """
         plan = self.txn
-        if plan is None or self._applying is not None:
+        if plan is None or self._job.thread.role == "applying":
             return
         waits = any(group.pending() for group in self._groups)
         if self._reductions.raises or waits or not self._job.say_stuck(reason):

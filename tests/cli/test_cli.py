@@ -305,6 +305,18 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     assert (tmp_path / "t/logs/g0r0-1.log").read_text() == "['--steps', '3', '--help']\n"
 
 
+def test_the_main_threads_machine_is_checked_and_drawn_like_an_engines() -> None:
+    told = fft("spec", "main_thread")
+    assert told.returncode == 0, told.stderr
+    assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in told.stdout
+    drawn = fft("graph", "main_thread")
+    assert drawn.stdout.startswith("stateDiagram-v2\n    [*] --> IDLE_ready\n")
+    assert "WAITING --> APPLYING: apply" in drawn.stdout
+    refused = fft("check", "main_thread")
+    assert refused.returncode != 0
+    assert "machine: Input should be 'engine'" in refused.stderr
+
+
 def test_a_spec_that_is_not_there_is_one_line() -> None:
     failed = fft("spec", "no-such-spec")
     assert failed.returncode == 2

@@ -29,15 +29,14 @@ LONG_FILES = {
         735,
         "A list of guarantees, each on its own; the judge could leave.",
     ),
-    "prove/model.py": (1259, "One transition system, in whose steps all parts meet."),
-    "prove/mutants.py": (1021, "A list of planted bugs; half of it is one table."),
+    "prove/model.py": (1203, "One transition system, in whose steps all parts meet."),
+    "prove/mutants.py": (934, "A list of planted bugs; half of it is one table."),
     "prove/scale/job.py": (485, "One job in virtual time, its phases in the order they happen."),
     "prove/scenario.py": (781, "Every command of a language, and its reader, which could leave."),
     "prove/simulator/job.py": (
         640,
         "One world, whose faults and whose services meet in its clock.",
     ),
-    "prove/simulator/process.py": (537, "Engine thread and main thread, which hand work over."),
     "trace/live_sets.py": (699, "A definition and its decision; reading traces could leave."),
     "train/lighthouse.py": (433, "Heartbeats and quorums, which share a client; could be two."),
     "train/process_group/abortable.py": (

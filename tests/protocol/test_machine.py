@@ -6,15 +6,21 @@ from itertools import product
 
 import pytest
 
-from fft.protocol.load import load_spec
+from fft.protocol.load import load_machine, load_spec
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
 
 @pytest.mark.parametrize(
-    "name", ["hsdp", "fsm_specs/teaching/local_commit.yaml", "fsm_specs/teaching/plain_votes.yaml"]
+    "name",
+    [
+        "hsdp",
+        "main_thread",
+        "fsm_specs/teaching/local_commit.yaml",
+        "fsm_specs/teaching/plain_votes.yaml",
+    ],
 )
 def test_every_look_up_takes_the_row_that_the_library_takes(name: str) -> None:
-    table = Table(load_spec(name))
+    table = Table(load_machine(name))
     taken = set()
     for state, event in sorted(table._rows):
         named = sorted({g for row in table._candidates[state, event] for g in row.guard})

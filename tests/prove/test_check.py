@@ -13,8 +13,9 @@ import pytest
 from fft.protocol.load import load_spec
 from fft.prove.bounds import DEEP, DEFAULT, budget
 from fft.prove.checker import Search, all_rows, search
-from fft.prove.model import Model, Scope, State, Step
+from fft.prove.model import Model, State, Step
 from fft.prove.scenario import check_scenario
+from fft.prove.scope import Scope
 
 HSDP = load_spec("hsdp")
 FFT = [sys.executable, "-m", "fft.cli"]

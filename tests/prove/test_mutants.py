@@ -9,19 +9,10 @@ import pytest
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import find_spec, load_spec
 from fft.prove.checker import narrate, search
-from fft.prove.model import Scope
-from fft.prove.mutants import (
-    BEGIN,
-    END,
-    MUTANTS,
-    Mutant,
-    NotCaught,
-    caught,
-    row_of,
-    run_sound,
-    small,
-    write_table,
-)
+from fft.prove.mutants import MUTANTS, Mutant, NotCaught, caught, run_sound
+from fft.prove.mutants_page import BEGIN, END, row_of, write_table
+from fft.prove.planting import small
+from fft.prove.scope import Scope
 
 ROOT = Path(__file__).resolve().parents[2]
 PROOF = ROOT / "docs" / "proof.md"

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from fft.messages.protocol import BusMessage, Drain, Effect, Event, Peer, Record, Timer, Token
 from fft.protocol.invariants import History, Move, judge
@@ -288,7 +288,7 @@ class World:
         try:
             process.local, out = process.participant.handle(before, event, now)
         except Exception as error:  # noqa: BLE001 - whatever the core raises is a finding
-            self._violated("crash", f"{error!r} on {event} in {before.state}", str(process.peer))
+            self.violated("crash", f"{error!r} on {event} in {before.state}", str(process.peer))
         seen.events += 1
         moves = self.history.moves[process.peer]
         place = f"{process.peer}:{len(moves) + 1}"
@@ -299,10 +299,11 @@ class World:
             seen.rows.add((step.source, id(step.row)))
         if out.verdict == "refused":
             text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
-            self._violated("protocol_error", text, place)
+            self.violated("protocol_error", text, place)
         return out.effects
 
-    def _violated(self, name: str, text: str, place: str = "") -> None:
+    def violated(self, name: str, text: str, place: str = "") -> NoReturn:
+        """Something does not hold that must: the run ends."""
         self.seen.violations.append(Violation(name, text[:1000], place))
         raise _Stop
 
@@ -446,7 +447,7 @@ class World:
         while not passed[0] and self.clock.now <= until:
             self.clock.turn()
             if self.seen.events > _LAST_EVENT:
-                self._violated("liveness", f"more than {_LAST_EVENT} events: {self._where()}")
+                self.violated("liveness", f"more than {_LAST_EVENT} events: {self._where()}")
 
     def bound(self) -> float:
         """Virtual seconds within which a calm job must be well again."""
@@ -477,7 +478,7 @@ class World:
                 return None
             self._pass(_LOOK)
         what = "no progress" if can else "in doubt"
-        self._violated(
+        self.violated(
             "liveness",
             f"{what} {self.clock.now - begun:.0f} s after the last fault: {self._where()}",
         )
@@ -542,7 +543,7 @@ class World:
         deadline = self.clock.now + self.bound()
         while self.live():
             if self.clock.now > deadline:
-                self._violated("liveness", f"asked to drain, but still there: {self._where()}")
+                self.violated("liveness", f"asked to drain, but still there: {self._where()}")
             self._pass(_LOOK)
         if self.bus.head is not None and self.bus.head.diverged:
             return  # noticed only now, and the end of everyone
@@ -550,7 +551,7 @@ class World:
         deaf = {p.peer.group for p in leaving if p.local.deaf}
         badly = [p for p in leaving if p.code != 0 and p.peer.group not in deaf]
         if bad := [f"{p.peer} ({p.code})" for p in badly]:
-            self._violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
+            self.violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
 
     def _where(self) -> str:
         head = self.bus.head

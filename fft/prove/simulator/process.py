@@ -2,78 +2,48 @@
 
 ``Process`` does in virtual time what ``fft.engine.loop`` does: one queue, answers of the bus before
 due timers before everything else, effects one after another, each shared operation taking its time,
-main-thread work handed over through a slot that holds the newest command. ``MainThread`` does what
-``fft.train.worker`` does with the command. Both can be stopped, slowed or killed between any two
-things they do.
+main-thread work handed over through a slot that holds the newest command. It can be stopped, slowed
+or killed between any two things that it does.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, assert_never
 
 from fft.messages.protocol import (
     AbortGroups,
-    Applied,
     Apply,
-    ApplyFailed,
     Broadcast,
     CancelFutures,
     CastVote,
     ClearTimers,
-    Connected,
     Decide,
     DropBallot,
     Effect,
     Event,
-    Fault,
     Finish,
     Heal,
-    Healed,
-    HealFailed,
-    Manifest,
     Peer,
-    Prepared,
     ReadHead,
-    Record,
     Restore,
-    Restored,
     SetTimer,
     Start,
     StartTxn,
-    Stop,
     Tell,
     Timer,
-    Token,
 )
 from fft.protocol.participant import Participant
 from fft.protocol.state import Local
 from fft.prove.bits import Bits
 from fft.prove.simulator.bus import Link
-from fft.prove.simulator.meetings import Meeting
+from fft.prove.simulator.main_thread import MainThread
 
 if TYPE_CHECKING:
     from fft.prove.simulator.groups import Group
     from fft.prove.simulator.job import World
-
-Command = Restore | Heal | Apply | StartTxn | Finish
-STATE_BYTES = 1000
-"""What one transfer of state counts."""
-_SHUTDOWN = 5.0
-"""Seconds that a manager's shutdown waits for its engine."""
-
-
-@dataclass(frozen=True)
-class _Came:
-    """How a fetch has ended. ``bits``: None, it failed."""
-
-    cause: str
-    bits: Bits | None = None
-    source: str = ""
-    torn: bool = False
 
 
 class Process:
@@ -193,345 +163,3 @@ class Process:
         parked, self.parked = self.parked, []
         for action, args in parked:
             self.world.clock.after(0.0, self, action, *args)
-
-
-class MainThread:
-    """What the user's thread does; ``bits`` is what its memory really holds."""
-
-    def __init__(self, process: Process, bits: Bits) -> None:
-        self.bits = bits
-        self.serving: Record | None = None
-        """The epoch whose members can fetch this process's state."""
-        self._process = process
-        self._world = process.world
-        self._slot: Command | None = None
-        self._doing: str = "idle"
-        """``idle``: waits for a command; ``voted``: for the decision; else at work."""
-        self._plan: StartTxn | None = None
-        self._meeting: Meeting | None = None
-        self._serial = 0
-        """Of the newest wait; what comes for an older one is void."""
-        self._era = -1
-        """Record number of the epoch that the process groups were built for, and who is in them."""
-        self._members: tuple[Peer, ...] = ()
-        self._aborted = True
-        self._failing: str | None = None
-        """The fault that will strike this body."""
-        self._heal: Heal | None = None
-        self._waits = 0, False
-        """What the vote will tell of, once the state has come: reductions, and whether to skip."""
-        self._interval = self._world.digest_interval()
-        self._learning: Heal | None = None
-        """Of a learner: what its state is on its way for."""
-        self._came: _Came | None = None
-        """How that ended."""
-
-    # --- commands ---
-
-    def command(self, command: Command) -> None:
-        """The engine has put a command into the slot; the newest counts."""
-        self._slot = command
-        if self._doing == "quitting" and isinstance(command, Finish):
-            self._exit(1)
-        self._look()
-
-    def _look(self) -> None:
-        """Take the command, if this thread is waiting for one."""
-        command = self._slot
-        if command is None or self._doing not in ("idle", "voted", "learning"):
-            return
-        voted, self._doing = self._doing == "voted", "busy"
-        self._slot = None
-        match command:
-            case Restore():
-                self._process.later(self._world.latency.restore(), self._restored, command)
-            case Heal():
-                self._begin_heal(command)
-            case StartTxn():
-                self._enter(command)
-            case Apply() if voted:
-                self._note_consumed()
-                self._process.later(self._world.latency.apply(), self._applied, command.skip)
-            case Apply():  # the body had raised already
-                self._post(ApplyFailed(self._token(), "interrupted before the optimizer step"))
-                self._idle()
-            case Finish(error=error):
-                self._exit(int(error is not None))
-            case _:
-                assert_never(command)
-
-    def _exit(self, code: int) -> None:
-        self._process.later(self._world.latency.exit(), self._world.exited, self._process, code)
-
-    def _idle(self) -> None:
-        self._doing = "idle"
-        self._look()
-
-    def _post(self, event: Event) -> None:
-        self._process.post(event)
-
-    def _token(self) -> Token:
-        return self._process.local.token
-
-    def _restored(self, command: Restore) -> None:
-        self._plan, self._learning = None, None
-        self.bits = self.bits.restored()
-        self._post(Restored(command.token))
-        self._idle()
-
-    def _note_consumed(self) -> None:
-        plan = self._plan
-        if plan is not None and plan.index is not None:
-            self._world.consumed(self._process, plan.token, plan.cursor + plan.index, plan.step)
-
-    def _applied(self, skip: bool) -> None:
-        who, token = self._process.peer, self._token()
-        if self._world.strikes("apply_failed"):
-            self.bits = self.bits.torn(who)
-            self._post(ApplyFailed(token, "the optimizer step raised"))
-        else:
-            self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
-            self._post(Applied(token, self.bits.told))
-        self._idle()
-
-    # --- the process groups ---
-
-    def abort(self) -> None:
-        """The engine aborts the groups: whoever is blocked in them is freed, here and elsewhere."""
-        if self._aborted:
-            return
-        self._aborted = True
-        self._world.lost(self._process.peer, self._era)
-        if self._meeting is not None:
-            self._process.later(self._world.latency.hop(), self.missed, self._serial, "aborted")
-
-    def _meet(self, key: tuple[int, ...], limit: float) -> None:
-        self._serial += 1
-        self._meeting = self._world.meeting(key, self._members)
-        self._meeting.join(self._process, self._serial, limit)
-
-    def met(self, serial: int) -> None:
-        """Everybody came."""
-        if serial != self._serial or self._meeting is None:
-            return
-        self._meeting = None
-        if self._heal is None:
-            self._reduced()
-        elif self._aborted:
-            self._heal_failed("aborted")
-        else:
-            self._rebuilt(self._heal)
-
-    def missed(self, serial: int, cause: str) -> None:
-        """Somebody did not come, or the groups were aborted."""
-        if serial != self._serial or self._meeting is None:
-            return
-        self._meeting = None
-        if self._heal is not None:
-            self._heal_failed(cause)
-        elif self._aborted:
-            self._unwind()
-        else:
-            self._fail(f"a reduction failed: {cause}")
-
-    # --- the body ---
-
-    def _enter(self, plan: StartTxn) -> None:
-        world = self._world
-        if plan.token.txn > 1 or self.serving is None or not self.serving.learners:
-            self.serving = None
-        self._plan, self._doing = plan, "body"
-        self.bits = self.bits.begin(self._process.peer, plan.token)
-        if world.compares and self._learning is None and world.strikes("corrupted"):
-            self.bits = self.bits.corrupted(self._process.peer)
-        self._failing = world.body_fault()
-        compute = world.latency.compute()
-        if self._failing in ("exception", "quit"):
-            self._process.later(compute * world.rng.random(), self._raise, self._failing)
-        else:
-            self._process.later(compute, self._reduce)
-
-    def _raise(self, kind: str) -> None:
-        self._world.count(kind)
-        if kind == "quit":
-            self._world.lost(self._process.peer, self._era)
-            self._aborted, self._doing = True, "quitting"
-            self._post(Stop("the user's code gave up"))
-            self._process.later(_SHUTDOWN, self._world.exited, self._process, 1)
-            return
-        self._fault(f"injected: {kind}")
-        self._idle()
-
-    def _fault(self, cause: str) -> None:
-        assert self._plan is not None
-        if not self._aborted:
-            self._post(Fault(self._plan.token, cause))
-
-    def _reduce(self) -> None:
-        plan = self._plan
-        assert plan is not None
-        if self._aborted:
-            self._unwind()
-            return
-        if self._failing == "user_skips_early":
-            self._world.count(self._failing)
-            self._vote(0, skip=True)
-            return
-        if self._failing == "skipped" and self._world.skips_alone(plan.token, self._members):
-            self.bits = self.bits.spoil(self._process.peer)
-            self._vote(self._world.rng.choice([0, self._world.reductions - 1]))
-            return
-        self._meet((self._era, *plan.token), self._world.group_timeout)
-
-    def _reduced(self) -> None:
-        assert self._plan is not None
-        if self._aborted:
-            self._unwind()
-        elif self._failing in ("one_sided", "late_exception"):
-            self._world.count(self._failing)
-            if self._failing == "one_sided":
-                self._fail("injected: the last reduction failed on this side")
-            else:
-                self._raise_late()
-        else:
-            world, token = self._world, self._plan.token
-            left_out = world.skipped_by_all(token) == self._process.peer.rank
-            alone = self._failing == "user_skips"
-            if alone:
-                world.count("user_skips")
-            self._vote(world.reductions - left_out, skip=world.all_skip(token) or alone)
-
-    def _raise_late(self) -> None:
-        self._fault("injected: exception after the reductions")
-        self._idle()
-
-    def _fail(self, cause: str) -> None:
-        """A reduction failed here: what lies in the gradients is not what the peers have."""
-        self.bits = self.bits.spoil(self._process.peer)
-        self._fault(cause)
-        if self._world.awaits_reductions:
-            self._vote(self._world.reductions, cause)
-        else:
-            self._idle()
-
-    def _unwind(self) -> None:
-        """An abort has ended the body."""
-        if self._world.awaits_reductions:
-            self._vote(self._world.reductions, "the process group was aborted")
-        else:
-            self._idle()
-
-    def _vote(self, count: int, cause: str = "", skip: bool = False) -> None:
-        """Post YES, or NO because of ``cause``, and wait for the decision."""
-        assert self._plan is not None
-        if self._learning is not None and not cause:
-            self._doing = "learning"
-            self._waits = count, skip
-            self._learn()
-            return
-        manifest = Manifest(count=count, bytes=4 * count, shapes="x")
-        # By the step, so that a replay compares again.
-        compares = self._world.compares and self._plan.step % self._interval == 0
-        digest = self.bits.digest if compares else None
-        self._post(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
-        if self._failing == "after_vote" and not cause:
-            self._world.count("after_vote")
-            self._post(Fault(self._plan.token, "injected: fault after the vote"))
-        self._doing = "voted"
-        self._look()
-
-    def _learn(self) -> None:
-        """The body of a learner has ended: vote, once its state has come."""
-        learning, came = self._learning, self._came
-        if self._doing != "learning" or learning is None or came is None:
-            return
-        self._learning = None
-        if came.bits is None:
-            self._failed_to_heal(learning, came.cause, came.torn)
-            return
-        self.bits = self.bits.learnt(came.bits)
-        event = Healed(learning.record.epoch, STATE_BYTES, came.source, self.bits.told)
-        self._post(event)
-        self._doing = "body"
-        count, skip = self._waits
-        self._vote(count, skip=skip)
-
-    # --- healing ---
-
-    def _begin_heal(self, command: Heal) -> None:
-        self._heal, self._era, self._aborted = command, command.record.n, False
-        self._members = tuple(p for g in command.record.members for p in g.peers())
-        limit = self._process.participant.config.timeouts.get("ready_window", 60.0)
-        self._meet((command.record.n,), limit)
-
-    def _rebuilt(self, command: Heal) -> None:
-        world = self._world
-        if world.strikes("heal_failed"):
-            self._heal_failed("injected: connection reset")
-            return
-        if command.send_to:
-            self.serving = command.record
-        if command.fetch_from is None:
-            self._healed(0, "")
-            return
-        limit = self._process.participant.config.timeouts.get("vote_window", 60.0)
-        give_up = world.clock.now + limit
-        self._process.later(world.latency.transfer(), self._fetch, command, give_up)
-        if self._process.peer.group in command.record.learners:
-            self._heal, self._learning, self._came = None, command, None
-            self._post(Connected(command.record.epoch))
-            self._idle()
-
-    def _fetch(self, command: Heal, give_up: float) -> None:
-        """The transfer could be through, if its source was there; else wait for it."""
-        world, record = self._world, command.record
-        if command is not (self._heal or self._learning):
-            return  # a rollback has ended it
-        assert command.fetch_from is not None
-        entry = record.members[command.fetch_from]
-        source = world.processes[entry.peers()[self._process.peer.rank]]
-        served = source.main.serving
-        if not source.alive:
-            self._fetched(_Came(f"{source.peer} does not answer"))
-        elif served is None or source.stopped:
-            if world.clock.now >= give_up:
-                self._fetched(_Came(f"{source.peer} serves no state"))
-            else:
-                self._process.later(0.1, self._fetch, command, give_up)
-        elif served.step != record.step or served.lineage != record.lineage:
-            self._fetched(_Came(f"{source.peer} serves step {served.step}"))
-        elif world.strikes("heal_torn"):
-            self._fetched(_Came("injected: the state does not fit", torn=True))
-        else:
-            self._fetched(_Came("", source.main.bits, entry.group))
-
-    def _fetched(self, came: _Came) -> None:
-        if self._heal is None:
-            self._came = came
-            self._learn()
-        elif came.bits is None:
-            self._heal_failed(came.cause, came.torn)
-        else:
-            self.bits = self.bits.fetched(came.bits)
-            self._healed(STATE_BYTES, came.source)
-
-    def _healed(self, size: int, source: str) -> None:
-        assert self._heal is not None
-        epoch, self._heal = self._heal.record.epoch, None
-        self._post(Healed(epoch, size, source, self.bits.told))
-        self._idle()
-
-    def _heal_failed(self, cause: str, torn: bool = False) -> None:
-        healing, self._heal = self._heal, None
-        assert healing is not None
-        self._failed_to_heal(healing, cause, torn)
-
-    def _failed_to_heal(self, command: Heal, cause: str, torn: bool) -> None:
-        if torn:
-            self.bits = self.bits.torn(self._process.peer)
-        self._post(HealFailed(command.record.epoch, cause, torn))
-        if torn and self._world.rng.random() < 0.7:  # the manager raises: the process ends
-            self._doing = "gone"
-            self._exit(1)
-            return
-        self._idle()

@@ -1,0 +1,44 @@
+"""The mutants as a table of the docs, written between its markers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from fft.prove.mutants import MUTANTS, Mutant, caught
+
+BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
+
+
+def row_of(mutant: Mutant) -> str:
+    """The mutant's first columns in the table: what does not change with the model."""
+    kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.scope.budget)
+    shape = f"{mutant.scope.groups} x {mutant.scope.ranks}"
+    shape += "" if mutant.scope.formed else " from start"
+    scope = f"{shape}, {kinds or 'no fault'}"
+    return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {scope} |"
+
+
+def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
+    yield "| mutant | what is planted | where | caught by | scope | states | steps |"
+    yield "|---|---|---|---|---|--:|--:|"
+    for mutant in mutants:
+        result = caught(mutant)[1]
+        assert result.violation is not None
+        yield f"{row_of(mutant)} {result.states:,} | {len(result.violation.path)} |"
+
+
+def write_table(path: Path, mutants: Iterable[Mutant] = MUTANTS) -> None:
+    """Put the mutants as a table between its markers in a Markdown file; searches every one.
+
+    Raises:
+        NotCaught: one of them survives.
+        ValueError: the markers are not there, once each and in order.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# Proof\n\n{BEGIN}\n{END}\n"
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path}: put {BEGIN} and {END} where the table shall stand")
+    table = "\n".join(_rows(mutants))
+    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")

@@ -1,0 +1,109 @@
+"""What bugs are planted with: small scopes, other rows, other guards and effects. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fft.protocol.effects import EFFECTS, Action
+from fft.protocol.guards import GUARDS, Guard
+from fft.protocol.participant import Participant
+from fft.protocol.roles import Role
+from fft.prove.scope import Scope
+
+Raw = dict[str, Any]
+"""A spec as plain data."""
+Change = Callable[[Raw], None]
+
+
+def small(
+    *,
+    groups: int = 2,
+    commits: int = 1,
+    formed: bool = True,
+    alike: bool = True,
+    digests: bool = False,
+    heals: bool = False,
+    **budget: int,
+) -> Scope:
+    """A scope with these faults, all of which may happen in one run."""
+    faults = sum(budget.values())
+    kinds = tuple(sorted(budget.items()))
+    return Scope(
+        "mutant",
+        groups,
+        commits=commits,
+        faults=faults,
+        budget=kinds,
+        formed=formed,
+        alike=alike,
+        digests=digests,
+        heals=heals,
+    )
+
+
+def planted(
+    guards: Mapping[str, Guard] | None = None, actions: Mapping[str, Action] | None = None
+) -> type[Participant]:
+    """The core with other guards or actions under these names."""
+    new_guards, new_actions = {**GUARDS, **(guards or {})}, {**EFFECTS, **(actions or {})}
+
+    class Planted(Participant):
+        guards = new_guards
+        actions = new_actions
+
+    return Planted
+
+
+def state_of(raw: Raw, role: Role) -> Raw:
+    """The first state of a role."""
+    states: dict[str, Raw] = raw["states"]
+    return next(state for state in states.values() if state["role"] == role)
+
+
+def way_to(raw: Raw, role: Role) -> str:
+    """What a row leads to that enters this state, in its first sub-state if it has some."""
+    state = state_of(raw, role)
+    name = next(name for name, other in raw["states"].items() if other is state)
+    return ".".join([name, *list(state["states"])[:1]])
+
+
+def on(raw: Raw, role: Role, event: str) -> list[Raw]:
+    """Rows of an event in the state of a role."""
+    rows: list[Raw] = state_of(raw, role)["on"].setdefault(event, [])
+    return rows
+
+
+def owners(raw: Raw) -> Iterator[Raw]:
+    """Everything that has rows."""
+    yield raw["common"]
+    for state in raw["states"].values():
+        yield from (state, *state["states"].values())
+
+
+def instead(role: Role, event: str, to: Role | None = None, **row: Any) -> Change:
+    """One row in the place of whatever the state says to the event."""
+
+    def change(raw: Raw) -> None:
+        state = state_of(raw, role)
+        state["ignore"].pop(event, None)
+        state["defer"].pop(event, None)
+        on(raw, role, event)[:] = [{"to": to and way_to(raw, to), **row}]
+
+    return change
+
+
+def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
+    """Rows without these effects; only in rows of these events, if any are named."""
+
+    def change(raw: Raw) -> None:
+        for there in owners(raw):
+            for event, rows in (*there["on"].items(), ("exit", there.get("exit", []))):
+                for row in rows if not events or event in events else ():
+                    row["effects"] = [name for name in row["effects"] if name not in effects]
+        for name, parts in ({} if events else raw["sequences"]).items():
+            raw["sequences"][name] = [part for part in parts if part not in effects]
+            for part in (part for part in parts if isinstance(part, dict)):
+                part["effects"] = [effect for effect in part["effects"] if effect not in effects]
+
+    return change

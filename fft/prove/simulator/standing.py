@@ -1,0 +1,67 @@
+"""Where a simulated main thread stands, by its table (``fsm_specs/main_thread.yaml``)."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING
+
+from fft.messages.protocol import (
+    Applied,
+    Apply,
+    ApplyFailed,
+    Connected,
+    Finish,
+    Heal,
+    Healed,
+    HealFailed,
+    Prepared,
+    Restore,
+    Restored,
+    StartTxn,
+)
+from fft.protocol.main_thread import NO_FACTS, shipped_thread
+from fft.protocol.roles import Role
+from fft.protocol.vocabulary import COMMANDS
+from fft.util.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from fft.prove.simulator.process import Process
+
+Command = Restore | Heal | Apply | StartTxn | Finish
+Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
+
+
+class Standing:
+    """The state of one main thread. What its table has no row for is a violation."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._table = shipped_thread()
+        self._state = self._table.spec.initial
+
+    @property
+    def role(self) -> Role:
+        """What the state is for."""
+        return self._table.role(self._state)
+
+    def hears(self, command: Command) -> tuple[str, ...]:
+        """The thread takes a command. What there is to do."""
+        facts: Set[str] = NO_FACTS
+        if isinstance(command, Heal) and command.fetch_from is not None:
+            late = self._process.peer.group in command.record.learners
+            facts = {"learns"} if late else {"fetches"}
+        return self.moves_on(COMMANDS[type(command)], facts)
+
+    def says(self, word: Word) -> None:
+        """The thread tells the engine what came of a command."""
+        no = isinstance(word, Prepared) and not word.yes
+        self.moves_on(word.type, {"says_no"} if no else NO_FACTS)
+        self._process.post(word)
+
+    def moves_on(self, event: str, facts: Set[str] = NO_FACTS) -> tuple[str, ...]:
+        """The event happens. What there is to do."""
+        try:
+            self._state, effects = self._table.react(self._state, event, facts)
+        except ProtocolError as error:
+            self._process.world.violated("protocol_error", f"{self._process.peer}: {error}")
+        return effects

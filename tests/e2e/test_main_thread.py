@@ -1,0 +1,54 @@
+"""The manager runs the main thread's table."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from stage import job
+
+from fft.messages.protocol import Apply
+from fft.protocol.vocabulary import MAIN_THREAD
+from fft.train.main_thread import MainThread
+from fft.util.errors import ProtocolError
+
+
+def test_what_the_table_has_no_row_for_is_an_error_and_nothing_is_done(tmp_path: Path) -> None:
+    """An update in the middle of a body: it would change what the reductions are made of."""
+    with job(tmp_path, 1) as made:
+        member = made.member("0")
+        member.manager.start_quorum()
+        parts = member.manager._parts
+        assert parts.job.thread.role == "computing"
+        assert parts.job.local is not None and parts.job.local.head is not None
+        told = r"in BODY\.whole, which has no row for 'apply'; expected: finish, prepared"
+        with pytest.raises(ProtocolError, match=told):
+            parts.worker.apply(Apply(parts.job.local.head))
+        assert parts.job.thread.role == "computing"
+        assert parts.job.local.role == "training"
+
+
+def test_every_effect_of_the_table_is_carried_out(tmp_path: Path) -> None:
+    with job(tmp_path, 1) as made:
+        assert made.member("0").manager._parts.worker._work.keys() == MAIN_THREAD.effects
+
+
+def test_the_end_of_an_update_is_told_once_whoever_tells_it() -> None:
+    thread, told = MainThread(), []
+    for event in ("heal", "healed", "start_txn", "prepared", "apply"):
+        thread.moves_on(event)
+    both = threading.Barrier(2)
+
+    def tell(event: str) -> None:
+        both.wait(10.0)
+        if thread.leaves("applying", event):
+            told.append(event)
+
+    tellers = [threading.Thread(target=tell, args=(e,)) for e in ("applied", "apply_failed")]
+    for teller in tellers:
+        teller.start()
+    for teller in tellers:
+        teller.join(10.0)
+    assert len(told) == 1
+    assert thread.role == "idle"

@@ -1,0 +1,100 @@
+"""Checker and simulator run the main thread's table: a row that is missing or wrong is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from fft.protocol.load import load_spec, load_thread, parse_thread
+from fft.protocol.main_thread import ThreadTable
+from fft.prove.checker import search
+from fft.prove.planting import small
+from fft.prove.scope import Scope
+from fft.prove.simulator import standing
+from fft.prove.simulator.faults import CALM
+from fft.prove.simulator.job import run_seed
+from fft.util.errors import SpecError
+
+HSDP = load_spec("hsdp")
+Place = tuple[str, str, int]
+START = small(formed=False, alike=False, fault=1)
+JOIN = small(crash=1, restart=1)
+SCOPES = {
+    ("CONNECTING", "heal_failed", 0): small(formed=False, alike=False, commits=0, heal=1),
+    ("CONNECTING", "restore", 0): small(formed=False, alike=False, commits=0, heal=1),
+    ("BODY.learning", "healed", 0): JOIN,
+    ("BODY.learning", "heal_failed", 0): small(crash=1, restart=1, heal=1),
+}
+"""Where the loss of a row shows, if not in ``START``."""
+UNSEEN = {
+    ("IDLE.ready", "start_txn", 0),
+    ("IDLE.learning", "start_txn", 0),
+    ("RESTORING.mid_fetch", "heal_failed", 0),
+}
+"""Not caught: a state that the main thread itself finds to be lost (``tests/e2e/test_updates.py``);
+and a fetch that has written something when a rollback ends it, without which less goes wrong."""
+
+
+def owners(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, …) of everything that has rows."""
+    yield "common", raw["common"]
+    for name, state in raw["states"].items():
+        yield name, state
+        for sub, inner in state["states"].items():
+            yield f"{name}.{sub}", inner
+
+
+def places() -> list[Place]:
+    return [
+        (name, event, i)
+        for name, owner in owners(load_thread().model_dump())
+        for event, rows in owner["on"].items()
+        for i in range(len(rows))
+    ]
+
+
+def without(place: Place) -> ThreadTable | None:
+    """The table without a row; None: its own checks refuse it."""
+    name, event, i = place
+    raw = load_thread().model_dump()
+    on = dict(owners(raw))[name]["on"]
+    del on[event][i]
+    if not on[event]:
+        del on[event]
+    try:
+        return ThreadTable(parse_thread(yaml.safe_dump(raw), "x.yaml"))
+    except SpecError:
+        return None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", [p for p in places() if p not in UNSEEN], ids=str)
+def test_a_row_that_is_missing_is_caught(place: Place) -> None:
+    if (thread := without(place)) is None:
+        return
+    scope: Scope = SCOPES.get(place, START)
+    violation = search(HSDP, scope, thread=thread)[1].violation
+    assert violation is not None
+    assert violation.name in ("protocol", "eventually")
+
+
+def test_the_checks_refuse_some_and_the_search_is_for_the_others() -> None:
+    refused = [place for place in places() if without(place) is None]
+    assert ("common", "finish", 0) in refused and ("WAITING", "apply", 0) in refused
+    searched = set(places()) - {*refused, *UNSEEN}
+    assert searched >= SCOPES.keys() and len(searched) > 10
+
+
+def test_the_simulator_takes_what_has_no_row_for_a_violation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert run_seed(7, HSDP, CALM).violations == ()
+    table = without(("CONNECTING.current", "healed", 0))
+    assert table is not None
+    monkeypatch.setattr(standing, "shipped_thread", lambda: table)
+    (violation,) = run_seed(7, HSDP, CALM).violations
+    assert violation.name == "protocol_error"
+    assert "CONNECTING.current, which has no row for 'healed'" in violation.text
