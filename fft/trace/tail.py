@@ -66,6 +66,8 @@ class JobView:
     history: History = field(default_factory=History)
     committed: bool = False
     """Whether any process has committed a step."""
+    min_groups: int = 1
+    """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
 
     def of(self, group: str) -> list[RankView]:
         """The ranks of ``group`` seen so far, in order."""
@@ -148,6 +150,9 @@ class TraceTail:
         elif record.get("note") == "command":
             self._take_command(record)
         self.view.committed |= _role(record) in COMMITTING
+        if record.get("kind") == "header":
+            needed = _number(_mapping(record.get("config")).get("min_groups"))
+            self.view.min_groups = max(self.view.min_groups, needed)
         known = self.view.ranks.get(key)
         if known is None or inc > known.inc:
             fault = known.fault if known else ""

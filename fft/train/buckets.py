@@ -95,6 +95,8 @@ class Bucket:
     """``size`` elements of gradients, and one more for each slot: whether it has a gradient."""
     views: dict[Slot, torch.Tensor] = field(default_factory=dict)
     """The places of the gradients in it."""
+    own_uses: int = 0
+    """How many tensors of ours share its memory."""
     missing: set[Slot] = field(default_factory=set)
     """Slots whose gradient has not come in this backward."""
     touched: bool = False
@@ -110,7 +112,14 @@ class Bucket:
             size = self.size + len(self.slots)
             self.buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
             self.views = {slot: _view(self.buffer, slot) for slot in self.slots}
+            self.own_uses = _uses(self.buffer)
         return self.buffer
+
+    def leave_to_user(self) -> None:
+        """Use another buffer if somebody has kept a gradient of the last step, such as an
+        optimizer that looks back on it: it shall not change."""
+        if self.buffer is not None and _uses(self.buffer) > self.own_uses:
+            self.drop()
 
     def drop(self) -> None:
         """Use another buffer from now on."""
@@ -255,6 +264,11 @@ def sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
 def in_words(named: list[tuple[str, nn.Parameter]]) -> str:
     """Names, types and shapes."""
     return "|".join(f"{name}:{p.dtype}:{tuple(p.shape)}" for name, p in named)
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many tensors share its memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

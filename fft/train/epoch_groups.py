@@ -37,6 +37,10 @@ class EpochGroups:
         if self.shard is not None:
             yield self.shard
 
+    def pending(self) -> int:
+        """How many collectives of this rank are under way."""
+        return sum(group.pending() for group in self)
+
     def abort(self, cause: str) -> None:
         """Free whoever is blocked in a collective. Any thread."""
         for group in self:

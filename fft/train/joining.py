@@ -118,3 +118,9 @@ def _warn_of_strangers(parts: Parts) -> None:
         )
         told = {"count": len(strangers), "shapes": [list(s) for s in strangers[:_SHOWN]]}
         parts.job.note("not_averaged", told)
+    known = {id(p) for p in stepped}
+    idle = [p for r in reducers for p in r.parameters() if p.requires_grad and id(p) not in known]
+    if idle and stepped:
+        shapes = [tuple(p.shape) for p in idle[:_SHOWN]]
+        text = "%d parameters of sync_gradients() are in no registered optimizer; shapes: %s"
+        logger.warning(text, len(idle), shapes)

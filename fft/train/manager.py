@@ -203,7 +203,8 @@ class ManagerFFT(TorchftInterface):
             reduce_dtype: reduce in this type, such as ``torch.bfloat16``, at half the traffic of
                 float32 and with its rounding; None: in that of the gradient.
         """
-        self._parts.reductions.reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype))
+        reducers = self._parts.reductions.reducers
+        reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype, len(reducers)))
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Reduce the buckets of the last ``sync_gradients`` by ``hook(state, bucket)``.

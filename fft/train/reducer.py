@@ -61,6 +61,7 @@ class Reducer:
         manager: what reduces.
         bucket_mb: cap of a bucket, in MiB of the type that is reduced.
         dtype: reduce in this type, such as ``torch.bfloat16``; None: in the gradient's own.
+        index: number of the model among those that are reduced, equal on all groups.
 
     Raises:
         FftError: no parameter needs a gradient.
@@ -72,8 +73,10 @@ class Reducer:
         manager: Reductions,
         bucket_mb: float = BUCKET_MB,
         dtype: torch.dtype | None = None,
+        index: int = 0,
     ) -> None:
         self._model = model
+        self._index = index
         self._manager = manager
         self._cap = bucket_mb
         self._dtype = dtype
@@ -124,6 +127,8 @@ class Reducer:
             self._lay_out()
         self._come_last()
         self._forget()
+        for bucket in self._buckets:
+            bucket.leave_to_user()
         self._is_unreduced, self._refused = False, None
         self._pristine = {} if exact else None
 
@@ -188,7 +193,8 @@ class Reducer:
             [(n, p) for n, p in inwards if p not in sparse], self._cap, self._dtype
         )
         self._slots = {s.parameter: (b, s) for b in self._buckets for s in b.slots}
-        text = f"{in_words(trained)}|{[b.size for b in self._buckets]}|{self._dtype}"
+        sizes = [b.size for b in self._buckets]
+        text = f"{self._index}|{in_words(trained)}|{sizes}|{self._dtype}"
         self._layout = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._laid_out = {p for _, p in trained}
         for parameter in [p for p in self._handles if p not in self._laid_out]:

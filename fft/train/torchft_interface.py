@@ -173,9 +173,13 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Leave the job and end every thread, socket and file of this manager. Idempotent.
 
         Called when the interpreter exits, if it was not before.
+
+        Raises:
+            FftError: the loop over ``transactions`` was left by `break` inside of a body.
         """
         atexit.unregister(self._at_exit)
         self._parts.close()
         super().shutdown(wait)
         if self._parts.settings.alone is not None:
             self._parts.settings.alone.close()
+        self._parts.loop.close()

@@ -6,6 +6,7 @@ are `fft.train.worker`'s.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +15,7 @@ from torchft.manager import Manager
 
 from fft.messages.protocol import StartTxn
 from fft.train.data.source import Drawn, Inputs
+from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
@@ -23,6 +25,7 @@ from fft.train.unsafe_places import guarded
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
+from fft.util.error_places import traceback_of_caller
 from fft.util.errors import BodyKeepsFailing, FftError, TxnAborted
 
 
@@ -51,6 +54,10 @@ class TransactionLoop:
         self._reductions = reductions
         self._voter = voter
         self._min_reductions = min_reductions
+        self._mistake: FftError | None = None
+        """What the last body has left undone."""
+        self._left_after: FftError | None = None
+        """That, if the loop was left then."""
 
     def run(self, loader: Any, max_steps: int | None, replay_only: bool) -> Iterator[Transaction]:
         """As ``ManagerFFT.transactions``."""
@@ -66,6 +73,7 @@ class TransactionLoop:
         self._reductions.raises = True
         source = state.open_source(loader, replay_only)
         inputs = Inputs(source, manager._group_world_size, manager._group_rank)
+        foreign = ForeignSteps(state, self._reductions)
         try:
             source.open()  # before there are process groups, whose sockets workers would have
             while (plan := self.worker.begin()) is not None:
@@ -76,17 +84,34 @@ class TransactionLoop:
                 state.step.capture()
                 last_step = max_steps is not None and plan.step + 1 >= max_steps
                 txn = Transaction(self, plan, drawn, drawn.is_last or last_step)
-                yield txn
+                if drawn.is_last or last_step:
+                    self._voter.compare_now()
+                try:
+                    yield txn
+                except GeneratorExit:
+                    self._left_after = self._mistake
+                    raise
                 if not txn.closed:
                     raise FftError("the body of a txn must run inside `with txn:`")
         finally:
+            foreign.close()
             state.close_source()
+
+    def close(self) -> None:
+        """Raise FftError if the loop was left after a body that was no step, unless it was for
+        another exception."""
+        mistake, self._left_after = self._left_after, None
+        if mistake is not None and sys.exc_info()[1] is None:
+            raise FftError(
+                f"the loop was left (`break`?) after an attempt that was not committed: {mistake}"
+            )
 
     # --- for Transaction ---
 
     @guarded
     def open_body(self) -> None:
         """A body begins."""
+        self._mistake = None
         self._state.updates.opened()
         # not before: by `txn.step` users unfreeze what it says is due
         self._voter.begin_reducers()
@@ -112,6 +137,7 @@ class TransactionLoop:
         if (batch := self._which_batch(plan, drawn)) not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
+            self._mistake = None  # it is raised here
             self.job.note_error(error)
             raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
         self._manager.report_error(error)
@@ -134,7 +160,18 @@ class TransactionLoop:
         for reducer in self._reductions.reducers:
             if (why := reducer.unfinished) is not None:
                 return FftError(f"{why}: such gradients are not those of the other groups")
+        is_idle = self._reductions.reducers and not self._state.updates.have_gradients
+        if is_idle and self._min_reductions:
+            return FftError(
+                "gradients were reduced, and no registered optimizer has one at the end of the "
+                "body (zero_grad() after backward()?): the step would change nothing. The "
+                "transaction drops the gradients itself, after the step"
+            )
         return None
+
+    def note_mistake(self, mistake: FftError) -> None:
+        """The body was no step; its place is that of the `with` statement."""
+        self._mistake = mistake.with_traceback(traceback_of_caller())
 
     def _which_batch(self, plan: StartTxn, drawn: Drawn) -> str:
         """In words, for who looks for what was wrong with it."""
@@ -198,6 +235,7 @@ class Transaction:
             return True
         if (mistake := loop.left_undone()) is not None:
             loop.worker.body_unwound()
+            loop.note_mistake(mistake)
             loop.body_failed(self._plan, self._drawn, mistake)
             return True
         command = loop.worker.prepare(last=self._is_last)

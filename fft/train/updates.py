@@ -47,6 +47,8 @@ class Updates:
             _refuse_unfit(each)
         self._epochs: list[Any] = []
         """Of the schedulers, as the body began."""
+        self._left_at: list[Any] | None = None
+        """Of the schedulers, as the last update left them; None: they may be elsewhere."""
         self.after: list[Callable[[], object]] = []
         """Functions of the user, called by `done`."""
         self._is_mine = False
@@ -69,15 +71,38 @@ class Updates:
         """Call ``function`` once after each update, in the order of registration."""
         self.after.append(function)
 
+    def has(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is one of those that are stepped here."""
+        return any(each is optimizer for each in self._optimizers)
+
     def opened(self) -> None:
-        """A body begins."""
+        """A body begins. Raises FftError if a scheduler was stepped since the last update."""
+        self._epochs = self._epochs_now()
+        if self._left_at is not None and self._left_at != self._epochs:
+            self._left_at = None
+            raise FftError(
+                "a registered scheduler was stepped, or changed, between two txns: the transaction "
+                "steps it itself after each COMMIT, so that this rate is not the one meant; take "
+                "scheduler.step() out of the loop, or do not register the scheduler"
+            )
         self.in_body = True
-        self._epochs = [getattr(each, "last_epoch", None) for each in self._schedulers]
+
+    def loaded(self) -> None:
+        """The state, that of schedulers included, comes from elsewhere."""
+        self._left_at = None
 
     @property
     def were_scheduled(self) -> bool:
         """Whether the body has stepped a scheduler, which the commit does again."""
-        return self._epochs != [getattr(each, "last_epoch", None) for each in self._schedulers]
+        return self._epochs != self._epochs_now()
+
+    def _epochs_now(self) -> list[Any]:
+        return [getattr(each, "last_epoch", None) for each in self._schedulers]
+
+    @property
+    def have_gradients(self) -> bool:
+        """Whether there is anything to step."""
+        return any(map(_has_gradients, self._optimizers))
 
     @property
     def were_unscaled(self) -> bool:
@@ -108,10 +133,11 @@ class Updates:
                     optimizer.step()
                 elif _has_gradients(optimizer):
                     self._scaler.step(optimizer)
-            if self._scaler is not None and any(map(_has_gradients, self._optimizers)):
+            if self._scaler is not None and self.have_gradients:
                 self._scaler.update()
             for scheduler in self._schedulers:
                 scheduler.step()
+            self._left_at = self._epochs_now()
         finally:
             self._is_mine = False
         self._drop_gradients()

@@ -91,6 +91,8 @@ class Worker:
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
+        self._apply_error: BaseException | None = None
+        """Of the last commit, if its update failed here."""
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._by_loop = LoopUpdates()
         self._work: dict[str, Callable[[Any], None]] = {
@@ -146,6 +148,7 @@ class Worker:
     def _connect(self, command: Heal) -> None:
         if command.fetch_from is not None:
             self._by_loop.forget()
+            self._state.updates.loaded()
         with self._watchers.waiting():  # it has limits of its own
             self._healer.heal(command, self._reductions.models)
 
@@ -173,7 +176,7 @@ class Worker:
         self._finish = command
         self._leave_txn()
         if command.error is not None:
-            raise error_of(command)
+            raise error_of(command) from self._apply_error
 
     def _leave_txn(self) -> None:
         """Out: what the main thread does from now on is no step of the job's."""
@@ -302,6 +305,7 @@ class Worker:
 
     def _note_commit(self, record: Record, plan: StartTxn) -> None:
         manager = self._manager
+        self._apply_error = None
         manager._errored = None  # it came after the decision: the next reduction is one on all
         manager._commit_failures = 0
         self._by_loop.forget()
@@ -367,6 +371,7 @@ class Worker:
         if local is None or not self._job.thread.leaves("applying", "apply_failed"):
             return
         self._by_loop.failed()
+        self._apply_error = error
         self._job.post(ApplyFailed(local.token, text_of(error)))
         self._job.note_error(error)
 
@@ -397,7 +402,7 @@ class Worker:
         plan = self.txn
         if plan is None or self._job.thread.role == "applying":
             return
-        waits = any(group.pending() for group in self._groups)
+        waits = self._groups.pending()
         if self._reductions.raises or waits or not self._job.say_stuck(reason):
             self._job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 LONGEST_TEXT = 8 * 1024
@@ -28,6 +29,8 @@ _NOT_THE_USERS = (
 """What the files of Python, of packages and of FFT begin with."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
+_FOR_ITS_CAUSE = frozenset({"BodyKeepsFailing", "NoState"})
+"""Classes of errors of which the cause, if there is one, is what failed."""
 _MAY_PASS = frozenset(
     {
         *("InDoubt", "Fenced", "NoEpoch", "NoQuorum", "BusError", "TxnAborted", "GroupAborted"),
@@ -92,7 +95,7 @@ class Place:
 def place_of(error: BaseException) -> Place:
     """Where ``error`` comes from. Formats its traceback, which reads source files."""
     told = error
-    if type(error).__name__ == "BodyKeepsFailing" and error.__cause__ is not None:
+    if type(error).__name__ in _FOR_ITS_CAUSE and error.__cause__ is not None:
         told = error.__cause__
     return Place(
         type=type(told).__name__,
@@ -102,6 +105,14 @@ def place_of(error: BaseException) -> Place:
         operation=_plain(str(getattr(told, "fft_place", "")))[:_LONGEST_MESSAGE],
         text=_cut(_plain("".join(traceback.format_exception(error)))),
     )
+
+
+def traceback_of_caller() -> TracebackType | None:
+    """The place in user code from which FFT was called, for an error that is told, not raised."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return None if frame is None else TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
 
 
 def fingerprint(error: BaseException) -> tuple[object, ...]:

@@ -27,6 +27,7 @@ from torchft.optim import OptimizerWrapper
 
 import fft
 from fft.trace.audit import audit_dir, read_lines
+from fft.util.error_places import place_of
 from fft.util.errors import BodyKeepsFailing, Diverged, FftError
 
 STEPS = 6
@@ -338,11 +339,15 @@ def test_a_last_txn_that_is_rolled_back_is_not_the_last(tmp_path: Path) -> None:
     seen: dict[str, list[int]] = {}
 
     def work(member: Member) -> None:
+        with suppress(KeyboardInterrupt):
+            train(member)
+
+    def train(member: Member) -> None:
         loader = fft.CursorLoader(_Few(10), batch_size=1, shuffle=False, passes=1)
         for txn in member.manager.transactions(loader):
             with txn:
                 if member.group == "2" and txn.step == 2:
-                    return  # it leaves without a word of its own, in the last txn of all
+                    raise KeyboardInterrupt  # it leaves without a word, in the last txn of all
                 _loss(member, txn.batch.repeat(4)).backward()
             if txn.committed and txn.contributes:
                 seen.setdefault(member.group, []).extend(txn.batch.tolist())
@@ -438,6 +443,93 @@ def test_a_scheduler_stepped_in_the_body_is_refused(tmp_path: Path) -> None:
         schedules[member.group].step()
 
     assert "take the call out of the body" in _fails(tmp_path, body, prepare)
+
+
+def test_a_scheduler_stepped_between_two_txns_is_refused(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 2)
+        member.manager.register(member.model, member.optimizer, schedule)
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            with txn:
+                _loss(member, txn.batch).backward()
+            schedule.step()
+
+    with job(tmp_path, 1) as made, pytest.raises(FftError, match=r"take scheduler\.step"):
+        made.run(work)
+
+
+def test_gradients_dropped_after_backward_are_a_mistake(tmp_path: Path) -> None:
+    def body(member: Member, txn: fft.Transaction) -> None:
+        _loss(member, txn.batch).backward()
+        member.optimizer.zero_grad()
+
+    assert "no registered optimizer has one" in _fails(
+        tmp_path, body, lambda member: member.manager.sync_gradients(member.model)
+    )
+
+
+def test_a_loop_that_is_left_inside_a_body_says_so_at_the_shutdown(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            with txn:
+                if txn.step == 1:
+                    break
+                _loss(member, txn.batch).backward()
+        with pytest.raises(FftError, match=r"`break`.*without reducing a gradient") as caught:
+            member.manager.shutdown()
+        assert place_of(caught.value).where.split(":")[0] == __file__
+
+    with job(tmp_path, 1) as made:
+        made.run(work)
+
+
+def test_a_mistake_is_placed_at_the_with_statement(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            with txn:
+                pass
+
+    with job(tmp_path, 1) as made, pytest.raises(BodyKeepsFailing) as caught:
+        made.run(work)
+    place = place_of(caught.value)
+    assert place.where.split(":")[0] == __file__ and place.where.endswith(" work")
+    assert "with txn:" in place.text
+
+
+def test_a_foreign_optimizer_may_not_step_the_jobs_parameters_in_a_body(tmp_path: Path) -> None:
+    def body(member: Member, txn: fft.Transaction) -> None:
+        _loss(member, txn.batch).backward()
+        torch.optim.SGD(member.model.parameters(), lr=0.1).step()
+
+    assert "an optimizer that is not registered" in _fails(tmp_path, body)
+
+
+def test_a_foreign_optimizer_of_other_parameters_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(member: Member) -> None:
+        own = nn.Parameter(torch.zeros(2))
+        other = torch.optim.SGD([own], lr=0.1)
+        for txn in member.manager.transactions(_loader(), max_steps=3):
+            with txn:
+                _loss(member, txn.batch).backward()
+            own.grad = torch.ones(2)
+            other.step()
+
+    with job(tmp_path, 1) as made:
+        made.run(work)
+    said = [r for r in caplog.records if "SGD.step() of an optimizer that is not" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_replicas_are_compared_in_the_last_txn_though_it_is_not_due(tmp_path: Path) -> None:
+    with job(tmp_path, 2) as made:
+        members = [made.member(str(g), check_replicas=64, digest="never") for g in range(2)]
+        for member in members:
+            member.start(lambda m: _corrupted(m, STEPS - 2, "1"))
+        for member in members:
+            member.end()
+            assert isinstance(member.error, Diverged), member.error
 
 
 def test_what_cannot_be_stepped_or_sent_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -701,3 +701,51 @@ def test_what_is_stepped_and_never_averaged_is_in_the_trace(
     (note,) = notes(tmp_path, "not_averaged")
     assert note["data"] == {"count": 2, "shapes": [[3, 4], [3]]}
     assert "2 parameters of the optimizers are in no model of sync_gradients()" in caplog.text
+
+
+def test_gradients_of_two_models_are_never_taken_for_each_other(tmp_path: Path) -> None:
+    """In a branch that depends on the data, one group trains one model, and one the other."""
+
+    def work(member: Member) -> None:
+        pair = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        parameters = [p for model in pair for p in model.parameters()]
+        for parameter in parameters:
+            nn.init.ones_(parameter)
+        member.manager.register(pair, torch.optim.SGD(parameters, lr=0.1))
+        for model in pair:
+            member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(in_order(), max_steps=2):
+            with txn:
+                pair[int(member.group)](torch.ones(1, 8)).sum().backward()
+            if not txn.committed:
+                refused.append(member.group)
+                break
+
+    refused: list[str] = []
+    with job(tmp_path, 2) as made:
+        made.run(work, register=False, digest="never")
+    assert sorted(refused) == ["0", "1"]
+
+
+def test_a_gradient_that_somebody_keeps_does_not_change(tmp_path: Path) -> None:
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    buffers: list[int] = []
+
+    def work(member: Member) -> None:
+        model = Net()
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        member.manager.sync_gradients(model)
+        (reducer,) = member.manager._parts.reductions.reducers
+        for txn in member.manager.transactions(in_order(), max_steps=4):
+            with txn:
+                model(txn.batch).backward()
+                gradient = model.hidden.weight.grad
+                assert gradient is not None
+                if txn.step < 2:
+                    kept.append((gradient.detach(), gradient.clone()))
+                buffers.append(reducer._buckets[0].flat().data_ptr())
+
+    with job(tmp_path, 1) as made:
+        made.run(work, register=False, digest="never")
+    assert all(torch.equal(now, then) for now, then in kept)
+    assert buffers[2] == buffers[3], "it is used again where nobody has kept anything"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from supervisor_stage import Job, Stage
-from test_supervisor import at_work, supervised_children, trace
+from test_supervisor import at_work, record, supervised_children, trace
 
 from fft.launch import script_runner
 from fft.launch.supervisor.mistakes import Mistakes
@@ -254,3 +254,24 @@ def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(
     assert not verdict.ok
     assert "group 1 was given up" in verdict.lines[0]
     assert str(verdict).count("RuntimeError: bug") == 1
+
+
+def test_when_too_few_groups_are_left_the_job_ends_with_the_mistake_and_nothing_else(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        for group in (0, 1):
+            trace(job, group, 0, 1, record(kind="header", config={"min_groups": 2}))
+            trace(job, group, 0, 1, at_work(5, 1, ["0", "1"]))
+        actors["1", "0"].order("raise bug")
+        (again,) = stage.enter(1).values()
+        again.order("raise bug")
+        innocent = actors["0", "0"]
+        assert innocent.says() == {"heard": "sigterm"}
+        innocent.order("raise other")  # what its last operation was cut with
+        verdict = job.verdict()
+    assert not verdict.ok
+    assert "group 1 was given up" in verdict.lines[0]
+    assert "2 groups are needed" in verdict.lines[1]
+    assert len(verdict.lines) == 2

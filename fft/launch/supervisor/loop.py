@@ -354,8 +354,13 @@ class Supervisor:
     def _give_up(self, group: Group, problem: str) -> None:
         group.given_up = True
         self._judgement.problems.append(problem)
-        usable = sum(not other.given_up for other in self._groups.values())
-        if usable < self._config.min_groups or self._watch is not None:
+        given_up = sum(other.given_up for other in self._groups.values())
+        needed = self._tail.view.min_groups
+        if 0 < self._config.groups_in_all - given_up < needed:
+            reason = f"group {group.name} cannot be brought back, and {needed} groups are needed"
+            self._judgement.problems.append(f"{reason} (min_replica_size): the job was ended")
+            self._end_in_vain(reason, in_order=True)
+        elif len(self._groups) - given_up < self._config.min_groups or self._watch is not None:
             self._drain(f"group {group.name} cannot be brought back", forward=True)
 
     def _forget_mistakes(self) -> None:
@@ -373,6 +378,7 @@ class Supervisor:
         text += f"{place.text.rstrip()}\n  its log: {child.log}; "
         if mistake.ends == "group":
             self._give_up(group, f"{text}group {group.name} was given up")
+            self._judgement.hopeless = self._in_vain is not None
             return
         self._judgement.problems.append(f"{text}the job was ended")
         self._judgement.hopeless = True

@@ -300,6 +300,10 @@ class StepState:
                 tensors += [local_of(v) for _, v in sorted(state.items()) if torch.is_tensor(v)]
         return fingerprint(tensors)
 
+    def parameters(self) -> list[torch.Tensor]:
+        """All that is registered."""
+        return list((self._parameters or self._names()).values())
+
     def _names(self) -> dict[str, torch.Tensor]:
         """Every parameter by name; those that no model has, by their place in the optimizer."""
         found: dict[str, torch.Tensor] = {}
