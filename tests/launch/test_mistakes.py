@@ -18,6 +18,7 @@ from fft.launch import script_runner
 from fft.launch.supervisor.mistakes import Mistakes
 from fft.train.body_failures import BodyFailures
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
+from fft.util.errors import NoState
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -254,6 +255,19 @@ def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(
     assert not verdict.ok
     assert "group 1 was given up" in verdict.lines[0]
     assert str(verdict).count("RuntimeError: bug") == 1
+
+
+def test_a_state_that_is_lost_by_an_error_of_the_script_is_placed_where_that_was() -> None:
+    try:
+        try:
+            raise ValueError("a schedule that fails after the commit")
+        except ValueError as error:
+            raise NoState("nobody has the state") from error
+    except NoState as lost:
+        found = place_of(lost)
+    assert found.type == "ValueError" and not found.may_pass
+    assert "NoState: nobody has the state" in found.text
+    assert place_of(NoState("nobody has the state")).type == "NoState"
 
 
 def test_when_too_few_groups_are_left_the_job_ends_with_the_mistake_and_nothing_else(

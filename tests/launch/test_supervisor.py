@@ -374,6 +374,25 @@ def test_when_the_state_is_lost_nobody_is_started_again_and_who_waits_is_ended(
     assert any("NoState" in line and "the state of step 7" in line for line in verdict.lines)
 
 
+def test_an_interrupt_of_a_job_whose_work_is_lost_is_no_good_end(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        for group in (0, 1):
+            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        for actor in actors.values():
+            actor.order("raise cut")
+        again = stage.enter(2)
+        job.supervisor.interrupt()
+        for actor in again.values():
+            assert actor.says() == {"heard": "sigterm"}
+            actor.order("exit 0")
+        verdict = job.verdict()
+    assert not verdict.ok
+    assert "started again since step 7 was committed" in verdict.lines[0]
+
+
 def test_who_lost_sight_of_the_state_is_started_again_while_others_have_it(
     run_job: StartJob, stage: Stage
 ) -> None:

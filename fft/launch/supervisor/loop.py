@@ -421,9 +421,21 @@ class Supervisor:
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._drain_until is None:
+                self._note_lost_work()
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")
+
+    def _note_lost_work(self) -> None:
+        """Whoever leaves now leaves in good order, and yet without what the job had committed."""
+        view, groups = self._tail.view, self._groups.values()
+        if view.committed and not any(
+            group.finished or view.committed_since(group.name, group.known_incs) for group in groups
+        ):
+            self._judgement.problems.append(
+                "when it was interrupted, all groups had been started again since step "
+                f"{view.step} was committed, and none had committed since"
+            )
 
     def _drain(self, reason: str, *, forward: bool, within: float = math.inf) -> None:
         """Ask all groups to leave together after a commit; nothing is started any more."""
