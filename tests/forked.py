@@ -42,6 +42,8 @@ class Forked:
     ) -> None:
         whole = {**os.environ, **(env or {})}
         self.log = log
+        if log is not None:
+            log.touch()
         self._process = CONTEXT.Process(target=_run, args=(whole, log, work, arguments))
         self._process.start()
         assert self._process.pid is not None
@@ -53,6 +55,11 @@ class Forked:
         code = self._process.exitcode
         assert code is not None, f"not through after {within:g} s:\n{self.tail()}"
         return code
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.is_alive()
 
     def end(self) -> None:
         """Kill it if it still runs."""

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from stage import aborts
 
@@ -20,7 +21,14 @@ WORKER = Path(__file__).with_name("hang_worker.py")
 LIMIT_S = 240
 
 
-def run_job(directory: Path, steps: int, *kinds: str) -> dict[str, Any]:
+def calm_job(directory: Path, steps: int) -> dict[str, Any]:
+    """What each of the ranks ends with if nobody hangs, by its name."""
+    script = str(steps), str(directory)
+    forked.run_job(WORKER, *script, folder=directory, within=LIMIT_S, ranks=2)
+    return results(directory)
+
+
+def hung_job(directory: Path, steps: int, *kinds: str) -> dict[str, Any]:
     """What each of the ranks ended with, by its name."""
     directory.mkdir()
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
@@ -28,9 +36,14 @@ def run_job(directory: Path, steps: int, *kinds: str) -> dict[str, Any]:
     command += [str(WORKER), str(steps), str(directory), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert all((directory / kind).exists() for kind in kinds), "all hangs must have happened"
+    return results(directory)
+
+
+def results(directory: Path) -> dict[str, Any]:
+    """What the ranks of a job with a clean audit left."""
     report = audit_dir(directory / "run")
     assert report.ok, report.render()
-    assert all((directory / kind).exists() for kind in kinds), "all hangs must have happened"
     return {p.name: json.loads(p.read_text()) for p in sorted(directory.glob("result-*.json"))}
 
 
@@ -41,7 +54,7 @@ def causes(directory: Path) -> list[str]:
 
 @pytest.mark.multiprocess
 def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> None:
-    clean, hung = run_job(tmp_path / "clean", 12), run_job(tmp_path / "hung", 12, "sleep")
+    clean, hung = calm_job(tmp_path / "clean", 12), hung_job(tmp_path / "hung", 12, "sleep")
     assert len(hung) == 4 and hung == clean
     assert audit_dir(tmp_path / "hung" / "run").bytes_healed == 0
     found = causes(tmp_path / "hung")
@@ -52,7 +65,7 @@ def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> N
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path: Path) -> None:
-    ended = run_job(tmp_path / "hung", 150, "lock", "gil", "stop")
+    ended = hung_job(tmp_path / "hung", 150, "lock", "gil", "stop")
     assert {rank["steps"] for rank in ended.values()} == {150}
     assert len({rank["digest"] for name, rank in ended.items() if "-0.json" in name}) == 1
     assert list((tmp_path / "hung" / "run").glob("g1r0i4*.jsonl")), (
