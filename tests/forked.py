@@ -13,8 +13,10 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
@@ -30,22 +32,35 @@ LOG_TAIL = 6000
 class Forked:
     """A process that runs ``work(*arguments)``, with one thread per operation of torch.
 
-    ``env``: added to the environment of this process as it is now. ``log``: gets its output.
+    ``env``: added to the environment of this process as it is now; None takes a variable away.
+    ``log``: gets its output. ``talks``: has its standard input and output here, as text.
     """
+
+    stdin: TextIO
+    stdout: TextIO
 
     def __init__(
         self,
         work: Callable[..., Any],
         *arguments: Any,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
         log: Path | None = None,
+        talks: bool = False,
     ) -> None:
-        whole = {**os.environ, **(env or {})}
+        merged = {**os.environ, **(env or {})}
+        whole = {name: value for name, value in merged.items() if value is not None}
         self.log = log
         if log is not None:
             log.touch()
-        self._process = CONTEXT.Process(target=_run, args=(whole, log, work, arguments))
+        ends: list[Connection] = []
+        if talks:
+            (their_in, mine_in), (mine_out, their_out) = os.pipe(), os.pipe()
+            self.stdin, self.stdout = open(mine_in, "w"), open(mine_out)  # noqa: SIM115
+            ends = [Connection(their_in, writable=False), Connection(their_out, readable=False)]
+        self._process = CONTEXT.Process(target=_run, args=(whole, log, ends, work, arguments))
         self._process.start()
+        for end in ends:
+            end.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -61,10 +76,22 @@ class Forked:
         """Whether it has not ended yet."""
         return self._process.is_alive()
 
+    def signal(self, number: int) -> None:
+        """Send a signal; one that has ended is left alone."""
+        if self.runs:
+            os.kill(self.pid, number)
+
     def end(self) -> None:
         """Kill it if it still runs."""
         self._process.kill()
         self._process.join()
+
+    def close(self) -> None:
+        """End one that talks, and the pipes to it."""
+        self.end()
+        for pipe in (self.stdin, self.stdout):
+            with suppress(BrokenPipeError):  # what was not read
+                pipe.close()
 
     def tail(self) -> str:
         """The end of its log."""
@@ -72,7 +99,11 @@ class Forked:
 
 
 def _run(
-    env: dict[str, str], log: Path | None, work: Callable[..., Any], arguments: tuple[Any, ...]
+    env: dict[str, str],
+    log: Path | None,
+    ends: list[Connection],
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     import torch
 
@@ -83,6 +114,11 @@ def _run(
         with log.open("ab") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
+    for number, end in enumerate(ends):
+        os.dup2(end.fileno(), number)
+        end.close()
+    if ends:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it was closed
     work(*arguments)
 
 

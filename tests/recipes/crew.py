@@ -85,7 +85,7 @@ class _Child:
         """The end of its log, with the stacks of all its threads if it still runs."""
         if self.process.runs:
             size = self.log.stat().st_size
-            os.kill(self.process.pid, signal.SIGUSR1)
+            self.process.signal(signal.SIGUSR1)
             deadline = time.monotonic() + _DUMP_S
             while self.log.stat().st_size == size and time.monotonic() < deadline:
                 time.sleep(0.01)  # it writes from its signal handler, which nobody announces
