@@ -32,7 +32,7 @@ WORKERS ?= 3
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
-	@echo "make test    run the tests, but for long ones (15 minutes)"
+	@echo "make test    run the tests, but for long ones (8 minutes on 2 cores)"
 	@echo "make test-long   run those (20 minutes)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (4 minutes)"
 	@echo "make check   format, lint, types, import contract, the picture of the rooms"
