@@ -110,6 +110,7 @@ def _run(
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # the usual one, as in a new process
     if log is not None:
         with log.open("ab") as out:
             os.dup2(out.fileno(), 1)
