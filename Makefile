@@ -24,13 +24,15 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
   pydantic-settings pyyaml setuptools
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
+# of make test: one more than two cores, as tests wait for a third of their time
+WORKERS ?= 3
 
 .PHONY: help setup demo demo-picture test test-long compat check prove chaos chaos-long bench bench-quick docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
-	@echo "make test    run the tests, but for long ones (15 minutes)"
+	@echo "make test    run the tests, but for long ones (8 minutes on 2 cores)"
 	@echo "make test-long   run those (20 minutes)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (4 minutes)"
 	@echo "make check   format, lint, types, import contract, the picture of the rooms"
@@ -67,7 +69,7 @@ demo-picture: setup
 	$(MAKE) -s demo TRACES=runs/demo | $(BIN)/python -m benchmarks.demo_picture
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What takes half a minute and more and has a shorter test beside it.
 test-long: setup

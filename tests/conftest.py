@@ -3,7 +3,26 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # torch asks the name service about every TCPStore connection. Where that loses a packet, each costs
 # five seconds and more; which is not what is tested. Read by the C library at the first question.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Else each of the processes that tests start would compile FFT anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+LONG_FIRST = ("e2e", "recipes", "prove", "bus", "train", "cli", "operate", "launch", "health")
+"""Rooms of long tests. What begins last is short, so that no worker is alone at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+
+    def turn(item: pytest.Item) -> int:
+        room = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        return LONG_FIRST.index(room) if room in LONG_FIRST else len(LONG_FIRST)
+
+    items.sort(key=turn)

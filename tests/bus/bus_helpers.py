@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from forked import Forked, as_main
 
 from fft.bus import BusError, ErrorBus
 from fft.bus.base import Topic
@@ -83,19 +82,12 @@ class Child:
     """A real process that runs one command of `child.py`."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = Forked(as_main, str(CHILD), *arguments, talks=True)
 
     def line(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def go(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
@@ -104,16 +96,15 @@ class Child:
 
     def stop(self) -> None:
         """Stop the process; returns when the last of its threads has stopped."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        self.process.signal(signal.SIGSTOP)
+        until(self._is_stopped, "it is stopped")
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def resume(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
+        self.process.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self.process.close()

@@ -1,6 +1,6 @@
-"""A small job for test_injected.py; `fft run` starts it. Trains until it is drained.
+"""A small job for test_injected.py. Trains until it is drained.
 
-Arguments: NAME=SECONDS, further timeouts.
+Arguments: NAME=SECONDS, further timeouts; steps=N, after which it ends by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import fft
 def main() -> None:
     """Train; every commit is traced with a digest of the weights."""
     more = {name: float(value) for name, _, value in (a.partition("=") for a in sys.argv[1:])}
+    steps = int(more.pop("steps", 0)) or None
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -38,7 +39,8 @@ def main() -> None:
     manager.register(model, optimizer)
     manager.sync_gradients(model)
     try:
-        for txn in manager.transactions(fft.CursorLoader(Samples(), batch_size=4, seed=5)):
+        loader = fft.CursorLoader(Samples(), batch_size=4, seed=5)
+        for txn in manager.transactions(loader, steps):
             with txn:
                 x = txn.batch
                 loss = (model(x) - x.mean(1, keepdim=True)).square().mean()

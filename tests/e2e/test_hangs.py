@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from stage import aborts, records
 
@@ -22,7 +23,14 @@ LOOP_WORKER = Path(__file__).with_name("hang_loop_worker.py")
 LIMIT_S = 240
 
 
-def run_job(
+def calm_job(directory: Path, steps: int) -> dict[str, Any]:
+    """What each of the ranks ends with if nobody hangs, by its name."""
+    script = str(steps), str(directory)
+    forked.run_job(WORKER, *script, folder=directory, within=LIMIT_S, ranks=2)
+    return results(directory)
+
+
+def hung_job(
     directory: Path, steps: int, *kinds: str, worker: Path = WORKER, ranks: int = 2
 ) -> dict[str, Any]:
     """What each of the ranks ended with, by its name."""
@@ -32,9 +40,14 @@ def run_job(
     command += [str(worker), str(steps), str(directory), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert all((directory / kind).exists() for kind in kinds), "all hangs must have happened"
+    return results(directory)
+
+
+def results(directory: Path) -> dict[str, Any]:
+    """What the ranks of a job with a clean audit left."""
     report = audit_dir(directory / "run")
     assert report.ok, report.render()
-    assert all((directory / kind).exists() for kind in kinds), "all hangs must have happened"
     return {p.name: json.loads(p.read_text()) for p in sorted(directory.glob("result-*.json"))}
 
 
@@ -45,7 +58,7 @@ def causes(directory: Path) -> list[str]:
 
 @pytest.mark.multiprocess
 def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> None:
-    clean, hung = run_job(tmp_path / "clean", 12), run_job(tmp_path / "hung", 12, "sleep")
+    clean, hung = calm_job(tmp_path / "clean", 12), hung_job(tmp_path / "hung", 12, "sleep")
     assert len(hung) == 4 and hung == clean
     assert audit_dir(tmp_path / "hung" / "run").bytes_healed == 0
     found = causes(tmp_path / "hung")
@@ -58,7 +71,7 @@ def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> N
 def test_who_hangs_in_torchfts_loop_is_left_out_until_it_has_come_back(tmp_path: Path) -> None:
     """No rollback fetches its thread back: the others would wait for it in the barrier."""
     out = tmp_path / "hung"
-    run_job(out, 20, worker=LOOP_WORKER, ranks=1)
+    hung_job(out, 20, worker=LOOP_WORKER, ranks=1)
     assert json.loads((out / "hung").read_text())["went_on"], "the other group waited for it"
     assert not list((out / "run").glob("g1r0i2*.jsonl")), "it came back, and was not started anew"
     found = iter(records(out / "run"))
@@ -71,7 +84,7 @@ def test_who_hangs_in_torchfts_loop_is_left_out_until_it_has_come_back(tmp_path:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path: Path) -> None:
-    ended = run_job(tmp_path / "hung", 150, "lock", "gil", "stop")
+    ended = hung_job(tmp_path / "hung", 150, "lock", "gil", "stop")
     assert {rank["steps"] for rank in ended.values()} == {150}
     assert len({rank["digest"] for name, rank in ended.items() if "-0.json" in name}) == 1
     assert list((tmp_path / "hung" / "run").glob("g1r0i4*.jsonl")), (

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from stage import aborts, fetches, notes, records
 
@@ -135,10 +136,13 @@ faults:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_nan_is_committed_and_shows_in_the_audit_where_replicas_differ(
-    tmp_path: Path, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """What happens now, and is documented: FFT does not look into the gradients."""
-    traces, _ = run(tmp_path, POISONED.replace("WHERE", where), "--stop-after-plan", "3")
+    monkeypatch.setenv("FFT_MONITOR", "0")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(POISONED.replace("WHERE", where))
+    traces = forked.run_job(SCRIPT, "steps=8", folder=tmp_path, within=LIMIT_S, plan=plan)
     assert injected(traces)["nan"]["data"]["phase"] == f"{where}_allreduce"
     last: dict[str, float] = {}
     for note in notes(traces, "metrics"):

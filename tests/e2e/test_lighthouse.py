@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked, as_main
 from stage import aborts, epochs, notes, records, wait_until
 from way import Way
 
@@ -49,25 +50,15 @@ class Process:
     """A child, what it says, and its end."""
 
     def __init__(self, *command: str, log: Path) -> None:
-        env = {**os.environ, "FFT_MONITOR": "0", "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
-        for name in ("TORCHFT_LIGHTHOUSE", "FFT_MEMBERSHIP"):
-            env.pop(name, None)
+        env: dict[str, str | None] = {"FFT_MONITOR": "0", "OMP_NUM_THREADS": "1"}
+        env |= {"TORCHFT_LIGHTHOUSE": None, "FFT_MEMBERSHIP": None}
         self.log = log
-        with log.open("ab") as errors:
-            self.child = subprocess.Popen(
-                [sys.executable, *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=env,
-                text=True,
-            )
+        self.child = Forked(as_main, *command, env=env, log=log, talks=True)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.child.stdout is not None
         for line in self.child.stdout:
             self._lines.put(line)
         self._lines.put(None)
@@ -93,12 +84,9 @@ class Process:
 
     def kill(self) -> None:
         """End it for good."""
-        self.child.kill()
-        self.child.wait(LIMIT_S)
+        self.child.end()
         self._reader.join(LIMIT_S)
-        for end in (self.child.stdin, self.child.stdout):
-            assert end is not None
-            end.close()
+        self.child.close()
 
 
 class Lighthouse:
@@ -164,7 +152,7 @@ class Job:
     def stop(self) -> None:
         """Ask all to leave with the next commit."""
         for process in self.groups.values():
-            process.child.send_signal(signal.SIGTERM)
+            process.child.signal(signal.SIGTERM)
 
     def ends(self, *groups: str) -> dict[str, dict[str, Any]]:
         """What these groups ended with; they must have ended well."""
@@ -280,7 +268,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> Job:
         last.at(records(made.traces)[-1]["step"] + 10)
         assert [members(r) for r in records(made.traces) if r["members"]] == [["0", "1", "2"]]
         assert notes(made.traces, "lighthouse") == [], "who knows nobody makes no suspects"
-        made.groups["2"].child.kill()
+        made.groups["2"].child.end()
         last.at(records(made.traces)[-1]["step"] + 10)
         made.lighthouse.press_kill("1")
         assert made.groups["1"].end() != 0, "torchft ends it in the middle of everything"

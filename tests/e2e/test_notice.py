@@ -1,6 +1,6 @@
 """A group that is given notice leaves before its deadline: with a commit, or saying why without.
 
-Jobs of real processes under ``fft run``, whose notice is a file.
+Jobs of real processes, whose notice is a file; the long ones under ``fft run``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from stage import aborts, events, notes, records, slices
 
@@ -32,6 +33,11 @@ def run_job(directory: Path, case: str, ranks: int = 1, notice: str = "{group}")
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     logs = "".join(path.read_text()[-3000:] for path in (directory / "run" / "logs").iterdir())
     assert done.returncode == 0, done.stdout + done.stderr + logs
+    return ended_with(directory)
+
+
+def ended_with(directory: Path) -> dict[str, Any]:
+    """What each rank of a job with a clean audit left, by its place."""
     report = audit_dir(directory / "run")
     assert report.ok, report.render()
     found = sorted(directory.glob("result-*.json"))
@@ -39,9 +45,13 @@ def run_job(directory: Path, case: str, ranks: int = 1, notice: str = "{group}")
 
 
 @pytest.mark.multiprocess
-def test_a_group_that_is_given_time_leaves_with_a_commit(tmp_path: Path) -> None:
-    ended = run_job(tmp_path / "job", "soon")
-    run = tmp_path / "job" / "run"
+def test_a_group_that_is_given_time_leaves_with_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "job"
+    monkeypatch.setenv("FFT_NOTICE", f"file:{folder}/notice-{{group}}")
+    run = forked.run_job(WORKER, str(STEPS), str(folder), "soon", folder=folder, within=LIMIT_S)
+    ended = ended_with(folder)
     assert ended["1-0"]["commits"] == ended["1-0"]["steps"] < STEPS and not ended["1-0"]["unwound"]
     assert ended["0-0"]["steps"] == STEPS
     assert not aborts(run)

@@ -7,16 +7,14 @@ end with the bits of the run without a fault, with no state fetched and a clean 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from forked import Forked, as_main
 
 from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
@@ -78,23 +76,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"stores": stores, "bus": f"{address}/{name}", "plan": plan, "traces": str(folder)}
         )
     (root / "config.json").write_text(json.dumps(config))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env["FFT_MONITOR"] = "0"  # else one per rank and case, each a process that starts
-    children = []
-    for group, rank in RANKS:
-        log = (root / f"g{group}r{rank}.log").open("wb")
-        command = [sys.executable, str(WORKER), str(root / "config.json"), group, str(rank)]
-        children.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        log.close()
+    children = {}
     try:
-        for child, (group, rank) in zip(children, RANKS, strict=True):
-            code = child.wait(timeout=240)
-            tail = (root / f"g{group}r{rank}.log").read_text(errors="replace")[-3000:]
-            assert code == 0, f"g{group}r{rank} ended with {code}:\n{tail}"
+        for group, rank in RANKS:
+            place = str(root / "config.json"), group, str(rank)
+            log = root / f"g{group}r{rank}.log"
+            # FFT_MONITOR: else one per rank and case, each a process that starts
+            children[group, rank] = Forked(
+                as_main, str(WORKER), *place, env={"FFT_MONITOR": "0"}, log=log
+            )
+        for where, child in children.items():
+            code = child.wait(240)
+            assert code == 0, f"{where} ended with {code}:\n{child.tail()}"
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
+        for child in children.values():
+            child.end()
         bus.close()
     return root
 

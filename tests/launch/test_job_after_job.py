@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from forked import Forked, as_main
 
 from fft.trace.audit import audit_dir
 
@@ -39,27 +40,23 @@ class Plain:
     """A rank that no launcher of ours has started."""
 
     def __init__(self, stack: ExitStack, env: dict[str, str], group: int, *more: str) -> None:
-        command = [sys.executable, str(WORKER), str(group), str(STEPS), *more]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-        stack.callback(self._end)
-
-    def _end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate(timeout=LIMIT_S)
+        command = str(WORKER), str(group), str(STEPS), *more
+        self.process = Forked(as_main, *command, env=env, talks=True)
+        stack.callback(self.process.close)
 
     def until(self, word: str) -> str:
         """What it says after ``word``, as the first line that begins so."""
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             if f"{line.strip()} ".startswith(f"{word} "):
                 return line.removeprefix(word).strip()
-        raise AssertionError(f"it ended, with {self.process.wait()}, and never said {word!r}")
+        raise AssertionError(
+            f"it ended, with {self.process.wait(LIMIT_S)}, and never said {word!r}"
+        )
 
     def ended(self) -> tuple[int, list[str]]:
         """Its exit status, and the lines it has said since."""
-        text, _ = self.process.communicate(timeout=LIMIT_S)
-        return self.process.returncode, text.splitlines()
+        lines = self.process.stdout.read().splitlines()
+        return self.process.wait(LIMIT_S), lines
 
 
 def pair(stack: ExitStack, env: dict[str, str], *more: str) -> list[Plain]:
@@ -87,7 +84,7 @@ def killed_job(env: dict[str, str]) -> str:
         for rank in ranks:
             rank.until(f"step {STEPS}")
         for rank in ranks:
-            rank.process.kill()
+            rank.process.end()
     assert len(names) == 1, names
     return names.pop()
 
@@ -110,19 +107,19 @@ def test_a_process_that_still_lives_gets_into_no_other_job(
         killed, stopped = pair(stack, env, "--stay")
         for rank in (killed, stopped):
             rank.until("step")
-        os.kill(stopped.process.pid, signal.SIGSTOP)
-        killed.process.kill()
+        stopped.process.signal(signal.SIGSTOP)
+        killed.process.end()
         others = pair(stack, env, "--stay")
         for rank in others:
             assert rank.until("at").endswith(".start2")
             rank.until("step")
-        os.kill(stopped.process.pid, signal.SIGCONT)
+        stopped.process.signal(signal.SIGCONT)
         status, lines = stopped.ended()
         assert status == 3, lines
         for rank in others:  # three groups would be in it by now
             rank.until("step")
             rank.until("step")
-            rank.process.terminate()
+            rank.process.signal(signal.SIGTERM)
     for traces in ("traces", "traces/start2"):
         report = audit_dir(tmp_path / traces)
         assert report.ok, report.render()

@@ -1,8 +1,8 @@
 """Worker processes that run many recipes in turn, and the supervisor that starts killed ones again.
 
-To start a process with torch in it takes seconds, so one set serves many cases. Each part of a case
-is a job of its own on one bus. A case has a bound: when it is over, the stacks of all workers are
-in the error, and the set is started anew for the next case.
+One set serves many cases. Each part of a case is a job of its own on one bus. A case has a bound:
+when it is over, the stacks of all workers are in the error, and the set is started anew for the
+next case.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -20,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forked import Forked
+from recipe_worker import work
 
 from fft.bus import open_bus, serve_tcp
 from fft.bus.tcpserver import host_store
 from fft.messages.protocol import Death, encode
 
-WORKER = Path(__file__).with_name("recipe_worker.py")
 BOUND_S = 120.0
 """For one part of a case; two seconds is usual."""
 _DUMP_S = 10.0
 """For a worker to write its stacks."""
-_LOG_TAIL = 6000
 Place = tuple[int, int]
 
 
@@ -74,32 +72,27 @@ class _Child:
     def __init__(self, place: Place, ranks: int, log: Path) -> None:
         self.place, self.log = place, log
         self.connection, theirs = Pipe()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         env["FFT_MONITOR"] = "0"  # else one per rank and case, each a process that starts
-        group, rank = map(str, place)
-        env |= {"REPLICA_GROUP_ID": group, "RANK": rank, "WORLD_SIZE": str(ranks)}
-        command = [sys.executable, str(WORKER), str(theirs.fileno()), group, rank]
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, env=env, stdout=out, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()]
-            )
+        group, rank = place
+        env |= {"REPLICA_GROUP_ID": str(group), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        self.process = Forked(work, theirs, group, rank, env=env, log=log)
         theirs.close()
         # not the end of the connection: workers of a data loader may hold it for a while
         self.death = os.pidfd_open(self.process.pid)
 
     def stacks(self) -> str:
         """The end of its log, with the stacks of all its threads if it still runs."""
-        if self.process.poll() is None:
+        if self.process.runs:
             size = self.log.stat().st_size
-            self.process.send_signal(signal.SIGUSR1)
+            self.process.signal(signal.SIGUSR1)
             deadline = time.monotonic() + _DUMP_S
             while self.log.stat().st_size == size and time.monotonic() < deadline:
                 time.sleep(0.01)  # it writes from its signal handler, which nobody announces
-        return f"=== {self.place}\n{self.log.read_text(errors='replace')[-_LOG_TAIL:]}"
+        return f"=== {self.place}\n{self.process.tail()}"
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.end()
         self.connection.close()
         os.close(self.death)
 
@@ -168,7 +161,7 @@ class Crew:
                     raise EOFError
                 kind, said = child.connection.recv()
             except EOFError:
-                code = child.process.wait()
+                code = child.process.wait(_DUMP_S)
                 if not case.kills or code != -signal.SIGKILL or task["part"] in done.restarts:
                     why = f"{case}: {child.place} ended with {code}"
                     raise CaseFailed(self._told(why)) from None

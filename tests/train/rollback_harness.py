@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from forked import CONTEXT
 from torch.distributed import TCPStore
 
-LIMIT = 240.0  # seconds that one set of processes may take, torch's import included
+LIMIT = 240.0  # seconds that one set of processes may take
 NOISE_S = 15.0
 """What a busy machine may add to a wait; a test that bounds one excludes a group's 60 s."""
 
@@ -31,12 +31,11 @@ def client(port: int) -> TCPStore:
 def run(ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``body(rank, ranks, port, *args)`` in `ranks` processes; return what each returned."""
     server = store_server()
-    context = mp.get_context("spawn")
     started: list[tuple[Any, Connection]] = []
     try:
         for rank in range(ranks):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(
+            here, there = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(
                 target=_main, args=(there, body, rank, ranks, server.port, args), daemon=True
             )
             process.start()

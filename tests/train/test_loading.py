@@ -6,8 +6,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import Forked, as_main
 
 import fft
 from fft.train.data.source import DataError, Due
@@ -498,16 +497,18 @@ time.sleep(600)
 
 
 @pytest.mark.multiprocess
-def test_workers_end_with_a_killed_trainer_even_in_the_middle_of_an_item() -> None:
-    trainer = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True)
+def test_workers_end_with_a_killed_trainer_even_in_the_middle_of_an_item(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    trainer = Forked(as_main, str(script), talks=True)
     try:
-        assert trainer.stdout is not None
         lines = [trainer.stdout.readline().split() for _ in range(3)]
         (pids,) = (list(map(int, line)) for line in lines if line != ["busy"])
         assert len(pids) == 2
+        trainer.end()
+        wait_until(lambda: all(map(gone, pids)), "the workers are gone")
+        assert trainer.stdout.read() == ""
     finally:
-        trainer.kill()
-        trainer.wait(30)
-    wait_until(lambda: all(map(gone, pids)), "the workers are gone")
-    assert trainer.stdout.read() == ""
-    trainer.stdout.close()
+        trainer.close()

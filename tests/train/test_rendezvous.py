@@ -14,27 +14,28 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from forked import Forked
 from torch.distributed import PrefixStore
 
+from fft.bus.tcpserver import host_store
 from fft.train.process_group.rendezvous import RendezvousStore
 
-SERVER = """
-import sys
-from fft.bus.tcpserver import host_store
-store, port = host_store()
-print(port, flush=True)
-sys.stdin.read()
-"""
 LIMIT = timedelta(seconds=60)
 SAFETY_S = 15.0
 
 
+def serve() -> None:
+    """Say the port of a store, until nobody is there to read it."""
+    _store, port = host_store()
+    print(port, flush=True)
+    sys.stdin.read()
+
+
 @pytest.fixture
-def server() -> Iterator[subprocess.Popen[str]]:
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as it:
-        yield it
-        it.kill()
+def server() -> Iterator[Forked]:
+    made = Forked(serve, talks=True)
+    yield made
+    made.close()
 
 
 def woken_after(seconds: float, pid: int) -> subprocess.Popen[bytes]:
@@ -43,9 +44,8 @@ def woken_after(seconds: float, pid: int) -> subprocess.Popen[bytes]:
 
 
 def test_a_silent_store_holds_up_who_cleans_it_and_nobody_else(
-    server: subprocess.Popen[str],
+    server: Forked,
 ) -> None:
-    assert server.stdout is not None
     port = int(server.stdout.readline())
     client = dist.TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False)
     store = RendezvousStore(PrefixStore("epoch", client), LIMIT)
