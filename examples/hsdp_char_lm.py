@@ -115,7 +115,7 @@ def main() -> None:
         min_replica_size=1,
         replica_id=group,
         init_sync=False,  # every process builds the same weights from the seed
-        digest="commit",  # lets the audit compare the groups bit by bit
+        digest="commit",  # lets the audit compare the groups bit by bit; too costly for long runs
     )
     try:
         train(manager, args.steps, args.seed, f"group {group} rank {rank}")

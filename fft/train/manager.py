@@ -52,8 +52,9 @@ class ManagerFFT(TorchftInterface):
         timeouts: seconds by the spec's timer names; come before ``timeout`` (``vote_window``)
             and ``quorum_timeout`` (``quorum``, ``ready_window``). ``fft config`` shows them all.
         digest: ``commit``: trace a digest of this rank's parameters and optimizer state after
-            every commit, so that the audit can compare replicas bit by bit. Costs one pass over
-            them. (Module buffers may differ between replicas: batch-norm statistics are local.)
+            every commit, so that the audit can compare replicas bit by bit. Hashes all of them in
+            every step: for audits, not for long runs. (Module buffers may differ between
+            replicas: batch-norm statistics are local.)
         check_replicas: every so many steps replicas compare a fingerprint of parameters and
             optimizer state in their votes; a power of 2. None: as often as costs 1 % of the time;
             0: never. Needs ``register``.
@@ -168,7 +169,8 @@ class ManagerFFT(TorchftInterface):
             model: one or several modules; FSDP2 modules by their roots.
             optimizer: stepped by the transaction after COMMIT, in this order.
             lr_scheduler: stepped after the optimizers.
-            extra: name → object with ``state_dict`` / ``load_state_dict``, for anything else.
+            extra: name → object with ``state_dict`` / ``load_state_dict``, for anything else that
+                is equal on all groups: a group that joins takes it over from another one.
             generators: random generators that the body draws from; None: the global ones of
                 torch, numpy and random.
             scaler: a ``torch.amp.GradScaler``. The body scales the loss, and may call
