@@ -35,8 +35,10 @@ class ForeignSteps:
         self._hook.remove()
 
     def _look(self, optimizer: Any, *_: Any) -> None:
-        updates = self._state.updates
+        updates, step = self._state.updates, self._state.step
         if threading.get_ident() != self._thread or updates.has(optimizer):
+            return
+        if step is not None and step.has_extra(optimizer) and not updates.in_body:
             return
         name = type(optimizer).__name__
         stepped = {p for group in optimizer.param_groups for p in group["params"]}

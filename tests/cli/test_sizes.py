@@ -44,7 +44,7 @@ LONG_FILES = {
         "One class; each collective is tracked, then aborted.",
     ),
     "train/worker.py": (411, "One method for each effect of the main thread's table."),
-    "train/state/step_state.py": (625, "What is captured is read against what is put back."),
+    "train/state/step_state.py": (629, "What is captured is read against what is put back."),
     "train/state/transfer.py": (499, "Both ends of one connection; its frames could leave."),
 }
 """By path in fft/: the most lines it may have, and why it has more than others."""

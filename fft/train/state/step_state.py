@@ -300,6 +300,10 @@ class StepState:
                 tensors += [local_of(v) for _, v in sorted(state.items()) if torch.is_tensor(v)]
         return fingerprint(tensors)
 
+    def has_extra(self, thing: object) -> bool:
+        """Whether it is registered by a name of the user's."""
+        return any(thing is each for each in self._extra.values())
+
     def parameters(self) -> list[torch.Tensor]:
         """All that is registered."""
         return list((self._parameters or self._names()).values())
