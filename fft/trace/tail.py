@@ -85,6 +85,14 @@ class JobView:
             if name == group
         )
 
+    def joined_since(self, group: str, incs: dict[int, int]) -> bool:
+        """Whether an incarnation newer than ``incs`` has come into an epoch."""
+        return any(
+            view.role != "joining" and view.inc != incs.get(rank)
+            for (name, rank), view in self.ranks.items()
+            if name == group
+        )
+
     def unfired(self, plan: FaultPlan) -> list[AnyFault]:
         """Those of the plan, and those that were commanded, that have not happened."""
         asked = {fault.name: fault for fault in plan.faults} | self.commanded

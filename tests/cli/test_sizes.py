@@ -23,7 +23,7 @@ LONG_FILES = {
     "bus/tcpstore.py": (687, "One bus and its keys; the ring and the inbox could leave."),
     "engine/loop.py": (637, "One thread and what it owns; every method runs on it."),
     "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
-    "launch/supervisor/loop.py": (619, "One thread that owns all children; commands could leave."),
+    "launch/supervisor/loop.py": (636, "One thread that owns all children; commands could leave."),
     "messages/protocol.py": (696, "A list of message types, each short, that one codec reads."),
     "protocol/invariants.py": (
         735,

@@ -374,6 +374,41 @@ def test_when_the_state_is_lost_nobody_is_started_again_and_who_waits_is_ended(
     assert any("NoState" in line and "the state of step 7" in line for line in verdict.lines)
 
 
+def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """In torchft's loop nobody says which commit is the last."""
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        for group in (0, 1):
+            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        trace(job, 0, 0, 1, at_work(10, 2, ["0"]))
+        actors["0", "0"].order("exit 0")
+        assert again.says() == {"heard": "sigterm"}
+        again.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_who_has_joined_again_goes_on_when_the_others_have_finished(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = stage.enter(2)
+        for group in (0, 1):
+            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        trace(job, 1, 0, 2, record(kind="transition", to="NORMAL", roles=["joining", "training"]))
+        actors["0", "0"].order("exit 0")
+        actors["0", "0"].gone()
+        again.order("print still here")
+        assert again.says() == {"printed": "still here"}
+        again.order("exit 0")
+        assert job.verdict().ok
+
+
 def test_an_interrupt_of_a_job_whose_work_is_lost_is_no_good_end(
     run_job: StartJob, stage: Stage
 ) -> None:

@@ -55,7 +55,6 @@ from fft.messages.fault_plans import (
 from fft.messages.protocol import (
     Death,
     Drain,
-    Record,
     UnreadableMessage,
 )
 from fft.trace.report import save_plan
@@ -109,7 +108,7 @@ class Supervisor:
         self._mistakes = Mistakes(names, config.groups_in_all)
         has_services = not isinstance(services, Joined)
         self._judgement = Judgement(self._groups.values(), plan, has_services)
-        self._over: Record | None = None
+        self._over = False
         """The last epoch, once all its groups have left with one commit."""
         self._look_over_at = 0.0
         self._too_slow: set[str] = set()
@@ -148,7 +147,7 @@ class Supervisor:
             self._look()
             view = self._tail.view
             unfinished = None if self._watch is None else self._watch.unfinished(view)
-            return self._judgement.outcome(view, self._over is not None, unfinished)
+            return self._judgement.outcome(view, self._over, unfinished)
         finally:
             self._end()
 
@@ -220,7 +219,7 @@ class Supervisor:
         for group in self._groups.values():
             if group.kill_at is not None and now >= group.kill_at:
                 group.kill_at = None
-                over = "the job is over" if self._over is not None else "it was evicted"
+                over = "the job is over" if self._over else "it was evicted"
                 self._kill(group.living, over)
 
     def _beat_for_children(self) -> None:
@@ -317,7 +316,7 @@ class Supervisor:
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
             return
-        if self._drain_until is not None or self._forgot or self._over is not None:
+        if self._drain_until is not None or self._forgot or self._over:
             return
         if group.finished:
             self._plan_return(group)
@@ -331,7 +330,7 @@ class Supervisor:
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
-        if self._over is not None:
+        if self._over:
             return
         if group.pauses.restarts < self._config.max_restarts:
             group.restart_at = time.monotonic() + group.pauses.next()
@@ -393,22 +392,41 @@ class Supervisor:
             group.living and not view.committed_since(group.name, group.known_incs)
             for group in self._groups.values()
         )
-        if self._over is not None or not (waiting or at_once):
+        if self._over or not (waiting or at_once):
             return
         if now < self._look_over_at and not at_once:
             return
         self._look_over_at = now + _OVER_S
         try:
-            self._over = last_epoch(self._links.bus)
+            last = last_epoch(self._links.bus)
         except (BusError, UnreadableMessage) as error:
             logger.warning("cannot see whether the job is over: %s", error)
-        if self._over is not None:
-            self._end_who_waits(self._over)
+            return
+        if last is not None:
+            here = socket.gethostname()
+            inside = {r.pid for entry in last.members for r in entry.ranks if r.host == here}
+            self._end_who_waits(inside)
+        elif self._have_all_finished():
+            self._end_who_waits(set())
 
-    def _end_who_waits(self, over: Record) -> None:
-        logger.info("the job is over: all have left with step %d", over.step)
-        here = socket.gethostname()
-        inside = {r.pid for entry in over.members for r in entry.ranks if r.host == here}
+    def _have_all_finished(self) -> bool:
+        """Whether all who had the state have ended well, as after a loop of torchft's, which has
+        no last commit; who is being started again would find nobody."""
+        view = self._tail.view
+        done = [group for group in self._groups.values() if group.finished and not group.evicted]
+        rest = [group for group in self._groups.values() if not group.finished]
+        return (
+            self._config.groups_in_all == len(self._groups)
+            and view.committed
+            and any(rank.step == view.step for group in done for rank in view.of(group.name))
+            and not any(group.return_at_step is not None for group in done)
+            and not any(view.joined_since(group.name, group.known_incs) for group in rest)
+        )
+
+    def _end_who_waits(self, inside: set[int]) -> None:
+        """The job is over. ``inside``: processes that are leaving it by themselves."""
+        self._over = True
+        logger.info("the job is over since step %d", self._tail.view.step)
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             waiting = [child for child in group.living if child.pid not in inside]
