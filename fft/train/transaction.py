@@ -22,6 +22,7 @@ from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.unsafe_places import guarded
+from fft.train.updates import misfit
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
@@ -77,6 +78,7 @@ class TransactionLoop:
         try:
             source.open()  # before there are process groups, whose sockets workers would have
             while (plan := self.worker.begin()) is not None:
+                self._refuse_unlike_again(plan)
                 if max_steps is not None and plan.step >= max_steps:
                     return
                 if (drawn := inputs.draw(plan)) is None:
@@ -105,6 +107,21 @@ class TransactionLoop:
             raise FftError(
                 f"the loop was left (`break`?) after an attempt that was not committed: {mistake}"
             )
+
+    def _refuse_unlike_again(self, plan: StartTxn) -> None:
+        """Raise if the groups keep reducing different things in this step: no replay mends that."""
+        cause, self.worker.rolled_back = misfit(self.worker.rolled_back), ""
+        if cause is None:
+            return
+        error = FftError(
+            f"{cause}: the bodies of the groups, or of the ranks of one, have not reduced the same "
+            "gradients. Does a branch depend on the batch? Each body must come to the backward() "
+            "of the same models; multiply by 0 what is not to count"
+        ).with_traceback(traceback_of_caller())
+        why = self.worker.body_failures.failed(plan.step, plan.members, error)
+        if why is not None:
+            self.job.note_error(error)
+            raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
 
     # --- for Transaction ---
 

@@ -223,6 +223,13 @@ class StepWatch:
         self._hooks.clear()
 
 
+def misfit(cause: str) -> str | None:
+    """What the cause of a rollback says of votes whose reductions are not alike; None: nothing."""
+    if _MISFIT not in cause or _SKIPPED in cause:
+        return None
+    return cause[cause.index(_MISFIT) :]
+
+
 class LoopUpdates:
     """Of the commits whose update is made by the user's loop: was it made, and whole?
 
@@ -275,7 +282,7 @@ class LoopUpdates:
     def why_torn(self, cause: str) -> str | None:
         """Whether the rollback by ``cause`` says that others have made the update that is missed
         here: then why this state is torn."""
-        if self.missed is None or _MISFIT not in cause or _SKIPPED in cause:
+        if self.missed is None or misfit(cause) is None:
             return None
         return (
             f"should_commit() said True in step {self.missed}, and no optimizer.step() followed "

@@ -93,6 +93,8 @@ class Worker:
         self._torn: str | None = None
         self._apply_error: BaseException | None = None
         """Of the last commit, if its update failed here."""
+        self.rolled_back = ""
+        """Why the last attempt was, until somebody has taken note of it."""
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._by_loop = LoopUpdates()
         self._work: dict[str, Callable[[Any], None]] = {
@@ -241,6 +243,7 @@ class Worker:
 
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
+        self.rolled_back = command.cause
         self._give_up_txn()
         self._groups.unwind(command.cause, self._watchers.waiting(), self._manager._timeout)
         self._reductions.reset()

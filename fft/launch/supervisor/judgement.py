@@ -79,4 +79,4 @@ class Judgement:
 
 def _cut_short(child: Child) -> str:
     how = f"group {child.group} ended with {cause_of(child.code)}"
-    return f"the job was over, all had left with one commit; {how}, and was no longer needed"
+    return f"the job was over; {how}, and was no longer needed"
