@@ -57,6 +57,23 @@ def test_an_overflow_of_any_optimizer_skips_the_step_of_all(bad: int, value: flo
     updates.close()
 
 
+def test_good_steps_before_a_skipped_one_do_not_count_for_the_growth_of_the_scale() -> None:
+    """As ``GradScaler.update()`` has it, which the rank calls that has found the inf itself."""
+    weights, schedules, scaler, updates = _scaled([1.0])
+    scaler.set_growth_interval(3)
+    scales = []
+    for value in (1.0, 1.0, float("inf"), 1.0, 1.0, 1.0):
+        weights[0].grad = torch.tensor([1.0, value])
+        if updates.must_skip():
+            updates.skip()
+        else:
+            updates.apply()
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 4.0, 2.0, 2.0, 2.0, 4.0]
+    assert schedules[0].last_epoch == 5
+    updates.close()
+
+
 def test_a_step_without_overflow_steps_every_optimizer_and_every_schedule() -> None:
     weights, schedules, scaler, updates = _scaled([1.0, 2.0, -2.0])
     calls: list[int] = []

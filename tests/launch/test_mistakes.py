@@ -38,6 +38,13 @@ def test_what_fails_in_all_groups_before_the_first_commit_is_a_mistake() -> None
     assert found is not None and found.ends == "job" and found.place == place()
 
 
+def test_what_fails_in_all_groups_of_one_supervisor_of_several_is_none_yet() -> None:
+    """It may be this machine; the groups of the others have not failed."""
+    mistakes = Mistakes(["0", "1"], 4)
+    assert mistakes.ended("0", place(), False) is None
+    assert mistakes.ended("1", place(), False) is None
+
+
 def test_what_fails_again_before_the_first_commit_is_a_mistake() -> None:
     mistakes = Mistakes(["0", "1"], 4)
     assert mistakes.ended("0", place(), False) is None

@@ -3,8 +3,12 @@ one."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -17,9 +21,10 @@ from fft.bus import open_job_bus, serve_tcp
 from fft.bus.base import HEAD
 from fft.bus.natsserver import NatsServers
 from fft.bus.token import JobToken
-from fft.messages.protocol import Drain, encode
+from fft.messages.commands import RollCall
+from fft.messages.protocol import Drain, GroupEntry, Peer, RankEntry, Record, encode
 from fft.messages.wire import decode_packed
-from fft.operate.client import JobClient
+from fft.operate.client import JobClient, JobState
 from fft.operate.entering import JobStart, enter
 
 TOKEN = JobToken.fresh()
@@ -143,6 +148,62 @@ def test_after_the_last_step_only_a_new_process_begins_a_job(
     job.train(1)
     assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "1"}).number == 1
     assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "0"}).number == 2
+
+
+def test_a_process_that_is_started_again_begins_a_job_in_the_place_of_one_that_broke_off(
+    url: str, stack: ExitStack
+) -> None:
+    """Only after the last step it is late: of this one, steps are missing."""
+    job = job_at(enter(url, TOKEN), stack)
+    job.train(1)
+    for member in job.members:
+        member.engine.close()
+    assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "1"}).number == 2
+
+
+def test_who_answers_only_when_it_is_asked_again_keeps_the_job(
+    url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entering, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(entering, "_SILENCE_S", 20.0)  # until it answers, that is
+    job = job_at(enter(url, TOKEN), stack)
+    job.train(2)
+    calls = []
+
+    def miss_one(answer: Callable[[RollCall], None], call: RollCall) -> None:
+        calls.append(call.id)
+        if calls.count(call.id) > len(job.members):
+            answer(call)
+
+    for member in job.members:
+        answer = partial(miss_one, member.engine._answer_roll)
+        monkeypatch.setattr(member.engine, "_answer_roll", answer)
+    assert enter(url, TOKEN).number == 1
+    assert len(calls) > len(job.members) and len(set(calls)) == 1
+    job.train(3)
+
+
+def _of(*ranks: tuple[str, int]) -> JobState:
+    """A job with a group for each (host, process id)."""
+    members = tuple(
+        GroupEntry(str(g), "a:1", (RankEntry(0, 1, True, "", pid, host),))
+        for g, (host, pid) in enumerate(ranks)
+    )
+    record = Record(1, "epoch", 1, 0, 0, "line", 0, 0, Peer("0", 0, 1), members)
+    return JobState(record, record)
+
+
+def test_the_processes_are_gone_only_if_all_were_here_and_none_is_there() -> None:
+    """Who may live elsewhere, or here, is asked for longer."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(30)
+    here, gone, there = socket.gethostname(), ended.pid, os.getppid()
+    assert entering._are_gone(_of((here, gone), (here, gone)))
+    for others in ([(here, gone), (here, there)], [(here, there), (here, gone)]):
+        assert not entering._are_gone(_of(*others))
+    for others in ([(here, gone), ("elsewhere", gone)], [("elsewhere", gone)]):
+        assert not entering._are_gone(_of(*others))
+    assert not entering._are_gone(JobState())
 
 
 def test_a_job_that_all_groups_were_drained_from_is_not_asked(

@@ -858,6 +858,24 @@ def test_with_too_few_to_compute_meanwhile_a_joiner_is_waited_for() -> None:
     assert job.steps() == {2} and clean(job) == []
 
 
+@pytest.mark.parametrize("edited", [True, False])
+def test_where_bodies_change_gradients_a_joiner_is_waited_for(edited: bool) -> None:
+    """A learner would change them by the weights that it is about to lose."""
+    job = Job(3).until_running()
+    job.start_anew("2")
+    job.settle()
+    for node in job.live():
+        if node.txn is not None:
+            manifest = Manifest(1, 4, "x")
+            job.post(node, Prepared(node.txn.token, True, manifest, edited=edited))
+    job.settle()
+    assert [g.group for g in job.head.members] == ["0", "1", "2"]
+    assert job.head.learners == (() if edited else ("2",))
+    assert [job.node(g).txn.index for g in "012"] == [0, 1, 2 if edited else None]
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
 def test_a_spare_computes_in_the_place_of_a_learner() -> None:
     job = Job(3, min_groups=2, fixed_with_spares=True).until_running()
     job.start_anew("0")

@@ -184,6 +184,20 @@ def test_what_cannot_be_put_together_is_refused_with_its_line(
         load_spec(path)
 
 
+@pytest.mark.parametrize("circle", [["one"], ["one", "two"], ["one", "two", "three"]])
+def test_parts_that_include_each_other_in_a_circle_are_refused(
+    circle: list[str], tmp_path: Path
+) -> None:
+    """The file that is read is not in it: only what it includes."""
+    path = tmp_path / "whole.yaml"
+    path.write_text("name: whole\ninclude: [one.yaml]\n", encoding="utf-8")
+    for part, following in zip(circle, circle[1:] + circle[:1], strict=True):
+        text = f"# {part}\ninclude: [{following}.yaml]\n"
+        path.with_name(f"{part}.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=rf"{circle[-1]}.yaml:2: .*one.yaml includes itself"):
+        load_spec(path)
+
+
 def test_a_file_is_laid_over_what_it_includes(tmp_path: Path) -> None:
     path = write(tmp_path, {}).with_name("other.yaml")
     over = """

@@ -81,10 +81,10 @@ def test_restore_makes_the_next_attempt_the_same_as_the_first() -> None:
     replaced = run.model.replaced
     before = run.state.digest()
     first = run.compute()
-    run.schedule.step()
-    run.counter.seen["n"] = 99
-    run.counter.seen["list"].append(2)
-    for _ in range(2):  # idempotent
+    for _ in range(2):  # idempotent, and what was put back may be changed
+        run.schedule.step()
+        run.counter.seen["n"] = 99
+        run.counter.seen["list"].append(2)
         run.state.restore()
         assert run.state.digest() == before
         assert run.model.replaced is replaced
@@ -173,6 +173,19 @@ def test_load_forgets_optimizer_state_that_the_source_does_not_have() -> None:
     target.state.load(carried(source))
     assert not target.adam.state
     assert target.state.digest() == source.state.digest()
+
+
+def test_a_rollback_after_a_state_has_come_does_not_bring_the_old_one_back() -> None:
+    """A learner's body begins with its old state, and its vote waits for that of the job."""
+    source, learner = Setup(1), Setup(2)
+    for run in (source, learner):
+        run.step()
+    learner.state.capture()
+    learner.compute()
+    learner.state.load(carried(source), keep_gradients=True)
+    if learner.state.captured:  # as the main thread asks, when it rolls back
+        learner.state.restore()
+    assert learner.state.digest() == source.state.digest()
 
 
 MISFITS = {

@@ -1,0 +1,64 @@
+"""What a rank holds on to while bodies come and go: state it gives away, and failures it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stage import Member, Numbers, batch_of, job, records
+
+import fft
+from fft.messages.protocol import Peer, Record
+from fft.util.errors import BodyKeepsFailing
+
+
+def _epoch(learners: tuple[str, ...]) -> Record:
+    by = Peer("0", 0, 1)
+    return Record(1, "epoch", 1, 0, 0, "a", 0, 0, by, learners=learners)
+
+
+@pytest.mark.parametrize("learners", [(), ("1",)])
+def test_state_that_is_fetched_while_bodies_run_is_not_changed_by_them(
+    tmp_path: Path, learners: tuple[str, ...]
+) -> None:
+    """Others wait for the fetch of those who are no learners, so that nothing need be copied."""
+    with job(tmp_path, 1) as made:
+        member = made.member("0")
+        given = member.manager._parts.state.export(_epoch(learners))["state"]["buffers"]
+        before = {name: value.clone() for name, value in given.items()}
+        member.model(batch_of(torch.arange(4)))  # its batch norm counts batches, and has means
+        same = {name: torch.equal(value, before[name]) for name, value in given.items()}
+    assert len(same) == 3 and set(same.values()) == {bool(learners)}
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_failures_before_and_after_a_skipped_step_are_not_in_a_row(
+    tmp_path: Path, skips: bool
+) -> None:
+    """A skipped step leaves the number of the step as it is; yet its body has ended well."""
+    tries: list[int] = []
+
+    def work(member: Member) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        member.manager.register(member.model, member.optimizer, scaler=scaler)
+        member.manager.sync_gradients(member.model)
+        for txn in member.manager.transactions(fft.CursorLoader(Numbers(), batch_size=4), 2):
+            tries.append(txn.step)
+            with txn:
+                if len(tries) == 2 or len(tries) == (4 if skips else 3):
+                    raise ValueError("the same each time")
+                loss = member.model(batch_of(txn.batch)).square().mean()
+                if len(tries) == 3:
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+
+    with job(tmp_path, 1) as made:
+        if skips:
+            made.run(work, register=False, digest="never")
+        else:
+            with pytest.raises(BodyKeepsFailing, match="2 times in a row by the same error"):
+                made.run(work, register=False, digest="never")
+    commits = [(r["step"], r["skip"]) for r in records(tmp_path) if r["kind"] == "commit"]
+    assert commits == ([(1, False), (1, True), (2, False)] if skips else [(1, False)])
+    assert tries == ([0, 1, 1, 1, 1] if skips else [0, 1, 1])

@@ -1,0 +1,183 @@
+"""What a reducer holds of one bucket, backward or body, and must not use for the next one.
+
+Real groups in threads, over gloo, as in ``test_reducer.py``.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stage import Member, aborts, batch_of, job, records
+from test_reducer import Net, alone, assert_equal, in_order, one_backward, reduced
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from fft.train.buckets import fill
+from fft.util.errors import FftError
+
+ONE_EACH = 64 / 2**20
+"""Cap of a bucket, in MiB, that no two layers of 8 × 8 fit into."""
+
+
+def averaged(manager: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that does what is done without one."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    flat = bucket.buffer().clone()
+    manager.allreduce(flat).wait()
+    done.set_result(flat)
+    return done
+
+
+class Layers(nn.Module):
+    """Five layers: all groups use the first and the last; 1 and 3 are of one group each, 2 of none.
+
+    So the bucket of each differs from its neighbours in who has a gradient of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = batch_of(numbers)
+        for i in (0, 1 if int(numbers[0]) % 2 else 3, 4):
+            x = self.layers[i](x)
+        return x.square().mean()
+
+
+def test_with_a_hook_each_bucket_is_told_by_its_own_flags_who_used_it(tmp_path: Path) -> None:
+    """Else a group keeps ``grad = None`` where another has a gradient, and their weights differ."""
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, bucket_cap_mb=ONE_EACH)
+        manager.register_comm_hook(manager, averaged)
+
+    found, numbers = reduced(tmp_path, Layers(), one_backward, prepare)
+    wanted = alone(Layers(), one_backward, numbers)
+    assert [wanted[f"layers.{i}.weight"] is None for i in range(5)] == [i == 2 for i in range(5)]
+    for mine in found:
+        assert_equal(mine, wanted)
+    assert aborts(tmp_path) == []
+
+
+class Twice(nn.Module):
+    """``shared`` has its gradient in two parts in the first call, and in one in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.first(batch_of(numbers))
+        if self.calls == 1:
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.shared(torch.tanh(x)).square().mean()
+
+
+def test_a_bucket_reduced_once_more_in_one_backward_is_reduced_once_in_the_next(
+    tmp_path: Path,
+) -> None:
+    """Who has joined since would reduce it once, and the vote would not fit."""
+    issued: dict[Any, list[int]] = {}
+    managers: dict[int, Any] = {}
+    backwards: dict[Any, list[list[int]]] = {}
+
+    def hook(manager: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        issued.setdefault(manager, []).append(bucket.index())
+        return averaged(manager, bucket)
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        managers[id(model)] = manager
+        # copied into the buffer, as FSDP2's gradients are, which may come again
+        manager.sync_gradients(model, bucket_cap_mb=ONE_EACH, reduce_dtype=torch.bfloat16)
+        manager.register_comm_hook(manager, hook)
+
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        manager = managers[id(model)]
+        for _ in range(2):
+            model.zero_grad()
+            issued[manager] = []
+            model(numbers).backward()
+            backwards.setdefault(manager, []).append(issued[manager])
+
+    reduced(tmp_path, Twice(), body, prepare)
+    assert len(backwards) == 2
+    for first, second in backwards.values():
+        assert len(first) > len(set(first)), "a bucket was reduced once more"
+        assert second == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_was_refused_does_not_refuse_the_replay(tmp_path: Path) -> None:
+    tries = []
+
+    def work(member: Member) -> None:
+        model = Net()
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(in_order(), max_steps=2):
+            tries.append(txn.step)
+            with txn, suppress(FftError):
+                model(txn.batch).backward(create_graph=len(tries) == 1)
+
+    with job(tmp_path, 1) as made:
+        made.run(work, register=False, digest="never", max_body_failures=3)
+    assert tries == [0, 0, 1]
+    assert [r["step"] for r in records(tmp_path) if r["kind"] == "commit"] == [1, 2]
+
+
+def test_whether_edits_are_looked_for_exactly_is_that_of_the_txn_alone(tmp_path: Path) -> None:
+    """Else who has joined since tells another thing than the others of the same body."""
+    told: list[bool] = []
+
+    def work(member: Member) -> None:
+        model = Net()
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        member.manager.sync_gradients(model)
+        (reducer,) = member.manager._parts.reductions.reducers
+        exactly = iter([False, True, False, True])
+        for txn in member.manager.transactions(in_order(), max_steps=4):
+            with txn:
+                reducer.begin(next(exactly))
+                model(txn.batch).backward()
+                model.hidden.weight.grad.data.mul_(0.5)  # type: ignore[union-attr]
+                told.append(reducer.edited())
+
+    with job(tmp_path, 1) as made:
+        made.run(work, register=False, digest="never")
+    assert told == [False, True, False, True]
+
+
+def test_ranks_with_unlike_shards_of_one_model_have_the_same_buckets() -> None:
+    """A rank whose shard is smaller, or empty, issues as many reductions as its mates."""
+
+    def buckets_of(rank: int) -> list[list[str]]:
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        try:
+            mesh = DeviceMesh("cpu", [0, 1])
+            named = []
+            for i in range(4):  # three rows: two on the one rank, one on the other
+                local = torch.zeros(2 - rank, 8)
+                shape, stride = torch.Size((3, 8)), (8, 1)
+                whole = DTensor.from_local(
+                    local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                )
+                named.append((f"p{i}", nn.Parameter(whole)))
+            cap = 2 * 3 * 8 * 4 / 2**20  # of two of them
+            return [[slot.name for slot in bucket.slots] for bucket in fill(named, cap, None)]
+        finally:
+            dist.destroy_process_group()
+
+    assert buckets_of(0) == buckets_of(1) == [["p0", "p1"], ["p2", "p3"]]
