@@ -307,11 +307,16 @@ def test_who_has_drained_is_told_so_again(two: Job) -> None:
 
 
 def test_of_two_processes_with_one_identity_the_newer_wins(two: Job) -> None:
-    reached = threading.Event()
+    reached, enough = threading.Event(), threading.Event()
+    last: list[int] = []
 
     def body(member: Member, txn: fft.Transaction) -> None:
         if txn.step >= 3:
             reached.set()
+        if member.group == "1" and enough.is_set() and not last:
+            last.append(txn.step + 1)  # which nobody has begun
+        if last and txn.step >= last[0]:
+            member.manager.drain()
 
     old, peer = two.member("0"), two.member("1")
     for member in (old, peer):
@@ -323,8 +328,7 @@ def test_of_two_processes_with_one_identity_the_newer_wins(two: Job) -> None:
     assert "is replaced by 0/0" in str(old.error) and "give each process its own" in str(old.error)
     begun = peer.manager.current_step()
     wait_until(lambda: newer.manager.current_step() > begun + 3, "the newer one takes part")
-    for member in (newer, peer):
-        member.manager.drain()
+    enough.set()
     for member in (newer, peer):
         member.end()
         assert member.error is None
