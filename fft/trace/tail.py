@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -79,19 +79,16 @@ class JobView:
 
     def committed_since(self, group: str, incs: dict[int, int]) -> bool:
         """Whether an incarnation newer than ``incs`` has committed a step."""
-        return any(
-            view.commits > 0 and view.inc != incs.get(rank)
-            for (name, rank), view in self.ranks.items()
-            if name == group
-        )
+        return any(view.commits > 0 for view in self._since(group, incs))
 
     def joined_since(self, group: str, incs: dict[int, int]) -> bool:
         """Whether an incarnation newer than ``incs`` has come into an epoch."""
-        return any(
-            view.role != "joining" and view.inc != incs.get(rank)
-            for (name, rank), view in self.ranks.items()
-            if name == group
-        )
+        return any(view.role != "joining" for view in self._since(group, incs))
+
+    def _since(self, group: str, incs: dict[int, int]) -> Iterator[RankView]:
+        for (name, rank), view in self.ranks.items():
+            if name == group and view.inc != incs.get(rank):
+                yield view
 
     def unfired(self, plan: FaultPlan) -> list[AnyFault]:
         """Those of the plan, and those that were commanded, that have not happened."""

@@ -91,11 +91,11 @@ class Worker:
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
+        """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._apply_error: BaseException | None = None
         """Of the last commit, if its update failed here."""
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
-        """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._by_loop = LoopUpdates()
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from supervisor_stage import Job, Stage
-from test_supervisor import at_work, record, supervised_children, trace
+from test_supervisor import at_work, record, supervised_children, trace, two_at_work
 
 from fft.launch import script_runner
 from fft.launch.supervisor.mistakes import Mistakes
@@ -249,9 +249,7 @@ def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:
-        actors = stage.enter(2)
-        for group in (0, 1):
-            trace(job, group, 0, 1, at_work(5, 1, ["0", "1"]))
+        actors = two_at_work(job, stage, 5)
         actors["1", "0"].order("raise bug")
         (again,) = stage.enter(1).values()
         again.order("raise bug")

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from supervisor_stage import WAIT_S, Job, Stage
+from supervisor_stage import WAIT_S, Actor, Job, Stage
 
 from fft.bus import open_bus
 from fft.launch.services import ServiceError
@@ -56,6 +56,14 @@ def trace(job: Job, group: int, rank: int, inc: int, *records: str) -> None:
 def at_work(step: int, epoch: int, members: list[str]) -> str:
     fields = {"step": step, "epoch": epoch, "members": members, "roles": ["voting", "committing"]}
     return record(kind="transition", **{"from": "PREPARED", "to": "COMMIT"}, **fields)
+
+
+def two_at_work(job: Job, stage: Stage, step: int) -> dict[tuple[str, str], Actor]:
+    """Two groups of one rank that have committed ``step`` together."""
+    actors = stage.enter(2)
+    for group in (0, 1):
+        trace(job, group, 0, 1, at_work(step, 1, ["0", "1"]))
+    return actors
 
 
 def inject(name: str, kind: str, step: int, epoch: int) -> str:
@@ -359,9 +367,7 @@ def test_when_the_state_is_lost_nobody_is_started_again_and_who_waits_is_ended(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1, max_restarts=10) as job:
-        actors = stage.enter(2)
-        for group in (0, 1):
-            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        actors = two_at_work(job, stage, 7)
         os.kill(actors["0", "0"].pid, signal.SIGKILL)
         newcomer = stage.enter(1)["0", "0"]
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
@@ -379,9 +385,7 @@ def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(
 ) -> None:
     """In torchft's loop nobody says which commit is the last."""
     with run_job(groups=2, ranks=1) as job:
-        actors = stage.enter(2)
-        for group in (0, 1):
-            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        actors = two_at_work(job, stage, 7)
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
         again = stage.enter(1)["1", "0"]
         trace(job, 0, 0, 1, at_work(10, 2, ["0"]))
@@ -395,9 +399,7 @@ def test_who_has_joined_again_goes_on_when_the_others_have_finished(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:
-        actors = stage.enter(2)
-        for group in (0, 1):
-            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        actors = two_at_work(job, stage, 7)
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
         again = stage.enter(1)["1", "0"]
         trace(job, 1, 0, 2, record(kind="transition", to="NORMAL", roles=["joining", "training"]))
@@ -413,9 +415,7 @@ def test_an_interrupt_of_a_job_whose_work_is_lost_is_no_good_end(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:
-        actors = stage.enter(2)
-        for group in (0, 1):
-            trace(job, group, 0, 1, at_work(7, 1, ["0", "1"]))
+        actors = two_at_work(job, stage, 7)
         for actor in actors.values():
             actor.order("raise cut")
         again = stage.enter(2)

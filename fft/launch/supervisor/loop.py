@@ -109,7 +109,7 @@ class Supervisor:
         has_services = not isinstance(services, Joined)
         self._judgement = Judgement(self._groups.values(), plan, has_services)
         self._over = False
-        """The last epoch, once all its groups have left with one commit."""
+        """All who had the state have left, or ended, well: nobody is started again."""
         self._look_over_at = 0.0
         self._too_slow: set[str] = set()
         """Ranks whose groups were started again for it; not twice, for it has not helped."""
@@ -225,6 +225,10 @@ class Supervisor:
     def _beat_for_children(self) -> None:
         self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
 
+    def _has_committed(self, group: Group) -> bool:
+        """Whether it has committed a step since its last start."""
+        return self._tail.view.committed_since(group.name, group.known_incs)
+
     def _living(self) -> list[Child]:
         return [child for group in self._groups.values() for child in group.living]
 
@@ -311,7 +315,7 @@ class Supervisor:
         group.close()
         view = self._tail.poll()
         self._forget_mistakes()
-        if view.committed_since(group.name, group.known_incs):
+        if self._has_committed(group):
             group.pauses.progressed()
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
@@ -339,8 +343,7 @@ class Supervisor:
 
     def _look_whether_state_is_lost(self) -> None:
         """After a group ended for want of the state: end the others, unless one of them has it."""
-        view, groups = self._tail.view, self._groups.values()
-        going_on = (g for g in groups if g.living and view.committed_since(g.name, g.known_incs))
+        going_on = (g for g in self._groups.values() if g.living and self._has_committed(g))
         if self._config.groups_in_all == len(self._groups) and not any(going_on):
             self._end_in_vain("no process has the state any more", in_order=True)
 
@@ -364,7 +367,7 @@ class Supervisor:
 
     def _forget_mistakes(self) -> None:
         for group in self._groups.values():
-            if group.living and self._tail.view.committed_since(group.name, group.known_incs):
+            if group.living and self._has_committed(group):
                 self._mistakes.progressed(group.name)
 
     def _on_mistake(self, group: Group, mistake: Mistake) -> None:
@@ -387,10 +390,9 @@ class Supervisor:
 
     def _look_whether_over(self, at_once: bool = False) -> None:
         """If all have left with one commit, let nobody wait for them: they do not come back."""
-        view, now = self._tail.view, time.monotonic()
+        now = time.monotonic()
         waiting = any(
-            group.living and not view.committed_since(group.name, group.known_incs)
-            for group in self._groups.values()
+            group.living and not self._has_committed(group) for group in self._groups.values()
         )
         if self._over or not (waiting or at_once):
             return
@@ -447,9 +449,7 @@ class Supervisor:
     def _note_lost_work(self) -> None:
         """Whoever leaves now leaves in good order, and yet without what the job had committed."""
         view, groups = self._tail.view, self._groups.values()
-        if view.committed and not any(
-            group.finished or view.committed_since(group.name, group.known_incs) for group in groups
-        ):
+        if view.committed and not any(g.finished or self._has_committed(g) for g in groups):
             self._judgement.problems.append(
                 "when it was interrupted, all groups had been started again since step "
                 f"{view.step} was committed, and none had committed since"
