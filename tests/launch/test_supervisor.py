@@ -330,7 +330,8 @@ def test_a_good_end_names_the_faults_that_it_does_not_speak_of(
     with run_job(plan, groups=2, ranks=1) as job:
         actors = stage.enter(2)
         trace(job, 1, 0, 1, inject("done", "exception", 1, 1), at_work(2, 1, ["0", "1"]))
-        trace(job, 0, 0, 1, record(kind="note", note="command", data=word, step=2, epoch=1))
+        asked_now = record(kind="note", note="command", data=word, step=2, epoch=1)
+        trace(job, 0, 0, 1, at_work(2, 1, ["0", "1"]), asked_now)
         for actor in actors.values():
             actor.order("exit 0")
         verdict = job.verdict()
