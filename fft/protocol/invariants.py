@@ -87,6 +87,8 @@ class History:
     moves: dict[Peer, list[Move]] = field(default_factory=dict)
     consumed: list[tuple[Peer, Token, int, str]] = field(default_factory=list)
     """(who, txn, slice, place), as the data loaders noted it."""
+    cut: set[Peer] = field(default_factory=set)
+    """Whose moves are not all here: a part of the trace could not be written."""
 
     def all(self) -> Iterator[Move]:
         """Every move, participant by participant."""
@@ -185,13 +187,17 @@ class Judge:
     Args:
         names: invariants to evaluate; all by default.
         traced: participants whose moves will come in; None: all that there are.
+        cut: those of whom not all moves will; nothing is claimed of what they may have done.
     """
 
     def __init__(
-        self, names: Iterable[str] | None = None, traced: Collection[Peer] | None = None
+        self,
+        names: Iterable[str] | None = None,
+        traced: Collection[Peer] | None = None,
+        cut: Collection[Peer] = (),
     ) -> None:
         self.findings = {name: Finding(name) for name in names or INVARIANTS}
-        self._traced = traced
+        self._traced, self._cut = traced, cut
         self._facts: dict[Key, Any] = {}
         self._waiting: list[tuple[Finding, Given, str]] = []
 
@@ -239,7 +245,7 @@ class Judge:
 
     def _ask(self, finding: Finding, claim: Given, place: str) -> None:
         missing = [key for key in claim.keys if key not in self._facts]
-        if missing and not claim.needed:
+        if missing and (not claim.needed or any(map(self._may_be_cut, missing))):
             return
         for peer in (part for key in missing for part in key if isinstance(part, Peer)):
             if self._traced is not None and peer not in self._traced:
@@ -249,10 +255,15 @@ class Judge:
         if holds is not None:
             finding.expect(holds, claim.text, place)
 
+    def _may_be_cut(self, key: Key) -> bool:
+        """Whether a fact may be missing because the move that made it is."""
+        made_by = [part for part in key if isinstance(part, Peer)]
+        return any(peer in self._cut for peer in made_by) if made_by else bool(self._cut)
+
 
 def judge(history: History, names: Iterable[str] | None = None) -> list[Finding]:
     """Evaluate the invariants, all of them by default, on a whole history."""
-    bench = Judge(names, history.moves.keys())
+    bench = Judge(names, history.moves.keys(), history.cut)
     for move in history.all():
         bench.feed(move)
     for peer, token, number, place in history.consumed:

@@ -317,7 +317,12 @@ def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
 
 
 def _replay(trace: Trace, finding: Finding, history: History) -> None:
-    if not trace.lines or trace.lines[0][1]["kind"] == _GAP:
+    if not trace.lines:
+        return
+    first = trace.lines[0][1]
+    if trace.gaps:
+        history.cut.add(Peer(first["group"], first["rank"], first["inc"]))
+    if first["kind"] == _GAP:
         return
     place = f"{trace.path.name}:1"
     try:

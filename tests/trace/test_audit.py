@@ -115,6 +115,24 @@ def _apart(directory: Path, groups: int, **config: Any) -> None:
     job.close()
 
 
+def test_what_was_lost_of_one_trace_is_no_violation_of_the_others(traces: Path) -> None:
+    """Wherever the gap begins: votes, barriers and records that only the lost lines tell of."""
+    path = traces / "g1r0i1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    header = json.loads(lines[0])
+    who = {name: header[name] for name in ("wall", "mono", "group", "rank", "inc")}
+    for kept, next_one in enumerate(map(json.loads, lines)):
+        if next_one["kind"] == "transition" and next_one["event"] is None:
+            continue  # the rows of one event are written, or lost, together
+        link = json.loads(lines[kept - 1])["h"] if kept else ""
+        gap = json.dumps({"seq": kept + 1, "kind": "gap", **who, "lost": 9}, separators=(",", ":"))
+        end = f'{gap[:-1]},"h":"{chain(link, gap)}"}}\n'
+        path.write_bytes(b"".join(lines[:kept]) + end.encode())
+        report = audit_dir(traces)
+        assert [f.violation for f in report.findings if f.violation] == [], kept
+        assert report.gaps and not report.ok
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_job_that_ended_for_its_replicas_differ_is_no_good_run(
     tmp_path: Path, groups: int
