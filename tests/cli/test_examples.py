@@ -53,8 +53,12 @@ def test_hsdp_trains_through_transient_faults_until_the_plan_is_through(tmp_path
     assert found.ok, found.render()
     logs = [log.read_text().splitlines()[-1] for log in sorted((traces / "logs").iterdir())]
     assert len(logs) == 4  # nobody was started twice
-    steps = {line.rpartition("done at step ")[2] for line in logs}
-    assert len(steps) == 1 and int(steps.pop()) >= 10
+    one, other, *rest = (
+        int(line.rpartition("done at step ")[2]) for line in logs[::2] + logs[1::2]
+    )
+    assert rest == [one, other], "the ranks of a group leave with one commit"
+    # a group that hears of the end after its vote leaves with the next commit
+    assert min(one, other) >= 10 and abs(one - other) <= 1
 
 
 @pytest.mark.multiprocess
