@@ -97,8 +97,11 @@ class Bucket:
     """The places of the gradients in it."""
     own_uses: int = 0
     """How many tensors of ours share its memory."""
+    share: float = 1.0
+    """What each gradient is multiplied by on its way into the buffer, so that a sum over the
+    groups is their average; as DDP does it, a pass over the buffer less than to divide it."""
     missing: set[Slot] = field(default_factory=set)
-    """Slots whose gradient has not come in this backward."""
+    """Slots whose gradient has not come in this backward, or is not to be taken as it comes."""
     touched: bool = False
     again: bool = False
     """A gradient came after the bucket was issued: it has to be reduced once more."""
@@ -138,14 +141,12 @@ class Bucket:
     def take(self, slot: Slot) -> None:
         """Bring one gradient into the buffer as it comes, while it is in the processor's cache."""
         grad = slot.parameter.grad
-        if grad is not None and slot.in_place and not self._is_view(slot, grad):
-            view = self.view(slot)
-            view.copy_(grad)
-            slot.parameter.grad = view
+        if grad is not None and slot.in_place:
+            slot.parameter.grad = torch.mul(grad, self.share, out=self.view(slot))
 
     def gather(self) -> list[bool]:
-        """Bring the gradients into the buffer; which slots have one."""
-        used, views, grads = [], [], []
+        """Bring the gradients that were not taken into the buffer; which slots have one."""
+        used, shares, views, grads = [], [], [], []
         with torch.no_grad():
             for slot in self.slots:
                 grad = slot.parameter.grad
@@ -153,13 +154,19 @@ class Bucket:
                 view = self.view(slot)
                 if grad is None:
                     view.zero_()
-                elif not self._is_view(slot, grad):
+                    continue
+                is_view = self._is_view(slot, grad)
+                if not is_view or slot in self.missing:
+                    shares.append(view)
+                if not is_view:
                     views.append(view)
                     grads.append(local_of(grad))
                     if slot.in_place:
                         slot.parameter.grad = view
             if views:
                 torch._foreach_copy_(views, grads)
+            if shares and self.share != 1.0:
+                torch._foreach_mul_(shares, self.share)
         return used
 
     def wait(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 
 from fft.train.buckets import (
@@ -43,10 +44,16 @@ from fft.util.errors import FftError
 class Reductions(Protocol):
     """What a reducer asks of the manager."""
 
-    def reduce_gradients(self, tensor: torch.Tensor, layout: str) -> Work:
-        """Begin to average ``tensor`` in place across the groups whose gradients count.
+    def num_participants(self) -> int:
+        """How many groups' gradients count in this txn."""
 
-        ``layout``: what lies where in it; unlike ones must never be committed.
+    def reduce_gradients(
+        self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> Work:
+        """Begin to reduce ``tensor`` in place across the groups whose gradients count.
+
+        ``layout``: what lies where in it; unlike ones must never be committed. ``op``: AVG unless
+        given.
         """
 
     def reduced(self) -> None:
@@ -226,21 +233,19 @@ class Reducer:
             return  # sparse: at the end
         bucket, slot = place
         bucket.touched = True
-        if bucket.work is not None:
+        if bucket.work is not None or (slot.in_place and slot not in bucket.missing):
             self._came_late(bucket, slot)
+            return
+        if not self._is_eager:
             return
         bucket.take(slot)
         bucket.missing.discard(slot)
-        while (
-            self._is_eager
-            and self._next < len(self._buckets)
-            and not self._buckets[self._next].missing
-        ):
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._issue(self._buckets[self._next])
             self._next += 1
 
     def _came_late(self, bucket: Bucket, slot: Slot) -> None:
-        """A gradient came again within one backward, when its bucket was issued already."""
+        """A gradient came again within one backward, when it was in its bucket already."""
         if not slot.in_place:  # FSDP2: a module that ran twice
             bucket.again = True
             return
@@ -293,7 +298,10 @@ class Reducer:
 
     def _start_over(self) -> None:
         self._next = 0
+        # a communication hook does all of the averaging, as with DDP
+        share = 1.0 / self._manager.num_participants() if self._hook is None else 1.0
         for bucket in self._buckets:
+            bucket.share = share
             bucket.missing = set(bucket.slots)
             bucket.touched = bucket.again = False
             bucket.work = None
@@ -307,7 +315,7 @@ class Reducer:
                 tail.fill_(1)
             else:
                 tail.copy_(torch.tensor(used, dtype=flat.dtype))
-            bucket.work = self._manager.reduce_gradients(flat, self._layout)
+            bucket.work = self._manager.reduce_gradients(flat, self._layout, ReduceOp.SUM)
             return
         state, hook = self._hook
         flags = torch.tensor(used, dtype=torch.float32, device=flat.device)
@@ -325,6 +333,7 @@ class Reducer:
         self._complete([b for b in self._buckets if b.work is not None])
         late = [b for b in self._buckets if b.again]
         for bucket in late:
+            bucket.missing = set(bucket.slots)
             self._issue(bucket)
         self._complete(late)
         self._reduce_sparse()

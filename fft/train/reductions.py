@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torchft.manager import Manager, _ManagedWork
 from torchft.utils import synchronize
@@ -91,10 +92,10 @@ class TxnReductions:
             self._injector.at("during_allreduce")
         return work
 
-    def issue_for_reducer(self, tensor: torch.Tensor, layout: str) -> Work:
+    def issue_for_reducer(self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType) -> Work:
         """`issue`, of what lies in ``tensor`` as ``layout`` says."""
         by_hand = self.are_by_hand
-        work: Work = self._manager.allreduce(tensor)
+        work: Work = self._manager.allreduce(tensor, reduce_op=op)
         self.are_by_hand = by_hand
         self.manifest.note(layout)
         return work

@@ -128,9 +128,11 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             self._parts.worker.finish_apply()
         return self._parts.reductions.issue(super().allreduce, tensor, should_quantize, reduce_op)
 
-    def reduce_gradients(self, tensor: torch.Tensor, layout: str) -> Work:
+    def reduce_gradients(
+        self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> Work:
         """For the reducers: `allreduce`, of what lies in ``tensor`` as ``layout`` says."""
-        return self._parts.reductions.issue_for_reducer(tensor, layout)
+        return self._parts.reductions.issue_for_reducer(tensor, layout, op)
 
     def reduced(self) -> None:
         """For the reducers: raise if a reduction of this txn failed and the body shall unwind."""

@@ -69,7 +69,8 @@ def alone(model: nn.Module, body: Body, numbers: list[torch.Tensor]) -> Gradient
     mean: Gradients = {}
     for name in found[0]:
         parts = [g[name] for g in found if g[name] is not None]
-        mean[name] = sum(p.to_dense() if p.is_sparse else p for p in parts) / 2 if parts else None
+        dense = [p.to_dense() if p.is_sparse else p for p in parts]
+        mean[name] = sum(dense) / len(found) if parts else None
     return mean
 
 
@@ -79,9 +80,13 @@ def in_order() -> fft.CursorLoader:
 
 
 def reduced(
-    traces: Path, model: nn.Module, body: Body, prepare: Callable[[Any, nn.Module], None]
+    traces: Path,
+    model: nn.Module,
+    body: Body,
+    prepare: Callable[[Any, nn.Module], None],
+    groups: int = 2,
 ) -> tuple[list[Gradients], list[torch.Tensor]]:
-    """Of one step of two groups: the gradients inside each body, after it, and their samples."""
+    """Of one step: the gradients inside each group's body, after it, and their samples."""
     seen: dict[str, tuple[Gradients, torch.Tensor]] = {}
 
     def work(member: Member) -> None:
@@ -98,10 +103,11 @@ def reduced(
         body(own, batch)
 
     bodies: dict[str, Any] = {}
-    with job(traces, 2) as made:
+    with job(traces, groups) as made:
         made.run(work, register=False, digest="never")
         made.audit()
-    return [seen[g][0] for g in "01"], [seen[g][1] for g in "01"]
+    found = [seen[str(group)] for group in range(groups)]
+    return [gradients for gradients, _ in found], [numbers for _, numbers in found]
 
 
 def assert_equal(got: Gradients, wanted: Gradients) -> None:
@@ -139,6 +145,22 @@ def test_small_buckets_give_the_same_bits(tmp_path: Path) -> None:
     found, numbers = reduced(tmp_path, Net(), one_backward, tiny)
     for mine in found:
         assert_equal(mine, alone(Net(), one_backward, numbers))
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_three_groups_have_a_third_each(tmp_path: Path, backwards: int) -> None:
+    """A third is no binary fraction, and what is added to a mean has its own third."""
+
+    def body(model: nn.Module, numbers: torch.Tensor) -> None:
+        for number in range(backwards):
+            model(numbers + 7 * number).backward()
+
+    found, numbers = reduced(tmp_path, Net(), body, sync, groups=3)
+    for name, value in alone(Net(), body, numbers).items():
+        assert (found[0][name] is None) == (value is None)
+        torch.testing.assert_close(found[0][name], value)
+    for mine in found[1:]:
+        assert_equal(mine, found[0])
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -436,17 +458,18 @@ class Shared(nn.Module):
         return self.shared(torch.tanh(x)).square().mean()
 
 
+@pytest.mark.parametrize("bucket_mb", [64 / 2**20, 25.0], ids=["issued", "not issued"])
 def test_a_gradient_in_two_parts_fails_the_body_once_and_is_then_reduced_whole(
-    tmp_path: Path,
+    tmp_path: Path, bucket_mb: float
 ) -> None:
-    """The second part comes when the bucket is under way; the replay waits for all parts."""
+    """The second part comes when the first is in its bucket; the replay waits for all parts."""
 
-    def tiny(manager: Any, model: nn.Module) -> None:
-        manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+    def prepare(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, bucket_cap_mb=bucket_mb)
 
     torch.manual_seed(1)
     model = Shared()
-    found, numbers = reduced(tmp_path, model, one_backward, tiny)
+    found, numbers = reduced(tmp_path, model, one_backward, prepare)
     wanted = alone(model, one_backward, numbers)
     for mine in found:
         assert_equal(mine, wanted)
