@@ -6,10 +6,11 @@ The main thread of a rank is a thread here that does what the engine asks at onc
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal
+
+from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus, serve_tcp
 from fft.engine.loop import Engine
@@ -38,14 +39,6 @@ from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
 LIMIT_S = 30.0
-
-
-def until(condition: Callable[[], bool], what: str, within: float = LIMIT_S) -> None:
-    """Poll, because the progress of an engine has no event here to wait on."""
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within} s: {what}"
-        time.sleep(0.005)
 
 
 class Nothing:
@@ -193,7 +186,7 @@ class Job:
         live = [m for m in self.members if m.ended is None]
         for member in live:
             member.train(steps)
-        until(
+        wait_until(
             lambda: all(m.error or (m.committed and m.committed[-1].step >= steps) for m in live),
             f"all have committed {steps} steps",
         )

@@ -23,6 +23,7 @@ from torchft.process_group import ProcessGroup
 
 from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
+from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
 from fft.train.host import ShutDownAtExit
 from fft.train.lighthouse import Membership, construct
@@ -199,14 +200,30 @@ class ManagerFFT(TorchftInterface):
         reduced. Several models: call it for each.
 
         Args:
-            model: plain, or by its FSDP2 root. Frozen parameters are left out; those that get a
-                gradient on no group keep ``grad = None``.
+            model: plain, by its FSDP2 root, or in DistributedDataParallel, torch's or torchft's,
+                whose reducer is put to rest; one that is registered is found without this call.
+                Frozen parameters are left out; those that get a gradient on no group keep
+                ``grad = None``.
             bucket_cap_mb: MiB of gradients that are reduced at once.
             reduce_dtype: reduce in this type, such as ``torch.bfloat16``, at half the traffic of
                 float32 and with its rounding; None: in that of the gradient.
+
+        Raises:
+            FftError: DistributedDataParallel averages in a way that FFT cannot take over.
         """
+        torch_ddp.refuse_unfit(model)
         reducers = self._parts.reductions.reducers
         reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype, len(reducers)))
+        torch_ddp.take_over(model, reducers[-1])
+
+    def _take_over(self, wrapper: nn.Module) -> None:
+        """Average what DistributedDataParallel would, unless its module is synced already."""
+        reducers = self._parts.reductions.reducers
+        if (reducer := next((r for r in reducers if r.covers(wrapper)), None)) is None:
+            self.sync_gradients(wrapper)
+        else:
+            torch_ddp.refuse_unfit(wrapper)
+            torch_ddp.take_over(wrapper, reducer)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Reduce the buckets of the last ``sync_gradients`` by ``hook(state, bucket)``.
@@ -262,7 +279,11 @@ class ManagerFFT(TorchftInterface):
 
         Raises:
             DataError: ``loader`` could not be restored.
+            FftError: a registered model averages its gradients in a way that FFT cannot take over.
         """
+        for model in self._parts.state.models:
+            for wrapper in torch_ddp.wrappers(model):
+                self._take_over(wrapper)
         return self._parts.loop.run(loader, max_steps, replay_only)
 
     def atomic(self) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ class RankState:
         self._injector = injector
         self._check_every = check_every
         self._digests = digests
+        self.models: list[nn.Module] = []
         self.step: StepState | None = None
         self.updates = Updates()
         self.checks: EqualityChecks | None = None
@@ -71,6 +72,7 @@ class RankState:
             updates.on_commit(function)
         self.updates.close()
         self.updates = updates
+        self.models = models
         self.step = StepState(models, optimizers, schedulers, others, generators)
         self.checks = EqualityChecks(self.step.fingerprint, self._check_every)
         if self._injector is not None:

@@ -16,7 +16,6 @@ Runs on the thread of the autograd engine that runs the hooks. Touches gradients
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 
+from fft.train.autograd_calls import hooks_of, is_nested, is_pythons_thread
 from fft.train.buckets import (
     BUCKET_MB,
     Bucket,
@@ -145,6 +145,10 @@ class Reducer:
         for bucket in self._buckets:
             bucket.drop()
 
+    def covers(self, model: nn.Module) -> bool:
+        """Whether parameters of this model are among those that it reduces."""
+        return not set(self.parameters()).isdisjoint(model.parameters())
+
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model, frozen or not."""
         return list(self._model.parameters())
@@ -217,7 +221,7 @@ class Reducer:
     def _come_last(self) -> None:
         """Hooks of the user on gradients come before ours, whenever they were registered."""
         for parameter, handle in list(self._handles.items()):
-            is_last = next(reversed(_hooks(parameter)), None) == handle.id
+            is_last = next(reversed(hooks_of(parameter)), None) == handle.id
             if parameter.requires_grad and not is_last:
                 handle.remove()
                 self._hook_on(parameter)
@@ -260,7 +264,7 @@ class Reducer:
         task = torch._C._current_graph_task_id()
         if self._armed == task:
             return
-        nested = _is_nested()
+        nested = is_nested()
         self._check(nested)
         if self._armed is None:
             self._start_over()
@@ -287,7 +291,7 @@ class Reducer:
             raise FftError(self._refused)
         if self._armed is None or self._at_end() is None:  # there is none at work
             return
-        within = threading.get_ident() == self._armed_by or not _is_pythons_thread()
+        within = threading.get_ident() == self._armed_by or not is_pythons_thread()
         if not (nested and within):
             self._refused = (
                 "two threads were in backward() of one model at the same time, which would mix "
@@ -382,27 +386,3 @@ class Reducer:
         self._armed, self._flags = None, None
         for bucket in self._buckets:
             bucket.work = None
-
-
-def _hooks(parameter: torch.Tensor) -> dict[int, Any]:
-    """Of accumulated gradients, in the order in which they are called."""
-    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-
-
-def _is_nested() -> bool:
-    """Whether the backward at work runs inside another: a checkpoint with use_reentrant=True.
-
-    A thread of the autograd engine's own has one call of the engine on its stack only then; a
-    thread of Python's has one more.
-    """
-    calls, frame = 0, sys._getframe()
-    while frame is not None:
-        calls += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls > (1 if _is_pythons_thread() else 0)
-
-
-def _is_pythons_thread() -> bool:
-    """Whether this thread was started by Python, not by the autograd engine."""
-    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-    return thread is not None and not isinstance(thread, threading._DummyThread)

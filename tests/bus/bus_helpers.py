@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from forked import Forked, as_main
+from waiting import wait_until
 
 from fft.bus import BusError, ErrorBus
 from fft.bus.base import Topic
@@ -19,14 +19,6 @@ NOISE_S = 15.0
 """What a busy machine may add to a wait. A test that bounds one excludes a wait of LONG_S."""
 LONG_S = 60.0
 """A timeout that a test shows not to be waited for."""
-
-
-def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> None:
-    """Poll, because another process's progress has no event here to wait on."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.005)
 
 
 class Heard:
@@ -97,7 +89,7 @@ class Child:
     def stop(self) -> None:
         """Stop the process; returns when the last of its threads has stopped."""
         self.process.signal(signal.SIGSTOP)
-        until(self._is_stopped, "it is stopped")
+        wait_until(self._is_stopped, "it is stopped")
 
     def _is_stopped(self) -> bool:
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")

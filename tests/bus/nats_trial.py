@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bus_helpers import until
+from waiting import wait_until
 
 from fft.bus import BusUnreachable, open_bus
 from fft.bus.natsserver import NatsServers
@@ -125,17 +125,17 @@ class Trial:
         Seconds until the last of its streams had another leader, and until a writer had done a
         whole round.
         """
-        until(lambda: self.progress(time.monotonic() - WAIT_S), "writers are at work", WAIT_S)
+        wait_until(lambda: self.progress(time.monotonic() - WAIT_S), "writers are at work", WAIT_S)
         streams = sorted(self._servers.leaders())
         leader = self._servers.leaders()[streams[number % len(streams)]]
         self._servers.kill(leader)
         killed, wall = time.monotonic(), time.time()
-        until(lambda: self.progress(killed), "service after a leader was killed", WAIT_S)
+        wait_until(lambda: self.progress(killed), "service after a leader was killed", WAIT_S)
         back = min(done for w in self.writers for begun, done in w.told.times if begun > killed)
         elected = max(self._servers.elections(since=wall), default=wall)
         self._servers.start(leader)
         self._servers.wait()
-        until(self._servers.whole, "all replicas are current", WAIT_S)
+        wait_until(self._servers.whole, "all replicas are current", WAIT_S)
         return elected - wall, back - killed
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Trial:
         last = b"the last one"
         self._bus.broadcast(last)
         for listener in self.listeners:
-            until(
+            wait_until(
                 lambda one=listener: last in one.heard[-1:] or one.lost,  # type: ignore[misc]
                 "the last message",
                 WAIT_S,

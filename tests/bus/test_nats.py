@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from bus_helpers import LONG_S, NOISE_S, Child, Heard, until
+from bus_helpers import LONG_S, NOISE_S, Child, Heard
 from nats_trial import TIMEOUT_S, WAIT_S, Trial
+from waiting import wait_until
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus
 from fft.bus.base import RING_MESSAGES
@@ -346,7 +347,7 @@ def test_closing_gives_every_descriptor_back(nats_url: str) -> None:
     before = me.num_fds()
     for _ in range(10):
         use()
-    until(lambda: me.num_fds() <= before, "all descriptors are closed", WAIT_S)
+    wait_until(lambda: me.num_fds() <= before, "all descriptors are closed", WAIT_S)
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

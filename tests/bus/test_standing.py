@@ -8,7 +8,8 @@ import uuid
 from contextlib import closing
 
 import pytest
-from bus_helpers import NOISE_S, Heard, until
+from bus_helpers import NOISE_S, Heard
+from waiting import wait_until
 
 from fft.bus.base import RING_MESSAGES, BusForgot
 from fft.bus.memory import MemoryBus
@@ -61,5 +62,5 @@ def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptur
     with Forgetful(name()) as bus:
         with closing(ResubscribingListener(bus, "commands", lambda payload: None, "a test")):
             said = "a test no longer receives the topic commands: it forgot"
-            until(lambda: said in caplog.text, "it is said", NOISE_S)
+            wait_until(lambda: said in caplog.text, "it is said", NOISE_S)
         assert caplog.text.count("no longer receives the topic commands") == 1

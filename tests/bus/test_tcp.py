@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from bus_helpers import LONG_S, NOISE_S, Child, Heard, until
+from bus_helpers import LONG_S, NOISE_S, Child, Heard
+from waiting import wait_until
 
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
@@ -145,7 +146,7 @@ def test_a_listener_whose_slot_is_gone_is_told(tcp_url: str) -> None:
         assert isinstance(slow.wait_lost(), BusOverrun)
         assert slow.messages == [b"first"]
         name = bus._rings["protocol"].slot_name(dead)
-        until(lambda: not bus._filled(name), "the slot is removed again")
+        wait_until(lambda: not bus._filled(name), "the slot is removed again")
 
 
 def test_slots_of_dead_removers_are_swept(tcp_url: str) -> None:
@@ -358,7 +359,7 @@ def test_a_killed_inbox_listener_leaves_its_mail_to_whoever_removes_it(
         def left() -> int:
             return int(bus._ask(length(bus._key("i/theirs")))[0])
 
-        until(lambda: left() == 10, "all have arrived")
+        wait_until(lambda: left() == 10, "all have arrived")
         bus.delete("theirs")
         assert left() == 0
 
@@ -484,7 +485,7 @@ def test_close_wakes_an_operation_in_another_thread(child: Start) -> None:
     try:
         asking = threading.Thread(target=ask)
         asking.start()
-        until(lambda: asleep(asking), "the thread waits for the silent server")
+        wait_until(lambda: asleep(asking), "the thread waits for the silent server")
         bus.close()
         asking.join(5)
         assert not asking.is_alive()
@@ -514,7 +515,7 @@ def test_closing_gives_every_descriptor_back(tcp_url: str) -> None:
     before = descriptors()
     for _ in range(5):
         use()
-    until(lambda: descriptors() <= before, "torch's threads have given their sockets back")
+    wait_until(lambda: descriptors() <= before, "torch's threads have given their sockets back")
 
 
 def test_a_server_listens_where_it_was_told_only() -> None:

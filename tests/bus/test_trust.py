@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_job import Job, until
+from engine_job import Job
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from fft.bus import MAX_MESSAGE_BYTES
 from fft.bus.base import HEAD, RING_MESSAGES
@@ -102,7 +103,9 @@ class Attacked:
         for steps in (1, 2, 3):
             self.job.train(steps)
             self.heads.append(self.raw.read(HEAD) or b"")
-        until(lambda: {m.engine.local.state for m in self.job.members} == {"NORMAL"}, "all wait")
+        wait_until(
+            lambda: {m.engine.local.state for m in self.job.members} == {"NORMAL"}, "all wait"
+        )
         self._introduce()
 
     def _introduce(self) -> None:
@@ -114,7 +117,9 @@ class Attacked:
         fenced = {engine: engine.fenced + len(engines) for engine in engines}
         for engine in engines:
             engine.bus.broadcast(encode(Death("nobody", 0, 1, "nowhere", "test", "none")))
-        until(lambda: all(engine.fenced >= fenced[engine] for engine in engines), "all are heard")
+        wait_until(
+            lambda: all(engine.fenced >= fenced[engine] for engine in engines), "all are heard"
+        )
 
     def refused(self) -> Counter[str]:
         """By all engines together."""
@@ -136,7 +141,7 @@ def forged_frames() -> list[bytes]:
         raw.subscribe(made.append, lambda error: None)
         for payload in MESSAGES:
             outsider.broadcast(payload)
-        until(lambda: len(made) == len(MESSAGES), "all are recorded")
+        wait_until(lambda: len(made) == len(MESSAGES), "all are recorded")
     return made
 
 
@@ -167,7 +172,7 @@ def attack(at: Attacked, frames: Iterator[tuple[str, bytes]], count: int) -> Cou
         at.raw.broadcast(frame)
         if number % (RING_MESSAGES // 2) == 0 or number == count:
             target = before + number * len(at.job.members)
-            until(lambda target=target: at.refused().total() >= target, "all are refused")
+            wait_until(lambda target=target: at.refused().total() >= target, "all are refused")
     return why
 
 
@@ -204,7 +209,7 @@ def test_frames_of_the_broadcast_are_nothing_in_an_inbox(stack: ExitStack) -> No
         for frame in at.frames[:]:
             at.raw.send(inbox_name(member.peer), frame)
     sent = 2 * len(at.frames)
-    until(lambda: at.refused() == Counter(forged=sent), "all are refused")
+    wait_until(lambda: at.refused() == Counter(forged=sent), "all are refused")
     assert [m.engine.local for m in at.job.members] == states
 
 
@@ -216,7 +221,7 @@ def test_a_forged_head_is_not_obeyed_and_stops_the_job_if_it_stays(stack: ExitSt
     at.raw.write(HEAD, honest[:32] + Wire().encode_record(forged))
     for member in at.job.members:
         member.train(4)
-    until(lambda: any(m.engine.local.bus_down for m in at.job.members), "the bus is in doubt")
+    wait_until(lambda: any(m.engine.local.bus_down for m in at.job.members), "the bus is in doubt")
     assert all(m.engine.local.head == record for m in at.job.members)
     assert all(m.steps == 4 and m.committed[-1].step == 3 for m in at.job.members)
     at.raw.write(HEAD, honest)  # as nobody but who wrote it can
@@ -230,7 +235,7 @@ def test_a_forged_head_that_stays_ends_in_doubt(stack: ExitStack) -> None:
     at.raw.write(HEAD, b"{}")
     for member in at.job.members:
         member.train(4)
-    until(lambda: all(m.ended for m in at.job.members), "all stop")
+    wait_until(lambda: all(m.ended for m in at.job.members), "all stop")
     assert {m.ended.error for m in at.job.members if m.ended} == {"InDoubt"}
     assert all(m.committed[-1].step == 3 for m in at.job.members)
 
@@ -240,7 +245,7 @@ def test_a_job_whose_head_was_put_back_stops_too(stack: ExitStack) -> None:
     at.raw.write(HEAD, at.heads[0])
     for member in at.job.members:
         member.train(4)
-    until(lambda: all(m.ended for m in at.job.members), "all stop")
+    wait_until(lambda: all(m.ended for m in at.job.members), "all stop")
     assert all(m.committed[-1].step == 3 for m in at.job.members)
     assert {m.ended.error for m in at.job.members if m.ended} == {"InDoubt"}
 
@@ -262,7 +267,7 @@ class PutBack(MemoryBus):
             self.write(HEAD, expected or b"")
             for slot in range(8):
                 self.delete(f"ballot{slot}")
-            until(lambda: self.read(HEAD) != expected, "who is in doubt has decided")
+            wait_until(lambda: self.read(HEAD) != expected, "who is in doubt has decided")
         return held
 
 
@@ -276,13 +281,13 @@ def test_a_commit_that_is_taken_back_is_noticed_by_both_sides(stack: ExitStack) 
     job = Job(stack, f"memory://{name}", 2, 1, opens)
     job.start(bus_retry=0.1, bus_limit=2.0, vote_window=0.5)
     job.train(3)
-    until(lambda: {m.engine.local.state for m in job.members} == {"NORMAL"}, "all wait")
+    wait_until(lambda: {m.engine.local.state for m in job.members} == {"NORMAL"}, "all wait")
     first, second = job.members
     PutBack.armed = True
     second.train(5)
-    until(lambda: second.engine.local.state == "PREPARED", "it has voted")
+    wait_until(lambda: second.engine.local.state == "PREPARED", "it has voted")
     first.train(5)
-    until(lambda: all(m.ended for m in job.members), "both stop")
+    wait_until(lambda: all(m.ended for m in job.members), "both stop")
     assert {m.ended.error for m in job.members if m.ended} == {"InDoubt"}
     assert first.committed[-1].step == 4, "its commit had won"
     assert second.committed[-1].step == 3 and second.restored == 1
@@ -427,14 +432,14 @@ def test_what_the_documented_program_says_is_obeyed(stack: ExitStack) -> None:
     name = at.raw.url.removeprefix("memory://")
     at.raw.broadcast(said_by_the_example(JobToken.fresh(), name, at.raw.generation, 1))
     at.raw.broadcast(said_by_the_example(at.token, "another-job", at.raw.generation, 1))
-    until(lambda: at.refused() == Counter(forged=4), "both refuse both")
+    wait_until(lambda: at.refused() == Counter(forged=4), "both refuse both")
     at.job.train(4)
     at.raw.broadcast(said_by_the_example(at.token, name, at.raw.generation, 1))
     stays, leaves = at.job.members
     for member in at.job.members:
         member.train(20)
-    until(lambda: leaves.ended is not None, "the drained group leaves with its next commit")
-    until(lambda: stays.committed[-1].step == 20, "the other goes on alone")
+    wait_until(lambda: leaves.ended is not None, "the drained group leaves with its next commit")
+    wait_until(lambda: stays.committed[-1].step == 20, "the other goes on alone")
     assert leaves.committed[-1].step < 20
     assert leaves.ended and (leaves.ended.error, stays.ended) == (None, None)
     assert [m.restored for m in at.job.members] == [0, 0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -217,14 +216,6 @@ def job(traces: Path, groups: int, bus: str | None = None) -> Iterator[Job]:
         for member in made.members:
             if member._thread is not None:
                 member.end()
-
-
-def wait_until(holds: Callable[[], bool], what: str, within: float = 30.0) -> None:
-    """Poll for what another thread or process brings about and has no event for."""
-    deadline = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {within} s: {what}"
-        time.sleep(0.005)
 
 
 # --- what the traces say --------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stage import Job, Member, fetches, job, parameters, wait_until
+from stage import Job, Member, fetches, job, parameters
+from waiting import wait_until
 
 from fft.util.errors import FftError
 

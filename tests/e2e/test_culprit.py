@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from stage import notes, records, wait_until
+from stage import notes, records
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from fft.cli import app
 from fft.operate.diagnosis.show import traced_rollbacks

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from stage import Job, Member, aborts, job, notes, wait_until
+from stage import Job, Member, aborts, job, notes
+from waiting import wait_until
 
 import fft
 from fft.bus import serve_tcp

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stage import notes, records, wait_until
+from stage import notes, records
+from waiting import wait_until
 
 from fft.trace.audit import audit_dir
 from fft.trace.report import own_errors

@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 from forked import Forked, as_main
-from stage import aborts, epochs, notes, records, wait_until
+from stage import aborts, epochs, notes, records
+from waiting import wait_until
 from way import Way
 
 from fft.bus import serve_tcp

@@ -14,19 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stage import (
-    Member,
-    aborts,
-    fetches,
-    job,
-    notes,
-    parameters,
-    records,
-    slices,
-    wait_until,
-    weights,
-)
+from stage import Member, aborts, fetches, job, notes, parameters, records, slices, weights
 from torch import nn
+from waiting import wait_until
 
 import fft
 from fft.trace.audit import audit_dir

@@ -33,11 +33,11 @@ from stage import (
     parameters,
     records,
     slices,
-    wait_until,
     weights,
 )
 from torchft.checkpointing import HTTPTransport
 from torchft.manager import WorldSizeMode
+from waiting import wait_until
 
 import fft
 from fft.bus import BusUnreachable, open_bus

@@ -7,7 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from stage import Member, aborts, events, job, slices, wait_until
+from stage import Member, aborts, events, job, slices
+from waiting import wait_until
 
 import fft
 from fft.bus.natsserver import NatsServers

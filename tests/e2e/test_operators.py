@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import Job, Member, aborts, job, notes, wait_until
+from stage import Job, Member, aborts, job, notes
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from fft.cli import app
 from fft.operate import inject

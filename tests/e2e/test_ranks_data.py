@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stage import Job, Member, fetches, job, wait_until
+from stage import Job, Member, fetches, job
+from waiting import wait_until
 
 import fft
 

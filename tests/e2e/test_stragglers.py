@@ -14,7 +14,7 @@ from threading import Timer
 from typing import IO
 
 import pytest
-from stage import wait_until
+from waiting import wait_until
 
 from fft.trace.audit import audit_dir
 
@@ -43,7 +43,7 @@ def fft(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def until(lines: IO[str] | None, holds: Callable[[str], bool]) -> list[str]:
+def lines_until(lines: IO[str] | None, holds: Callable[[str], bool]) -> list[str]:
     """The lines up to the one that is waited for."""
     assert lines is not None
     seen = []
@@ -70,7 +70,7 @@ def test_a_slow_rank_is_started_again_if_asked_to(tmp_path: Path) -> None:
     arguments += ["--faults", str(plan), "--evict-stragglers", "2", str(SCRIPT)]
     quick = {"FFT_PROGRESS_INTERVAL": "0.3", "FFT_MONITOR": "0"}
     with fft(*arguments, **quick) as job:
-        said = until(job.stderr, lambda line: line.startswith("group 1 is started again"))
+        said = lines_until(job.stderr, lambda line: line.startswith("group 1 is started again"))
         assert sum(line.startswith("straggler: rank 1/0 takes") for line in said) == 1
         wait_until(lambda: committed(traces, "g1r0i2") > 3, "it trains again", LIMIT_S)
         job.send_signal(signal.SIGTERM)
@@ -100,13 +100,13 @@ def test_a_slow_rank_is_named_and_the_others_are_not(tmp_path: Path) -> None:
     arguments += ["--faults", str(plan), "--min-groups", "1", str(SCRIPT)]
     quick = {"FFT_PROGRESS_INTERVAL": "0.3", "FFT_MONITOR": "0"}
     with fft(*arguments, **quick) as job:
-        told = until(job.stderr, lambda line: "FFT_TOKEN_FILE=" in line)[-1].split()
+        told = lines_until(job.stderr, lambda line: "FFT_TOKEN_FILE=" in line)[-1].split()
         reach = dict(word.split("=", 1) for word in told if word.startswith("FFT_"))
         with fft("watch", "--json", **reach) as watch:
-            seen = until(
+            seen = lines_until(
                 watch.stdout, lambda line: '"straggler"' in line and '"slow": false' in line
             )
-        said = until(job.stderr, lambda line: line.startswith("no longer a straggler"))
+        said = lines_until(job.stderr, lambda line: line.startswith("no longer a straggler"))
         job.send_signal(signal.SIGTERM)
         _, rest = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0, rest

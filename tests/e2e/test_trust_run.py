@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from stage import notes, records
+from waiting import wait_until
 
 from fft.bus import open_bus, open_job_bus
 from fft.bus.token import JobToken
@@ -21,14 +20,6 @@ from fft.trace.tail import TraceTail
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
 LIMIT_S = 200
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll: what other processes do has no event here."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -46,7 +37,7 @@ def test_an_outsider_is_refused_and_who_has_the_token_is_obeyed(tmp_path: Path) 
     tail = TraceTail(traces)
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until(lambda: tail.poll().step >= 3, "three steps")
+        wait_until(lambda: tail.poll().step >= 3, "three steps", LIMIT_S)
         ranks = ranks_of(run)
         env = ranks[0].environ()
         token = JobToken.from_file(traces / "job.token")
@@ -59,9 +50,9 @@ def test_an_outsider_is_refused_and_who_has_the_token_is_obeyed(tmp_path: Path) 
                 outsider.broadcast(encode(word))
             outsider.broadcast(encode(Drain(("0", "1"), "mallory")))
         refused = lambda: len(notes(traces, "refused"))  # noqa: E731
-        until(lambda: refused() >= 2, "both ranks refuse it")
+        wait_until(lambda: refused() >= 2, "both ranks refuse it", LIMIT_S)
         step = tail.poll().step
-        until(lambda: tail.poll().step >= step + 5, "the job goes on")
+        wait_until(lambda: tail.poll().step >= step + 5, "the job goes on", LIMIT_S)
         with open_job_bus(env["FFT_BUS"], token) as insider:
             insider.broadcast(encode(Drain(("0", "1"), "its owner")))
         output, _ = run.communicate(timeout=LIMIT_S)

@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from stage import events, notes, wait_until
+from stage import events, notes
+from waiting import wait_until
 from way import Way
 
 from fft.trace.audit import audit_dir

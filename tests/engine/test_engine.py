@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from engine_job import LIMIT_S, SPEC, Job, Nothing, Rank, until
+from engine_job import LIMIT_S, SPEC, Job, Nothing, Rank
+from waiting import wait_until
 
 from fft.bus import BusError, Subscription, open_bus, serve_tcp
 from fft.bus.base import Topic
@@ -132,7 +133,7 @@ def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
 
     job.open().subscribe(hear, lambda error: None)
     job.train(10)
-    until(lambda: 10 in heard, "the last commit is heard")
+    wait_until(lambda: 10 in heard, "the last commit is heard")
     assert heard[: heard.index(10)] == list(range(heard[0], 10))
 
 
@@ -143,7 +144,7 @@ def test_words_to_one_are_heard_by_one(stack: ExitStack, url: str) -> None:
     slow = job.members[1:]
     for member in job.members[:1]:
         member.train(4)  # votes, waits in vain, and proposes ABORT
-    until(lambda: all(m.restored == 1 for m in job.members), "all have rolled back")
+    wait_until(lambda: all(m.restored == 1 for m in job.members), "all have rolled back")
     for member in slow:
         member.train(4)
     job.train(6)
@@ -197,7 +198,7 @@ def test_the_list_of_members_is_read_by_who_does_not_hold_it(stack: ExitStack, u
     assert first is not None
     assert watch.read(list_name(first)) == encode_members(first)
     job.members[0].train(3)  # rolled back: an epoch with the same members
-    until(lambda: all(m.restored for m in job.members), "rolled back")
+    wait_until(lambda: all(m.restored for m in job.members), "rolled back")
     job.train(4)
     second = job.members[0].engine.local.epoch
     assert second is not None
@@ -220,7 +221,7 @@ def test_a_list_that_is_nowhere_is_a_bus_that_forgot(
     watch.write(HEAD, Wire().encode_record(later))
     newcomer = Rank(job, Peer("5", 0, 1), bus_limit=1.0, bus_retry=0.1)
     stack.callback(newcomer.engine.close)
-    until(lambda: newcomer.ended is not None, "it gives up")
+    wait_until(lambda: newcomer.ended is not None, "it gives up")
     assert newcomer.ended is not None
     assert newcomer.ended.error == "InDoubt"
     assert re.search(r"register 'members/9/0/1/1/[0-9a-f]+' is empty", caplog.text)
@@ -291,7 +292,7 @@ def test_members_of_an_epoch_that_has_ended_are_not_missed(
         bus.write(list_name(OLD), encode_members(OLD))
         newcomer = Rank(job, Peer("5", 0, 1))
         stack.callback(newcomer.engine.close)
-        until(lambda: newcomer.engine.local.head is not None, "it has the head")
+        wait_until(lambda: newcomer.engine.local.head is not None, "it has the head")
         assert newcomer.engine.local.head == NEW
         assert "on the bus failed" not in caplog.text
 
@@ -329,7 +330,7 @@ def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
     try:
         for member in job.members:
             member.train(10)
-        until(
+        wait_until(
             lambda: all("bus_limit" in m.engine.local.timers for m in job.members), "all are told"
         )
     finally:
@@ -347,7 +348,7 @@ def test_what_is_said_in_the_wrong_topic_is_not_obeyed(stack: ExitStack) -> None
     outside = stack.enter_context(MemoryBus(name))
     outside.broadcast(encode(Drain(("0",), "me")), "commands")
     outside.broadcast(encode_command(Evict("0" * 8, "0", "me")))
-    until(lambda: member.engine.unreadable == 2, "both were counted")
+    wait_until(lambda: member.engine.unreadable == 2, "both were counted")
     job.train(3)
     assert member.ended is None
 
@@ -379,7 +380,7 @@ def test_states_that_differ_are_not_committed_and_end_the_job(
     odd.says = lambda start: {"digest": "0dd"}
     for member in job.members:
         member.train(5)
-    until(lambda: all(m.ended for m in job.members), "all end")
+    wait_until(lambda: all(m.ended for m in job.members), "all end")
     for member in job.members:
         assert member.ended is not None and member.ended.error == "Diverged"
         assert f"replicas differ after step 3: rank {odd.peer.rank}: " in member.ended.reason
@@ -422,7 +423,7 @@ def test_who_is_deaf_to_commands_trains_on(
     name = f"engine-{uuid.uuid4().hex}"
     job = Job(stack, f"memory://{name}", 2, 1, lambda _: DeafToCommands(name)).start()
     job.train(5)
-    until(
+    wait_until(
         lambda: caplog.text.count("no longer receives the topic commands: deaf") == 2,
         "both have said so",
     )

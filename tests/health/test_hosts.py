@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
-import engine_job
 import pytest
+from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus
 from fft.health.hosts import ROLL, HostWatch, Process, beat_name
@@ -18,7 +18,7 @@ from fft.messages.wire import EPOCH, Wire, encode_members, list_name
 
 LIMIT = 1.0
 WITHIN = 60.0
-until = partial(engine_job.until, within=WITHIN)
+until = partial(wait_until, within=WITHIN)
 
 
 @pytest.fixture

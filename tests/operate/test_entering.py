@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from engine_job import Job, Rank, until
+from engine_job import Job, Rank
+from waiting import wait_until
 
 import fft.operate.entering as entering
 from fft.bus import open_job_bus, serve_tcp
@@ -104,7 +105,7 @@ def test_who_still_lives_of_the_earlier_job_gets_into_no_other(url: str, stack: 
     new.train(2)
     for member in old.members:
         member.train(5)
-    until(lambda: all(member.ended for member in old.members), "the old ones end")
+    wait_until(lambda: all(member.ended for member in old.members), "the old ones end")
     assert {member.ended.error for member in old.members if member.ended} == {"JobEnded"}
     assert {len(member.committed) for member in old.members} == {2}
     new.train(4)
@@ -126,7 +127,7 @@ def test_one_that_holds_the_state_keeps_the_job(url: str, stack: ExitStack) -> N
     job = job_at(enter(url, TOKEN), stack)
     job.train(2)
     job.members[0].engine.close()
-    until(lambda: job.members[0].ended is not None, "the first one ends")
+    wait_until(lambda: job.members[0].ended is not None, "the first one ends")
     assert enter(url, TOKEN).number == 1
     job.train(4)
 
@@ -213,9 +214,9 @@ def test_a_job_that_all_groups_were_drained_from_is_not_asked(
     job.train(1)
     with open_job_bus(url, TOKEN) as bus:
         bus.broadcast(encode(Drain(groups=("0", "1"), by="test")))
-    until(lambda: all(m.engine.local.leaving for m in job.members), "they have heard it")
+    wait_until(lambda: all(m.engine.local.leaving for m in job.members), "they have heard it")
     for member in job.members:
         member.train(9)
-    until(lambda: all(m.ended for m in job.members), "all have left")
+    wait_until(lambda: all(m.ended for m in job.members), "all have left")
     monkeypatch.setattr(entering, "_lives", lambda desk, job: pytest.fail("it asked"))
     assert enter(url, TOKEN).number == 2

@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from engine_job import LIMIT_S, Job, until
+from engine_job import LIMIT_S, Job
 from rich.console import Console
+from waiting import wait_until
 
 from fft.bus import BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import HEAD
@@ -82,7 +83,7 @@ def test_the_register_of_the_epoch_follows_the_epochs(stack: ExitStack, url: str
     job = Job(stack, url, 2, 1).start(vote_window=0.3)
     job.train(2)
     job.members[0].train(3)  # votes, waits in vain, and proposes ABORT
-    until(lambda: all(m.restored for m in job.members), "rolled back")
+    wait_until(lambda: all(m.restored for m in job.members), "rolled back")
     job.train(4)
     with open_bus(url) as bus:
         held, head = bus.read(EPOCH), bus.read(HEAD)
@@ -163,7 +164,7 @@ def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str
     with JobClient(url) as desk:
         record = drain.drain(desk, ["1"], wait=LIMIT_S)
     assert record.kind == "commit" and record.leavers == ("1",)
-    until(lambda: job.members[1].ended is not None, "it has left")
+    wait_until(lambda: job.members[1].ended is not None, "it has left")
     assert [m.restored for m in job.members] == [0, 0]
 
 
@@ -186,7 +187,7 @@ def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, m
         drain.drain(desk, ["1"], wait=0.3)
     assert "group 1 has not left within 0.3 s: nothing was committed" in str(caught.value)
     job.train(3)  # the drain stands
-    until(lambda: job.members[1].ended is not None, "it has left")
+    wait_until(lambda: job.members[1].ended is not None, "it has left")
 
 
 @contextmanager
@@ -220,7 +221,7 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
     assert done.told_dead == ("2/0: pid 1000 on host-2",)
     command = heard.get(timeout=LIMIT_S)
     assert (command.group, command.rank, command.grace, command.restart) == ("2", None, 1.5, True)
-    until(
+    wait_until(
         lambda: (
             [
                 m.engine.local.epoch is not None and len(m.engine.local.epoch.members)
@@ -231,7 +232,7 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
         "an epoch without it",
     )
     # a command is traced by its host, and never meets the core
-    until(lambda: all(len(m.host.commands) == 1 for m in job.members), "all were handed it")
+    wait_until(lambda: all(len(m.host.commands) == 1 for m in job.members), "all were handed it")
     with open_bus(url) as bus:
         bus.send(answer_inbox(command.id), b"x")
         bus.delete(answer_inbox(command.id))
@@ -318,16 +319,16 @@ def test_a_job_is_watched_through_a_drain_a_death_and_a_join(stack: ExitStack, u
             bus.broadcast(b'{"type":"drain","groups":["2"],"by":"me","v":1}')
             drained = lines.until("drain")
             assert drained == {"event": "drain", "groups": ["2"], "by": "me"}
-            until(lambda: states(watch)["2"] == LEFT, "it has left")
+            wait_until(lambda: states(watch)["2"] == LEFT, "it has left")
             bus.broadcast(
                 b'{"type":"death","group":"1","rank":0,"pid":1000,"host":"host-1","by":"xid",'
                 b'"cause":"XID 79","v":1}'
             )
             assert lines.until("death")["cause"] == "XID 79"
         # it lives, and asks to come in again; a process that was said dead is not let in
-        until(lambda: states(watch)["1"] == JOINING, "it asks")
+        wait_until(lambda: states(watch)["1"] == JOINING, "it asks")
         job.start_group("1", inc=2)[0].train(10_000)
-        until(lambda: states(watch)["1"] == IN_EPOCH, "the next process is in")
+        wait_until(lambda: states(watch)["1"] == IN_EPOCH, "the next process is in")
         assert watch.model.head is not None and watch.model.head.epoch > 2
         assert watch.model.rate(watch.model._commits[-1][0]) is not None
 
@@ -360,13 +361,13 @@ def test_a_terminal_shows_groups_decisions_commands_and_a_lost_bus(
     thread = threading.Thread(target=watch.run, name="watch")
     thread.start()
     try:
-        until(lambda: "in epoch" in file.getvalue(), "it shows the groups")
+        wait_until(lambda: "in epoch" in file.getvalue(), "it shows the groups")
         with open_bus(memory) as bus:
             bus.broadcast(encode_command(Evict("0" * 8, "7", "somebody")), "commands")
             for member in job.members:
                 member.train(4)
-            until(lambda: "last decisions" in file.getvalue(), "it shows the decisions")
-        until(lambda: "evict by somebody: group 7" in file.getvalue(), "it shows the command")
+            wait_until(lambda: "last decisions" in file.getvalue(), "it shows the decisions")
+        wait_until(lambda: "evict by somebody: group 7" in file.getvalue(), "it shows the command")
     finally:
         watch.stop()
         thread.join(LIMIT_S)

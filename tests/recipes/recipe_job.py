@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -139,14 +138,6 @@ def bits(value: Any, name: str = "") -> dict[str, str]:
     for key, item in pairs:
         found |= bits(item, f"{name}.{key}" if name else str(key))
     return found
-
-
-def wait_until(holds: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
-    """Poll for what another thread brings about, and has no event for."""
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.001)
 
 
 def run(task: Mapping[str, Any], group: int, rank: int) -> dict[str, Any]:

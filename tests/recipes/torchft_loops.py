@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from corpus import Vectors, perceptron
-from recipe_job import Job, bits, wait_until
+from recipe_job import Job, bits
 from torch import nn
 from torchft import DistributedDataParallel, Optimizer
 from torchft.local_sgd import DiLoCo, LocalSGD
+from waiting import wait_until
 
 import fft
 

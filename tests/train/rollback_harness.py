@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -70,12 +69,3 @@ def _main(
         answer = (False, traceback.format_exc())
     there.send(answer)
     there.close()
-
-
-def until(condition: Callable[[], bool], what: str, limit: float = 20.0) -> None:
-    """Look again every millisecond until `condition` holds: nothing signals it to us."""
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not happen in {limit:g} s")
-        time.sleep(0.001)

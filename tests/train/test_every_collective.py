@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from collective_table import RANKS, REFUSED, ROWS, Place, Refusal, Row
-from rollback_harness import NOISE_S, client, run, until
+from rollback_harness import NOISE_S, client, run
 from torch._C._distributed_c10d import _register_process_group
 from torchft.process_group import ProcessGroupGloo
+from waiting import wait_until
 
 from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
 
@@ -69,7 +70,7 @@ class Rank:
         self.finish(row)
         self.meet()
         # gloo tells a future of the end before it notes it in the Work
-        until(lambda: self.group.pending() == 0, "the op to be over")
+        wait_until(lambda: self.group.pending() == 0, "the op to be over")
 
     def late(self, row: Row) -> None:
         """Rank 0 enters when rank 1 has been waiting for `LATE_S`."""
@@ -79,7 +80,7 @@ class Rank:
         else:
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(self.finish, row)
-                until(lambda: self.group.pending() > 0, "the op to start")
+                wait_until(lambda: self.group.pending() > 0, "the op to start")
                 threading.Event().wait(LATE_S)  # it has this long to end too early
                 early = waiting.done()
                 self.meet()
@@ -104,7 +105,7 @@ class Rank:
         waiter = threading.Thread(target=block)
         waiter.start()
         # the one that comes late mostly fails at once; gloo forgets some of its sends, though
-        until(lambda: self.group.pending() > 0 or not waiter.is_alive(), "the op to start")
+        wait_until(lambda: self.group.pending() > 0 or not waiter.is_alive(), "the op to start")
         waiter.join(0.01)  # most are in their wait by now; a few are not, which must do as well
         assert waiter.is_alive() or self.rank == 0, f"it does not block: {errors}"
         begin = time.monotonic()

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, as_main
+from waiting import wait_until
 
 import fft
 from fft.train.data.source import DataError, Due
@@ -41,14 +41,6 @@ class Noisy(torch.utils.data.Dataset[Any]):
 def bits(batch: dict[str, Any]) -> list[Any]:
     """Every bit of a batch of `Noisy`, comparable."""
     return [batch[name].tolist() for name in ("i", "x", "r", "n")]
-
-
-def wait_until(holds: Callable[[], bool], what: str, within: float = 60.0) -> None:
-    """Poll for what another process brings about."""
-    deadline = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {within} s: {what}"
-        time.sleep(0.01)
 
 
 def workers(loader: Any) -> list[int]:

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from test_data import drawn, plan
-from test_loading import Noisy, bits, wait_until, workers
+from test_loading import Noisy, bits, workers
+from waiting import wait_until
 
 import fft
 from fft.train.data.batch_copy import copied

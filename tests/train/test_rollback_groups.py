@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rollback_harness import NOISE_S, client, run, store_server, until
+from rollback_harness import NOISE_S, client, run, store_server
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
 )
 from torchft.process_group import ProcessGroupGloo
+from waiting import wait_until
 
 from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
 from fft.train.process_group.rendezvous import RendezvousStore
@@ -76,7 +77,7 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    until(lambda: group.pending() == 1, "the allreduce to start")
+    wait_until(lambda: group.pending() == 1, "the allreduce to start")
     assert waiter.is_alive()
     store.set(f"blocked {rank}", "1")
     store.wait(["blocked 0", "blocked 1"])  # from here on the other one's abort may free this one
@@ -92,7 +93,7 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
     untouched = bool((tensor == SENTINEL).all())
     store.add("checked", 1)
     if rank == 0:
-        until(lambda: store.add("checked", 0) == ranks - 1, "the others to check")
+        wait_until(lambda: store.add("checked", 0) == ranks - 1, "the others to check")
         store.set("all checked", "1")
     untouched = untouched and bool((tensor == SENTINEL).all())
     return returned - start, freed[0] - start, quiet - start, untouched, group.pending()
@@ -144,7 +145,7 @@ def test_abort_of_one_group_leaves_every_other_connection_alone() -> None:
         def rank(r: int) -> list[float]:
             mine = allreduce(first[r], torch.ones(8)) if r else None
             if r == 0:
-                until(lambda: first[1].pending() == first[2].pending() == 1, "others to block")
+                wait_until(lambda: first[1].pending() == first[2].pending() == 1, "others to block")
                 blocked.set()
             assert blocked.wait(30)
             first[r].abort("test")
@@ -159,7 +160,7 @@ def test_abort_of_one_group_leaves_every_other_connection_alone() -> None:
 
         assert on_threads(ranks, rank) == [[3.0] * 8] * ranks
         # the store's server is another thread and closes its ends a moment later
-        until(lambda: _connections() == before, "only the first group's connections to go")
+        wait_until(lambda: _connections() == before, "only the first group's connections to go")
         ours.sendall(b"still here")
         assert theirs.recv(16) == b"still here"
         ours.close()
@@ -201,7 +202,7 @@ def test_abort_frees_a_configure_that_waits_for_a_missing_member() -> None:
     group = AbortableGroup(ProcessGroupGloo(MINUTE))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(configure, group, server.port, "e1", 0, 2)
-        until(lambda: server.num_keys() == 1, "rank 0 to publish its address")
+        wait_until(lambda: server.num_keys() == 1, "rank 0 to publish its address")
         start = time.monotonic()
         group.abort("nobody comes")
         with pytest.raises(GroupAborted, match="nobody comes"):
@@ -228,7 +229,7 @@ def test_of_two_aborts_the_first_says_why() -> None:
         allreduce(groups[0], torch.ones(4))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(configure, groups[0], server.port, "e2", 0, 2)
-        until(lambda: server.check(["e2/fft/listeners/0"]), "rank 0 to publish its address")
+        wait_until(lambda: server.check(["e2/fft/listeners/0"]), "rank 0 to publish its address")
         groups[0].abort("nobody comes")
         groups[0].abort("the process group is closed")
         with pytest.raises(GroupAborted, match="nobody comes"):
@@ -273,12 +274,12 @@ def test_abort_frees_a_configure_whose_peer_died_while_connecting(
         server.set(f"new/{key}", value)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(configure, group, server.port, "new", 0, 2, timedelta(seconds=3))
-        until(lambda: server.check(["new/0/0"]), "gloo to publish its address")
+        wait_until(lambda: server.check(["new/0/0"]), "gloo to publish its address")
         group.abort("the peer died")
         with pytest.raises(GroupAborted, match="the peer died"):
             waiting.result(10)
     # what is left of it ends by its own limit, without having touched the group
-    until(lambda: not _helper_threads(), "the helper thread to end", 10)
+    wait_until(lambda: not _helper_threads(), "the helper thread to end", 10)
     with pytest.raises(GroupAborted):
         allreduce(group, torch.ones(1))
     group.close()

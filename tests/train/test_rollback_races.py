@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from rollback_harness import NOISE_S, client, run, until
+from rollback_harness import NOISE_S, client, run
 from torch.distributed import AllreduceOptions, TCPStore
 from torchft import ProcessGroupGloo
+from waiting import wait_until
 
 from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 
@@ -59,7 +60,7 @@ def _racing(rank: int, ranks: int, port: int, seed: int) -> float:
 
 def _until_done(done: list[int], after: int, worker: threading.Thread) -> None:
     """Wait for so many ops, or for the other rank's abort, whichever is first."""
-    until(lambda: done[0] >= after or not worker.is_alive(), "the ops before the abort")
+    wait_until(lambda: done[0] >= after or not worker.is_alive(), "the ops before the abort")
 
 
 def _work(pg: Any, size: int, done: list[int]) -> None:

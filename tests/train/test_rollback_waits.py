@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollback_harness import NOISE_S, run, store_server, until
+from rollback_harness import NOISE_S, run, store_server
 from torch.distributed import AllreduceOptions
+from waiting import wait_until
 
 from fft.train.process_group import (
     AbortableGroup,
@@ -78,7 +79,7 @@ def test_what_was_reduced_is_let_go_of_without_the_garbage_collector(
     try:
         with ThreadPoolExecutor(2) as pool:
             held = list(pool.map(reduce, range(2)))
-        until(lambda: all(ref() is None for ref in held), "the tensors to be freed")
+        wait_until(lambda: all(ref() is None for ref in held), "the tensors to be freed")
     finally:
         gc.enable()
 
@@ -151,14 +152,14 @@ def test_threads_that_wait_for_peers_are_used_again_and_end(pair: list[Abortable
     forgotten = pair[1].pg.recv_anysource([torch.zeros(8)], 0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(forgotten.wait)
-        until(lambda: forgotten._attended, "the wait")
+        wait_until(lambda: forgotten._attended, "the wait")
         pair[1].abort("test")
         with pytest.raises(GroupAborted, match="recv from any rank"):
             waiting.result(NOISE_S)
     pair[1].quiesce(LIMIT)
     assert forgotten.is_completed() and pair[1].pending() == 0
     pair[0].abort("test")
-    until(lambda: _attendants() == 0, "the threads to end")
+    wait_until(lambda: _attendants() == 0, "the threads to end")
 
 
 ROUNDS = 40
@@ -181,7 +182,7 @@ def _abort_amid(group: AbortableGroup, rank: int, size: int, after: int, any_sou
     done = [0]
     worker = threading.Thread(target=_shift, args=(group.pg, rank, size, any_source, done))
     worker.start()
-    until(lambda: done[0] >= after or not worker.is_alive(), "the ops before the abort")
+    wait_until(lambda: done[0] >= after or not worker.is_alive(), "the ops before the abort")
     begin = time.monotonic()
     group.abort("test")
     worker.join(30)

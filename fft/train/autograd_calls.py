@@ -1,0 +1,33 @@
+"""What the reducer must know of the backward that it is called from. Reads torch's internals."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import torch
+
+
+def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
+    """Of accumulated gradients, in the order in which they are called."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def is_nested() -> bool:
+    """Whether the backward at work runs inside another: a checkpoint with use_reentrant=True.
+
+    A thread of the autograd engine's own has one call of the engine on its stack only then; a
+    thread of Python's has one more.
+    """
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > (1 if is_pythons_thread() else 0)
+
+
+def is_pythons_thread() -> bool:
+    """Whether this thread was started by Python, not by the autograd engine."""
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return thread is not None and not isinstance(thread, threading._DummyThread)

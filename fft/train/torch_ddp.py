@@ -1,0 +1,98 @@
+"""Models in torch's DistributedDataParallel, or torchft's: the wrapper stays, its reducer rests.
+
+The reducer of DDP cannot be rolled back: an aborted reduction may write to its buckets later, a
+backward that was cut leaves it unusable ("Expected to have finished reduction in the prior
+iteration"), and it lays its buckets out anew by the order in which gradients came, which a group
+that joins does not know. So `fft.train.reducer` does its work, by the same construction, and of DDP
+there is left what it does in forward. Touches the wrapper, and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchft.ddp import DistributedDataParallel as TorchftDdp
+from torchft.ddp import PureDistributedDataParallel
+
+from fft.util.errors import FftError
+
+
+class Quiet(Protocol):
+    """The reducer that does the work."""
+
+    def quiet(self, quiet: bool) -> bool:
+        """Whether backward only accumulates, from now on; returns how it was."""
+
+
+def wrappers(model: nn.Module) -> list[Any]:
+    """Those in the model, itself included, that average gradients and are at work."""
+    kinds = DistributedDataParallel | PureDistributedDataParallel
+    return [m for m in model.modules() if isinstance(m, kinds) and "no_sync" not in vars(m)]
+
+
+def take_over(model: nn.Module, reducer: Quiet) -> None:
+    """Let ``reducer`` do what the wrappers in the model did."""
+    for wrapper in wrappers(model):
+        wrapper.reducer._remove_autograd_hooks()
+        wrapper.require_backward_grad_sync = False  # so forward does not prepare the reducer
+        wrapper.require_forward_param_sync = False  # buffers belong to the group
+        vars(wrapper).update(no_sync=_no_sync(reducer), register_comm_hook=_refuse_hook)
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Raise FftError if a wrapper in the model averages in a way that cannot be taken over."""
+    for wrapper in wrappers(model):
+        _refuse_unfit(wrapper)
+
+
+def _refuse_unfit(wrapper: Any) -> None:
+    if isinstance(wrapper, PureDistributedDataParallel):
+        raise FftError(
+            "torchft's PureDistributedDataParallel begins to average gradients and never waits "
+            "for them, so the body would see them half averaged: call "
+            "manager.sync_gradients(model.module), and use that module in the body"
+        )
+    if (size := wrapper.process_group.size()) > 1:
+        raise FftError(
+            f"DistributedDataParallel averages over a process group of {size} ranks, which FFT "
+            "cannot abort when one of them fails: let each rank be a replica group of its own "
+            "(`fft run --groups N --ranks 1`, which gives init_process_group() a world of one), "
+            "or pass process_group=torchft.process_group.ProcessGroupDummy(0, 1)"
+        )
+    own = [hook for hook, _ in wrapper._comm_hooks if hook is not TorchftDdp._comm_hook]
+    if own:
+        name = getattr(own[0], "__qualname__", repr(own[0]))
+        raise FftError(
+            f"the communication hook {name} of DistributedDataParallel would reduce over its "
+            "process group, not across the replica groups: register it by "
+            "manager.register_comm_hook(state, hook), after sync_gradients(model)"
+        )
+    if wrapper.mixed_precision is not None:
+        raise FftError(
+            "DistributedDataParallel(mixed_precision=…) reduces by hooks of its own: use autocast, "
+            "and sync_gradients(model, reduce_dtype=…) to reduce in another type"
+        )
+
+
+def _no_sync(reducer: Quiet) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        """As DistributedDataParallel's."""
+        before = reducer.quiet(True)
+        try:
+            yield
+        finally:
+            reducer.quiet(before)
+
+    return no_sync
+
+
+def _refuse_hook(state: Any, hook: Any) -> None:
+    raise FftError(
+        "gradients of this model are averaged by FFT: register the hook by "
+        "manager.register_comm_hook(state, hook)"
+    )

@@ -1,0 +1,227 @@
+"""Models in DistributedDataParallel, torch's and torchft's, in FFT's loop: as the bare model."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stage import WIDTH, Member, aborts, batch_of, job, weights
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torchft import ddp as torchft_ddp
+from torchft.process_group import ProcessGroupDummy
+
+import fft
+from fft.util.errors import FftError
+
+STEPS = 5
+FAULT_STEP = 2
+
+
+class Net(nn.Module):
+    """Batch norm, and a layer whose backward can fail between those of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.middle, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.unused = nn.Linear(2, 2)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        self.on_backward: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.middle(self.norm(self.first(x))))
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.on_backward())
+        return self.last(x).square().mean()
+
+
+def bare(member: Member, model: nn.Module) -> nn.Module:
+    member.manager.sync_gradients(model)
+    return model
+
+
+def of_torch(member: Member, model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1))
+
+
+def of_torch_and_named(member: Member, model: nn.Module) -> nn.Module:
+    """Small buckets, whose views are the gradients, and called for by name."""
+    pg = ProcessGroupDummy(0, 1)
+    model = DistributedDataParallel(
+        model, process_group=pg, gradient_as_bucket_view=True, find_unused_parameters=True
+    )
+    member.manager.sync_gradients(model, bucket_cap_mb=64 / 2**20)
+    return model
+
+
+def inner_by_name(member: Member, model: nn.Module) -> nn.Module:
+    """The wrapper is registered, and what is in it is synced."""
+    member.manager.sync_gradients(model)
+    return of_torch(member, model)
+
+
+class Compiled(nn.Module):
+    """A module around the wrapper, as `torch.compile` makes one."""
+
+    def __init__(self, ddp: nn.Module) -> None:
+        super().__init__()
+        self.ddp = ddp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ddp(x)
+
+    def no_sync(self) -> Any:
+        return self.ddp.no_sync()
+
+
+def within(member: Member, model: nn.Module) -> nn.Module:
+    return Compiled(of_torch(member, model))
+
+
+def of_torchft(member: Member, model: nn.Module) -> nn.Module:
+    return torchft_ddp.DistributedDataParallel(member.manager, model)
+
+
+Wrap = Callable[[Member, nn.Module], nn.Module]
+
+
+def trained(traces: Path, wrap: Wrap, fails: bool) -> tuple[list[str], int]:
+    """Digests of both groups' weights after some steps, and how often they rolled back."""
+    found: dict[str, str] = {}
+
+    def work(member: Member) -> None:
+        net, manager = Net(), member.manager
+        model = wrap(member, net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        manager.register(model, optimizer)
+        left = ["a fault"] if fails and member.group == "1" else []
+        loader = fft.CursorLoader(Numbers(), batch_size=8, seed=2)
+        for txn in manager.transactions(loader, max_steps=STEPS):
+
+            def fail(step: int = txn.step) -> None:
+                if step == FAULT_STEP and left:
+                    left.clear()
+                    raise RuntimeError("in the middle of backward")
+
+            with txn:
+                one, other = batch_of(txn.batch).chunk(2)
+                quiet = manager.no_sync if model is net else model.no_sync
+                with quiet():
+                    model(one).backward()
+                net.on_backward = fail
+                model(other).backward()
+                net.on_backward = lambda: None
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                assert net.unused.weight.grad is None
+        found[member.group] = weights(net)
+
+    with job(traces, 2) as made:
+        made.run(work, register=False)
+        made.audit()
+    return [found["0"], found["1"]], len(aborts(traces))
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of the bare model, undisturbed."""
+    digests, rollbacks = trained(tmp_path_factory.mktemp("bare"), bare, False)
+    assert rollbacks == 0
+    return digests
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["calm", "fails in backward"])
+@pytest.mark.parametrize("wrap", [of_torch, of_torch_and_named, inner_by_name, within, of_torchft])
+def test_a_wrapped_model_is_trained_as_the_bare_one(
+    tmp_path: Path, wanted: list[str], wrap: Wrap, fails: bool
+) -> None:
+    """Also after a backward that was cut, which leaves a reducer of torch's unusable."""
+    digests, rollbacks = trained(tmp_path, wrap, fails)
+    assert digests == wanted
+    assert rollbacks == int(fails)
+
+
+def refused(tmp_path: Path, wrap: Wrap) -> str:
+    """What is said of the model when it is registered and trained."""
+
+    def work(member: Member) -> None:
+        model = wrap(member, nn.Linear(WIDTH, 1))
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        member.train(1)
+
+    with job(tmp_path, 1) as made, pytest.raises(FftError) as error:
+        made.run(work, register=False)
+    return str(error.value)
+
+
+def test_torchfts_pure_wrapper_is_refused_with_the_mend(tmp_path: Path) -> None:
+    pure = lambda member, model: torchft_ddp.PureDistributedDataParallel(member.manager, model)  # noqa: E731
+    assert "call manager.sync_gradients(model.module)" in refused(tmp_path, pure)
+
+
+def test_a_hook_that_reduces_over_another_group_is_refused_by_name(tmp_path: Path) -> None:
+    def hooked(member: Member, model: nn.Module) -> nn.Module:
+        ddp = DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1))
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        return ddp
+
+    said = refused(tmp_path, hooked)
+    assert "fp16_compress_hook" in said and "manager.register_comm_hook(state, hook)" in said
+
+
+def test_a_hook_on_a_wrapper_that_is_taken_over_is_refused(tmp_path: Path) -> None:
+    def hooked(member: Member, model: nn.Module) -> nn.Module:
+        ddp = of_torch(member, model)
+        member.manager.sync_gradients(ddp)
+        assert isinstance(ddp, DistributedDataParallel)
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        return ddp
+
+    assert "manager.register_comm_hook(state, hook)" in refused(tmp_path, hooked)
+
+
+def test_a_process_group_of_several_ranks_is_refused(tmp_path: Path) -> None:
+    class Pair(ProcessGroupDummy):
+        """As one of two ranks looks to DDP, which is not to be reduced over."""
+
+        def size(self) -> int:
+            return 2
+
+    def of_two(member: Member, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, process_group=Pair(0, 1))
+
+    said = refused(tmp_path, of_two)
+    assert "2 ranks" in said and "--ranks 1" in said
+
+
+def test_a_world_of_one_as_scripts_for_torchrun_begin_it(tmp_path: Path) -> None:
+    """`init_process_group()` under `fft run --ranks 1` makes it, and DDP takes it by default."""
+
+    def by_default(member: Member, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    store: Any = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, group_name=uuid.uuid4().hex)
+    try:
+        calm, _ = trained(tmp_path / "bare", bare, False)
+        digests, rollbacks = trained(tmp_path / "ddp", by_default, True)
+    finally:
+        dist.destroy_process_group()
+    assert digests == calm and rollbacks == 1
