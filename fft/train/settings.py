@@ -97,6 +97,7 @@ def read_settings(
     refuse_interval(check_replicas)
     loaded = load_spec(spec or os.environ.get("FFT_SPEC") or "hsdp")
     url = bus or os.environ.get("FFT_BUS")
+    _refuse_another_bus(bus)
     if url:
         _refuse_unlaunched(called)
     elif not is_alone(called):
@@ -129,6 +130,17 @@ def read_settings(
         progress_interval=interval,
         membership=chosen,
     )
+
+
+def _refuse_another_bus(bus: str | None) -> None:
+    """Raise FftError if the script names another bus than that of the supervisor it runs under."""
+    served = os.environ.get("FFT_BUS")
+    if bus and served and bus != served and "FFT_SUPERVISOR_FD" in os.environ:
+        raise FftError(
+            f"the script passes bus={bus!r}, but `fft run` has this job on {served!r}, where it "
+            "sees who joins and who dies: leave bus= out; for a bus that is served elsewhere set "
+            "FFT_BUS and start the script by `fft run --join`"
+        )
 
 
 def _refuse_unlaunched(called: BoundArguments) -> None:

@@ -103,6 +103,18 @@ def test_who_has_a_bus_and_no_launcher_is_told_what_is_missing(
         manager_of(store_port=1, rank=0, world_size=1)
 
 
+def test_under_fft_run_the_script_cannot_choose_another_bus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The supervisor would start it again and again, and see nobody at work."""
+    monkeypatch.setenv("FFT_BUS", "memory://served")
+    monkeypatch.setenv("FFT_SUPERVISOR_FD", "9")
+    with pytest.raises(FftError, match="bus='memory://mine', but `fft run` has this job on"):
+        manager_of(bus="memory://mine")
+    with pytest.raises(FftError, match="neither RANK"):  # the same one may be named
+        manager_of(bus="memory://served")
+
+
 @pytest.mark.multiprocess
 def test_the_example_runs_by_plain_python() -> None:
     env = {name: value for name, value in os.environ.items() if name not in SET_BY_LAUNCHERS}
