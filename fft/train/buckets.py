@@ -140,34 +140,27 @@ class Bucket:
 
     def take(self, slot: Slot) -> None:
         """Bring one gradient into the buffer as it comes, while it is in the processor's cache."""
-        grad = slot.parameter.grad
-        if grad is not None and slot.in_place:
-            slot.parameter.grad = torch.mul(grad, self.share, out=self.view(slot))
+        if (grad := slot.parameter.grad) is not None and slot.in_place:
+            self._bring(slot, grad)
 
     def gather(self) -> list[bool]:
         """Bring the gradients that were not taken into the buffer; which slots have one."""
-        used, shares, views, grads = [], [], [], []
+        used = []
         with torch.no_grad():
             for slot in self.slots:
                 grad = slot.parameter.grad
                 used.append(grad is not None)
-                view = self.view(slot)
                 if grad is None:
-                    view.zero_()
-                    continue
-                is_view = self._is_view(slot, grad)
-                if not is_view or slot in self.missing:
-                    shares.append(view)
-                if not is_view:
-                    views.append(view)
-                    grads.append(local_of(grad))
-                    if slot.in_place:
-                        slot.parameter.grad = view
-            if views:
-                torch._foreach_copy_(views, grads)
-            if shares and self.share != 1.0:
-                torch._foreach_mul_(shares, self.share)
+                    self.view(slot).zero_()
+                elif slot in self.missing or not self._is_view(slot, grad):
+                    self._bring(slot, grad)
         return used
+
+    def _bring(self, slot: Slot, grad: torch.Tensor) -> None:
+        view = self.view(slot)
+        torch.mul(local_of(grad), self.share, out=view)
+        if slot.in_place:
+            slot.parameter.grad = view
 
     def wait(self) -> None:
         """Until it is reduced, if that was begun; the result is in the buffer then."""
