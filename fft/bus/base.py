@@ -58,8 +58,9 @@ class BusError(FftError):
 class BusUnreachable(BusError):
     """No answer from the bus within its timeout: what was asked may be done, now or later, or not.
 
-    Ask again on the same bus object to see whether the bus has come back. Where its server keeps
-    what it holds it may (nats); else it never will (tcp), and only a new process can go on.
+    Ask again on the same bus object to see whether the bus has come back: a server that was only
+    silent has kept all. One that has ended comes back where it keeps what it holds (nats); else it
+    never will (tcp), and only a new process can go on.
     """
 
     def __init__(self, url: str, reason: str) -> None:

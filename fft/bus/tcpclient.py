@@ -27,6 +27,12 @@ _I64: Final = struct.Struct("=q")
 _MAGIC: Final = 0x3C85F7CE
 _CHUNK: Final = 65536
 _READY: Final = 0
+_KEEPALIVE: Final = (
+    (socket.TCP_KEEPIDLE, 10),  # seconds without a word before the first probe
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 3),
+)
+_DEAD_AFTER_S: Final = 25  # of these
 
 (
     _VALIDATE,
@@ -146,7 +152,8 @@ class StoreClient:
     ``limit`` bounds each answer from then on, and each sending; None: they are waited for.
 
     After the first failure, a timeout included, nothing more can be asked: a late answer would be
-    taken for the answer to the next request.
+    taken for the answer to the next request. A server whose host is gone without a word is noticed
+    within `_DEAD_AFTER_S` by the kernel; one that is only stopped is not, however long.
     """
 
     def __init__(self, host: str, port: int, timeout: float, limit: float | None = None) -> None:
@@ -154,12 +161,17 @@ class StoreClient:
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self._limit = limit
+        self.silent = False
+        """An answer was not waited for any longer; the server may be there, and be slow."""
         seconds = 0.0 if limit is None else max(limit, 1e-6)
         bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         # the kernel's own bounds: with Python's each read would be two system calls
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            self._socket.setsockopt(socket.IPPROTO_TCP, name, value)
 
     def ask(self, *requests: Request) -> list[Any]:
         """Send all requests at once; the answers of those that have one. From any thread.
@@ -168,9 +180,12 @@ class StoreClient:
         """
         with self._lock:
             try:
+                if self.silent:  # since this thread waits for its turn
+                    raise BlockingIOError
                 self._socket.sendall(b"".join(request.frame for request in requests))
                 return [r.answer(self) for r in requests if r.answer is not None]
             except BlockingIOError:
+                self.silent = True
                 self.cut()
                 raise TimeoutError(f"no answer within {self._limit:g} s") from None
             except BaseException:

@@ -33,9 +33,12 @@ counts nor lists queues.
 distance (serial-number arithmetic), so running past the range is nothing special.
 
 **Connections.** `fft.bus.tcpclient` speaks to the server; torch is not loaded here. Requests that
-do not wait for each other's answers go out together. The first failure makes the bus object
-unusable for good. Pass the old `generation` to `open_bus` to recognise a bus that was started
-again empty.
+do not wait for each other's answers go out together. A server that gives no answer in time may be
+stopped, and come back with all it holds: the next operation tries again, on a connection of its
+own, and looks whether the generation is the one that was known. Listeners wait on; their
+connections live as long as the server's host answers. A server that has ended has lost all: the
+first connection that it closes or refuses makes the bus object unusable for good. Pass the old
+`generation` to `open_bus` to recognise a bus that was started again empty.
 
 **Name service.** On every new connection torch looks up the client's name in the server's only
 thread. `serve_tcp` listens on an IPv4 socket when the host is one, so that loopback peers are
@@ -46,6 +49,7 @@ resolve quickly where the bus is served.
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import struct
@@ -53,6 +57,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -80,6 +85,8 @@ from fft.bus.base import (
     report_lost,
 )
 from fft.bus.tcpclient import Request, StoreClient
+
+logger = logging.getLogger(__name__)
 
 _GRACE_S: Final = 0.5  # how long a taken slot may stay empty before it is given up
 _WATCH_S: Final = 0.1  # how often a subscription looks at a slot that may hold it up
@@ -261,18 +268,20 @@ class _TcpSubscription(_Listener):
         return random.uniform(*self._pauses)
 
     def _watch(self) -> None:
-        """Give up slots that hold the listener up; cut it loose from a server gone silent."""
+        """Give up slots that hold the listener up; cut it loose once the bus is lost."""
         position, head, since = self._next, self._next - 1, time.monotonic()
-        try:
-            while not self._stop.wait(_WATCH_S if _lag(head, position) >= 0 else self._pause()):
-                held_up = position == self._next and _lag(head, position) >= 0
-                if held_up and time.monotonic() - since < _GRACE_S:
-                    continue
+        while not self._stop.wait(_WATCH_S if _lag(head, position) >= 0 else self._pause()):
+            held_up = position == self._next and _lag(head, position) >= 0
+            if held_up and time.monotonic() - since < _GRACE_S:
+                continue
+            try:
                 if held_up:
                     self._ring.bury(position, head)
                 position, head, since = self._next, self._ring.head(), time.monotonic()
-        except BusError:  # the listener, cut loose, says why
-            self._client.cut()
+            except BusError:  # silent, or lost; then the listener, cut loose, says why
+                if self._bus.is_lost:
+                    self._client.cut()
+                    return
 
     def _end(self) -> None:
         super()._end()
@@ -372,8 +381,9 @@ class TcpBus(ErrorBus):
             raise BusError(f"the bus timeout must be more than 0 seconds, not {timeout!r}")
         self._timeout = timeout
         self._prefix = f"fft/{self._job}/"
-        self._failure: str | None = None  # why the bus is unusable
+        self._lost: Callable[[], BusError] | None = None  # why it is unusable for good
         self._lock = threading.Lock()
+        self._dialling = threading.RLock()
         self._closing = False
         self._listeners: set[_Listener] = set()
         self._removed = 0  # ballots
@@ -586,35 +596,73 @@ class TcpBus(ErrorBus):
         with self._lock:
             self._listeners.discard(listener)
 
-    def _unreachable(self, error: Exception) -> BusUnreachable:
-        """The error to raise for `error`: the first reason found stays the reason.
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server is known to have ended, and with it all that it held."""
+        return self._lost is not None
 
-        Every listener is cut loose, so that it hears of it too.
-        """
+    def _unreachable(self, error: Exception) -> BusError:
+        """The error to raise for the end of a connection: the first reason stays the reason."""
+        return self._lose(partial(BusUnreachable, self.url, str(error) or type(error).__name__))
+
+    def _lose(self, why: Callable[[], BusError]) -> BusError:
+        """The bus is lost. Every listener is cut loose, so that it hears of it too."""
         with self._lock:
-            if self._failure is None:
-                self._failure = str(error) or type(error).__name__
+            self._lost = why = self._lost or why
             listeners = list(self._listeners)
         for listener in listeners:
             listener.cut()
-        return BusUnreachable(self.url, self._failure)
+        return why()
 
     def _live(self) -> StoreClient:
         client = self._client
         if client is None:
             raise BusClosed(f"the bus {self.url} was closed; open it again with open_bus")
-        if self._failure is not None:
-            raise BusUnreachable(self.url, self._failure)
-        return client
+        if self._lost is not None:
+            raise self._lost()
+        return self._back(client) if client.silent else client
+
+    def _back(self, old: StoreClient) -> StoreClient:
+        """A connection in the place of one that was given up, if the server is the same one."""
+        with self._dialling:
+            if self._client is not old:
+                return self._live()
+            try:
+                client = self._dial(self._timeout)
+            except BusUnreachable as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    raise self._unreachable(error.__cause__) from error
+                raise
+            try:
+                held = client.ask(_look(self._key("gen")))[0]
+            except OSError as error:
+                client.close()
+                if client.silent:
+                    raise BusUnreachable(self.url, str(error)) from error
+                raise self._unreachable(error) from error
+            if held != _VALUE + self.generation.encode():
+                client.close()
+                text = f"the bus at {self.url} has come back empty, and cannot be gone on with"
+                raise self._lose(partial(BusForgot, text))
+            with self._lock:
+                if self._closing:
+                    client.close()
+                    raise BusClosed(f"the bus {self.url} was closed meanwhile")
+                self._client = client
+            old.close()
+            logger.warning("the bus at %s answers again", self.url)
+            return client
 
     def _ask(self, *requests: Request) -> list[Any]:
-        """The answers of the server, in one round trip; the first failure is its last word."""
+        """The answers of the server, in one round trip."""
         client = self._live()
         try:
             return client.ask(*requests)
         except OSError as error:
             if self._client is None:
                 raise BusClosed(f"the bus {self.url} was closed meanwhile") from error
+            if client.silent:
+                raise BusUnreachable(self.url, str(error)) from error
             raise self._unreachable(error) from error
 
     def _push(self, queue: str, frame: bytes) -> None:

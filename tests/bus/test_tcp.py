@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from bus_helpers import LONG_S, NOISE_S, Child, Heard
@@ -281,7 +282,7 @@ def test_server_killed_while_inboxes_are_listened_to(child: Start) -> None:
         assert [len(inbox.lost) for inbox in inboxes] == [1, 1, 1]
 
 
-def test_a_silent_server_is_told_to_inboxes_by_the_next_operation(child: Start) -> None:
+def test_an_inbox_misses_nothing_of_a_server_that_was_silent(child: Start) -> None:
     server = child("serve", "0")
     with open_bus(server.line(), timeout=0.5) as bus:
         inbox = Heard(bus, inbox="mine")
@@ -290,10 +291,12 @@ def test_a_silent_server_is_told_to_inboxes_by_the_next_operation(child: Start) 
             start = time.monotonic()
             with pytest.raises(BusUnreachable):
                 bus.read("k")
-            assert isinstance(inbox.wait_lost(), BusUnreachable)
             assert time.monotonic() - start < 0.5 + NOISE_S
         finally:
             server.resume()
+        bus.send("mine", b"1")
+        assert inbox.wait(1) == [b"1"]
+        assert not inbox.lost
 
 
 def test_an_inbox_closes_promptly_though_the_server_is_silent(child: Start) -> None:
@@ -412,37 +415,88 @@ def test_server_started_again_empty_is_recognised(child: Start) -> None:
 def test_a_late_answer_is_never_taken_for_the_next_one(child: Start) -> None:
     server = child("serve", "0")
     with open_bus(server.line(), timeout=0.5) as bus:
+        bus.write("k", b"7")
         assert bus.next_number("n") == 1
         server.stop()
         try:
-            with pytest.raises(BusUnreachable):
-                bus.read("k")
+            for _ in range(3):
+                with pytest.raises(BusUnreachable):
+                    bus.read("k")
         finally:
             server.resume()
-        for _ in range(3):
-            with pytest.raises(BusUnreachable):
-                bus.next_number("n")
+        assert [bus.next_number("n") for _ in range(3)] == [2, 3, 4]
+        assert bus.read("k") == b"7"
 
 
-def test_server_silent(child: Start) -> None:
-    """A stopped server: the operation is bounded, and its late answer is never believed."""
+def test_a_server_that_was_silent_is_gone_on_with(child: Start) -> None:
+    """A stopped server: operations are bounded; what they asked is done then, and heard once."""
     server = child("serve", "0")
-    url = server.line()
-    with open_bus(url, timeout=1.0) as bus:
+    with open_bus(server.line(), timeout=0.5) as bus:
         listener = Heard(bus)
         bus.compare_set("k", None, b"v")
+        bus.broadcast(b"1")
+        listener.wait(1)
         server.stop()
         try:
-            start = time.monotonic()
-            with pytest.raises(BusUnreachable):
-                bus.read("k")
-            assert time.monotonic() - start < 1 + NOISE_S
-            assert isinstance(listener.wait_lost(), BusUnreachable)
+            for operation in (lambda: bus.compare_set("k", b"v", b"w"), lambda: bus.read("k")):
+                start = time.monotonic()
+                with pytest.raises(BusUnreachable):
+                    operation()
+                # a new connection, and its greeting
+                assert time.monotonic() - start < 2 * 0.5 + NOISE_S
         finally:
             server.resume()
+        wait_until(lambda: bus.read("k") == b"w", "what was asked in the silence is done")
+        bus.broadcast(b"2")
+        assert listener.wait(2) == [b"1", b"2"]
+        assert not listener.lost
+
+
+def test_threads_that_wait_for_their_turn_come_back_too(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line(), timeout=0.5) as bus, ThreadPoolExecutor(8) as pool:
+        server.stop()
+        try:
+            silent = [pool.submit(bus.read, "k") for _ in range(8)]
+            assert {type(future.exception()) for future in silent} == {BusUnreachable}
+        finally:
+            server.resume()
+        numbers = [pool.submit(bus.next_number, "n") for _ in range(8)]
+        assert sorted(future.result() for future in numbers) == list(range(1, 9))
+
+
+def test_a_server_that_has_ended_in_the_silence_is_lost(child: Start) -> None:
+    server = child("serve", "0")
+    with open_bus(server.line(), timeout=0.5) as bus:
+        listener = Heard(bus)
+        server.stop()
         with pytest.raises(BusUnreachable):
-            bus.next_number("n")
-        assert len(listener.lost) == 1
+            bus.read("k")
+        assert not listener.lost
+        server.kill()
+        assert isinstance(listener.wait_lost(), BusUnreachable)
+        start = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(BusUnreachable):
+                bus.read("k")
+        assert time.monotonic() - start < NOISE_S
+
+
+def test_another_server_in_the_place_of_a_silent_one_is_recognised(child: Start) -> None:
+    """Its port was taken over while nobody asked."""
+    server = child("serve", "0")
+    url = server.line()
+    port = url.rpartition(":")[2].partition("/")[0]
+    with open_bus(url, timeout=0.5) as bus:
+        server.stop()
+        with pytest.raises(BusUnreachable):
+            bus.read("k")
+        server.kill()
+        again = child("serve", port)
+        assert again.line() == url
+        for _ in range(2):
+            with pytest.raises(BusForgot, match="come back empty"):
+                bus.read("k")
 
 
 def test_closing_is_prompt_though_the_server_is_silent(child: Start) -> None:

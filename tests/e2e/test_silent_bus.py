@@ -1,0 +1,75 @@
+"""A bus whose server stands still for longer than an operation is waited for, and comes back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from stage import Member, job, notes, parameters
+
+import fft
+
+CHILD = Path(__file__).parents[1] / "bus" / "child.py"
+STEPS, SILENT_AT = 6, 3
+OPERATION_S, SILENCE_S = 1.0, 2.5
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves a bus, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD), "serve", "0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("when", ["in the body", "before the next txn"])
+def test_a_job_outlives_a_server_that_stands_still(
+    tmp_path: Path, server: tuple[subprocess.Popen[str], str], when: str
+) -> None:
+    """As under a paused `fft run`: less than ``bus_limit``, and nobody is in doubt for good."""
+    process, url = server
+    silent: list[threading.Timer] = []
+
+    def stand_still() -> None:
+        process.send_signal(signal.SIGSTOP)
+        silent.append(threading.Timer(SILENCE_S, process.send_signal, (signal.SIGCONT,)))
+        silent[0].start()
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if when == "in the body" and txn.step == SILENT_AT and member.group == "0" and not silent:
+            stand_still()
+
+    def work(member: Member) -> None:
+        if when != "in the body" and member.group == "0":
+            member.manager.on_commit(
+                lambda: stand_still() if not silent and step_of(member) == SILENT_AT else None
+            )
+        member.train(STEPS, body=body)
+
+    with job(tmp_path, 2, url) as made:
+        members = made.run(work, connect_timeout=timedelta(seconds=OPERATION_S))
+        made.audit()
+    silent[0].join()
+    assert [m.manager.current_step() for m in members] == [STEPS, STEPS]
+    assert parameters(members[0].model) == parameters(members[1].model)
+    assert not notes(tmp_path, "crash")
+
+
+def step_of(member: Member) -> int:
+    """Of the next txn."""
+    return int(member.manager.current_step())
