@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from scale_report import render
 
+from fft.bus.tcplisten import PAUSE_S
 from fft.bus.tcpserver import host_store
-from fft.bus.tcpstore import _PAUSE_S
 from fft.messages.protocol import BusMessage, Decision, Event, decode, encode
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome
@@ -275,7 +275,7 @@ def calibrate(out: Path) -> None:
         kind: statistics.median(one["operation_us"][kind] for one in found)
         for kind in found[0]["operation_us"]
     }
-    middle["looks_per_second"] = round(2 / sum(_PAUSE_S), 1)
+    middle["looks_per_second"] = round(2 / sum(PAUSE_S), 1)
     middle["what"] = (
         "processor time of a TCPStore server's process for each operation, 8 clients at once, "
         "median of three rounds; hop: half of a round trip over loopback, less the server's part"

@@ -13,7 +13,7 @@ Touches one TCPStore server and, in it, only keys under `fft/<job>/`. Per job th
 
 **Messages.** A writer takes a number from `head`, then writes that slot. Listeners read the slots
 in the order of numbers, so all hear the same order. A slot that stays empty while `head` has
-passed it belongs to a writer that died or stalled: after `_GRACE_S` a listener's watch thread
+passed it belongs to a writer that died or stalled: after half a second a listener's watch thread
 fills it with a tombstone. A slot's first content is final; a writer that finds a tombstone takes
 a new number. Whoever takes number n removes slot n - ring, so anything that happened to a slot
 while `head` was less than a ring past it happened before the removal. That is the test both sides
@@ -50,12 +50,10 @@ resolve quickly where the bus is served.
 from __future__ import annotations
 
 import logging
-import random
 import secrets
 import struct
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
@@ -65,12 +63,10 @@ from fft.bus import tcpclient
 from fft.bus.base import (
     MAX_MESSAGE_BYTES,
     MAX_VALUE_BYTES,
-    RING_MESSAGES,
     TOPICS,
     BusClosed,
     BusError,
     BusForgot,
-    BusOverrun,
     BusUnreachable,
     ErrorBus,
     Subscription,
@@ -80,295 +76,18 @@ from fft.bus.base import (
     check_key,
     check_topic,
     check_voters,
-    deliver,
-    overrun_text,
-    report_lost,
 )
 from fft.bus.tcpclient import Request, StoreClient
+from fft.bus.tcplisten import Listener, TcpInbox, TcpSubscription
+from fft.bus.tcpring import MESSAGE, NUMBERS, Ring, slots_of
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S: Final = 0.5  # how long a taken slot may stay empty before it is given up
-_WATCH_S: Final = 0.1  # how often a subscription looks at a slot that may hold it up
-_PAUSE_S: Final = (0.5, 1.0)  # how often it looks whether there is one; at random, as many do it
-_SELDOM_S: Final = (4.0, 8.0)  # the same in topics that can wait for a writer that died
-_STALL_S: Final = 0.05  # a writer that took longer to get its number looks before it writes
-_JOIN_WAIT_S: Final = 0.4
 _FEW: Final = 8  # voters so few that reading their votes costs less than a further round trip
-_SWEEP: Final = 4096  # messages, or ballots removed, between two sweeps for what others left
-_RETRIES: Final = 100
-_NUMBERS: Final = 2**64
-_SLOTS: Final = "q/"
-
-_MESSAGE, _TOMBSTONE = b"M", b"T"
+_SWEEP: Final = 4096  # ballots removed between two sweeps for what others left
 _VALUE = b"="  # before every register value: the store cannot tell an empty one from none
 _ABSENT = b"?"  # no value begins with this, so comparing with it reads and never writes
 _VOTE = struct.Struct("!HII")  # bytes in the tag, in the vote, and its weight; then both
-
-
-def _lag(head: int, number: int) -> int:
-    """How far `head` is past `number`; negative if it has not reached it."""
-    distance = (head - number) % _NUMBERS
-    return distance - _NUMBERS if distance >= _NUMBERS // 2 else distance
-
-
-class _Listener(Subscription):
-    """A thread that waits on a connection of its own and hands over what `_hear` finds."""
-
-    def __init__(
-        self,
-        bus: TcpBus,
-        on_message: Callable[[bytes], None],
-        on_lost: Callable[[BusError], None],
-    ) -> None:
-        self._bus = bus
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._client = bus._dial()
-        self._lock = threading.Lock()
-        self._ended = False  # lost or closed: whichever comes first
-        self._stop = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="fft-bus-listen", daemon=True)
-
-    def start(self) -> None:
-        self._listener.start()
-
-    def discard(self) -> None:
-        """Give the connection back; instead of `start`."""
-        self._client.close()
-
-    def cut(self) -> None:
-        """Have the listener notice that the bus is lost, or that it was closed."""
-        self._client.cut()
-
-    @abstractmethod
-    def _hear(self) -> None:
-        """Wait for what comes next and deliver it. Returns after a while, or when cut and closed.
-
-        Raises a `BusError` that ends the subscription.
-        """
-
-    def _listen(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._hear()
-        except BusError as error:
-            self._lose(error)
-        finally:
-            self._client.close()
-            self._stop.set()
-
-    def _ask(self, *requests: Request) -> Any:
-        """What the server answers to the last of the requests; None when closed."""
-        try:
-            return self._client.ask(*requests)[-1]
-        except OSError as error:
-            if self._stop.is_set():
-                return None
-            raise self._bus._unreachable(error) from error
-
-    def _lose(self, error: BusError) -> None:
-        with self._lock:
-            told, self._ended = self._ended, True
-        self._stop.set()
-        if not told:
-            self._bus._forget(self)
-            report_lost(self._on_lost, error)
-
-    def close(self) -> None:
-        with self._lock:
-            self._ended = True
-        self._stop.set()
-        self._bus._forget(self)
-        self._end()
-
-    def _end(self) -> None:
-        """End the threads, within 1 s; `_stop` is set."""
-        self._client.cut()
-        self._join(self._listener, _JOIN_WAIT_S)
-
-    @staticmethod
-    def _join(thread: threading.Thread, seconds: float) -> None:
-        if thread is not threading.current_thread():
-            thread.join(seconds)
-
-
-class _TcpInbox(_Listener):
-    """Takes what is in one queue of the store."""
-
-    def __init__(
-        self,
-        bus: TcpBus,
-        inbox: str,
-        on_message: Callable[[bytes], None],
-        on_lost: Callable[[BusError], None],
-    ) -> None:
-        super().__init__(bus, on_message, on_lost)
-        self._queue = bus._key("i/" + inbox)
-
-    def _hear(self) -> None:
-        # Taken first: where many messages wait, each costs the server one operation.
-        frame = self._ask(tcpclient.pop(self._queue))
-        if frame is None and not self._stop.is_set():
-            self._ask(tcpclient.wait([self._queue]))
-        elif frame is not None and not self._stop.is_set():
-            deliver(self._on_message, frame.removeprefix(_MESSAGE))
-
-
-class _TcpSubscription(_Listener):
-    """Waits for the next slot of a topic's ring; a second thread watches over it."""
-
-    def __init__(
-        self,
-        bus: TcpBus,
-        topic: Topic,
-        on_message: Callable[[bytes], None],
-        on_lost: Callable[[BusError], None],
-    ) -> None:
-        super().__init__(bus, on_message, on_lost)
-        self._ring = bus._rings[topic]
-        self._pauses = _PAUSE_S if topic == "protocol" else _SELDOM_S
-        try:
-            self._next = (self._ring.head() + 1) % _NUMBERS
-        except BusError:
-            self.discard()
-            raise
-        self._watcher = threading.Thread(target=self._watch, name="fft-bus-watch", daemon=True)
-
-    def start(self) -> None:
-        super().start()
-        self._watcher.start()
-
-    def _hear(self) -> None:
-        frame = self._wait_for(self._next)
-        if frame is None or self._stop.is_set():
-            return
-        self._next = (self._next + 1) % _NUMBERS
-        if frame[:1] == _MESSAGE:
-            deliver(self._on_message, frame[1:])
-
-    def _wait_for(self, number: int) -> bytes | None:
-        """The content of slot `number` once it has any; None when closed.
-
-        One request reads the slot and then `head`: the order the ring's rule asks for.
-        """
-        keys = [self._ring.slot(number), self._bus._key(self._ring.head_name)]
-        if self._ask(tcpclient.wait(keys)) is None:
-            return None
-        found = self._ask(tcpclient.get_all(keys))
-        if found is None:
-            return None
-        frame, head = found
-        if not frame or _lag(int(head), number) >= RING_MESSAGES:
-            self._bus._delete(self._ring.slot_name(number))  # our watcher may have made it again
-            raise BusOverrun(overrun_text("listener"))
-        return bytes(frame)
-
-    def _pause(self) -> float:
-        return random.uniform(*self._pauses)
-
-    def _watch(self) -> None:
-        """Give up slots that hold the listener up; cut it loose once the bus is lost."""
-        position, head, since = self._next, self._next - 1, time.monotonic()
-        while not self._stop.wait(_WATCH_S if _lag(head, position) >= 0 else self._pause()):
-            held_up = position == self._next and _lag(head, position) >= 0
-            if held_up and time.monotonic() - since < _GRACE_S:
-                continue
-            try:
-                if held_up:
-                    self._ring.bury(position, head)
-                position, head, since = self._next, self._ring.head(), time.monotonic()
-            except BusError:  # silent, or lost; then the listener, cut loose, says why
-                if self._bus.is_lost:
-                    self._client.cut()
-                    return
-
-    def _end(self) -> None:
-        super()._end()
-        self._join(self._watcher, 0.1)
-
-
-def _below(topic: Topic) -> str:
-    """What the names of a topic's keys begin with."""
-    return "" if topic == "protocol" else f"p/{topic}/"
-
-
-class Ring:
-    """The messages of one topic: how a slot is taken, written, given up and removed."""
-
-    def __init__(self, bus: TcpBus, topic: Topic) -> None:
-        self._bus = bus
-        self.head_name = _below(topic) + "head"
-        self._slots = _below(topic) + _SLOTS
-
-    def send(self, frame: bytes) -> None:
-        """Put `frame` into the next slot. Raises `BusOverrun` if this writer was stalled."""
-        for _ in range(_RETRIES):
-            asked = time.monotonic()
-            if self.fill(self.take_number(), asked, frame):
-                return
-        raise BusOverrun(overrun_text("writer"))
-
-    def fill(self, number: int, asked: float, frame: bytes) -> bool:
-        """Write into a slot whose number was asked for at that time; False: it was given up."""
-        if time.monotonic() - asked > _STALL_S and self._passed(number):
-            return False  # for sure, and before anything was written
-        return self.write_slot(number, frame)
-
-    def take_number(self) -> int:
-        return self._bus._add(self.head_name, 1)
-
-    def write_slot(self, number: int, frame: bytes) -> bool:
-        """Write a message into its slot; False if the slot was given up before."""
-        bus = self._bus
-        held, _, head = bus._ask(
-            tcpclient.compare_set(self.slot(number), b"", frame),
-            tcpclient.delete(self.slot(number - RING_MESSAGES)),
-            tcpclient.add(bus._key(self.head_name), 0),
-        )
-        if held != frame:
-            return False
-        if _lag(head % _NUMBERS, number) >= RING_MESSAGES:
-            # so the slot may have been given up, removed and made again
-            bus._delete(self.slot_name(number))
-            raise BusOverrun(overrun_text("writer"))
-        if number % _SWEEP == 0:
-            bus._sweep()
-        return True
-
-    def _passed(self, number: int) -> bool:
-        return _lag(self.head(), number) >= RING_MESSAGES
-
-    def bury(self, first: int, last: int) -> None:
-        """Fill the slots from `first` to `last` that are still empty with tombstones.
-
-        If the ring has removed `first` for good, only that one, so that whoever waits for it
-        wakes and sees where `last` is.
-        """
-        lag = _lag(last, first)
-        for offset in range(lag + 1 if lag < RING_MESSAGES else 1):
-            name = self.slot_name(first + offset)
-            if not self._bus._filled(name):
-                self._bus._swap(name, b"", _TOMBSTONE)
-
-    def sweep(self, names: Iterable[str]) -> None:
-        """Remove what is in `names` of slots that the ring has passed."""
-        slots = [name for name in names if name.startswith(self._slots)]
-        head = self.head() if slots else 0
-        for name in slots:
-            if _lag(head, int(name.removeprefix(self._slots), 16)) >= RING_MESSAGES:
-                self._bus._delete(name)
-
-    def head(self) -> int:
-        """The number that was taken last."""
-        return self._bus._add(self.head_name, 0)
-
-    def slot_name(self, number: int) -> str:
-        return f"{self._slots}{number % _NUMBERS:016x}"
-
-    def slot(self, number: int) -> str:
-        """The key of slot `number`."""
-        return self._bus._key(self.slot_name(number))
 
 
 class TcpBus(ErrorBus):
@@ -385,7 +104,7 @@ class TcpBus(ErrorBus):
         self._lock = threading.Lock()
         self._dialling = threading.RLock()
         self._closing = False
-        self._listeners: set[_Listener] = set()
+        self._listeners: set[Listener] = set()
         self._removed = 0  # ballots
         self._rings = {topic: Ring(self, topic) for topic in TOPICS}
         self._client: StoreClient | None = self._dial(timeout)
@@ -398,7 +117,7 @@ class TcpBus(ErrorBus):
     def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
         check_topic(topic)
         check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
-        self._rings[topic].send(_MESSAGE + payload)
+        self._rings[topic].send(MESSAGE + payload)
 
     def subscribe(
         self,
@@ -408,12 +127,12 @@ class TcpBus(ErrorBus):
     ) -> Subscription:
         check_topic(topic)
         self._live()
-        return self._start(_TcpSubscription(self, topic, on_message, on_lost))
+        return self._start(TcpSubscription(self, topic, on_message, on_lost))
 
     def send(self, inbox: str, payload: bytes) -> None:
         check_key(inbox, "inbox")
         check_bytes(payload, "a message", MAX_MESSAGE_BYTES + self.extra)
-        self._push(self._key("i/" + inbox), _MESSAGE + payload)
+        self._push(self._key("i/" + inbox), MESSAGE + payload)
 
     def listen(
         self,
@@ -423,9 +142,9 @@ class TcpBus(ErrorBus):
     ) -> Subscription:
         check_key(inbox, "inbox")
         self._live()
-        return self._start(_TcpInbox(self, inbox, on_message, on_lost))
+        return self._start(TcpInbox(self, inbox, on_message, on_lost))
 
-    def _start(self, listener: _Listener) -> Subscription:
+    def _start(self, listener: Listener) -> Subscription:
         with self._lock:
             if not self._closing:
                 self._listeners.add(listener)
@@ -458,7 +177,7 @@ class TcpBus(ErrorBus):
         ring, asked, held = self._rings["protocol"], time.monotonic(), None
         asking = self._comparison(key, expected, desired)
         answer, taken = self._ask(asking, tcpclient.add(self._key(ring.head_name), 1))
-        number, frame = taken % _NUMBERS, _MESSAGE + announcement
+        number, frame = taken % NUMBERS, MESSAGE + announcement
         try:
             held = self._held(key, expected, desired, answer)
         finally:
@@ -497,7 +216,7 @@ class TcpBus(ErrorBus):
             tcpclient.add(self._key(_tally(slot, tag)), weight),
             *([_look(ballot)] if voters <= _FEW else []),
         )
-        if counted % _NUMBERS < voters:
+        if counted % NUMBERS < voters:
             return None
         cast = _seen(read[0]) if read else self._peek("b/" + slot)
         if cast is None:
@@ -537,7 +256,7 @@ class TcpBus(ErrorBus):
         found = self._keys("")
         if messages:
             return len(found)
-        slots = tuple(self._key(_below(topic) + _SLOTS) for topic in TOPICS)
+        slots = tuple(self._key(slots_of(topic)) for topic in TOPICS)
         return sum(not name.startswith(slots) for name in found)
 
     def close(self) -> None:
@@ -592,7 +311,7 @@ class TcpBus(ErrorBus):
         fresh = _VALUE + secrets.token_hex(16).encode()
         return self._swap("gen", b"", fresh)[1:].decode()
 
-    def _forget(self, listener: _Listener) -> None:
+    def _forget(self, listener: Listener) -> None:
         with self._lock:
             self._listeners.discard(listener)
 
@@ -669,7 +388,7 @@ class TcpBus(ErrorBus):
         self._ask(tcpclient.push(queue, frame))
 
     def _add(self, name: str, amount: int) -> int:
-        return int(self._ask(tcpclient.add(self._key(name), amount))[0]) % _NUMBERS
+        return int(self._ask(tcpclient.add(self._key(name), amount))[0]) % NUMBERS
 
     def _swap(self, name: str, expected: bytes, desired: bytes) -> bytes:
         return bytes(self._ask(tcpclient.compare_set(self._key(name), expected, desired))[0])

@@ -19,7 +19,8 @@ from waiting import wait_until
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
 from fft.bus.tcpclient import length, put
-from fft.bus.tcpstore import Ring, TcpBus
+from fft.bus.tcpring import Ring
+from fft.bus.tcpstore import TcpBus
 
 Start = Callable[..., Child]
 

@@ -20,7 +20,7 @@ LONG_FILES = {
     "bus/nats.py": (581, "One class, an `ErrorBus`, whose operations share streams and cursors."),
     "bus/natslink.py": (474, "One class that owns a loop thread; addresses could leave."),
     "bus/sealed.py": (403, "Seals and opens are read against each other."),
-    "bus/tcpstore.py": (687, "One bus and its keys; the ring and the inbox could leave."),
+    "bus/tcpstore.py": (454, "One bus, its keys and its connection, behind a page on all of them."),
     "engine/loop.py": (637, "One thread and what it owns; every method runs on it."),
     "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
     "launch/supervisor/loop.py": (636, "One thread that owns all children; commands could leave."),
