@@ -12,6 +12,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from fft.util import pidfd
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
+BECOME = WORKER.with_name("become.py")
 START_S = 300.0
 """From the start of the processes to the fault, or to the end of a row without one."""
 _LOOK_S = 0.2
@@ -93,7 +95,8 @@ class Launch:
         if self.system.supervised:
             again = "10" if self.row.fault is not None and self.row.fault.restart else "0"
             shape = ["--groups", str(self.row.groups), "--ranks", str(self.row.ranks)]
-            command = ["-m", "fft.cli", "run", "--no-progress", *shape, "--max-restarts", again]
+            command = [str(BECOME), sys.executable, "-m", "fft.cli", "run", "--no-progress", *shape]
+            command += ["--max-restarts", again]
             command += ["--trace-dir", str(self.directory / "traces"), str(WORKER)]
             self._child(LAUNCHER, LAUNCHER, command, {})
             return
@@ -114,7 +117,8 @@ class Launch:
                 "MASTER_PORT": str(port),
                 "REPLICA_GROUP_ID": str(group),
             }
-            program = ["-c", nvrx.EXEC, str(nvrx.python()), str(WORKER.with_name("nvrx_worker.py"))]
+            script = str(WORKER.with_name("nvrx_worker.py"))
+            program = [str(BECOME), str(nvrx.python()), script]
             child = self._child(group, 0, program, place)
             self._watch(child.pid, (group, 0))
 

@@ -15,8 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "nvidia-resiliency-ext"
 _LOOK_S = 120.0
 _IMPORT = "import nvidia_resiliency_ext.inprocess, torch.distributed"
-EXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
-"""Becomes the program in its arguments: children are started with the Python that starts them."""
 
 
 def python() -> Path:
