@@ -78,8 +78,7 @@ class MonitorConfig:
         max_s: the longest that a trainer may make no progress; the user's to say.
         grace_s: from yellow to red.
         min_s: no threshold is shorter.
-        interval_s: from one look to the next, and between two stamps of the trainer; the error of
-            what both say. Shorter ones cost: a stamp takes 0.3 ms of a busy processor.
+        interval_s: from one look to the next, and between stamps, which take 0.3 ms when busy.
         term_s: from SIGTERM to SIGKILL.
         host_s: the silence of the whole host after which others go on without the trainer.
     """

@@ -179,6 +179,8 @@ class ManagerFFT(TorchftInterface):
                 rank finds an inf or NaN, the step is skipped on all: the scale backs off, no
                 optimizer and no scheduler is stepped.
         """
+        if isinstance(model, torch.optim.Optimizer) or isinstance(optimizer, nn.Module):
+            raise FftError("register(model, optimizer, …): the model comes first")
         models = [model] if isinstance(model, nn.Module) else list(model)
         single = isinstance(optimizer, torch.optim.Optimizer)
         optimizers: list[Any] = [optimizer] if single else list(optimizer)  # type: ignore[arg-type]
@@ -281,9 +283,8 @@ class ManagerFFT(TorchftInterface):
             DataError: ``loader`` could not be restored.
             FftError: a registered model averages its gradients in a way that FFT cannot take over.
         """
-        for model in self._parts.state.models:
-            for wrapper in torch_ddp.wrappers(model):
-                self._take_over(wrapper)
+        for wrapper in torch_ddp.wrappers_around(self._parts.state.models):
+            self._take_over(wrapper)
         return self._parts.loop.run(loader, max_steps, replay_only)
 
     def atomic(self) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from torchft.manager import ExceptionWithTraceback, Manager
 
 import fft.util.errors
 from fft.messages.protocol import Finish
+from fft.util.error_places import words_of
 from fft.util.errors import FftError
 
 _LONGEST = 500
@@ -26,7 +27,7 @@ class Reported(ExceptionWithTraceback):  # type: ignore[misc]
     """
 
     def __init__(self, error: Exception) -> None:
-        Exception.__init__(self, str(error))
+        Exception.__init__(self, words_of(error))
         self.original_exception = error
 
     @property
@@ -57,7 +58,7 @@ class QuietLogger:
 
 def text_of(error: BaseException) -> str:
     """One line that says what happened; without gloo's source path and its general advice."""
-    first = (str(error).splitlines() or [""])[0]
+    first = (words_of(error).splitlines() or [""])[0]
     plain = re.sub(r"^\[/\S+?:\d+\] ", "", first).split(". This is typically")[0]
     # the name of a file may come with half a character, which no message carries
     return f"{type(error).__name__}: {plain}"[:_LONGEST].encode("utf-8", "replace").decode()

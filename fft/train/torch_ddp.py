@@ -9,7 +9,8 @@ there is left what it does in forward. Touches the wrapper, and no process group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from torchft.ddp import DistributedDataParallel as TorchftDdp
 from torchft.ddp import PureDistributedDataParallel
 
 from fft.util.errors import FftError
+
+_KINDS = (DistributedDataParallel, PureDistributedDataParallel)
 
 
 class Quiet(Protocol):
@@ -30,8 +33,22 @@ class Quiet(Protocol):
 
 def wrappers(model: nn.Module) -> list[Any]:
     """Those in the model, itself included, that average gradients and are at work."""
-    kinds = DistributedDataParallel | PureDistributedDataParallel
-    return [m for m in model.modules() if isinstance(m, kinds) and "no_sync" not in vars(m)]
+    return [module for module in model.modules() if _at_work(module)]
+
+
+def wrappers_around(models: Iterable[nn.Module]) -> list[Any]:
+    """All of this process that are at work on a parameter of the models, in them or around them.
+
+    Looks at all objects that there are, once: nothing leads from a parameter to its wrapper.
+    """
+    own = {parameter for model in models for parameter in model.parameters()}
+    return [o for o in gc.get_objects() if _at_work(o) and not own.isdisjoint(o.parameters())]
+
+
+def _at_work(thing: object) -> bool:
+    if not issubclass(type(thing), _KINDS):
+        return False
+    return "_modules" in vars(thing) and "no_sync" not in vars(thing)  # made, and not taken over
 
 
 def take_over(model: nn.Module, reducer: Quiet) -> None:
@@ -62,6 +79,11 @@ def _refuse_unfit(wrapper: Any) -> None:
             "cannot abort when one of them fails: let each rank be a replica group of its own "
             "(`fft run --groups N --ranks 1`, which gives init_process_group() a world of one), "
             "or pass process_group=torchft.process_group.ProcessGroupDummy(0, 1)"
+        )
+    if wrapper.static_graph:
+        raise FftError(
+            "DistributedDataParallel(static_graph=True) reduces in an order of its own: leave "
+            "static_graph out; FFT averages in the place of the wrapper and has no use for it"
         )
     own = [hook for hook, _ in wrapper._comm_hooks if hook is not TorchftDdp._comm_hook]
     if own:

@@ -21,6 +21,7 @@ from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
+from fft.train.reported import text_of
 from fft.train.unsafe_places import guarded
 from fft.train.updates import misfit
 from fft.train.voting import Voter
@@ -121,7 +122,7 @@ class TransactionLoop:
         why = self.worker.body_failures.failed(plan.step, plan.members, error)
         if why is not None:
             self.job.note_error(error)
-            raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
+            raise _keeps_failing(why, error) from error
 
     # --- for Transaction ---
 
@@ -156,7 +157,7 @@ class TransactionLoop:
         if why is not None:
             self._mistake = None  # it is raised here
             self.job.note_error(error)
-            raise BodyKeepsFailing(f"{why}; that error is the cause of this one") from error
+            raise _keeps_failing(why, error) from error
         self._manager.report_error(error)
 
     def left_undone(self) -> FftError | None:
@@ -196,6 +197,10 @@ class TransactionLoop:
         if drawn.slice is None:
             return f"{where}, with a batch that does not count"
         return f"{where}, with slice {drawn.slice} of the data (item {drawn.item})"
+
+
+def _keeps_failing(why: str, error: Exception) -> BodyKeepsFailing:
+    return BodyKeepsFailing(f"{why}; that error is the cause of this one: {text_of(error)}")
 
 
 class Transaction:

@@ -100,11 +100,19 @@ def place_of(error: BaseException) -> Place:
     return Place(
         type=type(told).__name__,
         kinds=_kinds(told),
-        message=_plain((str(told).splitlines() or [""])[0])[:_LONGEST_MESSAGE],
+        message=_plain((words_of(told).splitlines() or [""])[0])[:_LONGEST_MESSAGE],
         where=_where(told),
         operation=_plain(str(getattr(told, "fft_place", "")))[:_LONGEST_MESSAGE],
         text=_cut(_plain("".join(traceback.format_exception(error)))),
     )
+
+
+def words_of(error: BaseException) -> str:
+    """What it says; of one that fails to say it, that it does."""
+    try:
+        return str(error)
+    except Exception as trouble:  # noqa: BLE001 - code of the user's, about an error of theirs
+        return f"<{type(error).__name__} whose __str__ raises {type(trouble).__name__}>"
 
 
 def traceback_of_caller() -> TracebackType | None:
@@ -121,7 +129,7 @@ def fingerprint(error: BaseException) -> tuple[object, ...]:
     Addresses of objects in the words do not count. Reads no source files.
     """
     calls = tuple((code, line) for code, line, _ in _calls(error.__traceback__))
-    return type(error), _ADDRESS.sub("0x", str(error)), calls
+    return type(error), _ADDRESS.sub("0x", words_of(error)), calls
 
 
 def may_pass(error: BaseException) -> bool:

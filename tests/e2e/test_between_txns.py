@@ -57,7 +57,9 @@ def test_failures_before_and_after_a_skipped_step_are_not_in_a_row(
         if skips:
             made.run(work, register=False, digest="never")
         else:
-            with pytest.raises(BodyKeepsFailing, match="2 times in a row by the same error"):
+            with pytest.raises(
+                BodyKeepsFailing, match=r"2 times .* same error .*: the same each time$"
+            ):
                 made.run(work, register=False, digest="never")
     commits = [(r["step"], r["skip"]) for r in records(tmp_path) if r["kind"] == "commit"]
     assert commits == ([(1, False), (1, True), (2, False)] if skips else [(1, False)])

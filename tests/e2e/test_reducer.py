@@ -163,6 +163,33 @@ def test_three_groups_have_a_third_each(tmp_path: Path, backwards: int) -> None:
         assert_equal(mine, found[0])
 
 
+def test_the_mean_is_of_those_who_take_part_in_this_txn(tmp_path: Path) -> None:
+    """Two groups, then one of them alone: its gradients are its own, and no half of them."""
+    found: dict[tuple[str, int], tuple[int, Gradients, torch.Tensor]] = {}
+
+    def work(member: Member) -> None:
+        model, manager = Net(), member.manager
+        manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        manager.sync_gradients(model)
+        for txn in manager.transactions(in_order(), max_steps=5):
+            if txn.step == 1 and member.group == "1":
+                manager.drain()
+            with txn:
+                model(txn.batch).backward()
+                seen = manager.num_participants(), gradients(model), txn.batch
+                found[member.group, txn.step] = seen
+
+    with job(tmp_path, 2) as made:
+        made.run(work, register=False, digest="never")
+        made.audit()
+    counts = {key: count for key, (count, _, _) in found.items()}
+    assert counts["0", 0] == counts["1", 0] == 2 and counts["0", 4] == 1
+    for (_, step), (count, mine, numbers) in found.items():
+        parts = [numbers] if count == 1 else [found[g, step][2] for g in "01"]
+        wanted = alone(Net(), one_backward, parts)
+        assert_equal(mine, wanted)
+
+
 @pytest.mark.parametrize("quiet", [True, False])
 def test_two_backwards_accumulate(tmp_path: Path, quiet: bool) -> None:
     managers: dict[int, Any] = {}

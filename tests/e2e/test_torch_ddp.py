@@ -64,6 +64,13 @@ def of_torch_and_named(member: Member, model: nn.Module) -> nn.Module:
     return model
 
 
+def around(member: Member, model: nn.Module) -> nn.Module:
+    """Only what is in the wrapper is registered and synced, and the wrapper is called."""
+    member.manager.sync_gradients(model)
+    member.manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return of_torch(member, model)
+
+
 def inner_by_name(member: Member, model: nn.Module) -> nn.Module:
     """The wrapper is registered, and what is in it is synced."""
     member.manager.sync_gradients(model)
@@ -102,8 +109,8 @@ def trained(traces: Path, wrap: Wrap, fails: bool) -> tuple[list[str], int]:
     def work(member: Member) -> None:
         net, manager = Net(), member.manager
         model = wrap(member, net)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        manager.register(model, optimizer)
+        if not manager._parts.state.models:
+            manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         left = ["a fault"] if fails and member.group == "1" else []
         loader = fft.CursorLoader(Numbers(), batch_size=8, seed=2)
         for txn in manager.transactions(loader, max_steps=STEPS):
@@ -148,7 +155,9 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["calm", "fails in backward"])
-@pytest.mark.parametrize("wrap", [of_torch, of_torch_and_named, inner_by_name, within, of_torchft])
+@pytest.mark.parametrize(
+    "wrap", [of_torch, of_torch_and_named, inner_by_name, around, within, of_torchft]
+)
 def test_a_wrapped_model_is_trained_as_the_bare_one(
     tmp_path: Path, wanted: list[str], wrap: Wrap, fails: bool
 ) -> None:
@@ -211,6 +220,14 @@ def test_a_process_group_of_several_ranks_is_refused(tmp_path: Path) -> None:
     assert "2 ranks" in said and "--ranks 1" in said
 
 
+def test_a_static_graph_is_refused_with_the_mend(tmp_path: Path) -> None:
+    def static(member: Member, model: nn.Module) -> nn.Module:
+        pg = ProcessGroupDummy(0, 1)
+        return DistributedDataParallel(model, process_group=pg, static_graph=True)
+
+    assert "leave static_graph out" in refused(tmp_path, static)
+
+
 def test_a_world_of_one_as_scripts_for_torchrun_begin_it(tmp_path: Path) -> None:
     """`init_process_group()` under `fft run --ranks 1` makes it, and DDP takes it by default."""
 
@@ -225,3 +242,12 @@ def test_a_world_of_one_as_scripts_for_torchrun_begin_it(tmp_path: Path) -> None
     finally:
         dist.destroy_process_group()
     assert digests == calm and rollbacks == 1
+
+
+def test_arguments_of_register_in_the_wrong_order_are_told(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        net = nn.Linear(WIDTH, 1)
+        member.manager.register(torch.optim.SGD(net.parameters(), lr=0.1), net)  # type: ignore[arg-type]
+
+    with job(tmp_path, 1) as made, pytest.raises(FftError, match="the model comes first"):
+        made.run(work, register=False)

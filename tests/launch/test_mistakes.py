@@ -17,6 +17,7 @@ from test_supervisor import at_work, record, supervised_children, trace, two_at_
 from fft.launch import script_runner
 from fft.launch.supervisor.mistakes import Mistakes
 from fft.train.body_failures import BodyFailures
+from fft.train.reported import text_of
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
 from fft.util.errors import NoState
 
@@ -117,6 +118,17 @@ def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> No
     assert told[:4] == [None] * 4 and "5 times" in str(told[4])
     failures.committed()
     assert [failures.failed(3, "01", TimeoutError()) for _ in range(4)] == [None] * 4
+
+
+def test_an_error_that_cannot_say_itself_is_told_all_the_same() -> None:
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise KeyError("no words")
+
+    error = raised(lambda: (_ for _ in ()).throw(Mute()))
+    assert place_of(error).message == "<Mute whose __str__ raises KeyError>"
+    assert fingerprint(error) == fingerprint(error)
+    assert text_of(error) == "Mute: <Mute whose __str__ raises KeyError>"
 
 
 def test_a_limit_that_is_given_holds_for_every_sort() -> None:

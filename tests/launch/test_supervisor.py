@@ -84,6 +84,7 @@ def test_children_get_their_places_and_a_good_end_is_good(
             assert actor.argv[1:] == ["--steps", "3"]
             assert (env["WORLD_SIZE"], env["NUM_REPLICA_GROUPS"]) == ("2", "2")
             assert env["FFT_BUS"] == job.bus_url
+            assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
             assert env["TORCHFT_LIGHTHOUSE"].startswith("http://127.0.0.1:")
             assert env["FFT_TRACE_DIR"] == str(tmp_path / "run")
             assert env["FFT_DRAIN_SIGNAL"] == "SIGTERM" and env["OMP_NUM_THREADS"]

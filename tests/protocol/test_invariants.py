@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -723,10 +723,14 @@ def test_an_abort_that_is_taken_over_late_is_obeyed_by_nobody() -> None:
 # --- the judge ------------------------------------------------------------------------------------
 
 
-def told(*claims: Know | Same | Holds | Given, traced: set[Peer] | None = None) -> Finding:
+def told(
+    *claims: Know | Same | Holds | Given,
+    traced: set[Peer] | None = None,
+    cut: Collection[Peer] = (),
+) -> Finding:
     """What a judge finds who hears one claim a move."""
     rest = iter(claims)
-    judge_ = Judge(["spoken"], traced)
+    judge_ = Judge(["spoken"], traced, cut)
     INVARIANTS["spoken"] = lambda move: [next(rest)]
     try:
         for number in range(len(claims)):
@@ -735,6 +739,13 @@ def told(*claims: Know | Same | Holds | Given, traced: set[Peer] | None = None) 
     finally:
         del INVARIANTS["spoken"]
     return finding
+
+
+def test_of_who_is_cut_nothing_is_claimed_and_of_the_others_all_is() -> None:
+    of_a, of_b, of_all = Given((("yes", A),), "A"), Given((("yes", B),), "B"), Given((("x",),), "x")
+    assert told(of_a, of_b, of_all) == Finding("spoken", 3, "A", "at 0")
+    assert told(of_a, of_all, cut={A}) == Finding("spoken"), "A may have said it all"
+    assert told(of_a, of_b, cut={A}) == Finding("spoken", 1, "B", "at 1"), "B has not"
 
 
 def test_of_the_same_thing_only_one_may_be_said() -> None:

@@ -115,9 +115,12 @@ def _apart(directory: Path, groups: int, **config: Any) -> None:
     job.close()
 
 
-def test_what_was_lost_of_one_trace_is_no_violation_of_the_others(traces: Path) -> None:
+@pytest.mark.parametrize("incarnation", [1, 2])
+def test_what_was_lost_of_one_trace_is_no_violation_of_the_others(
+    traces: Path, incarnation: int
+) -> None:
     """Wherever the gap begins: votes, barriers and records that only the lost lines tell of."""
-    path = traces / "g1r0i1.jsonl"
+    path = traces / f"g1r0i{incarnation}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     header = json.loads(lines[0])
     who = {name: header[name] for name in ("wall", "mono", "group", "rank", "inc")}

@@ -123,6 +123,8 @@ class Group:
                 "WORLD_SIZE": str(self.ranks),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
+                # whose store is served here: init_process_group() shall not serve another there
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "REPLICA_GROUP_ID": self.name,
                 "FFT_GROUP": self.name,  # by which supervisor and participants speak of it
                 "NUM_REPLICA_GROUPS": str(groups),
