@@ -21,6 +21,7 @@ from torchft.ddp import PureDistributedDataParallel
 
 from fft.util.errors import FftError
 
+_SYNC = "require_backward_grad_sync"
 _KINDS = (DistributedDataParallel, PureDistributedDataParallel)
 
 
@@ -55,9 +56,10 @@ def take_over(model: nn.Module, reducer: Quiet) -> None:
     """Let ``reducer`` do what the wrappers in the model did."""
     for wrapper in wrappers(model):
         wrapper.reducer._remove_autograd_hooks()
-        wrapper.require_backward_grad_sync = False  # so forward does not prepare the reducer
         wrapper.require_forward_param_sync = False  # buffers belong to the group
         vars(wrapper).update(no_sync=_no_sync(reducer), register_comm_hook=_refuse_hook)
+        kind = type(wrapper)
+        wrapper.__class__ = type(kind.__name__, (kind,), {_SYNC: _sync_switch(reducer)})
 
 
 def refuse_unfit(model: nn.Module) -> None:
@@ -98,6 +100,16 @@ def _refuse_unfit(wrapper: Any) -> None:
             "DistributedDataParallel(mixed_precision=…) reduces by hooks of its own: use autocast, "
             "and sync_gradients(model, reduce_dtype=…) to reduce in another type"
         )
+
+
+def _sync_switch(reducer: Quiet) -> property:
+    """What nanoGPT sets to accumulate, in the place of ``no_sync()``. It reads as False, so that
+    forward does not prepare the reducer of DDP."""
+
+    def switch(wrapper: nn.Module, syncs: bool) -> None:
+        reducer.quiet(not syncs)
+
+    return property(lambda wrapper: False, switch)
 
 
 def _no_sync(reducer: Quiet) -> Callable[[], AbstractContextManager[None]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,21 @@ def bare(member: Member, model: nn.Module) -> nn.Module:
 
 def of_torch(member: Member, model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1))
+
+
+def as_nanogpt(member: Member, model: nn.Module) -> nn.Module:
+    """Accumulates by an attribute of the wrapper, and not by `no_sync`."""
+    ddp = of_torch(member, model)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        ddp.require_backward_grad_sync = False
+        yield
+        ddp.require_backward_grad_sync = True
+
+    wrapped = Compiled(ddp)
+    vars(wrapped)["no_sync"] = no_sync
+    return wrapped
 
 
 def of_torch_and_named(member: Member, model: nn.Module) -> nn.Module:
@@ -156,7 +172,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["calm", "fails in backward"])
 @pytest.mark.parametrize(
-    "wrap", [of_torch, of_torch_and_named, inner_by_name, around, within, of_torchft]
+    "wrap", [of_torch, as_nanogpt, of_torch_and_named, inner_by_name, around, within, of_torchft]
 )
 def test_a_wrapped_model_is_trained_as_the_bare_one(
     tmp_path: Path, wanted: list[str], wrap: Wrap, fails: bool
