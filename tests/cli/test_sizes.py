@@ -23,7 +23,7 @@ LONG_FILES = {
     "bus/tcpstore.py": (454, "One bus, its keys and its connection, behind a page on all of them."),
     "engine/loop.py": (637, "One thread and what it owns; every method runs on it."),
     "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
-    "launch/supervisor/loop.py": (636, "One thread that owns all children; commands could leave."),
+    "launch/supervisor/loop.py": (637, "One thread that owns all children; commands could leave."),
     "messages/protocol.py": (696, "A list of message types, each short, that one codec reads."),
     "protocol/invariants.py": (
         746,

@@ -230,6 +230,21 @@ def test_a_mistake_at_the_start_ends_the_job_with_its_traceback_once(
     assert supervised_children() == []
 
 
+def test_of_a_script_that_exits_with_a_code_its_own_words_are_shown(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """As after a wrong argument: where in argparse it came from helps nobody."""
+    with run_job(groups=2, ranks=1) as job:
+        for actor in stage.enter(2).values():
+            actor.order("print script.py: error: unrecognized arguments: --workers")
+            actor.says()
+            actor.order("exit 2")
+        verdict = job.verdict()
+    text = "\n".join(verdict.lines)
+    assert not verdict.ok and "no group reached its first step" in text
+    assert text.count("unrecognized arguments: --workers") == 1 and "Traceback" not in text
+
+
 def test_a_mistake_of_one_group_at_its_start_ends_the_job_the_second_time(
     run_job: StartJob, stage: Stage
 ) -> None:

@@ -126,7 +126,11 @@ class Child:
             if words.signature in known:
                 return f"{line}; by the same error, at {words.where}"
             known.add(words.signature)
-        return "\n".join([line, *(f"    {line}" for line in _tail(self.log))])
+        return f"{line}\n{self.last_lines()}"
+
+    def last_lines(self) -> str:
+        """Of its log."""
+        return "\n".join(f"    {line}" for line in _tail(self.log))
 
 
 def _started(
