@@ -349,6 +349,13 @@ def page(found: list[dict[str, Any]]) -> str:
         f"{max(STEPS.values())} steps, the systems in turn; smallest and largest repetition in "
         "brackets. A ratio is the median of the repetitions' ratios.",
         "",
+        "To torch's step FFT adds the vote of the slowest group and the decision (three round "
+        "trips to the store, 2 to 3 ms on two busy cores; torchft's `should_commit` asks its own "
+        "group only, 0.8 ms), and about 1 ms between two steps. Its backward takes as long as "
+        "DDP's. At 2 x 2 four ranks share two cores, so what runs beside them counts in full: a "
+        "monitor for each rank, and with FSDP2 two passes over the gradients, into the bucket and "
+        "back.",
+        "",
         "| model | groups x ranks | "
         + " | ".join(SYSTEMS.values())
         + " | FFT / torch | FFT / torchft | drop-in / torchft |",

@@ -27,8 +27,6 @@ from fft.protocol.timeouts import resolve
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 EXAMPLES = ("hsdp_char_lm.py", "torchft_loop.py", "hsdp_demo_faults.yaml")
-AFTER_A_BENCHMARK = "whole_step.md"
-"""A page that ``make bench`` writes; until then it is not there."""
 
 log = get_plugin_logger("site_pages")
 
@@ -171,15 +169,6 @@ def _is_made(path: Path) -> bool:
 
 
 # --- what mkdocs calls ----------------------------------------------------------------------------
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give the page that a benchmark writes its place, if it has been written."""
-    if (DOCS / AFTER_A_BENCHMARK).exists():
-        for section in config.nav or ():
-            if isinstance(section, dict) and "Explanation" in section:
-                section["Explanation"].append(AFTER_A_BENCHMARK)
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
