@@ -54,7 +54,8 @@ def test_a_mistake_in_the_body_is_shown_with_the_batch(tmp_path: Path, groups: i
     traces = tmp_path / "run"
     done = run(traces, "body", groups=groups)
     assert done.returncode == 1
-    assert done.stderr.count("AttributeError: 'Tensor' object has no attribute") == 1
+    assert done.stderr.count("\nAttributeError: 'Tensor' object has no attribute") == 1
+    assert done.stderr.count(": AttributeError: 'Tensor' object has no attribute") == 1, "last line"
     assert "in the txn of step 2, on " in done.stderr and "slice " in done.stderr
     assert sum(starts(traces, group) for group in range(groups)) <= groups + 1
     assert not list(traces.glob("diagnosis-*"))
@@ -87,7 +88,7 @@ def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: 
             job.kill()
             job.wait()
     said = errors.read_text()
-    assert said.count("AttributeError: 'Tensor' object has no attribute") == 1
+    assert said.count("\nAttributeError: 'Tensor' object has no attribute") == 1
     assert "group 1 was given up" in said
     assert starts(traces, 0) == 1 and starts(traces, 1) == 2
     assert audit_dir(traces).ok

@@ -86,6 +86,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "connections of a process group cut": "e2e/test_injected.py",
         "NaN in a gradient": "e2e/test_injected.py",
         "lighthouse restarted": "e2e/test_injected.py",
+        "the server of a `tcp://` bus stands still (a paused `fft run`)": "e2e/test_silent_bus.py",
         "a message, vote or request for state without the job token, changed, or said again": (
             "bus/test_trust.py"
         ),
