@@ -198,13 +198,13 @@ class Engine:
         self.bus.on_refusal = self._on_refusal
         me = self.participant.config.me
         hear = partial(self._on_message, decode)
-        for listen in (partial(self.bus.listen, inbox_name(me)), self.bus.subscribe):
-            self._subscriptions.append(listen(hear, self._on_lost))
+        self._subscriptions.append(self.bus.listen(inbox_name(me), hear, self._on_lost))
         # who is deaf to operators goes on all the same
-        obey = partial(self._on_message, decode_command)
-        self._subscriptions.append(
-            ResubscribingListener(self.bus, "commands", obey, f"participant {me}")
-        )
+        obey, who = partial(self._on_message, decode_command), f"participant {me}"
+        self._subscriptions += [
+            ResubscribingListener(self.bus, "protocol", hear, who, self._on_missed, self._on_lost),
+            ResubscribingListener(self.bus, "commands", obey, who),
+        ]
         if me.inc > 1:
             self.bus.delete(inbox_name(me._replace(inc=me.inc - 1)))
         self._thread.start()
@@ -315,6 +315,9 @@ class Engine:
 
     def _on_refusal(self, refusal: Refusal) -> None:
         self.trace.note("refused", asdict(refusal))
+
+    def _on_missed(self, error: BusError) -> None:
+        self._events.put(BusDown("overrun", str(error)[:2000]))
 
     def _on_lost(self, error: BusError) -> None:
         self._events.put(BusDown("listen", str(error)[:2000]))

@@ -408,8 +408,8 @@ class Stop:
 class BusDown:
     """An operation on the bus failed; its outcome is unknown.
 
-    ``operation``: its name; ``listen`` if the listener has lost its place in the message order,
-    ``forgot`` if the bus has lost what it held.
+    ``operation``: its name; ``listen`` if the listener has ended, ``forgot`` if the bus has lost
+    what it held, ``overrun`` if the listener fell behind, missed messages and hears again.
     """
 
     operation: Text
@@ -420,6 +420,11 @@ class BusDown:
     def for_good(self) -> bool:
         """Whether only a new process can go on, on this bus or on another."""
         return self.operation in ("listen", "forgot")
+
+    @property
+    def missed(self) -> bool:
+        """Whether messages were missed, and those that come now are heard."""
+        return self.operation == "overrun"
 
 
 @dataclass(frozen=True, config=_CONFIG)

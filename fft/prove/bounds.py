@@ -112,6 +112,7 @@ DEFAULT = (
     ),
     Scope("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
     Scope("deaf", commits=1, faults=1, budget=budget("deaf")),
+    Scope("overrun", commits=1, faults=2, budget=budget("overrun", "fault")),
     Scope("twin", commits=1, faults=1, budget=budget("twin")),
 )
 """Takes some five minutes on one core."""

@@ -72,7 +72,7 @@ from fft.util.errors import ProtocolError
 GROUPS = "ABCDEFGH"
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """What a process is to hear, and what a step is called that takes the first of it."""
-_UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "forget")
+_UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "overrun", "forget")
 """Faults that tell an order of messages from another."""
 _GIVES_UP = "bus_limit"
 """Fires by itself only for whom the bus is gone: outages are shorter."""
@@ -966,7 +966,8 @@ class _Here:
         idle = self.node._replace(task=())
         assert idle.bits is not None
         digest = idle.bits.digest if self.model.scope.digests else None
-        yes, has_state = Prepared(token, True, _REDUCED, digest=digest), idle.source is None
+        reduced = _REDUCED[self.me.rank]
+        yes, has_state = Prepared(token, True, reduced, digest=digest), idle.source is None
         if self.has("prepared", NO_FACTS):
             yield self.says("body ends", idle, yes)
         if digest is not None and self.may("bare") and has_state:
@@ -982,9 +983,9 @@ class _Here:
         if self.may("misfit") and has_state:
             spoilt = idle._replace(bits=idle.bits.spoil(self.me))
             yield self.says("body reduces nothing", spoilt, Prepared(token, True), "misfit")
-            more = Prepared(token, True, dataclasses.replace(_REDUCED, count=2))
+            more = Prepared(token, True, dataclasses.replace(reduced, count=3))
             yield self.says("body reduces twice", spoilt, more, "misfit")
-            other = Prepared(token, True, dataclasses.replace(_REDUCED, shapes="y"))
+            other = Prepared(token, True, dataclasses.replace(reduced, shapes="y"))
             yield self.says("body reduces something else", spoilt, other, "misfit")
 
     def healing(self, nodes: list[Node]) -> Iterator[Act]:
@@ -1087,6 +1088,10 @@ class _Here:
         if self.may("deaf") and not local.deaf:
             lost = BusDown("listen", "")
             yield self.event("is deaf from now on", node._replace(inbox=()), lost, "deaf")
+        if node.inbox and self.may("overrun"):
+            missed = BusDown("overrun", "")
+            behind = node._replace(inbox=())
+            yield self.event("falls behind, and hears again", behind, missed, "overrun")
         if self.may("quit"):
             yield self.event("is shut down", node, Stop(), "quit")
         for queue, hears in QUEUES.items():
@@ -1173,8 +1178,8 @@ def _host(peer: Peer) -> str:
 
 _NEVER = 1 << 30
 _NO = frozenset({"says_no"})
-_REDUCED = Manifest(1, 4, "x")
-"""What all bodies reduce, but for those at fault."""
+_REDUCED = Manifest(1, 4, "x"), Manifest(2, 8, "x")
+"""What the bodies of rank 0, and of rank 1, reduce, but for those at fault."""
 
 
 def _tidy(shared: Shared, epoch: int) -> Shared:

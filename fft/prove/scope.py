@@ -26,6 +26,7 @@ KINDS = (
     "lapse",  # one operation on the bus fails; whether it took effect is unknown
     "outage",  # the bus is out of reach for a while
     "deaf",  # a listener loses its place in the message order, and hears nothing for all any more
+    "overrun",  # a listener falls behind: what it was to hear is lost, then it hears again
     "quit",  # the user shuts a manager down
     "forget",  # the bus ends and comes back empty
 )

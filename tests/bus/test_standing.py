@@ -11,7 +11,7 @@ import pytest
 from bus_helpers import NOISE_S, Heard
 from waiting import wait_until
 
-from fft.bus.base import RING_MESSAGES, BusForgot
+from fft.bus.base import RING_MESSAGES, BusForgot, BusOverrun
 from fft.bus.memory import MemoryBus
 from fft.bus.resubscribing import ResubscribingListener
 
@@ -30,7 +30,8 @@ def test_who_fell_behind_hears_what_comes_later(caplog: pytest.LogCaptureFixture
             if payload == b"later":
                 again.set()
 
-        standing = ResubscribingListener(bus, "commands", hear, "a test")
+        missed: list[object] = []
+        standing = ResubscribingListener(bus, "commands", hear, "a test", missed.append)
         for number in range(RING_MESSAGES + 10):
             bus.broadcast(b"%d" % number, "commands")
         release.set()
@@ -39,6 +40,7 @@ def test_who_fell_behind_hears_what_comes_later(caplog: pytest.LogCaptureFixture
             assert time.monotonic() < deadline, "it hears nothing more"
             bus.broadcast(b"later", "commands")
         assert "a test missed messages of the topic commands" in caplog.text
+        assert [type(error) for error in missed] == [BusOverrun]
         before = heard[: heard.index(b"later")]
         assert before == [b"%d" % number for number in range(len(before))]
         standing.close()
@@ -60,7 +62,15 @@ class Forgetful(MemoryBus):
 
 def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     with Forgetful(name()) as bus:
-        with closing(ResubscribingListener(bus, "commands", lambda payload: None, "a test")):
+        told: list[str] = []
+        unheard, lost = (
+            (lambda error: told.append("missed")),
+            (lambda error: told.append(str(error))),
+        )
+        with closing(
+            ResubscribingListener(bus, "commands", lambda _: None, "a test", unheard, lost)
+        ):
             said = "a test no longer receives the topic commands: it forgot"
             wait_until(lambda: said in caplog.text, "it is said", NOISE_S)
+            wait_until(lambda: told == ["it forgot"], "its owner is told", NOISE_S)
         assert caplog.text.count("no longer receives the topic commands") == 1

@@ -6,14 +6,14 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from engine_job import LIMIT_S, SPEC, Job, Nothing, Rank
 from waiting import wait_until
 
-from fft.bus import BusError, Subscription, open_bus, serve_tcp
-from fft.bus.base import Topic
+from fft.bus import BusError, ErrorBus, Subscription, open_bus, serve_tcp
+from fft.bus.base import RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
 from fft.engine.loop import HEAD, Engine
@@ -301,7 +301,10 @@ class Unheard(MemoryBus):
     """Its second way of listening fails."""
 
     def subscribe(
-        self, on_message: Callable[[bytes], None], on_lost: Callable[[BusError], None]
+        self,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[BusError], None],
+        topic: Topic = "protocol",
     ) -> Subscription:
         raise BusError("no place")
 
@@ -429,6 +432,51 @@ def test_who_is_deaf_to_commands_trains_on(
     )
     job.train(10)
     assert [member.ended for member in job.members] == [None, None]
+
+
+@pytest.mark.parametrize("url", ["memory", "tcp"], indirect=True)
+def test_who_fell_behind_on_the_bus_learns_what_it_has_missed_and_trains_on(
+    stack: ExitStack, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It hears nothing while the others decide, and more is said than the bus keeps."""
+    hears: list[threading.Event] = []
+
+    def opens(url: str) -> ErrorBus:
+        bus, may_hear = open_bus(url), threading.Event()
+        may_hear.set()
+        hears.append(may_hear)
+        plain = bus.subscribe
+
+        def subscribe(
+            on_message: Callable[[bytes], None],
+            on_lost: Callable[[BusError], None],
+            topic: Topic = "protocol",
+        ) -> Subscription:
+            def hear(payload: bytes) -> None:
+                assert may_hear.wait(LIMIT_S)
+                on_message(payload)
+
+            return plain(hear if topic == "protocol" else on_message, on_lost, topic)
+
+        bus.subscribe = subscribe  # type: ignore[method-assign]
+        return bus
+
+    job = Job(stack, url, 2, 1, opens).start()
+    stack.callback(lambda: [may_hear.set() for may_hear in hears])
+    job.train(3)
+    hears[0].clear()
+    first, second = job.members
+    for member in (first, second):
+        member.train(8)
+    wait_until(lambda: second.committed[-1].step > 3, "the other one has committed")
+    noise = stack.enter_context(closing(open_bus(url)))
+    for _ in range(RING_MESSAGES + 10):
+        noise.broadcast(b"noise")
+    hears[0].set()
+    job.train(8)
+    assert f"participant {first.peer} missed messages of the topic protocol" in caplog.text
+    assert [m.ended for m in job.members] == [None, None]
+    assert not first.engine.local.deaf
 
 
 class Slow(MemoryBus):

@@ -235,6 +235,20 @@ def deaf_in_doubt() -> Job:
     return job
 
 
+def fell_behind_in_doubt() -> Job:
+    """A hears nothing of the COMMIT that it has voted for; then it is told that it missed some."""
+    job = Job(2).until_running()
+    a, b = job.live()
+    for node in (a, b):
+        job.compute([node])
+    only(job, b)
+    a.inbox.clear()
+    job.post(a, BusDown("overrun", "fell behind"))
+    job.settle()
+    assert not a.local.deaf
+    return job
+
+
 def bus_away_for_a_while() -> Job:
     job = Job(2)
     job.bus_up = False
@@ -957,6 +971,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "bus away for good": bus_away_for_good,
     "bus away for good, no vote": bus_away_for_good_without_a_vote,
     "deaf in doubt": deaf_in_doubt,
+    "fell behind in doubt": fell_behind_in_doubt,
     "bus away for a while": bus_away_for_a_while,
     "second starts": second_starts,
     "second start that the older one misses": second_start_that_the_older_one_misses,

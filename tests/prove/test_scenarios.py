@@ -69,6 +69,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "states of replicas differ": "states_differ_stop",
         "a group comes when all have left": "join_after_the_end",
         "decision message lost": "decision_lost_commit",
+        "more messages than the bus keeps (1,024) pass a participant, as in a long hang": (
+            "overrun_in_doubt"
+        ),
         "coordinator killed": "coordinator_killed",
         "coordinator silent": "coordinator_silent",
         "interpreter lock held, process stopped": "hang_that_its_process_cannot_tell",
@@ -137,6 +140,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "lapse": "in vain",
         "outage": "bus away",
         "deaf": "is deaf from now on",
+        "overrun": "falls behind, and hears again",
         "quit": "is shut down",
         "forget": "bus forgets",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fft.messages.protocol import (
     Begin,
+    BusDown,
     Death,
     Event,
     HealFailed,
@@ -195,6 +196,12 @@ def bus_is_down(s: Local, c: Config, event: Event) -> bool:
 def only_deaf(s: Local, c: Config, event: Event) -> bool:
     """I cannot follow the order of decisions any more, but the bus answers."""
     return s.deaf and not s.bus_down
+
+
+@guard
+def missed_messages(s: Local, c: Config, event: Event) -> bool:
+    """I fell behind on the bus, and hear again; what was said meanwhile has passed me by."""
+    return isinstance(event, BusDown) and event.missed
 
 
 @guard

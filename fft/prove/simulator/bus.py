@@ -39,6 +39,8 @@ SLOTS = 8
 """Ballot slots, as the engine reuses them."""
 _LONGEST_TROUBLE_S = 20.0
 """Less than the spec's ``bus_limit``: that participants end after it is their duty, no fault."""
+_LONGEST_GAP_S = 10.0
+"""That a listener misses messages of."""
 _RECOVERY_S = 5.0
 """A link that was up for so long has had its chance; what comes then is a new trouble."""
 
@@ -64,6 +66,8 @@ class Link:
     waiting: list[Operation] = field(default_factory=list)
     """The operation that waits for the link."""
     deaf: bool = False
+    behind: bool = False
+    """What is said for all is missed."""
 
 
 class SimBus:
@@ -144,7 +148,7 @@ class SimBus:
         """The message has its place in the order: every listener gets it, sooner or later."""
         world = self._world
         for listener in world.live():
-            if not listener.link.deaf:
+            if not (listener.link.deaf or listener.link.behind):
                 self._give(listener, message)
 
     def _post(self, to: Peer, message: BusMessage) -> None:
@@ -159,6 +163,9 @@ class SimBus:
             return
         if not alone and world.strikes("deaf"):
             self._deafen(listener)
+            return
+        if not alone and world.strikes("overrun"):
+            self._overrun(listener)
             return
         for _ in range(2 if world.strikes("repeated") else 1):
             self._send(listener, listener.link, message, alone)
@@ -184,8 +191,18 @@ class SimBus:
             self._world.latency.hop(),
             listener,
             listener.post,
-            BusDown("listen", "this listener fell 1024 messages behind"),
+            BusDown("listen", "the listener has ended"),
         )
+
+    def _overrun(self, listener: Process) -> None:
+        """It misses everything for some seconds, then hears again, and is told."""
+        listener.link.behind = True
+        seconds = _LONGEST_GAP_S * self._world.rng.random() ** 2
+        self._clock.after(seconds, listener, self._hears_again, listener)
+
+    def _hears_again(self, listener: Process) -> None:
+        listener.link.behind = False
+        listener.post(BusDown("overrun", "this listener fell 1024 messages behind"))
 
     # --- links ---
 
