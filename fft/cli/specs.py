@@ -35,15 +35,22 @@ def graph(
 
 
 def check_spec(spec: Annotated[str, SPEC]) -> None:
-    """Validate a spec and summarise it."""
+    """Validate a spec and say what it is: what is trained, who votes when, states and rows."""
     from fft.protocol.load import load_machine
+    from fft.protocol.scopes import in_words
+    from fft.protocol.spec import FsmSpec
 
     with plain_errors():
         loaded = load_machine(spec)
     tables = [owner.on for _, owner in loaded.row_owners()]
     rows = sum(len(alternatives) for table in tables for alternatives in table.values())
     states = ", ".join(loaded.leaves)
-    sys.stdout.write(f"{loaded.name}: valid; {rows} rows; {len(loaded.leaves)} states: {states}\n")
+    lines = [f"{loaded.name}: valid; {rows} rows; {len(loaded.leaves)} states: {states}"]
+    if loaded.doc:
+        lines.append(loaded.doc.strip())
+    if isinstance(loaded, FsmSpec):
+        lines += in_words(loaded.parameter_groups, loaded.scopes)
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def config(

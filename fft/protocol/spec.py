@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fft.protocol.roles import Role
+from fft.protocol.scopes import ParameterGroups, Ranks, Scopes
 
 
 class _Strict(BaseModel):
@@ -89,13 +90,6 @@ class Common(_Strict):
 
     on: dict[str, Rows] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
-
-
-class Groups(_Strict):
-    """Which groups a paradigm has, and how each keeps together."""
-
-    replicate: Literal["every_step"] = Field(description="sync policy of the replicate groups")
-    shard: Literal["fails_as_one", "none"] = Field(description="unit of fault tolerance")
 
 
 class Policies(_Strict):
@@ -233,9 +227,15 @@ class FsmSpec(MachineSpec):
     """A whole paradigm, as written in ``fsm_specs/<name>.yaml``: the engine's machine."""
 
     machine: Literal["engine"] = "engine"
-    groups: Groups
+    parameter_groups: ParameterGroups
+    scopes: Scopes
     policies: Policies
     timers: dict[str, TimerSpec]
+
+    @property
+    def ranks(self) -> Ranks:
+        """How the ranks of a replica group hold the parameters."""
+        return next(iter(self.parameter_groups.values())).ranks
 
 
 class ThreadSpec(MachineSpec):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Set
 
-from fft.protocol.spec import Leaf, MachineSpec, Part, Row, SubState
+from fft.protocol.scopes import scope_problems
+from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Row, SubState
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 from fft.protocol.vocabulary import ENGINE, Vocabulary
@@ -69,6 +70,8 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
             if timer not in spec.timers:
                 yield ("states", name, "timers", i), _unknown("timer", timer, spec.timers)
     yield from _timers(spec)
+    if isinstance(spec, FsmSpec):
+        yield from scope_problems(spec.parameter_groups, spec.scopes)
 
 
 def _timers(spec: MachineSpec) -> Iterator[Problem]:

@@ -462,7 +462,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "manifests_not_compared",
-        "Votes commit though their ranks took part in different numbers of reductions.",
+        "Votes commit though ranks of one number took part in different numbers of reductions.",
         "validity",
         small(misfit=1),
         participant=planted({"manifests_fit": _always}),

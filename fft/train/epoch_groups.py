@@ -65,11 +65,21 @@ class EpochGroups:
 
     def mesh(self) -> DeviceMesh:
         """Device mesh over the ranks of this replica group."""
+        return self._ready("shard_mesh").mesh()
+
+    def stage_group(self) -> ProcessGroup:
+        """The process group over the ranks of this replica group, known to torch."""
+        shard = self._ready("stage_group")
+        shard.mesh()
+        shard.be_default()
+        return shard
+
+    def _ready(self, asked: str) -> ShardProcessGroupGloo:
         if self.shard is None or not isinstance(self.shard.pg, ShardProcessGroupGloo):
-            raise FftError("shard_mesh() needs shard_pg=fft.ShardProcessGroupGloo(...)")
+            raise FftError(f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...)")
         if self.shard.pg._pg is None:
             self._configure_shard(f"boot/{self._peer.inc}", 0)
-        return self.shard.pg.mesh()
+        return self.shard.pg
 
     def configure(self, command: Heal, models: str) -> None:
         """Build both for the epoch of ``command``; ``models``: in words, what is reduced here.

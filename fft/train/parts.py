@@ -21,7 +21,7 @@ from fft.train.operator_commands import OperatorCommands, make_injector
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.settings import Settings
+from fft.train.settings import Settings, refuse_ranks
 from fft.train.state.transfer import StateTransfer
 from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
@@ -45,6 +45,7 @@ class Parts:
         undo: ExitStack,
     ) -> None:
         """``undo`` gets what ends the parts that hold something, for when a later one fails."""
+        refuse_ranks(settings.spec, manager._group_world_size)
         self.limits = limits = settings.timeout_table(manager)
         operation_s = limits["bus_operation"].seconds
         start = enter(settings.bus_url, settings.token, operation_s)
@@ -61,8 +62,7 @@ class Parts:
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
-        digests = settings.digest == "commit"
-        self.state = RankState(manager, self.injector, settings.check_replicas, digests)
+        self.state = RankState(manager, self.injector, settings)
         self.exchange = StateExchange(manager, self.state, transfer)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)

@@ -13,10 +13,11 @@ from torch import nn
 from torchft.manager import Manager
 
 from fft.messages.protocol import Record
-from fft.train.data.source import DataSource, as_source
+from fft.train.data.source import DataSource, Inputs, as_source
 from fft.train.injector import Injector
+from fft.train.settings import Settings
 from fft.train.state.equality_checks import EqualityChecks
-from fft.train.state.step_state import StepState
+from fft.train.state.step_state import Rewindable, StepState
 from fft.train.updates import Updates
 from fft.util.errors import FftError
 
@@ -27,15 +28,16 @@ SCALER = "grad_scaler"
 class RankState:
     """Of one rank. Before ``register`` it is only what functions of the user's load and save."""
 
-    def __init__(
-        self, manager: Manager, injector: Injector | None, check_every: int | None, digests: bool
-    ) -> None:
-        """``check_every``: steps between comparisons of replicas. ``digests``: of each commit."""
+    def __init__(self, manager: Manager, injector: Injector | None, settings: Settings) -> None:
         self._manager = manager
+        self._takers = 1 if settings.spec.ranks == "stages" else manager._group_world_size
+        """Ranks of a group that take an item of the data each; 1: all take the same."""
         self._injector = injector
-        self._check_every = check_every
-        self._digests = digests
+        self._check_every = settings.check_replicas
+        """Steps between comparisons of replicas."""
+        self._digests = settings.digest == "commit"
         self.models: list[nn.Module] = []
+        self.pipelines: list[Rewindable] = []
         self.step: StepState | None = None
         self.updates = Updates()
         self.checks: EqualityChecks | None = None
@@ -73,7 +75,8 @@ class RankState:
         self.updates.close()
         self.updates = updates
         self.models = models
-        self.step = StepState(models, optimizers, schedulers, others, generators)
+        self.pipelines.clear()
+        self.step = StepState(models, optimizers, schedulers, others, generators, self.pipelines)
         self.checks = EqualityChecks(self.step.fingerprint, self._check_every)
         if self._injector is not None:
             for module in models:
@@ -103,12 +106,17 @@ class RankState:
 
     # --- data ---
 
+    def inputs_from(self, source: DataSource) -> Inputs:
+        """What this rank takes of it."""
+        rank = self._manager._group_rank if self._takers > 1 else 0
+        return Inputs(source, self._takers, rank)
+
     def open_source(self, loader: Any, replay_only: bool) -> DataSource:
         """The data source of ``loader``, where the checkpoint says; the caller opens it."""
         if self.source is None or self._loader is not loader or self.source.in_any_order:
             self.source, self._loader = as_source(loader, replay_only), loader
         if self._resume_at is not None:
-            self.source.load(self._resume_at, self.cursor * self._manager._group_world_size)
+            self.source.load(self._resume_at, self.cursor * self._takers)
             self._resume_at = None
         return self.source
 
@@ -126,7 +134,7 @@ class RankState:
         lineage, cursor = (self.lineage, self.cursor) if at is None else (at.lineage, at.cursor)
         found: dict[str, Any] = {"lineage": lineage, "cursor": cursor}
         if self.source is not None and not self.source.in_any_order:
-            found["data"] = self.source.export(cursor * self._manager._group_world_size)
+            found["data"] = self.source.export(cursor * self._takers)
         return found
 
     def resume(self, checkpoint: Mapping[str, Any]) -> None:
@@ -140,7 +148,7 @@ class RankState:
     def export(self, record: Record) -> dict[str, Any]:
         """All of it, for a peer that starts with ``record``."""
         manager, step = self._manager, self.step
-        position = record.cursor * manager._group_world_size
+        position = record.cursor * self._takers
         return {
             "fft": {"lineage": record.lineage, "cursor": record.cursor},
             "torchft": {"step": record.step, "batches_committed": record.batches},
@@ -165,7 +173,7 @@ class RankState:
         if self.step is not None:
             self.step.load(payload["state"], keep_gradients)
         if self.source is not None:
-            self.source.load(payload["data"], record.cursor * self._manager._group_world_size)
+            self.source.load(payload["data"], record.cursor * self._takers)
 
     def close(self) -> None:
         """Take the hooks off the optimizers. Idempotent. (The source is closed before.)"""

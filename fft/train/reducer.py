@@ -164,6 +164,14 @@ class Reducer:
         before, self._is_quiet = self._is_quiet, quiet
         return before
 
+    def reduce(self) -> None:
+        """Reduce all gradients that there are, now: for who lets no backward do it (`quiet`).
+
+        Raises if a reduction failed and the body shall end.
+        """
+        self._start_over()
+        self._reduce_rest(nested=False)
+
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Have ``hook(state, bucket)`` reduce each bucket; it returns a Future of the result."""
         if self._hook is not None:
@@ -329,8 +337,10 @@ class Reducer:
     # --- at its end ---
 
     def _finish(self, nested: bool) -> None:
-        if self._armed is None:  # a task within this one has done it, and nothing came since
-            return
+        if self._armed is not None:  # else a task within this one has done it: nothing came since
+            self._reduce_rest(nested)
+
+    def _reduce_rest(self, nested: bool) -> None:
         due = [b for b in self._buckets if b.work is None and (b.touched or not nested)]
         for bucket in due:
             self._issue(bucket)

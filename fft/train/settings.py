@@ -143,6 +143,16 @@ def _refuse_another_bus(bus: str | None) -> None:
         )
 
 
+def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
+    """Raise FftError if replica groups of so many ranks cannot hold the model as the spec says."""
+    if spec.ranks == "one" and ranks > 1:
+        raise FftError(
+            f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
+            "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
+            "whose ranks hold stages"
+        )
+
+
 def _refuse_unlaunched(called: BoundArguments) -> None:
     """Raise FftError if neither a launcher nor the script says which rank of a group this is."""
     places = {"rank": "RANK", "world_size": "WORLD_SIZE"}

@@ -14,7 +14,7 @@ from typing import Any, Self
 from torchft.manager import Manager
 
 from fft.messages.protocol import StartTxn
-from fft.train.data.source import Drawn, Inputs
+from fft.train.data.source import Drawn
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
@@ -74,7 +74,7 @@ class TransactionLoop:
             )
         self._reductions.raises = True
         source = state.open_source(loader, replay_only)
-        inputs = Inputs(source, manager._group_world_size, manager._group_rank)
+        inputs = state.inputs_from(source)
         foreign = ForeignSteps(state, self._reductions)
         try:
             source.open()  # before there are process groups, whose sockets workers would have

@@ -219,12 +219,14 @@ def one_did_not_vote(h: History) -> None:
     drop(h, B, enters("voting", FIRST))
 
 
-@breaks("validity", f"txn {FIRST} was committed with different numbers of reductions, or with none")
+@breaks(
+    "validity", f"txn {FIRST} was committed though ranks of one number did different reductions"
+)
 def one_reduced_more_than_its_peer(h: History) -> None:
     change(h, B, enters("voting", FIRST), event(manifest=Manifest(2)))
 
 
-@breaks("validity", f"txn {FIRST} was committed with different numbers of reductions, or with none")
+@breaks("validity", f"txn {FIRST} was committed though somebody reduced nothing")
 def all_reduced_nothing(h: History) -> None:
     change_all(h, enters("voting", FIRST), event(manifest=Manifest(0)))
 

@@ -56,6 +56,39 @@ LIMBO = """
 """
 PREPARED = "        - {guard: [votes_yes, is_healed], to: PREPARED, effects: [vote_yes]}\n"
 BAD = {
+    "a parameter group that is not there": (
+        changed("commits: [model]", "commits: [modle]"),
+        "scopes.step.commits.0",
+        "did you mean 'model'",
+    ),
+    "a parameter group that two scopes commit": (
+        changed("commits: [model]", "commits: [model, model]"),
+        "scopes.step.commits.1",
+        "'model' is committed by 'step' already",
+    ),
+    "a parameter group that nobody commits": (
+        changed("  model: {ranks: shards}", "  model: {ranks: shards}\n  head: {ranks: shards}"),
+        "parameter_groups.head",
+        "no scope commits it",
+    ),
+    "ranks that hold parameter groups unlike each other": (
+        changed(
+            "  model: {ranks: shards}\nscopes:\n  step: {members: job, commits: [model]",
+            "  model: {ranks: shards}\n  head: {ranks: one}\nscopes:\n"
+            "  step: {members: job, commits: [model, head]",
+        ),
+        "parameter_groups",
+        "not as ['one', 'shards']",
+    ),
+    "two scopes": (
+        changed(
+            "  step: {members: job, commits: [model], sync: every_step}",
+            "  step: {members: job, commits: [model], sync: every_step}\n"
+            "  more: {members: job, commits: [model], sync: every_step}",
+        ),
+        "scopes",
+        "at most 1",
+    ),
     "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),
     "unknown state": (changed("to: PREPARED, eff", "to: PREPAERD, eff"), ".to", "'PREPARED'"),

@@ -48,14 +48,16 @@ def all_voted(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def manifests_fit(s: Local, c: Config, event: Event) -> bool:
-    """Ranks of one number did the same reductions in every group; all ranks did as many."""
+    """Ranks of one number did the same reductions in every group.
+
+    Ranks of one group need not: they hold other parameters, such as stages of a pipeline.
+    """
     if not isinstance(event, Ballot):
         return False
     by_rank: dict[int, set[Manifest]] = {}
     for vote in event.votes:
         by_rank.setdefault(vote.peer.rank, set()).add(vote.manifest)
-    counts = {m.count for ms in by_rank.values() for m in ms}
-    return len(counts) == 1 and all(len(ms) == 1 for ms in by_rank.values())
+    return bool(by_rank) and all(len(ms) == 1 for ms in by_rank.values())
 
 
 @guard

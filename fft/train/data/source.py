@@ -1,9 +1,10 @@
 """Data by the committed global cursor: which item a rank takes, and the source that provides it.
 
 The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
-loader (a batch) for each of its ranks. In a txn the i-th participating group takes the i-th slice
+loader (a batch) for each of its ranks, or one for all of them, if they are stages of a pipeline.
+In a txn the i-th participating group takes the i-th slice
 after the cursor; COMMIT moves it by the number of participating groups, ABORT leaves it. Sources
-count in items: slice ``n`` of groups of ``R`` ranks is items ``n * R`` … ``n * R + R - 1``.
+count in items: slice ``n`` of ``R`` items is items ``n * R`` … ``n * R + R - 1``.
 Touches only the loader it is given; everything runs on the thread that trains, between two bodies.
 """
 
@@ -258,8 +259,8 @@ class Inputs:
     """What one rank takes from ``source``, txn by txn.
 
     Args:
-        ranks: of each replica group.
-        rank: of this process in its group.
+        ranks: of each replica group, that take an item each; 1, if all take the same.
+        rank: which of them this process is; 0, if all take the same.
     """
 
     def __init__(self, source: DataSource, ranks: int, rank: int) -> None:

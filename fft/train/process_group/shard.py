@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName, Work, _world
+from torch.distributed.distributed_c10d import GroupName, Work, _update_default_pg, _world
 from torchft.process_group import ProcessGroupGloo
 
 _numbers = itertools.count(1)
@@ -93,10 +93,20 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         _world.pg_names[self] = name
         _world.pg_backend_config[self] = "cpu:gloo"
 
+    def be_default(self) -> None:
+        """Be torch's default process group, where there is none: pipelining asks it for ranks.
+
+        After `mesh`.
+        """
+        if not torch.distributed.is_initialized():
+            _update_default_pg(self)
+
     def unregister(self) -> None:
         """Take the group out of torch's registries; meshes made of it are void after."""
         if self._group_name is None:
             return
+        if _world.default_pg is self:
+            _update_default_pg(None)
         _unregister_process_group(GroupName(self._group_name))
         for registry in (
             _world.pg_group_ranks,

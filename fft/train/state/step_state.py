@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fft.train.local_tensors import edit_count, local_of, same_bits
 from fft.train.state.fingerprint import fingerprint
+from fft.train.state.sharded import reset_fsdp, reshard
 from fft.util.errors import FftError
 
 _PLAIN = (str, bytes, bool, int, float, type(None))
@@ -45,6 +45,16 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Rewindable(Protocol):
+    """What keeps parts of a step until its end."""
+
+    def capture(self) -> None:
+        """A step begins."""
+
+    def clear(self) -> None:
+        """The step is cut: nothing of it is left."""
 
 
 @dataclass
@@ -85,6 +95,7 @@ class StepState:
         generators: the random generators a step draws from. None means the process's own: torch
             CPU, the current CUDA device if in use, NumPy's global one, and `random`. Where several
             ranks live in one process as threads, give each its own.
+        pipelines: what keeps parts of a step until its end; more may be added later.
 
     No method uses a process group. None of them may run while a collective of the step is pending.
     """
@@ -96,12 +107,14 @@ class StepState:
         lr_schedulers: Sequence[Stateful] = (),
         extra: Mapping[str, Stateful] | None = None,
         generators: Sequence[torch.Generator] | None = None,
+        pipelines: Sequence[Rewindable] = (),
     ) -> None:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._schedulers = list(lr_schedulers)
         self._extra = extra if extra is not None else {}
         self._generators = generators
+        self._pipelines = pipelines
         self._captured: _Capture | None = None
         self._parameters: dict[str, torch.Tensor] = {}
         """Every parameter by name, as the first step found them."""
@@ -115,6 +128,8 @@ class StepState:
         self._parameters = self._parameters or self._names()
         kept = self._parameters if self._edited is None else self._edited
         modules = [module for model in self._models for module in model.modules()]
+        for pipeline in self._pipelines:
+            pipeline.capture()
         self._captured = _Capture(
             parameters={name: local_of(self._parameters[name]).clone() for name in kept},
             versions={name: edit_count(p) for name, p in self._parameters.items()},
@@ -195,8 +210,10 @@ class StepState:
         self._captured = None
 
     def unwind(self) -> None:
-        """Take FSDP2 out of the middle of an iteration and drop all gradients."""
-        _reset_fsdp(self._models)
+        """Take FSDP2 and pipelines out of the middle of a step and drop all gradients."""
+        reset_fsdp(self._models)
+        for pipeline in self._pipelines:
+            pipeline.clear()
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -220,7 +237,7 @@ class StepState:
         Raises:
             TypeError: something in it is neither plain nor a tensor; names the place.
         """
-        _reshard(self._models)
+        reshard(self._models)
         names = self._names()
         changed_by_bodies = {
             "buffers": {name: local_of(b) for name, b in self._buffers().items()},
@@ -248,7 +265,7 @@ class StepState:
         Raises:
             StateMismatch: names, shapes or dtypes differ; nothing has been changed.
         """
-        _reshard(self._models)
+        reshard(self._models)
         names = self._names()
         self._check_fits(state, names)
         with torch.no_grad():
@@ -272,7 +289,7 @@ class StepState:
 
         ``buffers=False``: without buffers, which replicas need not have in common.
         """
-        _reshard(self._models)
+        reshard(self._models)
         names = self._names()
         hasher = hashlib.blake2b(digest_size=16)
         parts: dict[str, object] = {
@@ -291,7 +308,7 @@ class StepState:
     def fingerprint(self) -> str:
         """Cheap fingerprint of this rank's parameters and optimizer state
         (`fft.train.state.fingerprint`)."""
-        _reshard(self._models)
+        reshard(self._models)
         names = self._parameters or self._names()
         tensors: list[torch.Tensor] = [local_of(p) for p in names.values()]
         for optimizer in self._optimizers:
@@ -389,45 +406,6 @@ def _bind(put: Callable[[Any], object], value: object) -> Callable[[], None]:
         put(value)
 
     return put_back
-
-
-# -- FSDP2
-
-
-def _fsdp_states(models: Sequence[nn.Module]) -> Iterator[Any]:
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                yield module._get_fsdp_state()
-
-
-def _reset_fsdp(models: Sequence[nn.Module]) -> None:
-    """Take FSDP2 out of the middle of an iteration, gradients on their way included."""
-    for state in _fsdp_states(models):
-        for group in state._fsdp_param_groups:
-            # The op is over, perhaps failed; the reset below would wait for it and raise its error.
-            if group._all_gather_result is not None:
-                group._all_gather_result = group._all_gather_result._replace(all_gather_work=None)
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
-                module.reset_iter_state()
-    for state in _fsdp_states(models):
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                if unsharded is not None:
-                    unsharded.grad = None
-    _reshard(models)
-
-
-def _reshard(models: Sequence[nn.Module]) -> None:
-    """Make the modules hold their sharded parameters. Local; frees the gathered ones."""
-    for state in _fsdp_states(models):
-        for group in state._fsdp_param_groups:
-            if not group.is_sharded:
-                group._to_sharded()
 
 
 # -- optimizers

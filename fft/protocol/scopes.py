@@ -1,0 +1,92 @@
+"""What a paradigm trains, and who decides of it together: parameter groups and scopes. Pure.
+
+A **parameter group** is a named set of parameters with their optimizer state. A **scope** is a set
+of participants that decide together, the parameter groups that their transactions commit, and a
+sync policy. Each parameter group is committed by one scope. The engine runs one scope so far.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Ranks = Literal["one", "shards", "stages"]
+"""How the ranks of a replica group hold a parameter group."""
+Problem = tuple[tuple[str | int, ...], str]
+"""(place in the file, sentence with the mend)."""
+
+_HELD = {
+    "one": "a replica group is one rank, which holds all of it and takes samples of its own",
+    "shards": "each rank of a replica group holds a shard of it and takes samples of its own",
+    "stages": "each rank of a replica group holds a stage of it; all take the same samples",
+}
+_MEMBERS = {"job": "all ranks of all replica groups"}
+_SYNC = {"every_step": "in every step"}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class ParameterGroup(_Strict):
+    """Parameters with their optimizer state that are committed together."""
+
+    ranks: Ranks = Field(
+        description="how the ranks of a replica group hold it: one rank all of it, each rank a "
+        "shard, or each rank a stage of a pipeline"
+    )
+
+
+class Scope(_Strict):
+    """Who decides together, what their transactions commit, and when."""
+
+    members: Literal["job"] = Field(description="who votes: all ranks of all replica groups")
+    commits: Annotated[list[str], Field(min_length=1)] = Field(description="parameter groups")
+    sync: Literal["every_step"] = Field(description="when they vote")
+
+
+ParameterGroups = Annotated[dict[str, ParameterGroup], Field(min_length=1)]
+Scopes = Annotated[dict[str, Scope], Field(min_length=1, max_length=1)]
+
+
+def scope_problems(
+    groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
+) -> Iterator[Problem]:
+    """What makes it unclear which scope commits a parameter group, or how its ranks hold it."""
+    by: dict[str, str] = {}
+    for name, scope in scopes.items():
+        for i, group in enumerate(scope.commits):
+            place = ("scopes", name, "commits", i)
+            if group not in groups:
+                yield place, _unknown(group, groups)
+            elif group in by:
+                yield place, f"{group!r} is committed by {by[group]!r} already; take one away"
+            by.setdefault(group, name)
+    for group in groups.keys() - by.keys():
+        text = "no scope commits it, so it would never be stepped; name it in one, or remove it"
+        yield ("parameter_groups", group), text
+    kinds = {group.ranks for group in groups.values()}
+    if len(kinds) > 1:
+        text = f"the ranks of a replica group hold all of them alike, not as {sorted(kinds)}"
+        yield ("parameter_groups",), text
+
+
+def _unknown(group: str, groups: Iterable[str]) -> str:
+    near = difflib.get_close_matches(group, list(groups), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(groups)}"
+    return f"unknown parameter group {group!r}; {hint}"
+
+
+def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) -> Iterator[str]:
+    """A line for each parameter group, and for each scope."""
+    for name, group in groups.items():
+        yield f"parameter group {name}: {_HELD[group.ranks]}"
+    for name, scope in scopes.items():
+        what = ", ".join(scope.commits)
+        yield (
+            f"scope {name}: {_MEMBERS[scope.members]} vote {_SYNC[scope.sync]}; a COMMIT steps "
+            f"{what} on all of them, an ABORT on none"
+        )

@@ -1,0 +1,163 @@
+"""Schedules of ``torch.distributed.pipelining``: cleared by a rollback, averaged stage by stage.
+
+A schedule keeps what a step is made of until the step's end: losses, activations, receives that
+are under way, counters. A rollback cuts it anywhere, and what is left would be taken for a part of
+the replay: a stale loss, say, would be propagated back again. So all of it is cleared. Whether the
+stages have told each other their shapes is put back to what it was when the step began, for then
+it was the same on all ranks of the group.
+
+Gradients come in pieces, one for each microbatch, and some not by autograd's hooks. They are
+averaged across the groups where a stage has all of them and has divided them by the number of
+microbatches (``perform_reduce_grad``), in the order of the schedule, which all groups have.
+
+Main thread. Touches schedule and stages, by their attributes of torch 2.13, and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn.parallel import DistributedDataParallel
+
+from fft.train.reducer import Reducer
+from fft.util.errors import FftError
+
+_KNOWN = (
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+)
+_INITIALISED = (
+    "_stage_forward_initialized",
+    "_stage_backward_initialized",
+    "_stages_forward_initialized",
+    "_stages_backward_initialized",
+)
+_OF_SCHEDULE = (
+    "_internal_losses",
+    "fwd_recv_ops",
+    "bwd_recv_ops",
+    "unshard_ops",
+    "unsharded_stages",
+    "backward_counter",
+)
+_OF_STAGE = ("backward_state", "bwd_cache", "dw_runner")
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Those of this rank."""
+    if isinstance(schedule, PipelineScheduleMulti):
+        return list(schedule._stages)
+    return [schedule._stage]
+
+
+def refuse_unfit(schedule: Any, group: object, models: Iterable[nn.Module]) -> None:
+    """Raise FftError if a rollback could not clear the schedule, or it is put together otherwise.
+
+    ``group``: what the stages must communicate over; ``models``: what is registered.
+    """
+    kind = type(schedule)
+    known = [getattr(schedules, name) for name in _KNOWN]
+    if kind not in known:
+        raise FftError(
+            f"FFT does not know what a rollback must clear in a {kind.__qualname__}; use one of "
+            f"{', '.join(_KNOWN)}"
+        )
+    if not schedule._has_backward:
+        raise FftError(
+            f"{kind.__name__} was made without loss_fn, so it computes no gradients: pass loss_fn="
+        )
+    held = {parameter for model in models for parameter in model.parameters()}
+    for stage in stages_of(schedule):
+        _refuse_unfit(stage, f"stage {stage.stage_index}", group, held)
+
+
+def _refuse_unfit(stage: Any, name: str, group: object, held: set[nn.Parameter]) -> None:
+    if stage.group is not group:
+        raise FftError(
+            f"{name} sends and receives over a process group that FFT cannot abort: pass "
+            "group=manager.stage_group() to PipelineStage"
+        )
+    for module in stage.submod.modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule):
+            raise FftError(
+                f"{name} is wrapped in {type(module).__name__}: pass the plain module to "
+                "PipelineStage; its gradients are averaged across the replica groups by FFT"
+            )
+    if not held.issuperset(stage.submod.parameters()):
+        raise FftError(
+            f"{name} has parameters that are not registered: call manager.register(modules, "
+            "optimizer) with the modules of all stages of this rank before register_pipeline()"
+        )
+
+
+class Pipeline:
+    """One schedule, and what averages the gradients of each of its stages.
+
+    Args:
+        schedule: that `refuse_unfit` has found nothing against.
+        reducers: by the stages' index.
+    """
+
+    def __init__(self, schedule: Any, reducers: Mapping[int, Reducer]) -> None:
+        self._schedule = schedule
+        self._stages = stages_of(schedule)
+        self._begun_with: dict[str, bool] = {}
+        for stage in self._stages:
+            reducer = reducers[stage.stage_index]
+            reducer.quiet(True)  # until all microbatches have been through
+            stage.perform_reduce_grad = _then(stage.perform_reduce_grad, reducer.reduce)
+        modules = [stage.submod for stage in self._stages]
+        schedule._initialize_pp_stages = _trying(schedule._initialize_pp_stages, modules)
+
+    def capture(self) -> None:
+        """A step begins."""
+        found = vars(self._schedule)
+        self._begun_with = {name: found[name] for name in _INITIALISED if name in found}
+
+    def clear(self) -> None:
+        """The step is cut, or over: nothing of it is left. Gradients are somebody else's."""
+        vars(self._schedule).update(self._begun_with)
+        _clear(self._schedule, _OF_SCHEDULE)
+        for stage in self._stages:
+            stage.clear_runtime_states()
+            _clear(stage, _OF_STAGE)
+
+
+def _clear(owner: object, names: Iterable[str]) -> None:
+    for name in names:
+        if (held := vars(owner).get(name)) is not None:
+            held.clear()
+
+
+def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., None]:
+    def both(*args: Any, **kwargs: Any) -> None:
+        first(*args, **kwargs)
+        second()
+
+    return both
+
+
+def _trying(initialise: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
+    """Before its first step a schedule has each stage compute once, to learn the shapes. That is
+    no step: buffers, such as the statistics of a BatchNorm, stay what they are."""
+
+    def initialise_and_put_back(*args: Any, **kwargs: Any) -> Any:
+        saved = [(b, b.clone()) for module in modules for b in module.buffers()]
+        try:
+            return initialise(*args, **kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, value in saved:
+                    buffer.copy_(value)
+
+    return initialise_and_put_back

@@ -1,0 +1,195 @@
+"""Pipelines: what cannot be rolled back, or would be averaged wrongly, is refused with the mend.
+
+How they train, and with which bits, is shown by the recipes (tests/recipes/pipelines.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stage import WIDTH, Member, batch_of, job
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torchft.process_group import ProcessGroupDummy
+
+import fft
+from fft.util.errors import FftError
+
+CPU = torch.device("cpu")
+
+
+class Stages:
+    """Both stages of a pipeline on the one rank of a group."""
+
+    def __init__(self, member: Member, group: Any = None) -> None:
+        self.modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+        self.group = group or member.manager.stage_group()
+        self.manager = member.manager
+
+    def made(self, wrap: Callable[[nn.Module], nn.Module] = lambda m: m) -> list[PipelineStage]:
+        return [
+            PipelineStage(wrap(m), i, len(self.modules), CPU, group=self.group)
+            for i, m in enumerate(self.modules)
+        ]
+
+    def register(self, modules: list[nn.Module] | None = None) -> None:
+        found = modules or self.modules
+        optimizer = torch.optim.SGD([p for m in found for p in m.parameters()], lr=0.1)
+        self.manager.register(found, optimizer)
+
+
+def on_its_thread(tmp_path: Path, work: Callable[[Member], None], **settings: Any) -> None:
+    """Run ``work`` in a job of one group of one rank; its error is raised."""
+    shard = fft.ShardProcessGroupGloo()
+    settings = {"spec": "pipeline", "shard_pg": shard, **settings}
+    try:
+        with job(tmp_path, 1) as made:
+            made.run(work, register=False, **settings)
+    finally:
+        shard.unregister()
+
+
+def refusal(tmp_path: Path, work: Callable[[Member], None], **settings: Any) -> str:
+    with pytest.raises(FftError) as error:
+        on_its_thread(tmp_path, work, **settings)
+    return str(error.value)
+
+
+def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(y, target)
+
+
+def test_two_stages_on_one_rank_train_and_a_stale_loss_is_dropped(tmp_path: Path) -> None:
+    """The body raises between two microbatches, when the schedule holds losses of the first."""
+    ended: dict[bool, list[torch.Tensor]] = {}
+    for fails in (False, True):
+
+        def work(member: Member, fails: bool = fails) -> None:
+            torch.manual_seed(1)
+            stages = Stages(member)
+            left = [fails]
+
+            def raising_loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+                if left[0] and schedule._internal_losses:
+                    left[0] = False
+                    raise RuntimeError("in the loss of a later microbatch")
+                return F.mse_loss(y, target)
+
+            schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=raising_loss)
+            stages.register()
+            member.manager.register_pipeline(schedule)
+            loader = fft.CursorLoader(range(64), batch_size=8, seed=1)
+            for txn in member.manager.transactions(loader, max_steps=4):
+                with txn:
+                    x = batch_of(txn.batch)
+                    schedule.step(x, target=x.mean(1, keepdim=True))
+            ended[fails] = [p.detach() for m in stages.modules for p in m.parameters()]
+            assert left == [False]
+
+        on_its_thread(tmp_path / str(fails), work)
+    assert all(torch.equal(a, b) for a, b in zip(ended[False], ended[True], strict=True))
+
+
+def test_another_spec_is_told(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register()
+        schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
+        member.manager.register_pipeline(schedule)
+
+    said = refusal(tmp_path, work, spec="hsdp")
+    assert "'hsdp' has none" in said and "spec='pipeline'" in said
+
+
+def test_there_is_no_stage_group_without_one_to_abort(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        member.manager.stage_group()
+
+    said = refusal(tmp_path, work, shard_pg=None)
+    assert "stage_group() needs shard_pg=fft.ShardProcessGroupGloo" in said
+
+
+def test_a_schedule_that_cannot_be_cleared_is_named(tmp_path: Path) -> None:
+    class Mine(ScheduleInterleaved1F1B):
+        """With state of its own, for all that one knows."""
+
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register()
+        member.manager.register_pipeline(Mine(stages.made(), 4, loss_fn=loss_of))
+
+    assert "must clear in a" in (said := refusal(tmp_path, work))
+    assert "Mine; use one of ScheduleGPipe" in said
+
+
+@pytest.mark.parametrize("kind", [ScheduleDualPipeV, PipelineScheduleMulti])
+def test_schedules_that_nobody_has_tried_are_not_known(kind: type) -> None:
+    from fft.train.pipeline import refuse_unfit
+
+    with pytest.raises(FftError, match=f"must clear in a {kind.__name__}"):
+        refuse_unfit(object.__new__(kind), None, [])
+
+
+def test_a_schedule_without_a_loss_is_refused(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register()
+        member.manager.register_pipeline(ScheduleInterleaved1F1B(stages.made(), 4))
+
+    assert "made without loss_fn" in refusal(tmp_path, work)
+
+
+def test_stages_over_another_process_group_are_refused(tmp_path: Path) -> None:
+    other = fft.ShardProcessGroupGloo()
+
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register()
+        made = stages.made()
+        made[1].group = other
+        member.manager.register_pipeline(ScheduleInterleaved1F1B(made, 4, loss_fn=loss_of))
+
+    said = refusal(tmp_path, work)
+    assert "stage 1" in said and "group=manager.stage_group()" in said
+
+
+def test_a_wrapped_stage_is_refused(tmp_path: Path) -> None:
+    def wrap(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(module, process_group=ProcessGroupDummy(0, 1))
+
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register()
+        made = stages.made(wrap)
+        member.manager.register_pipeline(ScheduleInterleaved1F1B(made, 4, loss_fn=loss_of))
+
+    said = refusal(tmp_path, work)
+    assert "stage 0 is wrapped in DistributedDataParallel: pass the plain module" in said
+
+
+def test_a_stage_that_is_not_registered_is_told(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register(stages.modules[:1])
+        schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
+        member.manager.register_pipeline(schedule)
+
+    said = refusal(tmp_path, work)
+    assert "stage 1 has parameters that are not registered" in said
+
+
+def test_groups_of_several_ranks_need_a_spec_that_says_what_they_hold(tmp_path: Path) -> None:
+    with job(tmp_path, 1) as made, pytest.raises(FftError) as error:
+        made.ranks("0", [{"spec": "ddp"}, {"spec": "ddp"}])
+    assert "groups of one rank, and this one has 2" in str(error.value)
