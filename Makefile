@@ -27,11 +27,12 @@ PLAN ?= examples/hsdp_demo_faults.yaml
 # of make test: one more than two cores, as tests wait for a third of their time
 WORKERS ?= 3
 
-.PHONY: help setup demo demo-picture test test-long compat check prove chaos chaos-long bench bench-quick docs clean
+.PHONY: help setup demo demo-picture examples test test-long compat check prove chaos chaos-long bench bench-quick docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
 	@echo "make demo-picture   draw docs/demo.svg from the output of a demo"
+	@echo "make examples   train every paradigm's example under its fault plan, and one table (3 minutes)"
 	@echo "make test    run the tests, but for long ones (8 minutes on 2 cores)"
 	@echo "make test-long   run those (20 minutes)"
 	@echo "make compat  run torchft's own test suites with ManagerFFT for its Manager (4 minutes)"
@@ -63,6 +64,9 @@ demo: setup
 	$(BIN)/fft report $(TRACES) || failed=1; \
 	$(BIN)/fft audit $(TRACES) || failed=1; \
 	exit $$failed
+
+examples: setup
+	$(BIN)/python -m benchmarks.examples --dir runs/examples-$(shell date +%Y%m%d-%H%M%S)
 
 # docs/demo.svg, from the output of a demo
 demo-picture: setup

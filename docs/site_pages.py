@@ -26,7 +26,12 @@ from fft.protocol.timeouts import resolve
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-EXAMPLES = ("hsdp_char_lm.py", "torchft_loop.py", "hsdp_demo_faults.yaml")
+EXAMPLES = (
+    "hsdp_char_lm.py",
+    "pipeline_char_lm.py",
+    "torchft_loop.py",
+    "hsdp_demo_faults.yaml",
+)
 
 log = get_plugin_logger("site_pages")
 

@@ -1,0 +1,137 @@
+"""Every example that trains, under its fault plan, and one table of what came of it.
+
+``python -m benchmarks.examples [--dir DIR] [NAME …]`` (``make examples``). Exit 1 if a run failed,
+if a planned fault did not fire, or if an audit found something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fft.trace.audit import audit_dir, read_lines
+from fft.trace.report import fired, incidents
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 200
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script, its layout and its faults."""
+
+    spec: str
+    ranks: int
+    script: str
+    plan: str
+
+
+EXAMPLES = (
+    Example("hsdp", 2, "hsdp_char_lm.py", "hsdp_demo_faults.yaml"),
+    Example("ddp", 1, "ddp_char_lm.py", "ddp_faults.yaml"),
+    Example("pipeline", 2, "pipeline_char_lm.py", "pipeline_faults.yaml"),
+)
+COLUMNS = (
+    "committed steps",
+    "faults",
+    "rollbacks",
+    "samples once / twice / never",
+    "bytes healed",
+    "ms to the next commit (median, max)",
+    "audit",
+)
+
+
+def run(example: Example, folder: Path) -> bool:
+    """Train it to the end of its plan; whether it ended well. Its output goes to ``job.log``."""
+    folder.mkdir(parents=True)
+    command = [
+        sys.executable,
+        "-m",
+        "fft.cli",
+        "run",
+        "--groups",
+        "2",
+        "--ranks",
+        f"{example.ranks}",
+    ]
+    command += ["--faults", f"examples/{example.plan}", "--trace-dir", f"{folder}/traces"]
+    command += ["--stop-after-plan", "10", "--min-steps", "60", "--timeout", f"{LIMIT_S}"]
+    command += ["--no-progress", f"examples/{example.script}"]
+    with (folder / "job.log").open("w") as log:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S + 60
+        )
+    return done.returncode == 0
+
+
+def samples(traces: Path) -> tuple[int, int, int]:
+    """Slices of the data consumed once, more than once, and never, by any rank number of groups."""
+    taken: dict[int, Counter[int]] = {}
+    for line in read_lines(traces, lambda line: line.get("note") == "consumed"):
+        if (number := line["data"]["slice"]) is not None:
+            taken.setdefault(line["rank"], Counter())[number] += 1
+    once = twice = never = 0
+    for counts in taken.values():
+        once += sum(count == 1 for count in counts.values())
+        twice += sum(count > 1 for count in counts.values())
+        never += max(counts) + 1 - len(counts)
+    return once, twice, never
+
+
+def row(example: Example, traces: Path) -> tuple[list[str], bool]:
+    """The columns of one run, and whether all is as it must be."""
+    report, found = audit_dir(traces), incidents(traces)
+    missing = fired(traces)
+    all_fired = missing is not None and missing.startswith("all ")
+    once, twice, never = samples(traces)
+    delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)
+    middle = f"{delays[len(delays) // 2]:.0f}, {delays[-1]:.0f}" if delays else "-"
+    good = report.ok and all_fired and not twice and not never
+    cells = [
+        f"{report.commits}",
+        f"{len(found)}" + ("" if all_fired else " (not all fired)"),
+        f"{sum(i.attempts_lost for i in found)}",
+        f"{once} / {twice} / {never}",
+        f"{report.bytes_healed}",
+        middle,
+        "ok" if report.ok else "VIOLATION",
+    ]
+    return cells, good
+
+
+def main() -> int:
+    """Run them and print the table; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="specs; all if absent")
+    parser.add_argument("--dir", type=Path, required=True, help="for traces and logs; must be new")
+    args = parser.parse_args()
+    known = {example.spec: example for example in EXAMPLES}
+    if unknown := set(args.names) - known.keys():
+        parser.error(f"no example of {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    folder = args.dir.resolve()
+    table = Table("paradigm", *COLUMNS, title="examples under their fault plans")
+    failed = False
+    for example in EXAMPLES:
+        if args.names and example.spec not in args.names:
+            continue
+        place = folder / example.spec
+        if not run(example, place):
+            failed = True
+            print(f"{example.spec}: the run failed; see {place / 'job.log'}", flush=True)
+        cells, good = row(example, place / "traces")
+        failed = failed or not good
+        table.add_row(example.spec, *cells)
+    Console(width=140).print(table)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
