@@ -294,18 +294,35 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """At most one line a second, for a log file or a pipe."""
+    """Lines for a log file or a pipe: at once when there is news, else every ten seconds.
 
-    def __init__(self, console: Console, every: float = 1.0) -> None:
+    News is a fault, an epoch (a rollback, or groups that come and go), a process that starts or
+    ends; not a step. Never more than one line a second.
+    """
+
+    def __init__(self, console: Console, every: float = 10.0, at_most: float = 1.0) -> None:
         self._console = console
-        self._every = every
-        self._next = 0.0
+        self._every, self._at_most = every, at_most
+        self._printed: Snapshot | None = None
+        self._newest: Snapshot | None = None
 
     def show(self, snapshot: Snapshot) -> None:
-        """Print the line unless the last one is too recent."""
-        if snapshot.elapsed < self._next:
-            return
-        self._next = snapshot.elapsed + self._every
+        """Print the line, unless there is nothing new in it or the last one is too recent."""
+        last, self._newest = self._printed, snapshot
+        if last is not None:
+            pause = self._every if _news(snapshot) == _news(last) else self._at_most
+            if snapshot.elapsed < last.elapsed + pause:
+                return
+        self._print(snapshot)
+
+    def close(self) -> None:
+        """Print what came too soon after the last line."""
+        last = self._printed
+        if self._newest is not None and last is not None and _news(self._newest) != _news(last):
+            self._print(self._newest)
+
+    def _print(self, snapshot: Snapshot) -> None:
+        self._printed = snapshot
         parts = [f"{snapshot.elapsed:6.1f} s  faults {snapshot.fired}/{snapshot.planned}"]
         for row in snapshot.rows:
             fault = f" [{row.fault[:_FAULT_CHARS]}]" if row.fault else ""
@@ -314,8 +331,10 @@ class PlainDisplay:
         line = "  |  ".join(parts)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
-        """Nothing to undo."""
+
+def _news(snapshot: Snapshot) -> object:
+    """What a reader of a log wants to see at once."""
+    return snapshot.fired, [(row.doing, row.epoch, row.fault) for row in snapshot.rows]
 
 
 def _loss(loss: float | None) -> str:
