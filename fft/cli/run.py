@@ -34,6 +34,9 @@ _LIGHTHOUSE = Annotated[
     bool,
     typer.Option(help="Serve torchft's lighthouse and its dashboard."),
 ]
+_PROGRESS = Annotated[
+    bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
+]
 
 
 def _calm_lighthouse() -> None:
@@ -103,7 +106,7 @@ def run(
             metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
         ),
     ] = None,
-    progress: Annotated[bool, typer.Option(help="Show the groups while they run.")] = True,
+    progress: _PROGRESS = True,
     diagnose_after: Annotated[
         int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
     ] = 4,

@@ -5,14 +5,14 @@ Pure. Each problem is (place in the file, sentence with the mend).
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 
 from fft.protocol.scopes import scope_problems
 from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Row, SubState
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 from fft.protocol.vocabulary import ENGINE, Vocabulary
+from fft.util.names import unknown
 
 Place = tuple[str | int, ...]
 Problem = tuple[Place, str]
@@ -41,34 +41,28 @@ def _row_lists(spec: MachineSpec) -> Iterator[tuple[Place, str, list[Row]]]:
             yield (*place, "exit"), EXIT_ROWS, owner.exit
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-    return f"unknown {kind} {name!r}; {hint}"
-
-
 def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
     events = words.events | {f"timer.{name}" for name in spec.timers}
     if spec.initial not in spec.leaves:
-        yield ("initial",), _unknown("state", spec.initial, spec.leaves)
+        yield ("initial",), unknown("state", spec.initial, spec.leaves)
     for name in (name for name in spec.states if "." in name):
         yield ("states", name), "a dot leads to a sub-state; give the state another name"
     for place, event, rows in _row_lists(spec):
         if event != EXIT_ROWS and event not in events:
-            yield place, _unknown("event", event, events)
+            yield place, unknown("event", event, events)
         for i, row in enumerate(rows):
             yield from _row_names(spec, words, (*place, i), row)
     yield from _sequences(spec, words)
     for owner, silent in _silent_lists(spec):
         for event in silent:
             if event not in events:
-                yield (*owner, event), _unknown("event", event, events)
+                yield (*owner, event), unknown("event", event, events)
     for name, state in spec.states.items():
         if state.role not in words.roles:
-            yield ("states", name, "role"), _unknown("role", state.role, words.roles)
+            yield ("states", name, "role"), unknown("role", state.role, words.roles)
         for i, timer in enumerate(state.timers):
             if timer not in spec.timers:
-                yield ("states", name, "timers", i), _unknown("timer", timer, spec.timers)
+                yield ("states", name, "timers", i), unknown("timer", timer, spec.timers)
     yield from _timers(spec)
     if isinstance(spec, FsmSpec):
         yield from scope_problems(spec.parameter_groups, spec.scopes)
@@ -79,11 +73,11 @@ def _timers(spec: MachineSpec) -> Iterator[Problem]:
     others: dict[str, set[str]] = {}
     for name, timer in spec.timers.items():
         if timer.follows is not None and timer.follows not in ARGUMENTS:
-            yield ("timers", name, "follows"), _unknown("argument", timer.follows, ARGUMENTS)
+            yield ("timers", name, "follows"), unknown("argument", timer.follows, ARGUMENTS)
         for i, rule in enumerate(timer.at_least):
             known = {*spec.timers, *OUTSIDE_TIMES}
             if rule.of not in known:
-                yield ("timers", name, "at_least", i, "of"), _unknown("time", rule.of, known)
+                yield ("timers", name, "at_least", i, "of"), unknown("time", rule.of, known)
         others[name] = {rule.of for rule in timer.at_least}
     for name in spec.timers:
         if name in _closure(others, others[name]):
@@ -96,17 +90,17 @@ def _row_names(spec: MachineSpec, words: Vocabulary, place: Place, row: Row) -> 
         inner = ", ".join(f"{row.to}.{sub}" for sub in spec.states[row.to].states)
         yield (*place, "to"), f"{row.to} has sub-states; say which one: {inner}"
     elif row.to is not None and row.to not in spec.leaves:
-        yield (*place, "to"), _unknown("state", row.to, spec.leaves)
+        yield (*place, "to"), unknown("state", row.to, spec.leaves)
     yield from _part_names(place, row, words.guards, words.effects | spec.sequences.keys())
 
 
 def _part_names(place: Place, part: Part, guards: Set[str], effects: Set[str]) -> Iterator[Problem]:
     for i, name in enumerate(part.guard):
         if name not in guards:
-            yield (*place, "guard", i), _unknown("guard", name, guards)
+            yield (*place, "guard", i), unknown("guard", name, guards)
     for i, name in enumerate(part.effects):
         if name not in effects:
-            yield (*place, "effects", i), _unknown("effect", name, effects)
+            yield (*place, "effects", i), unknown("effect", name, effects)
 
 
 def _sequences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
@@ -121,7 +115,7 @@ def _sequences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
             if isinstance(part, Part):
                 yield from _part_names((*place, i), part, words.guards, words.effects)
             elif part not in words.effects:
-                yield (*place, i), _unknown("effect", part, words.effects)
+                yield (*place, i), unknown("effect", part, words.effects)
 
 
 def _silent_lists(spec: MachineSpec) -> Iterator[tuple[Place, dict[str, str]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -42,6 +42,8 @@ class RankView:
     fault: str = ""
     role: Role = "joining"
     """Of the state."""
+    leaves: bool = False
+    """On purpose: its group was asked to, or its last step has come."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,16 @@ class JobView:
 
     def committed_since(self, group: str, incs: dict[int, int]) -> bool:
         """Whether an incarnation newer than ``incs`` has committed a step."""
-        return any(view.commits > 0 for view in self._since(group, incs))
+        return any(view.commits > 0 for view in self.since(group, incs).values())
 
     def joined_since(self, group: str, incs: dict[int, int]) -> bool:
         """Whether an incarnation newer than ``incs`` has come into an epoch."""
-        return any(view.role != "joining" for view in self._since(group, incs))
+        return any(view.role != "joining" for view in self.since(group, incs).values())
 
-    def _since(self, group: str, incs: dict[int, int]) -> Iterator[RankView]:
-        for (name, rank), view in self.ranks.items():
-            if name == group and view.inc != incs.get(rank):
-                yield view
+    def since(self, group: str, incs: dict[int, int]) -> dict[int, RankView]:
+        """The ranks of ``group`` that have started since its incarnations were ``incs``."""
+        ranks = {rank: view for (name, rank), view in self.ranks.items() if name == group}
+        return {rank: view for rank, view in ranks.items() if view.inc != incs.get(rank)}
 
     def unfired(self, plan: FaultPlan) -> list[AnyFault]:
         """Those of the plan, and those that were commanded, that have not happened."""
@@ -163,6 +165,7 @@ class TraceTail:
             fault = known.fault if known else ""
             known = self.view.ranks[key] = RankView(inc=inc, fault=fault)
         if inc == known.inc:
+            known.leaves |= _is_asked(_mapping(record.get("event")), key[0])
             _update(known, record)
 
     def _take_command(self, record: dict[str, Any]) -> None:
@@ -199,6 +202,7 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         if isinstance(state, str) and role is not None:
             view.commits += role in COMMITTING and role != view.role
             view.state, view.role = state, role
+            view.leaves |= role == "last_commit"
         members = record.get("members")
         if isinstance(members, list):
             view.members = tuple(sorted(str(member) for member in members))
@@ -214,6 +218,12 @@ def _role(record: dict[str, Any]) -> Role | None:
     """The role of the state that the record of a transition leads to."""
     roles = record.get("roles")
     return roles[1] if isinstance(roles, list) and len(roles) == 2 else None
+
+
+def _is_asked(event: dict[str, Any], group: str) -> bool:
+    """Whether it asks ``group`` to leave."""
+    groups = event.get("groups")
+    return event.get("type") == "drain" and isinstance(groups, list) and group in groups
 
 
 def _number(value: object, otherwise: int = 0) -> int:
@@ -294,18 +304,35 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """At most one line a second, for a log file or a pipe."""
+    """Lines for a log file or a pipe: at once when there is news, else every ten seconds.
 
-    def __init__(self, console: Console, every: float = 1.0) -> None:
+    News is a fault, an epoch (a rollback, or groups that come and go), a process that starts or
+    ends; not a step. Never more than one line a second.
+    """
+
+    def __init__(self, console: Console, every: float = 10.0, at_most: float = 1.0) -> None:
         self._console = console
-        self._every = every
-        self._next = 0.0
+        self._every, self._at_most = every, at_most
+        self._printed: Snapshot | None = None
+        self._newest: Snapshot | None = None
 
     def show(self, snapshot: Snapshot) -> None:
-        """Print the line unless the last one is too recent."""
-        if snapshot.elapsed < self._next:
-            return
-        self._next = snapshot.elapsed + self._every
+        """Print the line, unless there is nothing new in it or the last one is too recent."""
+        last, self._newest = self._printed, snapshot
+        if last is not None:
+            pause = self._every if _news(snapshot) == _news(last) else self._at_most
+            if snapshot.elapsed < last.elapsed + pause:
+                return
+        self._print(snapshot)
+
+    def close(self) -> None:
+        """Print what came too soon after the last line."""
+        last = self._printed
+        if self._newest is not None and last is not None and _news(self._newest) != _news(last):
+            self._print(self._newest)
+
+    def _print(self, snapshot: Snapshot) -> None:
+        self._printed = snapshot
         parts = [f"{snapshot.elapsed:6.1f} s  faults {snapshot.fired}/{snapshot.planned}"]
         for row in snapshot.rows:
             fault = f" [{row.fault[:_FAULT_CHARS]}]" if row.fault else ""
@@ -314,8 +341,10 @@ class PlainDisplay:
         line = "  |  ".join(parts)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
-        """Nothing to undo."""
+
+def _news(snapshot: Snapshot) -> object:
+    """What a reader of a log wants to see at once."""
+    return snapshot.fired, [(row.doing, row.epoch, row.fault) for row in snapshot.rows]
 
 
 def _loss(loss: float | None) -> str:

@@ -31,7 +31,7 @@ from fft.train.parts import Parts
 from fft.train.preemption import INTERVAL_S, NoticeSource
 from fft.train.reducer import Reducer
 from fft.train.reported import QuietLogger
-from fft.train.settings import Digest, Learners, OnDivergence, read_settings
+from fft.train.settings import Digest, Learners, OnDivergence, read_settings, refuse_unknown
 from fft.train.state.transfer import StateTransfer
 from fft.train.torchft_interface import TorchftInterface
 from fft.train.transaction import Transaction
@@ -80,6 +80,7 @@ class ManagerFFT(TorchftInterface):
             groups the same (``FFT_MEMBERSHIP``, else ``register``).
 
     Raises:
+        TypeError: an argument that is neither torchft's nor FFT's; names the nearest one.
         SpecError: the spec cannot be used.
         TimeoutsError: timeouts that contradict each other; says which would work.
         TokenError: the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used.
@@ -109,6 +110,7 @@ class ManagerFFT(TorchftInterface):
         membership: Membership | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown(ManagerFFT.__init__, kwargs)
         called = inspect.signature(Manager).bind(
             pg, load_state_dict, state_dict, min_replica_size, *args, **kwargs
         )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from inspect import BoundArguments
+from inspect import BoundArguments, signature
 from pathlib import Path
 from typing import Literal
 
@@ -32,10 +32,14 @@ from fft.train.speed_reporter import interval_from
 from fft.train.standalone import Alone, is_alone
 from fft.train.state.equality_checks import refuse_interval
 from fft.util.errors import FftError
+from fft.util.names import unknown
 
 Digest = Literal["never", "commit"]
 Learners = Literal["auto", "always", "never"]
 OnDivergence = Literal["stop", "heal"]
+
+_NO_NAMES = {"self", "args", "kwargs"}
+"""Parameters of a constructor that nobody passes by name."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,15 @@ def read_settings(
         progress_interval=interval,
         membership=chosen,
     )
+
+
+def refuse_unknown(constructor: Callable[..., None], given: Iterable[str]) -> None:
+    """Raise TypeError if one of the names ``given`` is an argument neither of ``constructor``
+    nor of torchft's Manager; it names the nearest one."""
+    known = {*signature(constructor).parameters, *signature(Manager).parameters} - _NO_NAMES
+    for name in given:
+        if name not in known:
+            raise TypeError(f"ManagerFFT(): {unknown('argument', name, known)}")
 
 
 def _refuse_another_bus(bus: str | None) -> None:

@@ -6,6 +6,7 @@ are `fft.train.worker`'s.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -27,8 +28,10 @@ from fft.train.updates import misfit
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
-from fft.util.error_places import traceback_of_caller
+from fft.util.error_places import place_of, traceback_of_caller
 from fft.util.errors import BodyKeepsFailing, FftError, TxnAborted
+
+logger = logging.getLogger(__name__)
 
 
 class TransactionLoop:
@@ -92,7 +95,7 @@ class TransactionLoop:
                 try:
                     yield txn
                 except GeneratorExit:
-                    self._left_after = self._mistake
+                    self._left()
                     raise
                 if not txn.closed:
                     raise FftError("the body of a txn must run inside `with txn:`")
@@ -100,14 +103,20 @@ class TransactionLoop:
             foreign.close()
             state.close_source()
 
+    def _left(self) -> None:
+        """The caller has left the loop; nothing that is raised here would reach it."""
+        if (mistake := self._mistake) is None:
+            return
+        text = f"the loop was left (`break`?) after an attempt that was not committed: {mistake}"
+        logger.error("%s; at %s", text, place_of(mistake).where)
+        self._left_after = FftError(text).with_traceback(mistake.__traceback__)
+
     def close(self) -> None:
         """Raise FftError if the loop was left after a body that was no step, unless it was for
         another exception."""
-        mistake, self._left_after = self._left_after, None
-        if mistake is not None and sys.exc_info()[1] is None:
-            raise FftError(
-                f"the loop was left (`break`?) after an attempt that was not committed: {mistake}"
-            )
+        error, self._left_after = self._left_after, None
+        if error is not None and sys.exc_info()[1] is None:
+            raise error
 
     def _refuse_unlike_again(self, plan: StartTxn) -> None:
         """Raise if the groups keep reducing different things in this step: no replay mends that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from fft.messages.fault_plans import load_plan
-from fft.trace.audit import audit_dir
+from fft.trace.audit import audit_dir, read_lines
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES, README = ROOT / "examples", ROOT / "README.md"
 LIMIT_S = 150
 
 TRANSIENT = """
@@ -40,6 +42,19 @@ def run(tmp_path: Path, *arguments: str) -> Path:
 def test_the_demo_has_the_four_faults_of_its_table() -> None:
     plan = load_plan(EXAMPLES / "hsdp_demo_faults.yaml", groups=2, ranks=2)
     assert [fault.kind for fault in plan.faults] == ["exception", "one_sided", "kill", "drain"]
+
+
+@pytest.mark.multiprocess
+def test_the_script_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(snippet, encoding="utf-8")
+    traces = run(tmp_path, "--groups", "2", "--max-restarts", "0", str(script))
+    found = audit_dir(traces)
+    assert found.ok, found.render()
+    last = max(line.get("step", 0) for line in read_lines(traces))
+    assert f"max_steps={last})" in snippet
+    assert not any((traces / "logs").rglob("*-2.log")), "nobody was started twice"
 
 
 @pytest.mark.multiprocess

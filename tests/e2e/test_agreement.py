@@ -483,6 +483,33 @@ def test_a_loop_that_is_left_inside_a_body_says_so_at_the_shutdown(tmp_path: Pat
         made.run(work)
 
 
+def test_a_loop_that_is_left_inside_a_body_says_so_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script need not call shutdown(); one that leaves its loop between two txns is told of
+    nothing."""
+    told: list[list[str]] = []
+
+    def work(member: Member) -> None:
+        for inside in (False, True):
+            for txn in member.manager.transactions(_loader(), max_steps=9):
+                with txn:
+                    if inside:
+                        break
+                    _loss(member, txn.batch).backward()
+                break
+            told.append([r.getMessage() for r in caplog.records if "was left" in r.message])
+        with suppress(FftError):
+            member.manager.shutdown()
+
+    with job(tmp_path, 1) as made:
+        made.run(work)
+    assert told[0] == []
+    (text,) = told[1]
+    assert "`break`" in text and "without reducing a gradient" in text
+    assert text.endswith(" work") and f"at {__file__}:" in text
+
+
 def test_a_mistake_is_placed_at_the_with_statement(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=3):

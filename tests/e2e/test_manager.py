@@ -371,6 +371,23 @@ def test_a_timeout_that_the_spec_does_not_know_is_refused_and_leaves_nothing(two
     assert _threads() - before == set()
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"trace_directory": "t"}, "did you mean 'trace_dir'"),  # FFT's
+        ({"heartbeat_intervall": 1}, "did you mean 'heartbeat_interval'"),  # torchft's
+        ({"qqq": 1}, r"'qqq'; known: bus,.* quorum_retries,.* world_size_mode$"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_one_that_was_meant(
+    two: Job, given: dict[str, Any], meant: str
+) -> None:
+    before = _threads()
+    with pytest.raises(TypeError, match=meant):
+        two.member("0", **given)
+    assert _threads() - before == set()
+
+
 def test_an_unreadable_message_is_counted_traced_and_nothing_else(two: Job) -> None:
     rubbish = [b"\xff\xfe", b"{}", b'{"v":1,"type":"launch"}', b'{"v":1,"type":"ack","hello":3}']
 

@@ -138,6 +138,51 @@ def test_a_backward_that_was_refused_does_not_refuse_the_replay(tmp_path: Path) 
     assert [r["step"] for r in records(tmp_path) if r["kind"] == "commit"] == [1, 2]
 
 
+def test_a_backward_inside_another_reduces_only_what_it_has_touched(tmp_path: Path) -> None:
+    """The other gradients are still those of this group alone, and must not be committed."""
+
+    def work(member: Member) -> None:
+        model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        member.manager.sync_gradients(model, bucket_cap_mb=ONE_EACH)
+        for txn in member.manager.transactions(in_order(), max_steps=1):
+            with txn:
+                x = batch_of(txn.batch).requires_grad_()
+                with member.manager.no_sync():
+                    model[0](x).square().mean().backward()
+                checkpoint(model[1], x, use_reentrant=True).square().mean().backward()
+
+    with job(tmp_path, 1) as made, pytest.raises(FftError) as caught:
+        made.run(work, register=False, digest="never", max_body_failures=1)
+    assert "accumulated in no_sync() and never reduced" in str(caught.value.__cause__)
+
+
+def test_gradients_that_a_failed_attempt_left_unreduced_are_none_of_the_replay(
+    tmp_path: Path,
+) -> None:
+    """Here the replay comes to another model, as where a body chooses by what has failed."""
+    tries = []
+
+    def work(member: Member) -> None:
+        one, other = Net(), Net()
+        optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.0)
+        member.manager.register([one, other], optimizer)
+        for model in (one, other):
+            member.manager.sync_gradients(model)
+        for txn in member.manager.transactions(in_order(), max_steps=2):
+            tries.append(txn.step)
+            with txn:
+                if len(tries) == 1:
+                    with member.manager.no_sync():
+                        one(txn.batch).backward()
+                    raise RuntimeError("before they are reduced")
+                other(txn.batch).backward()
+
+    with job(tmp_path, 1) as made:
+        made.run(work, register=False, digest="never")
+    assert tries == [0, 0, 1]
+
+
 def test_whether_edits_are_looked_for_exactly_is_that_of_the_txn_alone(tmp_path: Path) -> None:
     """Else who has joined since tells another thing than the others of the same body."""
     told: list[bool] = []

@@ -183,6 +183,27 @@ def test_a_wrapped_model_is_trained_as_the_bare_one(
     assert rollbacks == int(fails)
 
 
+def test_a_wrapper_that_is_synced_by_name_is_not_taken_over_once_more_by_the_loop(
+    tmp_path: Path,
+) -> None:
+    """Its class would grow by one with each loop, and its switch lead to another reducer."""
+    found: list[tuple[type, Any]] = []
+
+    def work(member: Member) -> None:
+        model = of_torch(member, Net())
+        member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        member.manager.sync_gradients(model)
+        found.append((type(model), vars(model)["no_sync"]))
+        for txn in member.manager.transactions(fft.CursorLoader(Numbers(), batch_size=8), 1):
+            with txn:
+                model(batch_of(txn.batch)).backward()
+        found.append((type(model), vars(model)["no_sync"]))
+
+    with job(tmp_path, 1) as made:
+        made.run(work, register=False)
+    assert found[0] == found[1]
+
+
 def refused(tmp_path: Path, wrap: Wrap) -> str:
     """What is said of the model when it is registered and trained."""
 

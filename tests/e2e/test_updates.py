@@ -207,6 +207,26 @@ def test_a_parameter_changed_late_and_rolled_back_is_fetched_again(tmp_path: Pat
     assert "model0.first.weight" in torn["cause"]
 
 
+def test_a_schedule_that_comes_with_the_fetched_state_was_stepped_by_nobody(tmp_path: Path) -> None:
+    """The step that failed here has moved the schedule of the others on."""
+
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+            with txn:
+                _loss(member, txn.batch).backward()
+                if txn.step == 2 and member.group == "1":
+                    member.optimizer.error = RuntimeError("half way")  # type: ignore[attr-defined]
+
+    with job(tmp_path, 2) as made:
+        members = made.run(work, optimizer=Moody)
+        made.audit()
+    assert [(f[0], f[4]) for f in fetches(tmp_path)] == [("1", "0")]
+    causes = [record["cause"] for record in aborts(tmp_path)]
+    assert causes and all("half way" in cause for cause in causes), "nothing but the step failed"
+    assert [member.schedule.last_epoch for member in members] == [STEPS, STEPS]
+    assert parameters(members[0].model) == parameters(members[1].model)
+
+
 # --- torchft's loop -------------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 from supervisor_stage import Job, Stage
+from test_supervisor import at_work, record, trace, two_at_work
+from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
@@ -33,6 +35,58 @@ def test_a_group_has_not_finished_if_one_rank_ended_well_and_then_another_died(
         for actor in again.values():
             actor.order("exit 0")
         assert job.verdict().ok
+
+
+@pytest.mark.parametrize("asked", ["nobody", "a drain", "its last step"])
+def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
+    run_job: StartJob, stage: Stage, asked: str
+) -> None:
+    """Unless it was asked to. Groups that end with the last step end one after the other, too."""
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        if asked == "a drain":
+            event = {"type": "drain", "groups": ["1"], "by": "me"}
+            trace(job, 1, 0, 1, record(kind="transition", event=event, step=5))
+        elif asked == "its last step":
+            last = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
+            trace(job, 1, 0, 1, record(kind="transition", step=5, **last))
+        actors["1", "0"].order("exit 0")
+        actors["1", "0"].gone()
+        trace(job, 0, 0, 1, at_work(9, 2, ["0"]))
+        actors["0", "0"].order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok
+    if asked != "nobody":
+        assert verdict.lines == ()
+        return
+    (line,) = verdict.lines
+    assert "group 1 rank 0 ended with exit status 0 after step 5, unasked" in line
+    assert "went on to step 9" in line and "g1r0-1.log" in line
+
+
+def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """The mate waits for it in vain; what it says then is not what was wrong."""
+    with run_job(groups=2, ranks=2, max_restarts=0) as job:
+        actors = stage.enter(4)
+        for group, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            trace(job, group, rank, 1, at_work(5, 1, ["0", "1"]))
+        actors["1", "1"].order("exit 0")
+        shown = job.supervisor._groups["1"].doing
+        wait_until(
+            lambda: shown() == "running (start 1), rank 1 has ended", "the supervisor has seen it"
+        )
+        for rank in (0, 1):
+            trace(job, 0, rank, 1, at_work(9, 2, ["0"]))
+        actors["1", "0"].order("exit 3")
+        actors["1", "0"].gone()
+        for rank in "01":
+            actors["0", rank].order("exit 0")
+        verdict = job.verdict()
+    assert not verdict.ok
+    told = [line for line in verdict.lines if "rank 1 ended with exit status 0" in line]
+    assert len(told) == 1 and "group 1" in told[0] and "g1r1-1.log" in told[0]
 
 
 @pytest.fixture

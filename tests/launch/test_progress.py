@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -147,31 +148,52 @@ def test_what_cannot_be_read_is_skipped(tmp_path: Path, junk: bytes) -> None:
 # --- showing ---------------------------------------------------------------------------
 
 
-def snapshot(elapsed: float) -> Snapshot:
-    view = JobView({("0", 0): RankView(1, "NORMAL", 3, 27, loss=2.5, fault="[red]boom")})
+def snapshot(elapsed: float, step: int = 27, **more: Any) -> Snapshot:
+    state = ("NORMAL", "PREPARED", "COMMIT")[step % 3]
+    view = JobView(
+        {("0", 0): RankView(1, state, **{"epoch": 3, "step": step, "loss": 2.5, **more})}
+    )
     return Snapshot(elapsed, [row_of(view, "0", "running"), row_of(view, "1", "down")], 1, 4)
 
 
-def test_without_a_terminal_there_is_one_line_a_second() -> None:
+def lines_of(snapshots: Iterable[Snapshot]) -> list[str]:
+    """What is printed where there is no terminal."""
     out = io.StringIO()
     display = open_display(Console(file=out, width=40))
     assert isinstance(display, PlainDisplay)
-    for tenths in range(25):
-        display.show(snapshot(tenths / 10))
+    for each in snapshots:
+        display.show(each)
     display.close()
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 3
-    assert (
-        "1/4" in lines[0]
-        and "g0 running: NORMAL epoch 3 step 27 loss 2.500 [[red]boom]" in lines[0]
-    )
+    return out.getvalue().splitlines()
+
+
+def test_without_a_terminal_steps_alone_give_a_line_in_ten_seconds() -> None:
+    lines = lines_of(snapshot(tenths / 10, 27 + tenths) for tenths in range(250))
+    assert [line.split()[0] for line in lines] == ["0.0", "10.0", "20.0"]
+    assert "1/4" in lines[0] and "g0 running: NORMAL epoch 3 step 27 loss 2.500" in lines[0]
+
+
+def test_without_a_terminal_a_fault_and_a_new_epoch_are_shown_when_they_come() -> None:
+    def at(tenths: int) -> Snapshot:
+        fault = "[red]boom" if tenths >= 23 else ""
+        return snapshot(tenths / 10, fault=fault, epoch=3 if tenths < 40 else 4)
+
+    lines = lines_of(map(at, range(100)))
+    assert [line.split()[0] for line in lines] == ["0.0", "2.3", "4.0"]
+    assert "boom" not in lines[0] and "epoch 3 step 27 loss 2.500 [[red]boom]" in lines[1]
+    assert "epoch 4" in lines[2]
+
+
+def test_without_a_terminal_news_in_plenty_gives_a_line_a_second_and_the_last_of_them() -> None:
+    lines = lines_of(snapshot(tenths / 10, epoch=tenths) for tenths in range(25))
+    assert [line.split()[0] for line in lines] == ["0.0", "1.0", "2.0", "2.4"]
 
 
 def test_on_a_terminal_there_is_a_table() -> None:
     out = io.StringIO()
     display = open_display(Console(file=out, width=100, force_terminal=True))
     assert isinstance(display, LiveDisplay)
-    display.show(snapshot(3))
+    display.show(snapshot(3, fault="[red]boom"))
     display.close()
     for word in ("1 of 4 faults fired", "NORMAL", "27", "2.500", "[red]boom", "down"):
         assert word in out.getvalue()

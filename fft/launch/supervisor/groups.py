@@ -88,7 +88,9 @@ class Group:
         if self.eviction is not None:
             return "being evicted"
         if self.living:
-            return f"running (start {self.starts})"
+            gone = [str(child.rank) for child in self.children if not child.alive]
+            ended = f", rank {', '.join(gone)} has ended" if gone else ""
+            return f"running (start {self.starts}){ended}"
         if self.restart_at is not None:
             return "restarting"
         if self.return_at_step is not None:

@@ -42,6 +42,7 @@ class Judgement:
         ``is_over``: all groups have left with one commit. ``unfinished``: of the fault plan.
         """
         lines, remarks = self._ends(is_over)
+        remarks += filter(None, (_left_early(group, view) for group in self.groups))
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
         last = (child.last_words for group in self.groups for child in group.children)
@@ -75,6 +76,23 @@ class Judgement:
         if isinstance(fault, Fault):
             return fault.group in {group.name for group in self.groups}
         return self.has_services
+
+
+def _left_early(group: Group, view: JobView) -> str | None:
+    """That ranks of the group ended well in the middle of the job, which nobody had asked for."""
+    seen = view.since(group.name, group.known_incs)
+    steps = {rank: seen[rank].step for rank in seen if not seen[rank].leaves}
+    early = [c for c in group.children if c.code == 0 and steps.get(c.rank, view.step) < view.step]
+    if group.evicted or not early:
+        return None
+    ranks = ", ".join(str(child.rank) for child in early)
+    logs = ", ".join(str(child.log) for child in early)
+    return (
+        f"group {group.name} rank {ranks} ended with exit status 0 after step "
+        f"{min(steps[child.rank] for child in early)}, unasked, and the others went on to step "
+        f"{view.step}; the ranks of a group come and go together. Does the script call sys.exit(), "
+        f"or leave its loop? its log: {logs}"
+    )
 
 
 def _cut_short(child: Child) -> str:

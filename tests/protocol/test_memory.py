@@ -1,0 +1,178 @@
+"""What a participant keeps of what it has heard, for how long, and who counts as odd or as late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from jobs import Job
+
+from fft.messages.protocol import (
+    Ballot,
+    Decision,
+    Event,
+    Manifest,
+    Peer,
+    Prepared,
+    ReadHead,
+    Ready,
+    Start,
+    Timer,
+    Token,
+    Vote,
+)
+from fft.protocol.effects import EFFECTS
+from fft.protocol.equality import odd_ones
+from fft.protocol.guards import GUARDS
+from fft.protocol.state import Local
+from fft.prove.cluster import Node
+
+STRANGER = Peer("9", 0, 1)
+
+
+def after(node: Node, effect: str, event: Event, **held: object) -> Local:
+    """What ``node``, which holds what is given, holds after the effect."""
+    local = replace(node.local, **held)  # type: ignore[arg-type]
+    list(EFFECTS[effect](local, node.participant.config, event))
+    return local
+
+
+def test_who_says_that_it_is_in_the_barrier_is_no_suspect_any_more() -> None:
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    suspected = frozenset({b.peer, c.peer})
+    held = after(a, "note_ready", Ready(b.peer, 2), suspected=suspected)
+    assert held.suspected == {c.peer} and held.ready[b.peer] == 2
+
+
+def test_a_word_from_the_barrier_of_a_new_epoch_counts_though_it_came_before_its_record() -> None:
+    """And words from older barriers are forgotten, so that a long run does not grow."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    job.settle()
+    record = job.history[-1]
+    assert (record.kind, record.epoch) == ("epoch", 2)
+    ready = {b.peer: 2, c.peer: 1}
+    assert after(a, "adopt_epoch", Decision(record), ready=ready).ready == {b.peer: 2}
+
+
+def test_whoever_is_not_in_the_barrier_is_suspected_and_not_who_looks() -> None:
+    """It may be building its own groups yet."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    ready = {b.peer: a.local.token.epoch}
+    held = after(a, "suspect_absent", Timer("ready_window", 1), ready=ready)
+    assert held.suspected == {c.peer}
+
+
+def test_outside_of_every_epoch_nothing_of_the_last_one_counts() -> None:
+    """Who asked to come in there has been let in since, or asks again; so has who has stopped."""
+    node = Job(2).until_running().node("0")
+    held = after(
+        node,
+        "forget_epoch",
+        Start(),
+        joining=frozenset({STRANGER}),
+        stopped={STRANGER: Token(9, 9)},
+        ready={STRANGER: 9},
+        proposed=True,
+        cause="an old one",
+    )
+    assert held.epoch is None and held.vote is None and not held.proposed and held.cause == ""
+    assert (held.joining, held.stopped, held.ready) == (frozenset(), {}, {})
+
+
+def test_whoever_gathers_gives_the_barrier_up_before_those_who_report() -> None:
+    """It knows who is absent, and says so; they would only know that nobody told them to begin."""
+    job = Job(3).until_running()
+    a, *others = job.live()
+    job.fail(a)
+    windows: dict[Peer, float] = {}
+    while waiting := [node for node in job.live() if node.inbox]:
+        job.deliver(waiting[0])
+        if waiting[0].local.state == "HEALING.building":
+            windows[waiting[0].peer] = waiting[0].timers["ready_window"].seconds
+    assert job.history[-1].kind == "epoch" and job.history[-1].by == a.peer
+    assert all(windows[other.peer] > windows[a.peer] for other in others)
+
+
+def test_a_coordinator_whose_window_ends_is_doubted_by_the_others_and_the_register_is_asked() -> (
+    None
+):
+    job = Job(3, min_groups=3).until_running()
+    job.kill_group("2")  # and too few are left to form an epoch
+    job.settle()
+    by = job.history[1].by
+    for node in job.live():
+        assert node.state == "HEALING"
+        job.fire("coordinator_window", [node])
+        out = job.deliver(node)
+        assert any(isinstance(effect, ReadHead) for effect in out.effects)
+        assert node.local.suspected == (set() if node.peer == by else {by})
+
+
+def test_whether_bodies_change_gradients_is_what_they_did_in_the_last_txn() -> None:
+    """One that clipped once does not keep joiners waiting for ever."""
+    job = Job(3).until_running()
+
+    def step(edited: bool) -> None:
+        for node in job.live():
+            if node.txn is not None:
+                done = Prepared(node.txn.token, True, Manifest(1, 4, "x"), edited=edited)
+                job.post(node, done)
+        job.settle()
+
+    step(edited=True)
+    job.start_anew("2")
+    job.settle()
+    step(edited=False)
+    assert job.head is not None and job.head.learners == ("2",)
+
+
+@pytest.mark.parametrize(
+    ("held", "odd"),
+    [
+        ({"00": "a", "10": "a", "20": "b"}, ["20"]),
+        ({"00": "a", "10": "b"}, None),  # nobody has a majority
+        ({"00": "a", "10": "a", "20": "b", "30": "b"}, None),
+        ({"00": "a", "10": "a", "20": "b", "30": "c"}, None),
+        ({"00": "a", "10": "a", "20": "a", "30": "b"}, ["30"]),
+        ({"00": "a", "10": "a", "20": "a"}, []),
+        ({"00": "a", "10": None, "20": "b"}, None),  # who brings none is in no majority
+        # of each rank number its own: shards differ
+        ({"00": "a", "10": "a", "20": "b", "01": "x", "11": "y", "21": "x"}, ["11", "20"]),
+        ({"00": "a", "10": "a", "20": "b", "01": "x", "11": "y"}, None),
+        ({"00": "a", "10": "a", "20": "a", "01": "b", "11": "b", "21": "b"}, []),
+    ],
+)
+def test_who_differs_from_a_strict_majority_of_its_like_is_odd(
+    held: dict[str, str | None], odd: list[str] | None
+) -> None:
+    """``held``: by group and rank number, the digest."""
+    votes = [
+        Vote(Peer(group, int(rank), 1), Manifest(1), digest=digest)
+        for (group, rank), digest in held.items()
+    ]
+    found = odd_ones(votes)
+    assert odd == (None if found is None else [f"{peer.group}{peer.rank}" for peer in found])
+
+
+@pytest.mark.parametrize(("policy", "heals"), [("heal", True), ("stop", False)])
+def test_odd_states_are_given_up_only_where_the_policy_says_so(policy: str, heals: bool) -> None:
+    job = Job(3, on_divergence=policy).until_running()
+    node = job.node("0")
+    held = zip(job.live(), "aab", strict=True)
+    votes = tuple(Vote(n.peer, Manifest(1), digest=digest) for n, digest in held)
+    known = GUARDS["odd_ones_known"]
+    ballot = Ballot(node.local.token, votes)
+    assert known(node.local, node.participant.config, ballot) is heals
+
+
+def test_only_who_is_named_gives_its_state_up() -> None:
+    job = Job(3).until_running()
+    assert job.head is not None
+    record = replace(job.head, kind="abort", n=2, txn=1, members=(), odd=(job.node("1").peer,))
+    gives_up = GUARDS["gives_my_state_up"]
+    found = [gives_up(n.local, n.participant.config, Decision(record)) for n in job.live()]
+    assert found == [False, True, False]
