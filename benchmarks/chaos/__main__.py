@@ -31,7 +31,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="of a random run")
     parser.add_argument("--seed", type=int, default=1, help="of a random run")
-    parser.add_argument("--trainer", choices=("gpt", "cnn"), help="of a random run: a real loop")
+    parser.add_argument(
+        "--trainer", choices=("gpt", "cnn", "pipeline"), help="of a random run: a real loop"
+    )
     parser.add_argument("--traces", type=Path, help="keep them there; else a folder in /tmp")
     parser.add_argument("--json", type=Path, help="rows and problems of a matrix, to this file")
     parser.add_argument("--write", action="store_true", help="put the results into docs/chaos.md")

@@ -1,8 +1,10 @@
-"""One rank of a job to be broken that trains as people do: a GPT, or a convolutional network.
+"""One rank of a job to be broken that trains as people do: a GPT, a convolutional network, a
+pipeline.
 
-``trainer.py gpt|cnn PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do beside loss
-and backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers. Replicas
-are compared every fourth step.
+``trainer.py gpt|cnn|pipeline PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do
+beside loss and backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers.
+Groups of several ranks shard the model by FSDP2, or hold a stage of the pipeline each. Replicas are
+compared every fourth step.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchft import ProcessGroupGloo
 
@@ -25,6 +28,7 @@ from benchmarks.chaos.worker import LIMIT, LONELY_S
 from benchmarks.whole_step import GPT, Windows
 
 CHECK_EVERY = 4
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -46,15 +50,23 @@ class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 Body = Callable[[Any], None]
 
 
+def shard(manager: fft.ManagerFFT, model: nn.Module) -> nn.Module:
+    """Under FSDP2, where a group has several ranks."""
+    return fully_shard(model, mesh=manager.shard_mesh()) if RANKS > 1 else model
+
+
 def gpt(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
-    """nanoGPT's loop: two micro-batches, clipping, AdamW, a cosine schedule, an EMA."""
-    model = GPT(2, 64)
+    """nanoGPT's loop: two micro-batches, clipping, AdamW, a cosine schedule; unsharded an EMA."""
+    model = shard(manager, GPT(2, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
-    manager.register(model, optimizer, schedule, extra={"ema": ema})
+    if RANKS > 1:
+        manager.register(model, optimizer, schedule)
+    else:
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+        manager.register(model, optimizer, schedule, extra={"ema": ema})
+        manager.on_commit(lambda: ema.update_parameters(model))
     manager.sync_gradients(model, bucket_cap_mb=0.2)
-    manager.on_commit(lambda: ema.update_parameters(model))
 
     def body(batch: torch.Tensor) -> None:
         first, second = batch.chunk(2)
@@ -69,10 +81,11 @@ def gpt(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 def cnn(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     """torchvision's loop: BatchNorm, autocast with a scaler, SGD, pictures from two workers."""
     torch.manual_seed(3)
-    model = nn.Sequential(
+    model: nn.Module = nn.Sequential(
         *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2)),
         *(nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
     )
+    model = shard(manager, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 500, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
@@ -90,7 +103,54 @@ def cnn(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     return body, fft.CursorLoader(Pictures(), batch_size=8, seed=5, num_workers=2)
 
 
-TRAINERS = {"gpt": gpt, "cnn": cnn}
+class Stage(nn.Module):
+    """The part of a GPT that one of ``count`` ranks holds."""
+
+    def __init__(self, whole: GPT, rank: int, count: int) -> None:
+        super().__init__()
+        each = len(whole.blocks) // count
+        self.blocks = whole.blocks[rank * each : (rank + 1) * each]
+        self.first = whole.token if rank == 0 else None
+        self.place = whole.place if rank == 0 else None
+        self.last = nn.Sequential(whole.norm, whole.head) if rank == count - 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is not None and self.place is not None:
+            x = self.first(x) + self.place.weight
+        for block in self.blocks:
+            x = block(x)
+        return x if self.last is None else self.last(x)
+
+
+def pipeline(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
+    """The GPT in a stage for each rank, 1F1B, clipped by the norm over all stages."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # half a second
+
+    group, whole = manager.stage_group(), GPT(2, 64)
+    rank, count = group.rank(), group.size()
+    module = Stage(whole, rank, count)
+    stage = PipelineStage(module, rank, count, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, 4, loss_fn=_next_tokens)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    manager.register(module, optimizer)
+    manager.register_pipeline(schedule, bucket_cap_mb=0.2)
+
+    def body(batch: torch.Tensor) -> None:
+        inputs, following = [batch] if rank == 0 else [], batch.roll(-1, 1)
+        schedule.step(*inputs, target=following if rank == count - 1 else None)
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        norm = torch.stack([g.square().sum() for g in grads]).sum()
+        torch.distributed.all_reduce(norm, group=group)
+        torch._foreach_mul_(grads, torch.clamp(1 / norm.sqrt(), max=1.0))
+
+    return body, fft.CursorLoader(Windows(), batch_size=8, seed=5)
+
+
+def _next_tokens(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
+TRAINERS = {"gpt": gpt, "cnn": cnn, "pipeline": pipeline}
 
 
 def main() -> None:
@@ -110,6 +170,8 @@ def main() -> None:
         timeouts={"join_window": 30.0, **timeouts},  # on a busy machine a group may start late
         digest="commit",
         check_replicas=CHECK_EVERY,
+        shard_pg=fft.ShardProcessGroupGloo(timeout=LIMIT) if RANKS > 1 else None,
+        spec="pipeline" if name == "pipeline" else "hsdp",
     )
     torch.manual_seed(3)
     body, loader = TRAINERS[name](manager)

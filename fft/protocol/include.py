@@ -1,11 +1,11 @@
 """Puts a spec together from its files: ``include``, differences, renamed effects. Pure but for
 reading.
 
-A file that says ``include: [part, …]`` is laid over the parts it names (paths as seen from it):
-mappings are joined key by key, anything else it says comes in the place of what the parts say, and
-a key with nothing after it takes the part's away. Two parts of one list never speak of the same
-thing. ``instead: {effect: other}`` puts another effect wherever the parts name the first. Nodes
-keep their marks, so that an error names file and line of the part.
+A file that says ``include: [part, …]`` is laid over the parts it names (paths as seen from it, else
+from where FFT's own specs are): mappings are joined key by key, anything else it says comes in the
+place of what the parts say, and a key with nothing after it takes the part's away. Two parts of one
+list never speak of the same thing. ``instead: {effect: other}`` puts another effect wherever the
+parts name the first. Nodes keep their marks, so that an error names file and line of the part.
 """
 
 from __future__ import annotations
@@ -37,6 +37,16 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf"))
 _NULL = "tag:yaml.org,2002:null"
+
+
+def spec_dirs() -> list[Path]:
+    """Where the specs are that FFT ships: an installed wheel first, then a checkout.
+
+    ``teaching`` holds specs that are wrong on purpose.
+    """
+    package = Path(__file__).resolve().parents[1]
+    homes = [d for d in (package / "fsm_specs", package.parent / "fsm_specs") if d.is_dir()]
+    return [d for home in homes for d in (home, home / "teaching")]
 
 
 def read_whole(text: str, origin: str) -> yaml.Node:
@@ -147,7 +157,7 @@ def _entries(include: yaml.Node) -> list[yaml.Node]:
 
 
 def _part(entry: yaml.Node, folder: Path, above: tuple[Path, ...]) -> yaml.MappingNode:
-    path = folder / str(entry.value)
+    path = _found(str(entry.value), folder)
     if _known_as(path) in above:
         raise SpecError(f"{_at(entry.start_mark)}: {path} includes itself")
     try:
@@ -159,6 +169,14 @@ def _part(entry: yaml.Node, folder: Path, above: tuple[Path, ...]) -> yaml.Mappi
     if not isinstance(part, yaml.MappingNode):
         raise SpecError(f"{path}: a part is a mapping of keys to values")
     return part
+
+
+def _found(name: str, folder: Path) -> Path:
+    """The part beside the file that names it, else the one of this name that FFT ships."""
+    for home in (folder, *spec_dirs()):
+        if (path := home / name).is_file():
+            return path
+    return folder / name
 
 
 Meet = Callable[[Pair, Pair], Pair | None]

@@ -10,23 +10,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from fft.protocol.include import place_of, read_whole, values_of
+from fft.protocol.include import place_of, read_whole, spec_dirs, values_of
 from fft.protocol.spec import FsmSpec, MachineSpec, ThreadSpec
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.vocabulary import VOCABULARIES
 from fft.util.errors import SpecError
 
 _Spec = TypeVar("_Spec", bound=MachineSpec)
-
-
-def spec_dirs() -> list[Path]:
-    """Where specs are looked up by name: an installed wheel first, then a checkout.
-
-    ``teaching`` holds specs that are wrong on purpose.
-    """
-    package = Path(__file__).resolve().parents[1]
-    homes = [d for d in (package / "fsm_specs", package.parent / "fsm_specs") if d.is_dir()]
-    return [d for home in homes for d in (home, home / "teaching")]
 
 
 def find_spec(name_or_path: str | Path) -> Path:

@@ -18,10 +18,16 @@ Ranks = Literal["one", "shards", "stages"]
 Problem = tuple[tuple[str | int, ...], str]
 """(place in the file, sentence with the mend)."""
 
+Samples = Literal["per_rank", "per_group"]
+"""Whether each rank of a replica group computes on samples of its own, or all on the same."""
 _HELD = {
-    "one": "a replica group is one rank, which holds all of it and takes samples of its own",
-    "shards": "each rank of a replica group holds a shard of it and takes samples of its own",
-    "stages": "each rank of a replica group holds a stage of it; all take the same samples",
+    "one": "a replica group is one rank, which holds all of it",
+    "shards": "each rank of a replica group holds a shard of it",
+    "stages": "each rank of a replica group holds a stage of it",
+}
+_TAKE = {
+    "per_rank": "each rank takes samples of its own",
+    "per_group": "all ranks of a group take the same samples",
 }
 _MEMBERS = {"job": "all ranks of all replica groups"}
 _SYNC = {"every_step": "in every step"}
@@ -37,6 +43,11 @@ class ParameterGroup(_Strict):
     ranks: Ranks = Field(
         description="how the ranks of a replica group hold it: one rank all of it, each rank a "
         "shard, or each rank a stage of a pipeline"
+    )
+    samples: Samples = Field(
+        "per_rank",
+        description="whether each rank of a group computes on samples of its own, or all on the "
+        "same ones, as stages of a pipeline and tensor-parallel ranks do",
     )
 
 
@@ -68,10 +79,17 @@ def scope_problems(
     for group in groups.keys() - by.keys():
         text = "no scope commits it, so it would never be stepped; name it in one, or remove it"
         yield ("parameter_groups", group), text
-    kinds = {group.ranks for group in groups.values()}
-    if len(kinds) > 1:
-        text = f"the ranks of a replica group hold all of them alike, not as {sorted(kinds)}"
-        yield ("parameter_groups",), text
+    for what, kinds in (
+        ("hold", {group.ranks for group in groups.values()}),
+        ("take samples for", {group.samples for group in groups.values()}),
+    ):
+        if len(kinds) > 1:
+            text = f"the ranks of a replica group {what} all of them alike, not {sorted(kinds)}"
+            yield ("parameter_groups",), text
+    for name, group in groups.items():
+        if group.ranks == "stages" and group.samples == "per_rank":
+            text = "the last stage needs the targets of what the first has taken: say per_group"
+            yield ("parameter_groups", name, "samples"), text
 
 
 def _unknown(group: str, groups: Iterable[str]) -> str:
@@ -83,7 +101,7 @@ def _unknown(group: str, groups: Iterable[str]) -> str:
 def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) -> Iterator[str]:
     """A line for each parameter group, and for each scope."""
     for name, group in groups.items():
-        yield f"parameter group {name}: {_HELD[group.ranks]}"
+        yield f"parameter group {name}: {_HELD[group.ranks]}; {_TAKE[group.samples]}"
     for name, scope in scopes.items():
         what = ", ".join(scope.commits)
         yield (

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fft.protocol.roles import Role
-from fft.protocol.scopes import ParameterGroups, Ranks, Scopes
+from fft.protocol.scopes import ParameterGroups, Ranks, Samples, Scopes
 
 
 class _Strict(BaseModel):
@@ -236,6 +236,11 @@ class FsmSpec(MachineSpec):
     def ranks(self) -> Ranks:
         """How the ranks of a replica group hold the parameters."""
         return next(iter(self.parameter_groups.values())).ranks
+
+    @property
+    def samples(self) -> Samples:
+        """Whether each rank of a replica group takes samples of its own."""
+        return next(iter(self.parameter_groups.values())).samples
 
 
 class ThreadSpec(MachineSpec):

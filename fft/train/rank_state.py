@@ -30,7 +30,7 @@ class RankState:
 
     def __init__(self, manager: Manager, injector: Injector | None, settings: Settings) -> None:
         self._manager = manager
-        self._takers = 1 if settings.spec.ranks == "stages" else manager._group_world_size
+        self._takers = 1 if settings.spec.samples == "per_group" else manager._group_world_size
         """Ranks of a group that take an item of the data each; 1: all take the same."""
         self._injector = injector
         self._check_every = settings.check_replicas

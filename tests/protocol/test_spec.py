@@ -78,7 +78,21 @@ BAD = {
             "  step: {members: job, commits: [model, head]",
         ),
         "parameter_groups",
-        "not as ['one', 'shards']",
+        "not ['one', 'shards']",
+    ),
+    "ranks that take samples unlike each other": (
+        changed(
+            "  model: {ranks: shards}\nscopes:\n  step: {members: job, commits: [model]",
+            "  model: {ranks: shards}\n  head: {ranks: shards, samples: per_group}\nscopes:\n"
+            "  step: {members: job, commits: [model, head]",
+        ),
+        "parameter_groups",
+        "not ['per_group', 'per_rank']",
+    ),
+    "stages of unlike samples": (
+        changed("  model: {ranks: shards}", "  model: {ranks: stages}"),
+        "parameter_groups.model",
+        "say per_group",
     ),
     "two scopes": (
         changed(
@@ -309,3 +323,13 @@ def test_both_diagrams_have_every_state_and_every_edge() -> None:
     for source, target, _ in edges(spec):
         assert f"{in_mermaid(source)} --> {in_mermaid(target)}" in mermaid
         assert f'"{source}" -> "{target}"' in dot
+
+
+@pytest.mark.parametrize("name", ["ddp", "pipeline"])
+def test_what_is_proved_of_hsdp_holds_of_the_specs_that_only_hold_parameters_otherwise(
+    name: str,
+) -> None:
+    """Their machine is hsdp's, row by row, and so are its timers and policies."""
+    own = {"name", "doc", "parameter_groups"}
+    assert load_spec(name).model_dump(exclude=own) == load_spec("hsdp").model_dump(exclude=own)
+    assert load_spec(name).digest() != load_spec("hsdp").digest()
