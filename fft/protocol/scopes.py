@@ -7,11 +7,12 @@ sync policy. Each parameter group is committed by one scope. The engine runs one
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from fft.util.names import unknown
 
 Ranks = Literal["one", "shards", "stages"]
 """How the ranks of a replica group hold a parameter group."""
@@ -72,7 +73,7 @@ def scope_problems(
         for i, group in enumerate(scope.commits):
             place = ("scopes", name, "commits", i)
             if group not in groups:
-                yield place, _unknown(group, groups)
+                yield place, unknown("parameter group", group, groups)
             elif group in by:
                 yield place, f"{group!r} is committed by {by[group]!r} already; take one away"
             by.setdefault(group, name)
@@ -86,16 +87,10 @@ def scope_problems(
         if len(kinds) > 1:
             text = f"the ranks of a replica group {what} all of them alike, not {sorted(kinds)}"
             yield ("parameter_groups",), text
-    for name, group in groups.items():
-        if group.ranks == "stages" and group.samples == "per_rank":
+    for name, held in groups.items():
+        if held.ranks == "stages" and held.samples == "per_rank":
             text = "the last stage needs the targets of what the first has taken: say per_group"
             yield ("parameter_groups", name, "samples"), text
-
-
-def _unknown(group: str, groups: Iterable[str]) -> str:
-    near = difflib.get_close_matches(group, list(groups), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(groups)}"
-    return f"unknown parameter group {group!r}; {hint}"
 
 
 def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) -> Iterator[str]:

@@ -213,10 +213,18 @@ class ManagerFFT(TorchftInterface):
                 float32 and with its rounding; None: in that of the gradient.
 
         Raises:
-            FftError: DistributedDataParallel averages in a way that FFT cannot take over.
+            FftError: DistributedDataParallel averages in a way that FFT cannot take over, or
+                all parameters of the model are averaged already.
         """
         torch_ddp.refuse_unfit(model)
         reducers = self._parts.reductions.reducers
+        own = set(model.parameters())
+        if any(own.issubset(reducer.parameters()) for reducer in reducers):
+            raise FftError(
+                f"gradients of this {type(model).__name__} are averaged already, by an earlier "
+                "sync_gradients() or register_pipeline(), and would be a second time: leave this "
+                "call out"
+            )
         reducers.append(Reducer(model, self, bucket_cap_mb, reduce_dtype, len(reducers)))
         torch_ddp.take_over(model, reducers[-1])
 

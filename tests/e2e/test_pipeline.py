@@ -189,6 +189,17 @@ def test_a_stage_that_is_not_registered_is_told(tmp_path: Path) -> None:
     assert "stage 1 has parameters that are not registered" in said
 
 
+def test_what_a_pipeline_averages_is_not_averaged_twice(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register()
+        member.manager.sync_gradients(stages.modules[0])
+        schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
+        member.manager.register_pipeline(schedule)
+
+    assert "Linear are averaged already" in refusal(tmp_path, work)
+
+
 def test_groups_of_several_ranks_need_a_spec_that_says_what_they_hold(tmp_path: Path) -> None:
     with job(tmp_path, 1) as made, pytest.raises(FftError) as error:
         made.ranks("0", [{"spec": "ddp"}, {"spec": "ddp"}])
