@@ -68,6 +68,8 @@ class JobView:
     history: History = field(default_factory=History)
     committed: bool = False
     """Whether any process has committed a step."""
+    most: int = 0
+    """Of the steps that any incarnation has committed."""
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
 
@@ -100,7 +102,7 @@ class JobView:
     @property
     def step(self) -> int:
         """The number of steps that the job has committed."""
-        return max((view.step for view in self.ranks.values()), default=0)
+        return max(self.most, *(view.step for view in self.ranks.values()), 0)
 
 
 class TraceTail:
@@ -167,6 +169,7 @@ class TraceTail:
         if inc == known.inc:
             known.leaves |= _is_asked(_mapping(record.get("event")), key[0])
             _update(known, record)
+            self.view.most = max(self.view.most, known.step)
 
     def _take_command(self, record: dict[str, Any]) -> None:
         """A fault that somebody asked for; the supervisor says of its own when they happen."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torchft.manager import _ManagedFuture
 
 from fft.train.local_tensors import edit_count, local_of, same_bits
 
@@ -165,6 +166,8 @@ class Bucket:
     def wait(self) -> None:
         """Until it is reduced, if that was begun; the result is in the buffer then."""
         if isinstance(self.work, Future):
+            if isinstance(self.work, _ManagedFuture):  # of `manager.allreduce`: torchft's is filled
+                self.work._managed_work().wait()  # in by who waits for the work
             self.gradients().copy_(_tensor_of(self.work.wait()).reshape(-1))
         elif self.work is not None:
             self.work.wait()

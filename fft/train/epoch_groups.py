@@ -74,6 +74,11 @@ class EpochGroups:
         shard.be_default()
         return shard
 
+    @property
+    def stages(self) -> ProcessGroup | None:
+        """What `stage_group` gives, or would give."""
+        return None if self.shard is None else self.shard.pg
+
     def _ready(self, asked: str) -> ShardProcessGroupGloo:
         if self.shard is None or not isinstance(self.shard.pg, ShardProcessGroupGloo):
             raise FftError(f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...)")

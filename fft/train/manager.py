@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -330,10 +331,15 @@ class ManagerFFT(TorchftInterface):
 
         Raises:
             DataError: ``loader`` could not be restored.
-            FftError: a registered model averages its gradients in a way that FFT cannot take over.
+            FftError: a registered model averages its gradients in a way that FFT cannot take over,
+                or a pipeline's schedule is not registered.
         """
         for wrapper in torch_ddp.wrappers_around(self._parts.state.models):
             self._take_over(wrapper)
+        if "torch.distributed.pipelining.schedules" in sys.modules:
+            from fft.train import pipeline
+
+            pipeline.refuse_forgotten(self._parts.groups.stages)
         return self._parts.loop.run(loader, max_steps, replay_only)
 
     def atomic(self) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ Main thread. Touches schedule and stages, by their attributes of torch 2.13, and
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
 from fft.train.reducer import Reducer
@@ -60,6 +61,23 @@ def stages_of(schedule: Any) -> list[Any]:
     return [schedule._stage]
 
 
+def refuse_forgotten(group: object | None) -> None:
+    """Raise FftError if this process has a schedule over ``group`` that nobody has registered.
+
+    Looks at all objects that there are, once: nothing leads from a group to its schedules.
+    """
+    for found in gc.get_objects():
+        if not issubclass(type(found), PipelineScheduleSingle | PipelineScheduleMulti):
+            continue
+        over = any(stage.group is group for stage in stages_of(found))
+        if over and group is not None and "_initialize_pp_stages" not in vars(found):
+            raise FftError(
+                f"a {type(found).__name__} over manager.stage_group() is not registered, so a "
+                "rollback would leave it in the middle of a step, and nobody would average its "
+                "gradients: call manager.register_pipeline(schedule)"
+            )
+
+
 def refuse_unfit(schedule: Any, group: object, models: Iterable[nn.Module]) -> None:
     """Raise FftError if a rollback could not clear the schedule, or it is put together otherwise.
 
@@ -93,6 +111,11 @@ def _refuse_unfit(stage: Any, name: str, group: object, held: set[nn.Parameter])
                 f"{name} is wrapped in {type(module).__name__}: pass the plain module to "
                 "PipelineStage; its gradients are averaged across the replica groups by FFT"
             )
+    if not any(parameter.requires_grad for parameter in stage.submod.parameters()):
+        raise FftError(
+            f"{name} has no parameter that is trained, and every rank must reduce something in "
+            "each step: let it train one (a norm, an adapter), or cut the stages elsewhere"
+        )
     if not held.issuperset(stage.submod.parameters()):
         raise FftError(
             f"{name} has parameters that are not registered: call manager.register(modules, "

@@ -75,7 +75,6 @@ class RankState:
         self.updates.close()
         self.updates = updates
         self.models = models
-        self.pipelines.clear()
         self.step = StepState(models, optimizers, schedulers, others, generators, self.pipelines)
         self.checks = EqualityChecks(self.step.fingerprint, self._check_every)
         if self._injector is not None:

@@ -14,7 +14,7 @@ from torchft.manager import ExceptionWithTraceback, Manager
 
 import fft.util.errors
 from fft.messages.protocol import Finish
-from fft.util.error_places import words_of
+from fft.util.error_places import first_line, words_of
 from fft.util.errors import FftError
 
 _LONGEST = 500
@@ -58,8 +58,7 @@ class QuietLogger:
 
 def text_of(error: BaseException) -> str:
     """One line that says what happened; without gloo's source path and its general advice."""
-    first = (words_of(error).splitlines() or [""])[0]
-    plain = re.sub(r"^\[/\S+?:\d+\] ", "", first).split(". This is typically")[0]
+    plain = re.sub(r"^\[/\S+?:\d+\] ", "", first_line(error)).split(". This is typically")[0]
     # the name of a file may come with half a character, which no message carries
     return f"{type(error).__name__}: {plain}"[:_LONGEST].encode("utf-8", "replace").decode()
 

@@ -100,7 +100,7 @@ def place_of(error: BaseException) -> Place:
     return Place(
         type=type(told).__name__,
         kinds=_kinds(told),
-        message=_plain((words_of(told).splitlines() or [""])[0])[:_LONGEST_MESSAGE],
+        message=_plain(first_line(told))[:_LONGEST_MESSAGE],
         where=_where(told),
         operation=_plain(str(getattr(told, "fft_place", "")))[:_LONGEST_MESSAGE],
         text=_cut(_plain("".join(traceback.format_exception(error)))),
@@ -113,6 +113,11 @@ def words_of(error: BaseException) -> str:
         return str(error)
     except Exception as trouble:  # noqa: BLE001 - code of the user's, about an error of theirs
         return f"<{type(error).__name__} whose __str__ raises {type(trouble).__name__}>"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line with words in it of what ``error`` says."""
+    return next((line.strip() for line in words_of(error).splitlines() if line.strip()), "")
 
 
 def traceback_of_caller() -> TracebackType | None:

@@ -11,7 +11,7 @@ import pytest
 from bus_helpers import NOISE_S, Heard
 from waiting import wait_until
 
-from fft.bus.base import RING_MESSAGES, BusForgot, BusOverrun
+from fft.bus.base import RING_MESSAGES, BusError, BusForgot, BusOverrun, BusUnreachable
 from fft.bus.memory import MemoryBus
 from fft.bus.resubscribing import ResubscribingListener
 
@@ -74,3 +74,30 @@ def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptur
             wait_until(lambda: said in caplog.text, "it is said", NOISE_S)
             wait_until(lambda: told == ["it forgot"], "its owner is told", NOISE_S)
         assert caplog.text.count("no longer receives the topic commands") == 1
+
+
+class Once(MemoryBus):
+    """Takes one listener of commands, and no second one."""
+
+    def subscribe(self, on_message, on_lost, topic="protocol"):  # type: ignore[no-untyped-def]
+        if topic == "commands":
+            if getattr(self, "taken", None) is not None:
+                raise BusUnreachable("memory://gone", "no place")
+            self.taken = on_lost
+        return super().subscribe(on_message, on_lost, topic)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_who_cannot_be_taken_up_again_is_told_unless_closed(is_closed: bool) -> None:
+    missed: list[BusError] = []
+    lost: list[BusError] = []
+    with Once(name()) as bus:
+        listener = ResubscribingListener(
+            bus, "commands", lambda _: None, "a test", missed.append, lost.append
+        )
+        if is_closed:
+            listener.close()
+        bus.taken(BusOverrun("fell behind"))
+        assert missed == []
+        assert [type(error) for error in lost] == ([] if is_closed else [BusUnreachable])
+        listener.close()

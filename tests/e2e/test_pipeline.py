@@ -5,6 +5,7 @@ How they train, and with which bits, is shown by the recipes (tests/recipes/pipe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ class Stages:
 
     def __init__(self, member: Member, group: Any = None) -> None:
         self.modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+        with torch.no_grad():  # alike in all groups, whose threads share torch's generator
+            for p in (p for module in self.modules for p in module.parameters()):
+                p.copy_(torch.linspace(-0.4, 0.5, p.numel()).view_as(p))
         self.group = group or member.manager.stage_group()
         self.manager = member.manager
 
@@ -76,7 +80,6 @@ def test_two_stages_on_one_rank_train_and_a_stale_loss_is_dropped(tmp_path: Path
     for fails in (False, True):
 
         def work(member: Member, fails: bool = fails) -> None:
-            torch.manual_seed(1)
             stages = Stages(member)
             left = [fails]
 
@@ -89,6 +92,7 @@ def test_two_stages_on_one_rank_train_and_a_stale_loss_is_dropped(tmp_path: Path
             schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=raising_loss)
             stages.register()
             member.manager.register_pipeline(schedule)
+            stages.register()  # what was registered as a pipeline stays one
             loader = fft.CursorLoader(range(64), batch_size=8, seed=1)
             for txn in member.manager.transactions(loader, max_steps=4):
                 with txn:
@@ -99,6 +103,76 @@ def test_two_stages_on_one_rank_train_and_a_stale_loss_is_dropped(tmp_path: Path
 
         on_its_thread(tmp_path / str(fails), work)
     assert all(torch.equal(a, b) for a, b in zip(ended[False], ended[True], strict=True))
+
+
+def test_gradients_are_the_mean_over_microbatches_and_groups(tmp_path: Path) -> None:
+    """As computed from all samples at once; also after one of the groups has left."""
+    found: dict[tuple[str, int], tuple[list[Any], list[Any]]] = {}
+
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
+        stages.register()
+        member.manager.register_pipeline(schedule)
+        loader = fft.CursorLoader(range(64), batch_size=8, seed=1)
+        for txn in member.manager.transactions(loader, max_steps=4):
+            if txn.step == 2 and member.group == "1":
+                member.manager.drain()
+            with txn:
+                x = batch_of(txn.batch)
+                before = copy.deepcopy(nn.Sequential(*stages.modules))
+                schedule.step(x, target=x.mean(1, keepdim=True))
+                grads = [p.grad.clone() for m in stages.modules for p in m.parameters()]
+            if txn.committed:
+                loss_of(before(x), x.mean(1, keepdim=True)).backward()
+                alone = [p.grad for p in before.parameters()]
+                found[member.group, txn.step] = (grads, alone)
+
+    shards = [fft.ShardProcessGroupGloo() for _ in range(2)]
+    try:
+        with job(tmp_path, 2) as made:
+            for group, shard in zip("01", shards, strict=True):
+                made.member(group, register=False, spec="pipeline", shard_pg=shard).start(work)
+            for member in made.members:
+                member.end()
+                assert member.error is None, member.error
+    finally:
+        for shard in shards:
+            shard.unregister()
+    assert {step for group, step in found if group == "1"} == {0, 1, 2}
+    for step in range(4):
+        groups = [found[group, step] for group in "01" if (group, step) in found]
+        assert len(groups) == (2 if step < 3 else 1)
+        for grads, _ in groups:
+            means = [
+                torch.stack(g).mean(0) for g in zip(*(alone for _, alone in groups), strict=True)
+            ]
+            for grad, mean in zip(grads, means, strict=True):
+                torch.testing.assert_close(grad, mean)
+
+
+def test_a_schedule_that_was_not_registered_is_told(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
+        stages.register()
+        for txn in member.manager.transactions(fft.CursorLoader(range(64), 8), max_steps=1):
+            with txn:
+                schedule.step(batch_of(txn.batch), target=batch_of(txn.batch)[:, :1])
+
+    said = refusal(tmp_path, work)
+    assert "ScheduleInterleaved1F1B over manager.stage_group() is not registered" in said
+
+
+def test_a_frozen_stage_is_named(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        stages = Stages(member)
+        stages.register()
+        stages.modules[0].requires_grad_(False)
+        schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
+        member.manager.register_pipeline(schedule)
+
+    assert "stage 0 has no parameter that is trained" in refusal(tmp_path, work)
 
 
 def test_another_spec_is_told(tmp_path: Path) -> None:

@@ -69,6 +69,23 @@ def test_with_a_hook_each_bucket_is_told_by_its_own_flags_who_used_it(tmp_path: 
     assert aborts(tmp_path) == []
 
 
+def test_a_hook_may_return_the_future_of_an_all_reduce(tmp_path: Path) -> None:
+    """Of torchft's, with what is to be done to its result, and nobody waits for its work."""
+
+    def hook(manager: Any, bucket: Any) -> Any:
+        work = manager.allreduce(bucket.buffer())
+        return work.get_future().then(lambda future: future.value() * 1.0)
+
+    def prepare(manager: Any, model: nn.Module) -> None:
+        manager.sync_gradients(model, bucket_cap_mb=ONE_EACH)
+        manager.register_comm_hook(manager, hook)
+
+    found, numbers = reduced(tmp_path, Layers(), one_backward, prepare)
+    for mine in found:
+        assert_equal(mine, alone(Layers(), one_backward, numbers))
+    assert aborts(tmp_path) == []
+
+
 class Twice(nn.Module):
     """``shared`` has its gradient in two parts in the first call, and in one in later ones."""
 

@@ -44,8 +44,9 @@ for line in stage.makefile():
     elif order == "tell":
         os.write(int(os.environ["FFT_SUPERVISOR_FD"]), rest.encode())
     elif order == "raise":
-        from fft.util.errors import NoState
+        from fft.util.errors import JobEnded, NoState
         kinds = {"cut": ConnectionError, "bug": RuntimeError, "other": KeyError, "lost": NoState}
+        kinds["late"] = JobEnded
         raise kinds[rest](rest)
     elif order == "spawn":  # a helper that holds a connection of its own, and outlives us
         code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"

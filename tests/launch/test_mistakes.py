@@ -19,7 +19,7 @@ from fft.launch.supervisor.mistakes import Mistakes
 from fft.train.body_failures import BodyFailures
 from fft.train.reported import text_of
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
-from fft.util.errors import NoState
+from fft.util.errors import NoState, UnlikeGroups
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -53,6 +53,13 @@ def test_what_fails_again_before_the_first_commit_is_a_mistake() -> None:
     assert mistakes.ended("0", place(KeyError), False) is None
     found = mistakes.ended("0", place(KeyError), False)
     assert found is not None and found.ends == "job"
+
+
+def test_groups_that_train_unlike_models_are_a_mistake_at_once() -> None:
+    found = Mistakes(["0", "1"], 2).ended("1", place(UnlikeGroups), False)
+    assert found is not None and found.ends == "job"
+    found = Mistakes(["0", "1"], 2).ended("1", place(UnlikeGroups), True)
+    assert found is not None and found.ends == "group"
 
 
 def test_what_cannot_be_loaded_needs_no_second_start() -> None:
@@ -321,3 +328,10 @@ def test_when_too_few_groups_are_left_the_job_ends_with_the_mistake_and_nothing_
     assert "group 1 was given up" in verdict.lines[0]
     assert "2 groups are needed" in verdict.lines[1]
     assert len(verdict.lines) == 2
+
+
+def test_an_error_is_told_by_its_first_line_with_words() -> None:
+    """Pipelines of torch begin theirs with an empty one."""
+    error = RuntimeError("\n        Failed to run stage backward:\n  …")
+    assert text_of(error) == "RuntimeError: Failed to run stage backward:"
+    assert place_of(error).message == "Failed to run stage backward:"

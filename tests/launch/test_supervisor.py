@@ -29,6 +29,7 @@ from fft.operate import drain
 from fft.operate import inject as injecting
 from fft.operate.client import JobClient, OperatorError
 from fft.trace.report import fired
+from fft.trace.tail import TraceTail
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -395,6 +396,38 @@ def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(
         assert again.says() == {"heard": "sigterm"}
         again.order("exit 0")
         assert job.verdict().ok
+
+
+def test_who_moves_again_when_the_job_is_over_does_not_spoil_its_end(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """A group that was stopped, and left out, wakes up after the last step of the others."""
+    with run_job(groups=2, ranks=1, max_restarts=0) as job:
+        actors = two_at_work(job, stage, 7)
+        actors["0", "0"].order("exit 0")
+        actors["0", "0"].gone()
+        actors["1", "0"].order("raise late")
+        verdict = job.verdict()
+    assert verdict.ok, verdict.lines
+    assert "group 1 came back when the job was over" in verdict.lines
+
+
+def test_who_was_never_in_the_job_and_comes_after_its_end_is_told(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=1, ranks=1, max_restarts=0) as job:
+        (actor,) = stage.enter(1).values()
+        actor.order("raise late")
+        assert not job.verdict().ok
+
+
+def test_the_steps_of_those_who_are_gone_count(tmp_path: Path) -> None:
+    """Else a job all of whose processes have started again would have committed nothing."""
+    (tmp_path / "g0r0i1.jsonl").write_text(at_work(7, 1, ["0"]))
+    (tmp_path / "g0r0i2.jsonl").write_text(record(kind="transition", step=0, epoch=0, members=[]))
+    tail = TraceTail(tmp_path)
+    assert tail.poll().step == 7
+    tail.close()
 
 
 def test_who_has_joined_again_goes_on_when_the_others_have_finished(

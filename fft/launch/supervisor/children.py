@@ -111,6 +111,11 @@ class Child:
         is_theirs = self.last_words is not None and self.last_words.may_pass
         return (self.code or 0) > 0 and not is_theirs
 
+    @property
+    def came_too_late(self) -> bool:
+        """Once it is reaped: whether all others had left; it had been left out, after a hang."""
+        return self.last_words is not None and self.last_words.type == "JobEnded"
+
     def signal(self, number: int) -> None:
         """Send a signal; a child that is already dead is left alone."""
         pidfd.send(self.fd, number)

@@ -41,7 +41,7 @@ class Judgement:
 
         ``is_over``: all groups have left with one commit. ``unfinished``: of the fault plan.
         """
-        lines, remarks = self._ends(is_over)
+        lines, remarks = self._ends(view, is_over)
         remarks += filter(None, (_left_early(group, view) for group in self.groups))
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
@@ -53,7 +53,12 @@ class Judgement:
             remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
         return JobOutcome(not lines, (*lines, *remarks))
 
-    def _ends(self, is_over: bool) -> tuple[list[str], list[str]]:
+    def _took_part(self, group: Group, view: JobView) -> bool:
+        """Whether the group, or another one here, has seen the job; else it was never let in."""
+        committed = any(rank.commits for rank in view.of(group.name))
+        return committed or any(other.finished for other in self.groups)
+
+    def _ends(self, view: JobView, is_over: bool) -> tuple[list[str], list[str]]:
         """Problems and remarks, with those that are in how the processes ended."""
         lines, remarks = list(self.problems), list[str]()
         for group in self.groups:
@@ -63,7 +68,9 @@ class Judgement:
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
-                if not is_over or child.failed_by_itself:
+                if child.came_too_late and self._took_part(group, view):
+                    remarks.append(f"group {group.name} came back when the job was over")
+                elif not is_over or child.failed_by_itself:
                     lines.append(child.verdict(self.shown))
                 else:
                     remarks.append(_cut_short(child))

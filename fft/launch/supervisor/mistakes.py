@@ -48,6 +48,10 @@ class Mistakes:
         self._errors[group] = error
         again = before is not None and before.signature == error.signature
         alike = {g for g, e in self._errors.items() if e.signature == error.signature}
+        if error.type == "UnlikeGroups":
+            return Mistake(
+                "group" if job_committed else "job", "all groups must train the same model", error
+            )
         if not job_committed:
             reason = self._before_the_first_commit(error, again, len(alike))
             return None if reason is None else Mistake("job", reason, error)
