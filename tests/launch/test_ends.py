@@ -119,6 +119,21 @@ def test_a_job_is_over_when_the_last_commit_has_all_groups_leave(bus: ErrorBus) 
     assert last_epoch(bus) == formed(2, "0", "1")
 
 
+def test_who_moves_again_when_the_job_is_over_does_not_spoil_its_end(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """A group that was stopped, and left out, wakes up after the last step of the others."""
+    with run_job(groups=2, ranks=1) as job, open_bus(job.bus_url) as bus:
+        actors = two_at_work(job, stage, 7)
+        show(bus, formed(2, "0"), left(2, "0"))
+        actors["0", "0"].order("exit 0")
+        actors["0", "0"].gone()
+        actors["1", "0"].order("raise late")
+        verdict = job.verdict()
+    assert verdict.ok, verdict.lines
+    assert "group 1 came back when the job was over" in verdict.lines
+
+
 def test_a_job_goes_on_while_somebody_stays(bus: ErrorBus) -> None:
     show(bus, formed(2, "0", "1"), left(2, "0"))
     assert last_epoch(bus) is None

@@ -398,20 +398,6 @@ def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(
         assert job.verdict().ok
 
 
-def test_who_moves_again_when_the_job_is_over_does_not_spoil_its_end(
-    run_job: StartJob, stage: Stage
-) -> None:
-    """A group that was stopped, and left out, wakes up after the last step of the others."""
-    with run_job(groups=2, ranks=1, max_restarts=0) as job:
-        actors = two_at_work(job, stage, 7)
-        actors["0", "0"].order("exit 0")
-        actors["0", "0"].gone()
-        actors["1", "0"].order("raise late")
-        verdict = job.verdict()
-    assert verdict.ok, verdict.lines
-    assert "group 1 came back when the job was over" in verdict.lines
-
-
 def test_who_was_never_in_the_job_and_comes_after_its_end_is_told(
     run_job: StartJob, stage: Stage
 ) -> None:
