@@ -73,16 +73,23 @@ def run(example: Example, folder: Path) -> bool:
 
 
 def samples(traces: Path) -> tuple[int, int, int]:
-    """Slices of the data consumed once, more than once, and never, by any rank number of groups."""
+    """Slices of the data consumed once, more than once, and never, by any rank number of groups.
+
+    How many there must be is what the register says: the cursor of the last commit.
+    """
     taken: dict[int, Counter[int]] = {}
-    for line in read_lines(traces, lambda line: line.get("note") == "consumed"):
-        if (number := line["data"]["slice"]) is not None:
-            taken.setdefault(line["rank"], Counter())[number] += 1
+    cursor = 0
+    for line in read_lines(traces):
+        taken.setdefault(line["rank"], Counter())
+        if record := (line.get("event") or {}).get("record"):
+            cursor = max(cursor, record["cursor"])
+        if line.get("note") == "consumed" and (number := line["data"]["slice"]) is not None:
+            taken[line["rank"]][number] += 1
     once = twice = never = 0
     for counts in taken.values():
         once += sum(count == 1 for count in counts.values())
         twice += sum(count > 1 for count in counts.values())
-        never += max(counts) + 1 - len(counts)
+        never += cursor - len(counts)
     return once, twice, never
 
 

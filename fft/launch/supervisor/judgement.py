@@ -42,7 +42,7 @@ class Judgement:
         ``is_over``: all groups have left with one commit. ``unfinished``: of the fault plan.
         """
         lines, remarks = self._ends(view, is_over)
-        remarks += filter(None, (_left_early(group, view) for group in self.groups))
+        early = filter(None, (_left_early(group, view) for group in self.groups))
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
         last = (child.last_words for group in self.groups for child in group.children)
@@ -51,7 +51,7 @@ class Judgement:
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
             names = "; ".join(map(in_words, unfired))
             remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
-        return JobOutcome(not lines, (*lines, *remarks))
+        return JobOutcome(not lines, (*early, *lines, *remarks))  # the cause comes first
 
     def _took_part(self, group: Group, view: JobView) -> bool:
         """Whether the group, or another one here, has seen the job; else it was never let in."""
