@@ -276,8 +276,7 @@ class ManagerFFT(TorchftInterface):
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.
 
-        It is ``shard_pg``, which a rollback aborts and rebuilds; and torch's default process
-        group, where there is none.
+        It is ``shard_pg``; and torch's default process group, where there is none.
         """
         return self._parts.groups.stage_group()
 
@@ -289,9 +288,8 @@ class ManagerFFT(TorchftInterface):
         targets. When ``step`` returns, ``.grad`` is the mean over microbatches and groups.
 
         Args:
-            schedule: of ``torch.distributed.pipelining``: GPipe, 1F1B, interleaved 1F1B, looped
-                BFS, interleaved or V-shaped zero bubble, over stages of plain modules made with
-                ``group=manager.stage_group()``.
+            schedule: of ``torch.distributed.pipelining`` (not DualPipeV), over stages of plain
+                modules made with ``group=manager.stage_group()``.
             bucket_cap_mb: MiB of gradients that are reduced at once.
 
         Raises:
@@ -299,18 +297,12 @@ class ManagerFFT(TorchftInterface):
         """
         from fft.train import pipeline  # half a second, for who has one
 
-        spec, state = self._parts.settings.spec, self._parts.state
-        if spec.ranks != "stages":
-            raise FftError(
-                f"register_pipeline() needs a spec in which the ranks of a group hold stages, and "
-                f"{spec.name!r} has none: pass spec='pipeline' to ManagerFFT, or set FFT_SPEC"
-            )
-        pipeline.refuse_unfit(schedule, self.stage_group(), state.models)
-        reducers = {}
-        for stage in pipeline.stages_of(schedule):
-            self.sync_gradients(stage.submod, bucket_cap_mb)
-            reducers[stage.stage_index] = self._parts.reductions.reducers[-1]
-        state.pipelines.append(pipeline.Pipeline(schedule, reducers))
+        def averaged(module: nn.Module) -> Reducer:
+            self.sync_gradients(module, bucket_cap_mb)
+            return self._parts.reductions.reducers[-1]
+
+        spec, state, group = self._parts.settings.spec, self._parts.state, self.stage_group()
+        state.pipelines += [pipeline.registered(schedule, spec, group, state.models, averaged)]
 
     def shard_mesh(self) -> DeviceMesh:
         """Device mesh over the ranks of this replica group, for ``fully_shard``."""

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
+from fft.protocol.spec import FsmSpec
 from fft.train.reducer import Reducer
 from fft.util.errors import FftError
 
@@ -55,10 +56,11 @@ _OF_STAGE = ("backward_state", "bwd_cache", "dw_runner")
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """Those of this rank."""
-    if isinstance(schedule, PipelineScheduleMulti):
-        return list(schedule._stages)
-    return [schedule._stage]
+    """Those of this rank; none of a schedule that could not be made."""
+    held = vars(schedule)
+    return (
+        list(held["_stages"]) if "_stages" in held else [held["_stage"]] if "_stage" in held else []
+    )
 
 
 def refuse_forgotten(group: object | None) -> None:
@@ -66,16 +68,37 @@ def refuse_forgotten(group: object | None) -> None:
 
     Looks at all objects that there are, once: nothing leads from a group to its schedules.
     """
-    for found in gc.get_objects():
+    for found in gc.get_objects() if group is not None else ():
         if not issubclass(type(found), PipelineScheduleSingle | PipelineScheduleMulti):
             continue
         over = any(stage.group is group for stage in stages_of(found))
-        if over and group is not None and "_initialize_pp_stages" not in vars(found):
+        if over and "_initialize_pp_stages" not in vars(found):
             raise FftError(
                 f"a {type(found).__name__} over manager.stage_group() is not registered, so a "
                 "rollback would leave it in the middle of a step, and nobody would average its "
                 "gradients: call manager.register_pipeline(schedule)"
             )
+
+
+def registered(
+    schedule: Any,
+    spec: FsmSpec,
+    group: object,
+    models: Iterable[nn.Module],
+    averaged: Callable[[nn.Module], Reducer],
+) -> Pipeline:
+    """The schedule, taken over. ``averaged``: has the gradients of a module averaged.
+
+    Raises FftError as `refuse_unfit`, and where ``spec`` has no stages.
+    """
+    if spec.ranks != "stages":
+        raise FftError(
+            f"register_pipeline() needs a spec in which the ranks of a group hold stages, and "
+            f"{spec.name!r} has none: pass spec='pipeline' to ManagerFFT, or set FFT_SPEC"
+        )
+    refuse_unfit(schedule, group, models)
+    stages = stages_of(schedule)
+    return Pipeline(schedule, {stage.stage_index: averaged(stage.submod) for stage in stages})
 
 
 def refuse_unfit(schedule: Any, group: object, models: Iterable[nn.Module]) -> None:
