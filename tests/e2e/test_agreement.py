@@ -463,9 +463,7 @@ def test_gradients_dropped_after_backward_are_a_mistake(tmp_path: Path) -> None:
         _loss(member, txn.batch).backward()
         member.optimizer.zero_grad()
 
-    assert "no registered optimizer has one" in _fails(
-        tmp_path, body, lambda member: member.manager.sync_gradients(member.model)
-    )
+    assert "no registered optimizer has one" in _fails(tmp_path, body)
 
 
 def test_a_loop_that_is_left_inside_a_body_says_so_at_the_shutdown(tmp_path: Path) -> None:

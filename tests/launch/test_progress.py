@@ -102,7 +102,8 @@ def test_a_newer_incarnation_takes_the_place_of_the_older(tmp_path: Path) -> Non
     before = tail.poll().incs("0")
     (tmp_path / "g0r0i10.jsonl").write_bytes(moved("HEALING", step=0, epoch=5))
     view = tail.poll()
-    assert view.ranks["0", 0].state == "HEALING" and view.step == 0
+    assert view.ranks["0", 0].state == "HEALING" and view.ranks["0", 0].step == 0
+    assert view.step == 8, "the job has committed them"
     assert not view.committed_since("0", before)
     with (tmp_path / "g0r0i9.jsonl").open("ab") as file:
         file.write(moved("COMMIT", step=9, epoch=4))
