@@ -418,6 +418,9 @@ class Engine:
                 self._timers = [t for t in self._timers if t[2].name not in names]
                 heapq.heapify(self._timers)
             case Restore() | Heal() | Apply() | StartTxn() | Finish():
+                if isinstance(effect, Finish) and effect.error is not None:
+                    self._host.cancel_futures(effect.reason)  # it may wait in a collective that
+                    self._host.abort_groups(effect.reason)  # the others have left
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()

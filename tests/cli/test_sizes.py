@@ -21,7 +21,7 @@ LONG_FILES = {
     "bus/natslink.py": (474, "One class that owns a loop thread; addresses could leave."),
     "bus/sealed.py": (403, "Seals and opens are read against each other."),
     "bus/tcpstore.py": (454, "One bus, its keys and its connection, behind a page on all of them."),
-    "engine/loop.py": (640, "One thread and what it owns; every method runs on it."),
+    "engine/loop.py": (643, "One thread and what it owns; every method runs on it."),
     "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
     "launch/supervisor/loop.py": (637, "One thread that owns all children; commands could leave."),
     "messages/protocol.py": (701, "A list of message types, each short, that one codec reads."),

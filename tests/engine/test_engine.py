@@ -479,6 +479,18 @@ def test_who_fell_behind_on_the_bus_learns_what_it_has_missed_and_trains_on(
     assert not first.engine.local.deaf
 
 
+def test_who_is_to_stop_is_freed_from_its_collectives(stack: ExitStack) -> None:
+    """Its peers may have left them, and gloo does not tell every waiter of that."""
+    job = Job(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1).start()
+    job.train(2)
+    older, freed = job.members[0], list[str]()
+    older.host.abort_groups = freed.append  # type: ignore[method-assign]
+    job.start_group("0", inc=2)
+    wait_until(lambda: older.ended is not None, "the older one is told to stop")
+    assert older.ended is not None and older.ended.error == "Fenced"
+    assert [cause for cause in freed if "is replaced by" in cause]
+
+
 class Slow(MemoryBus):
     """Takes its time over broadcasts."""
 
