@@ -52,16 +52,8 @@ COLUMNS = (
 def run(example: Example, folder: Path) -> bool:
     """Train it to the end of its plan; whether it ended well. Its output goes to ``job.log``."""
     folder.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-m",
-        "fft.cli",
-        "run",
-        "--groups",
-        "2",
-        "--ranks",
-        f"{example.ranks}",
-    ]
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2"]
+    command += ["--ranks", str(example.ranks)]
     command += ["--faults", f"examples/{example.plan}", "--trace-dir", f"{folder}/traces"]
     command += ["--stop-after-plan", "10", "--min-steps", "60", "--timeout", f"{LIMIT_S}"]
     command += ["--no-progress", f"examples/{example.script}"]

@@ -8,13 +8,12 @@ replica groups, of which each is one process. To run it on this machine:
 
 from __future__ import annotations
 
-import argparse
 import os
 from datetime import timedelta
 
 import torch
 import torch.nn.functional as F
-from hsdp_char_lm import CharLM, Text
+from hsdp_char_lm import CharLM, Text, arguments
 from torch.nn.parallel import DistributedDataParallel
 from torchft import ProcessGroupGloo
 
@@ -25,10 +24,7 @@ MICROBATCHES = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3000, help="stop after so many, at the latest")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__)
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
         spec="ddp",

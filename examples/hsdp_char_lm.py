@@ -95,11 +95,16 @@ class CharLM(nn.Module):
         return self.head(self.norm(x).flatten(0, 1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str) -> argparse.Namespace:
+    """The command line of this script and of those beside it."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3000, help="stop after so many, at the latest")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(__doc__)
     # Not there when it is run by plain python: then it is the only process of its job.
     group, rank = os.environ.get("REPLICA_GROUP_ID", "0"), int(os.environ.get("RANK", "0"))
 

@@ -9,13 +9,12 @@ groups or on none. To run it on this machine:
 
 from __future__ import annotations
 
-import argparse
 import os
 from datetime import timedelta
 
 import torch
 import torch.nn.functional as F
-from hsdp_char_lm import CONTEXT, WIDTH, Block, Text
+from hsdp_char_lm import CONTEXT, WIDTH, Block, Text, arguments
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torchft import ProcessGroupGloo
@@ -58,10 +57,7 @@ def loss_of(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3000, help="stop after so many, at the latest")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__)
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # equal stages, across the groups
         shard_pg=fft.ShardProcessGroupGloo(timeout=timedelta(seconds=60)),  # between the stages

@@ -30,10 +30,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
+from fft.engine.host import Host
 from fft.messages.commands import (
     COMMANDS,
     Answer,
@@ -110,25 +111,6 @@ _REMOVALS = 16
 
 BusEffect = Broadcast | Tell | ReadHead | Decide | CastVote | DropBallot
 Command = Restore | Heal | Apply | StartTxn | Finish
-
-
-class Host(Protocol):
-    """What the engine asks of the process it runs in; all return at once, from this thread."""
-
-    def cancel_futures(self, cause: str) -> None:
-        """Fail every pending future of the txn."""
-
-    def abort_groups(self, cause: str) -> None:
-        """Abort the process groups of the epoch, freeing whoever is blocked in them."""
-
-    def command(self, command: OperatorCommand) -> None:
-        """An operator has said this to the job; it may not concern this process. Never raises."""
-
-    def interrupt(self, cause: str) -> None:
-        """A command waits that the main thread must come to: unwind the body of a txn, if open.
-
-        Called after the command is in the slot: a body that opens later finds it there.
-        """
 
 
 class Engine:
@@ -340,8 +322,12 @@ class Engine:
                 self._failure = error
                 self._changed.notify_all()
             self.ended.set()
-            self._host.cancel_futures(f"engine failed: {error!r}")
-            self._host.abort_groups(f"engine failed: {error!r}")
+            self._free(f"engine failed: {error!r}")
+
+    def _free(self, cause: str) -> None:
+        """Let the main thread out of whatever it waits for in a collective."""
+        self._host.cancel_futures(cause)
+        self._host.abort_groups(cause)
 
     def _answer_roll(self, call: RollCall) -> None:
         """Say that this participant lives, if it holds the state that the job would go on with."""
@@ -419,8 +405,7 @@ class Engine:
                 heapq.heapify(self._timers)
             case Restore() | Heal() | Apply() | StartTxn() | Finish():
                 if isinstance(effect, Finish) and effect.error is not None:
-                    self._host.cancel_futures(effect.reason)  # it may wait in a collective that
-                    self._host.abort_groups(effect.reason)  # the others have left
+                    self._free(effect.reason)  # the others may have left the collective
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()

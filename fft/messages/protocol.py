@@ -421,11 +421,6 @@ class BusDown:
         """Whether only a new process can go on, on this bus or on another."""
         return self.operation in ("listen", "forgot")
 
-    @property
-    def missed(self) -> bool:
-        """Whether messages were missed, and those that come now are heard."""
-        return self.operation == "overrun"
-
 
 @dataclass(frozen=True, config=_CONFIG)
 class Timer:

@@ -16,9 +16,6 @@ from fft.util.names import unknown
 
 Ranks = Literal["one", "shards", "stages"]
 """How the ranks of a replica group hold a parameter group."""
-Problem = tuple[tuple[str | int, ...], str]
-"""(place in the file, sentence with the mend)."""
-
 Samples = Literal["per_rank", "per_group"]
 """Whether each rank of a replica group computes on samples of its own, or all on the same."""
 _HELD = {
@@ -30,15 +27,21 @@ _TAKE = {
     "per_rank": "each rank takes samples of its own",
     "per_group": "all ranks of a group take the same samples",
 }
+Place = tuple[str | int, ...]
+"""In the file: the keys and numbers that lead there."""
+Problem = tuple[Place, str]
+"""A place, and a sentence with the mend."""
 _MEMBERS = {"job": "all ranks of all replica groups"}
 _SYNC = {"every_step": "in every step"}
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A part of a spec: nothing in it that is unknown or of another type, and nothing changes."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class ParameterGroup(_Strict):
+class ParameterGroup(Strict):
     """Parameters with their optimizer state that are committed together."""
 
     ranks: Ranks = Field(
@@ -52,7 +55,7 @@ class ParameterGroup(_Strict):
     )
 
 
-class Scope(_Strict):
+class Scope(Strict):
     """Who decides together, what their transactions commit, and when."""
 
     members: Literal["job"] = Field(description="who votes: all ranks of all replica groups")
@@ -71,7 +74,7 @@ def scope_problems(
     by: dict[str, str] = {}
     for name, scope in scopes.items():
         for i, group in enumerate(scope.commits):
-            place = ("scopes", name, "commits", i)
+            place: Place = ("scopes", name, "commits", i)
             if group not in groups:
                 yield place, unknown("parameter group", group, groups)
             elif group in by:

@@ -11,17 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fft.protocol.roles import Role
-from fft.protocol.scopes import ParameterGroups, Ranks, Samples, Scopes
+from fft.protocol.scopes import ParameterGroups, Ranks, Samples, Scopes, Strict
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Part(_Strict):
+class Part(Strict):
     """Effects of a sequence that are run if all guards hold by then."""
 
     guard: list[str] = Field(default_factory=list, description="names; all must hold")
@@ -46,7 +42,7 @@ class Row(Part):
 Rows = Annotated[list[Row], Field(min_length=1)]
 
 
-class SubState(_Strict):
+class SubState(Strict):
     """What rows say to events, and which events are ignored or deferred by name."""
 
     doc: str = ""
@@ -85,14 +81,14 @@ class StateSpec(SubState):
         return self.role == "terminal"
 
 
-class Common(_Strict):
+class Common(Strict):
     """Rows for every state that is not terminal and does not name the event itself."""
 
     on: dict[str, Rows] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
 
 
-class Policies(_Strict):
+class Policies(Strict):
     """Choices that guards read."""
 
     min_reductions: int = Field(
@@ -104,7 +100,7 @@ class Policies(_Strict):
     )
 
 
-class TimerRule(_Strict):
+class TimerRule(Strict):
     """What a timer must be at least, so that it fits to another time."""
 
     times: float = Field(1.0, gt=0, description="the timer is at least so many times …")
@@ -112,7 +108,7 @@ class TimerRule(_Strict):
     why: str
 
 
-class TimerSpec(_Strict):
+class TimerSpec(Strict):
     """A timer: its default, in seconds, what it means, and what it must fit to."""
 
     default: float = Field(gt=0, description="seconds; the manager's arguments come before it")
@@ -172,7 +168,7 @@ def _leaf(name: str, state: StateSpec, inner: SubState, common: Common) -> Leaf:
     return Leaf(name, state, on, rows, ignore, defer)
 
 
-class MachineSpec(_Strict):
+class MachineSpec(Strict):
     """One state machine: what every spec file has."""
 
     name: str

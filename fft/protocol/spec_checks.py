@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from fft.protocol.scopes import scope_problems
+from fft.protocol.scopes import Place, Problem, scope_problems
 from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Row, SubState
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 from fft.protocol.vocabulary import ENGINE, Vocabulary
 from fft.util.names import unknown
-
-Place = tuple[str | int, ...]
-Problem = tuple[Place, str]
 
 
 def check_spec(spec: MachineSpec, words: Vocabulary = ENGINE) -> list[Problem]:

@@ -1,4 +1,5 @@
-"""Numbers for values, and the renaming of groups in values: what makes a large search affordable.
+"""Numbers for values, the renaming of groups in values, and which facts may be dropped: what makes
+a large search affordable.
 
 Pure. Equal values get equal numbers, so that states are short tuples of numbers and everything
 computed about a value can be kept under its number.
@@ -125,3 +126,21 @@ class Renamer:
         if "groups" in changes and isinstance(value, Drain):
             changes["groups"] = tuple(sorted(changes["groups"]))
         return dataclasses.replace(value, **changes) if changes else value
+
+
+def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozenset[str]) -> bool:
+    """Whether a later move can still speak of ``key``."""
+    match key[0]:
+        case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of" | "skip":
+            return bool(key[1].epoch >= epoch)
+        case "start":
+            return bool(key[1].epoch >= epoch)
+        case "epoch" | "in barrier" | "members":
+            return bool(key[1] >= epoch)
+        case "record":
+            return bool(key[1] >= record)
+        case "data from":
+            return bool(key[1] >= cursor)
+        case "digest" | "held":
+            return key[1] in lineages
+    raise ValueError(f"how long does fact {key} matter?")

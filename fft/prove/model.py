@@ -65,7 +65,7 @@ from fft.protocol.state import GENESIS, Config, member_peers
 from fft.protocol.table import Table
 from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bare, heard, matters
 from fft.prove.bits import Bits
-from fft.prove.intern import Interner, Renamer, freeze, thaw
+from fft.prove.intern import Interner, Renamer, can_matter, freeze, thaw
 from fft.prove.scope import KINDS, REAL, Scope, World
 from fft.util.errors import ProtocolError
 
@@ -754,7 +754,7 @@ class Model:
         floor = (epoch, record - 1, cursor, frozenset(lineages))
         kept = self._pruned.get((facts, floor))
         if kept is None:
-            left = frozenset(f for f in self.facts[facts] if _alive(f[0], *floor))
+            left = frozenset(f for f in self.facts[facts] if can_matter(f[0], *floor))
             kept = self._pruned[facts, floor] = self.facts.id(left)
         state[-1] = kept
         tidy = self._tidied.get((shared_id, epoch))
@@ -1085,12 +1085,11 @@ class _Here:
                 if name == _GIVES_UP:
                     continue
                 yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
+        behind = node._replace(inbox=())
         if self.may("deaf") and not local.deaf:
-            lost = BusDown("listen", "")
-            yield self.event("is deaf from now on", node._replace(inbox=()), lost, "deaf")
+            yield self.event("is deaf from now on", behind, BusDown("listen", ""), "deaf")
         if node.inbox and self.may("overrun"):
             missed = BusDown("overrun", "")
-            behind = node._replace(inbox=())
             yield self.event("falls behind, and hears again", behind, missed, "overrun")
         if self.may("quit"):
             yield self.event("is shut down", node, Stop(), "quit")
@@ -1188,21 +1187,3 @@ def _tidy(shared: Shared, epoch: int) -> Shared:
         return shared
     kept = tuple(b for b in shared.ballots if b[0].epoch >= epoch)
     return shared if len(kept) == len(shared.ballots) else shared._replace(ballots=kept)
-
-
-def _alive(key: Any, epoch: int, record: int, cursor: int, lineages: frozenset[str]) -> bool:
-    """Whether a later move can still speak of ``key``."""
-    match key[0]:
-        case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of" | "skip":
-            return bool(key[1].epoch >= epoch)
-        case "start":
-            return bool(key[1].epoch >= epoch)
-        case "epoch" | "in barrier" | "members":
-            return bool(key[1] >= epoch)
-        case "record":
-            return bool(key[1] >= record)
-        case "data from":
-            return bool(key[1] >= cursor)
-        case "digest" | "held":
-            return key[1] in lineages
-    raise ValueError(f"how long does fact {key} matter?")

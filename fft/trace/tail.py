@@ -68,8 +68,8 @@ class JobView:
     history: History = field(default_factory=History)
     committed: bool = False
     """Whether any process has committed a step."""
-    most: int = 0
-    """Of the steps that any incarnation has committed."""
+    gone: int = 0
+    """The most steps of an incarnation in whose place a newer one has come."""
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
 
@@ -102,7 +102,7 @@ class JobView:
     @property
     def step(self) -> int:
         """The number of steps that the job has committed."""
-        return max(self.most, *(view.step for view in self.ranks.values()), 0)
+        return max([self.gone, *(view.step for view in self.ranks.values())])
 
 
 class TraceTail:
@@ -164,12 +164,12 @@ class TraceTail:
             self.view.min_groups = max(self.view.min_groups, needed)
         known = self.view.ranks.get(key)
         if known is None or inc > known.inc:
-            fault = known.fault if known else ""
+            fault, step = (known.fault, known.step) if known else ("", 0)
+            self.view.gone = max(self.view.gone, step)
             known = self.view.ranks[key] = RankView(inc=inc, fault=fault)
         if inc == known.inc:
             known.leaves |= _is_asked(_mapping(record.get("event")), key[0])
             _update(known, record)
-            self.view.most = max(self.view.most, known.step)
 
     def _take_command(self, record: dict[str, Any]) -> None:
         """A fault that somebody asked for; the supervisor says of its own when they happen."""

@@ -15,7 +15,6 @@ Main thread. Touches schedule and stages, by their attributes of torch 2.13, and
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fft.protocol.spec import FsmSpec
 from fft.train.reducer import Reducer
 from fft.util.errors import FftError
+from fft.util.living import living
 
 _KNOWN = (
     "ScheduleGPipe",
@@ -58,19 +58,17 @@ _OF_STAGE = ("backward_state", "bwd_cache", "dw_runner")
 def stages_of(schedule: Any) -> list[Any]:
     """Those of this rank; none of a schedule that could not be made."""
     held = vars(schedule)
-    return (
-        list(held["_stages"]) if "_stages" in held else [held["_stage"]] if "_stage" in held else []
-    )
+    return list(held.get("_stages") or filter(None, [held.get("_stage")]))
 
 
 def refuse_forgotten(group: object | None) -> None:
     """Raise FftError if this process has a schedule over ``group`` that nobody has registered.
 
-    Looks at all objects that there are, once: nothing leads from a group to its schedules.
+    Nothing leads from a group to its schedules.
     """
-    for found in gc.get_objects() if group is not None else ():
-        if not issubclass(type(found), PipelineScheduleSingle | PipelineScheduleMulti):
-            continue
+    if group is None:
+        return
+    for found in living((PipelineScheduleSingle, PipelineScheduleMulti)):
         over = any(stage.group is group for stage in stages_of(found))
         if over and "_initialize_pp_stages" not in vars(found):
             raise FftError(

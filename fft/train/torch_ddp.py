@@ -9,7 +9,6 @@ there is left what it does in forward. Touches the wrapper, and no process group
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from torchft.ddp import DistributedDataParallel as TorchftDdp
 from torchft.ddp import PureDistributedDataParallel
 
 from fft.util.errors import FftError
+from fft.util.living import living
 
 _SYNC = "require_backward_grad_sync"
 _KINDS = (DistributedDataParallel, PureDistributedDataParallel)
@@ -40,10 +40,10 @@ def wrappers(model: nn.Module) -> list[Any]:
 def wrappers_around(models: Iterable[nn.Module]) -> list[Any]:
     """All of this process that are at work on a parameter of the models, in them or around them.
 
-    Looks at all objects that there are, once: nothing leads from a parameter to its wrapper.
+    Nothing leads from a parameter to its wrapper.
     """
     own = {parameter for model in models for parameter in model.parameters()}
-    return [o for o in gc.get_objects() if _at_work(o) and not own.isdisjoint(o.parameters())]
+    return [w for w in living(_KINDS) if _at_work(w) and not own.isdisjoint(w.parameters())]
 
 
 def _at_work(thing: object) -> bool:

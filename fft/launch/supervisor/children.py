@@ -131,10 +131,16 @@ class Child:
             if words.signature in known:
                 return f"{line}; by the same error, at {words.where}"
             known.add(words.signature)
-        return f"{line}\n{self.last_lines()}"
+        return f"{line}\n{self._last_lines()}"
 
-    def last_lines(self) -> str:
-        """Of its log."""
+    def last_said(self) -> str:
+        """Its traceback; of a script that exits with a code the last lines of its log."""
+        words = self.last_words
+        if words is None or words.type == "SystemExit":
+            return self._last_lines()
+        return words.text.rstrip()
+
+    def _last_lines(self) -> str:
         return "\n".join(f"    {line}" for line in _tail(self.log))
 
 

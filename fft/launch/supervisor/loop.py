@@ -377,8 +377,7 @@ class Supervisor:
         self._judgement.shown.add(place.signature)
         who = f"group {group.name} rank {child.rank}"
         text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
-        said = child.last_lines() if place.type == "SystemExit" else place.text.rstrip()
-        text += f"{said}\n  its log: {child.log}; "
+        text += f"{child.last_said()}\n  its log: {child.log}; "
         if mistake.ends == "group":
             self._give_up(group, f"{text}group {group.name} was given up")
             self._judgement.hopeless = self._in_vain is not None

@@ -201,7 +201,7 @@ def only_deaf(s: Local, c: Config, event: Event) -> bool:
 @guard
 def missed_messages(s: Local, c: Config, event: Event) -> bool:
     """I fell behind on the bus, and hear again; what was said meanwhile has passed me by."""
-    return isinstance(event, BusDown) and event.missed
+    return isinstance(event, BusDown) and event.operation == "overrun"
 
 
 @guard
