@@ -44,6 +44,15 @@ class Token(NamedTuple):
     txn: int
 
 
+class Lease(NamedTuple):
+    """A slice of the data that an instance of a group holds until a COMMIT with it consumes it."""
+
+    slice: Count
+    group: Name
+    store: str
+    """Of that instance; see ``Hello``."""
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class Manifest:
     """The reductions one rank took part in during a txn.
@@ -94,6 +103,8 @@ class Hello:
     """Number of the newest register record it knows; 0: none."""
     unwinding: bool = False
     """Its main thread has not come back since the rollback before this one."""
+    returned: tuple[Count, ...] = ()
+    """Of a checkpoint: slices before its cursor that were not consumed."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -133,7 +144,8 @@ class Record:
     """Committed steps after this record."""
     lineage: str
     cursor: Count
-    """Slices consumed on this lineage after this record."""
+    """The slices before it are consumed on this lineage after this record; with leases: consumed,
+    held or returned."""
     batches: Count
     by: Peer
     members: tuple[GroupEntry, ...] = ()
@@ -152,6 +164,10 @@ class Record:
     """Abort records only: whose state is not that of most, by the votes' digests; it is lost."""
     diverged: bool = False
     """Abort records only: replicas differ, and nobody can tell who is right; the job ends."""
+    leases: tuple[Lease, ...] = ()
+    """Held after this record, by slice; empty in a paradigm without leases."""
+    returned: tuple[Count, ...] = ()
+    """Slices whose holders were lost before they were consumed, in order; granted first."""
     cause: Text = ""
 
     @property
@@ -564,6 +580,11 @@ class StartTxn:
     members: tuple[str, ...]
     commits: int
     """Commits since the epoch began."""
+    lease: int | None = None
+    """The slice that this group holds a lease on, and that the txn consumes; None: none, or a
+    paradigm without leases."""
+    next_cursor: int = 0
+    """The cursor once the txn is committed."""
 
 
 @dataclass(frozen=True)

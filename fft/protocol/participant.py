@@ -8,7 +8,7 @@ applies, and last gives deferred events another chance. Nothing is decided outsi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,6 +107,7 @@ class Participant:
         cursor: int = 0,
         batches: int = 0,
         now: float = 0.0,
+        returned: Sequence[int] = (),
     ) -> Local:
         """State of a participant that holds the given training state and knows of nobody."""
         spec = self.table.spec
@@ -117,6 +118,7 @@ class Participant:
             step=step,
             cursor=cursor,
             batches=batches,
+            returned=tuple(returned),
             since=now,
         )
 

@@ -2,7 +2,12 @@
 
 A **parameter group** is a named set of parameters with their optimizer state. A **scope** is a set
 of participants that decide together, the parameter groups that their transactions commit, and a
-sync policy. Each parameter group is committed by one scope. The engine runs one scope so far.
+sync policy. Each parameter group is committed by one scope.
+
+One scope is the job's: its transactions are the protocol's. Beside it there may be one inside each
+replica group, whose transactions the group commits alone, on its own copy of the parameters; then
+the job's scope is ``periodic``, and each of its transactions follows so many of the group's. What
+the group has committed meanwhile is not undone by a rollback of the job's.
 """
 
 from __future__ import annotations
@@ -31,8 +36,11 @@ Place = tuple[str | int, ...]
 """In the file: the keys and numbers that lead there."""
 Problem = tuple[Place, str]
 """A place, and a sentence with the mend."""
-_MEMBERS = {"job": "all ranks of all replica groups"}
-_SYNC = {"every_step": "in every step"}
+_MEMBERS = {"job": "all ranks of all replica groups", "group": "the ranks of each replica group"}
+_SYNC = {
+    "every_step": "in every step",
+    "periodic": "after as many commits of each group's own scope as the training script says",
+}
 
 
 class Strict(BaseModel):
@@ -58,13 +66,17 @@ class ParameterGroup(Strict):
 class Scope(Strict):
     """Who decides together, what their transactions commit, and when."""
 
-    members: Literal["job"] = Field(description="who votes: all ranks of all replica groups")
+    members: Literal["job", "group"] = Field(
+        description="who votes: all ranks of all replica groups, or those of each group alone"
+    )
     commits: Annotated[list[str], Field(min_length=1)] = Field(description="parameter groups")
-    sync: Literal["every_step"] = Field(description="when they vote")
+    sync: Literal["every_step", "periodic"] = Field(
+        description="when they vote: in every step, or after some commits of the group's own scope"
+    )
 
 
 ParameterGroups = Annotated[dict[str, ParameterGroup], Field(min_length=1)]
-Scopes = Annotated[dict[str, Scope], Field(min_length=1, max_length=1)]
+Scopes = Annotated[dict[str, Scope], Field(min_length=1)]
 
 
 def scope_problems(
@@ -83,6 +95,7 @@ def scope_problems(
     for group in groups.keys() - by.keys():
         text = "no scope commits it, so it would never be stepped; name it in one, or remove it"
         yield ("parameter_groups", group), text
+    yield from _unfit_scopes(groups, scopes)
     for what, kinds in (
         ("hold", {group.ranks for group in groups.values()}),
         ("take samples for", {group.samples for group in groups.values()}),
@@ -96,6 +109,33 @@ def scope_problems(
             yield ("parameter_groups", name, "samples"), text
 
 
+def _unfit_scopes(
+    groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
+) -> Iterator[Problem]:
+    """What makes it unclear who waits for whom, or what FFT cannot run."""
+    inner = [name for name, scope in scopes.items() if scope.members == "group"]
+    outer = [name for name, scope in scopes.items() if scope.members == "job"]
+    if len(outer) != 1:
+        yield ("scopes",), f"one scope has the members `job`, not {outer or 'none'}"
+    for name in inner[1:]:
+        yield ("scopes", name), f"{inner[0]!r} is the scope of the group already; join the two"
+    for name in outer:
+        sync: Place = ("scopes", name, "sync")
+        if scopes[name].sync == "periodic" and not inner:
+            text = "periodic counts the commits of a scope with members `group`, and there is none"
+            yield sync, f"{text}: add one, or say every_step"
+        if scopes[name].sync == "every_step" and inner:
+            yield sync, f"say periodic: it follows the commits of {inner[0]!r}"
+    for name in inner:
+        if scopes[name].sync != "every_step":
+            text = "a group commits its own steps one by one: say every_step"
+            yield ("scopes", name, "sync"), text
+        for i, group in enumerate(scopes[name].commits):
+            if group in groups and groups[group].ranks != "one":
+                text = "a scope of the group is one rank so far: say ranks: one"
+                yield ("scopes", name, "commits", i), f"{group!r}: {text}"
+
+
 def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) -> Iterator[str]:
     """A line for each parameter group, and for each scope."""
     for name, group in groups.items():
@@ -106,3 +146,8 @@ def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) 
             f"scope {name}: {_MEMBERS[scope.members]} vote {_SYNC[scope.sync]}; a COMMIT steps "
             f"{what} on all of them, an ABORT on none"
         )
+        if scope.sync == "periodic":
+            yield (
+                f"scope {name}: a group holds a lease on the data of its next steps, until a "
+                "COMMIT has consumed them; the lease of a group that is lost is given to another"
+            )

@@ -238,6 +238,11 @@ class FsmSpec(MachineSpec):
         """Whether each rank of a replica group takes samples of its own."""
         return next(iter(self.parameter_groups.values())).samples
 
+    @property
+    def is_periodic(self) -> bool:
+        """Whether the job's transactions follow several steps that each group commits alone."""
+        return any(scope.sync == "periodic" for scope in self.scopes.values())
+
 
 class ThreadSpec(MachineSpec):
     """The main thread's machine, ``fsm_specs/main_thread.yaml``; the same for every paradigm.

@@ -6,8 +6,8 @@ shallow copy of ``Local`` is a snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Literal
 
@@ -16,6 +16,7 @@ from fft.messages.protocol import (
     Event,
     GroupEntry,
     Hello,
+    Lease,
     Peer,
     RankEntry,
     Record,
@@ -48,6 +49,8 @@ class Config:
     min_reductions: int = 1
     fixed_with_spares: bool = False
     on_divergence: Literal["stop", "heal"] = "stop"
+    leases: bool = False
+    """A group keeps its slice of the data from txn to txn, until it is consumed."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,9 @@ class Local:
     step: int = 0
     cursor: int = 0
     batches: int = 0
+    leases: tuple[Lease, ...] = ()
+    """Of the state I hold; see ``Record``."""
+    returned: tuple[int, ...] = ()
     token: Token = Token(0, 0)  # noqa: RUF009  (a tuple: safe to share)
     """(epoch, txn) this participant stands at."""
     head: Record | None = None
@@ -162,8 +168,14 @@ def learners(s: Local) -> tuple[str, ...]:
 
 def contributors(s: Local, c: Config) -> list[str]:
     """Groups whose gradients count in the present txn, in order: each has a slice of the data."""
-    late = learners(s)
-    able = [g.group for g in members(s) if g.group not in late]
+    return [g.group for g in _contributing(members(s), learners(s), c)]
+
+
+def _contributing(
+    groups: Sequence[GroupEntry], late: Collection[str], c: Config
+) -> list[GroupEntry]:
+    """Those of ``groups`` that count, if those who are ``late`` cannot."""
+    able = [g for g in groups if g.group not in late]
     return able[: c.min_groups] if c.fixed_with_spares else able
 
 
@@ -192,6 +204,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         cursor=held.cursor,
         batches=held.batches,
         head=s.head.n if s.head else 0,
+        returned=held.returned if s.head is None else (),
         # What this rollback has begun does not count: everyone acknowledges before it is done.
         unwinding=s.stuck or s.restoring not in (None, s.token),
     )
@@ -205,14 +218,46 @@ class Base:
     lineage: str
     cursor: int
     batches: int
+    leases: tuple[Lease, ...] = ()
+    returned: tuple[int, ...] = ()
 
 
-def committed(s: Local, c: Config, skip: bool = False) -> Base:
-    """The state that committing the present txn leads to, as a step or as a ``skip``."""
-    count = participants(s, c)
-    step, cursor = s.step + (not skip), s.cursor + count
-    lineage = next_lineage(s.lineage, s.token, step, cursor, skip)
-    return Base(step, lineage, cursor, s.batches + (0 if skip else count))
+def committed(s: Local, c: Config, skip: bool = False, at: Local | Record | None = None) -> Base:
+    """The state that committing the present txn leads to, as a step or as a ``skip``.
+
+    ``at``: what the txn begins with; None: my own state.
+    """
+    at, count = at or s, participants(s, c)
+    step, batches = at.step + (not skip), at.batches + (0 if skip else count)
+    if c.leases:  # who learns in this txn contributes to the next one
+        before = Base(step, "", at.cursor, batches, (), at.returned)
+        after = granted(before, _contributing(members(s), (), c))
+    else:
+        after = Base(step, "", at.cursor + count, batches)
+    return replace(after, lineage=next_lineage(at.lineage, s.token, step, after.cursor, skip))
+
+
+def granted(base: Base, takers: Iterable[GroupEntry]) -> Base:
+    """``base`` with a lease for each of ``takers``, in their order, and for nobody else.
+
+    Who holds one keeps it. The others are given what was returned, then what is new.
+    """
+    held = {(lease.group, lease.store): lease.slice for lease in base.leases}
+    kept = {(g.group, g.store): held.pop((g.group, g.store), None) for g in takers}
+    free, cursor, leases = sorted([*base.returned, *held.values()]), base.cursor, []
+    for (group, store), number in kept.items():
+        if number is None and free:
+            number = free.pop(0)
+        elif number is None:
+            number, cursor = cursor, cursor + 1
+        leases.append(Lease(number, group, store))
+    return replace(base, cursor=cursor, leases=tuple(sorted(leases)), returned=tuple(free))
+
+
+def lease_of(leases: Iterable[Lease], group: GroupEntry) -> int | None:
+    """The slice that this instance of a group holds a lease on; None: it holds none."""
+    own = (lease.slice for lease in leases if lease[1:] == (group.group, group.store))
+    return next(own, None)
 
 
 def leavers(s: Local) -> tuple[str, ...]:
@@ -301,10 +346,11 @@ def base_of(s: Local, groups: list[list[Hello]]) -> Base:
 
     Before the first epoch, the furthest group (first in order on a tie).
     """
-    if s.head is not None:
-        return Base(s.head.step, s.head.lineage, s.head.cursor, s.head.batches)
+    if (head := s.head) is not None:
+        held = (head.leases, head.returned)
+        return Base(head.step, head.lineage, head.cursor, head.batches, *held)
     best = max(groups, key=lambda ranks: min(h.step for h in ranks))[0]
-    return Base(best.step, best.lineage, best.cursor, best.batches)
+    return Base(best.step, best.lineage, best.cursor, best.batches, (), best.returned)
 
 
 def state_held(base: Base, groups: list[list[Hello]], world: int) -> bool:
@@ -312,8 +358,11 @@ def state_held(base: Base, groups: list[list[Hello]], world: int) -> bool:
     return all(any(g[r].lineage == base.lineage for g in groups) for r in range(world))
 
 
-def next_epoch(s: Local, c: Config) -> Record | None:
-    """The epoch record I would propose now; None: too few groups, or nobody holds the state."""
+def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
+    """The epoch record I would propose now; None: too few groups, or nobody holds the state.
+
+    ``learners``: who is behind fetches the state while the others compute.
+    """
     groups = whole_groups(s, c)
     if len(groups) < max(1, c.min_groups):
         return None
@@ -322,6 +371,9 @@ def next_epoch(s: Local, c: Config) -> Record | None:
         return None
     entries = tuple(_entry(ranks, base) for ranks in groups)
     epoch = (s.head.epoch if s.head else 0) + 1
+    late = behind(entries) if learners else ()
+    if c.leases:
+        base = granted(base, _contributing(entries, late, c))
     return Record(
         n=(s.head.n if s.head else 0) + 1,
         kind="epoch",
@@ -333,12 +385,15 @@ def next_epoch(s: Local, c: Config) -> Record | None:
         batches=base.batches,
         by=c.me,
         members=entries,
+        learners=late,
+        leases=base.leases,
+        returned=base.returned,
     )
 
 
-def behind(record: Record) -> tuple[str, ...]:
-    """Groups of an epoch record that do not hold its state."""
-    return tuple(g.group for g in record.members if not all(r.current for r in g.ranks))
+def behind(groups: Iterable[GroupEntry]) -> tuple[str, ...]:
+    """Those that do not hold the state of the epoch record that they are listed in."""
+    return tuple(g.group for g in groups if not all(r.current for r in g.ranks))
 
 
 def _entry(ranks: list[Hello], base: Base) -> GroupEntry:

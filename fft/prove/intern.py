@@ -133,7 +133,7 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
     match key[0]:
         case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of" | "skip":
             return bool(key[1].epoch >= epoch)
-        case "start":
+        case "start" | "leased":
             return bool(key[1].epoch >= epoch)
         case "epoch" | "in barrier" | "members":
             return bool(key[1] >= epoch)
@@ -141,6 +141,6 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
             return bool(key[1] >= record)
         case "data from":
             return bool(key[1] >= cursor)
-        case "digest" | "held":
+        case "digest" | "held" | "leases":
             return key[1] in lineages
     raise ValueError(f"how long does fact {key} matter?")

@@ -254,6 +254,7 @@ class Model:
                 min_groups=self.scope.least,
                 expected_groups=self.scope.groups,
                 min_reductions=self.spec.policies.min_reductions,
+                leases=self.spec.is_periodic,
                 on_divergence="heal" if self.scope.heals else "stop",
             )
             found = self._participants[who, inc] = self._class(self._table, config)

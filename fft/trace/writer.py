@@ -65,6 +65,7 @@ def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str
         "step": local.step,
         "cursor": local.cursor,
         "batches": local.batches,
+        "returned": local.returned,
     }
     return {
         "format": FORMAT,

@@ -86,6 +86,7 @@ def _config(manager: Manager, parts: Parts) -> Config:
         min_groups=manager._min_replica_size,
         expected_groups=settings.expected_groups,
         min_reductions=settings.spec.policies.min_reductions,
+        leases=settings.spec.is_periodic,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
     )

@@ -25,10 +25,6 @@ LONG_FILES = {
     "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
     "launch/supervisor/loop.py": (636, "One thread that owns all children; commands could leave."),
     "messages/protocol.py": (696, "A list of message types, each short, that one codec reads."),
-    "protocol/invariants.py": (
-        746,
-        "A list of guarantees, each on its own; the judge could leave.",
-    ),
     "prove/model.py": (1189, "One transition system, in whose steps all parts meet."),
     "prove/mutants.py": (934, "A list of planted bugs; half of it is one table."),
     "prove/scale/job.py": (485, "One job in virtual time, its phases in the order they happen."),

@@ -435,12 +435,12 @@ def an_abort_uses_data(h: History) -> None:
     change_all(h, brings("abort", ABORTED), record(cursor=4))
 
 
-@breaks("samples_once", f"txn {FIRST} has data (0, 3) for {B}, and (0, 2) for another")
+@breaks("samples_once", f"txn {FIRST} has slices (0, 1, 2) for {B}, and (0, 1) for another")
 def one_uses_more_data_than_its_peer(h: History) -> str:
     return change(h, B, of(Applied, FIRST), after(cursor=3))
 
 
-@breaks("samples_once", f"txn {SECOND} has data (1, 4) for {B}, and (2, 4) for another")
+@breaks("samples_once", f"txn {SECOND} has slices (1, 2, 3) for {B}, and (2, 3) for another")
 def one_stands_elsewhere_in_the_data_when_it_hears_the_commit(h: History) -> str:
     return change(h, B, enters("committing", SECOND), before(cursor=1))
 

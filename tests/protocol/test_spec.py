@@ -100,8 +100,8 @@ BAD = {
             "  step: {members: job, commits: [model], sync: every_step}\n"
             "  more: {members: job, commits: [model], sync: every_step}",
         ),
-        "scopes",
-        "at most 1",
+        "scopes.more.commits.0",
+        "'model' is committed by 'step' already; take one away",
     ),
     "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),

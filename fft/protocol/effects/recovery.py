@@ -147,6 +147,7 @@ def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Healed) and s.epoch is not None
     s.step, s.lineage = s.epoch.step, s.epoch.lineage
     s.cursor, s.batches = s.epoch.cursor, s.epoch.batches
+    s.leases, s.returned = s.epoch.leases, s.epoch.returned
     s.healed = True
     return ()
 

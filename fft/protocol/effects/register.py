@@ -11,7 +11,6 @@ from fft.protocol.equality import differing, odd_ones, tell
 from fft.protocol.state import (
     Config,
     Local,
-    behind,
     committed,
     joiners,
     member_peers,
@@ -69,10 +68,10 @@ def propose_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def propose_learners(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Propose the next epoch; who is behind fetches its state while the others compute."""
-    proposal = next_epoch(s, c)
+    proposal = next_epoch(s, c, learners=True)
     assert proposal is not None, "the row is guarded by learners_can_follow"
     s.proposed = True
-    yield Decide(s.head, replace(proposal, learners=behind(proposal)))
+    yield Decide(s.head, proposal)
 
 
 def _successor(s: Local, c: Config, **fields: object) -> Record:
@@ -85,6 +84,8 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
         "lineage": s.head.lineage,
         "cursor": s.head.cursor,
         "batches": s.head.batches,
+        "leases": s.head.leases,
+        "returned": s.head.returned,
         "by": c.me,
         **fields,
     }
@@ -113,6 +114,8 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         lineage=after.lineage,
         cursor=after.cursor,
         batches=after.batches,
+        leases=after.leases,
+        returned=after.returned,
         skip=skip,
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),

@@ -20,12 +20,21 @@ from fft.messages.protocol import (
     Vote,
 )
 from fft.protocol.effects.base import action
-from fft.protocol.state import Config, Local, committed, contributors, member_peers, members
+from fft.protocol.state import (
+    Config,
+    Local,
+    committed,
+    contributors,
+    lease_of,
+    member_peers,
+    members,
+)
 
 
 def _start(s: Local, c: Config, at: Local | Record) -> Effect:
     able = contributors(s, c)
     slices = {group: index for index, group in enumerate(able)}
+    own = next(g for g in members(s) if g.group == c.me.group)
     s.vote, s.proposed, s.skip, s.cause = None, False, False, ""
     return StartTxn(
         token=s.token,
@@ -36,6 +45,8 @@ def _start(s: Local, c: Config, at: Local | Record) -> Effect:
         participants=len(able),
         members=tuple(g.group for g in members(s)),
         commits=s.commits,
+        lease=lease_of(at.leases, own),
+        next_cursor=committed(s, c, at=at).cursor,
     )
 
 
@@ -149,6 +160,7 @@ def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     after = committed(s, c, s.skip)
     s.step, s.lineage = after.step, after.lineage
     s.cursor, s.batches = after.cursor, after.batches
+    s.leases, s.returned = after.leases, after.returned
     s.commits += 1
     s.vote, s.skip, s.rollbacks = None, False, 0
     return ()

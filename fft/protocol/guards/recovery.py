@@ -119,7 +119,7 @@ def learners_can_follow(s: Local, c: Config, event: Event) -> bool:
     record = next_epoch(s, c)
     if record is None or s.head is None or s.head.kind != "commit" or s.edits:
         return False
-    late = behind(record)
+    late = behind(record.members)
     return bool(late) and len(record.members) - len(late) >= max(1, c.min_groups)
 
 

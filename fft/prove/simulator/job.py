@@ -235,6 +235,7 @@ class World:
             min_groups=self.min_groups,
             expected_groups=self.count_groups,
             min_reductions=self.spec.policies.min_reductions,
+            leases=self.spec.is_periodic,
             on_divergence=self._on_divergence,
         )
         participant = self._participant(self._table, config)

@@ -144,7 +144,8 @@ class MainThread:
     def _note_consumed(self) -> None:
         plan = self._plan
         if plan is not None and plan.index is not None:
-            self._world.consumed(self._process, plan.token, plan.cursor + plan.index, plan.step)
+            number = plan.cursor + plan.index if plan.lease is None else plan.lease
+            self._world.consumed(self._process, plan.token, number, plan.step)
 
     def _applied(self, skip: bool) -> None:
         who, token = self._process.peer, self._token()

@@ -1,0 +1,155 @@
+"""Weighs the claims of the guarantees: of moves as they happen, or of traces. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from fft.messages.protocol import (
+    Peer,
+    Token,
+)
+from fft.protocol.invariants.claims import (
+    Claim,
+    Given,
+    History,
+    Holds,
+    Invariant,
+    Key,
+    Know,
+    Move,
+    Same,
+)
+from fft.protocol.invariants.decisions import agreement, exactly_once, validity
+from fft.protocol.invariants.membership import decided, drain, join, live_set
+from fft.protocol.invariants.replicas import divergence, fencing, replicas_equal, shard_unity, skip
+from fft.protocol.invariants.samples import samples_once
+
+INVARIANTS: dict[str, Invariant] = {
+    function.__name__: function
+    for function in (
+        agreement,
+        validity,
+        exactly_once,
+        samples_once,
+        shard_unity,
+        replicas_equal,
+        divergence,
+        skip,
+        fencing,
+        live_set,
+        drain,
+        join,
+        decided,
+    )
+}
+"""All of them, by name: what checker, simulator and audit evaluate."""
+
+
+@dataclass(slots=True)
+class Finding:
+    """What one invariant says of a history."""
+
+    name: str
+    checks: int = 0
+    violation: str | None = None
+    place: str = ""
+    compared: int = 0
+    """Of the checks: digests of a state compared with that of another participant."""
+
+    def expect(self, holds: bool, text: str, place: str) -> None:
+        """Count one check; keep the first violation."""
+        self.checks += 1
+        if not holds and self.violation is None:
+            self.violation, self.place = text, place
+
+
+class Judge:
+    """Weighs claims as moves come in, in any order between participants.
+
+    Args:
+        names: invariants to evaluate; all by default.
+        traced: participants whose moves will come in; None: all that there are.
+        cut: those of whom not all moves will; nothing is claimed of what they may have done.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str] | None = None,
+        traced: Collection[Peer] | None = None,
+        cut: Collection[Peer] = (),
+    ) -> None:
+        self.findings = {name: Finding(name) for name in names or INVARIANTS}
+        self._traced, self._cut = traced, cut
+        self._facts: dict[Key, Any] = {}
+        self._waiting: list[tuple[Finding, Given, str]] = []
+
+    def feed(self, move: Move) -> None:
+        """Take one move."""
+        for name, finding in self.findings.items():
+            for claim in INVARIANTS[name](move):
+                self._weigh(finding, claim, move.place)
+
+    def consumed(self, peer: Peer, token: Token, number: int, place: str) -> None:
+        """Take the note of a data loader: this slice went into that txn."""
+        if "samples_once" in self.findings:
+            finding = self.findings["samples_once"]
+            text = f"slice {number} was served to {peer} in {token}, and to {{was}}"
+            key = ("served", number, peer.rank)
+            self._weigh(finding, Same(key, f"{peer} in {token}", text), place)
+            text = f"{peer} consumed slice {number} in txn {token}, which has others"
+            given = Given((("data of", token),), text, lambda data: number in data)
+            self._weigh(finding, given, place)
+
+    def finish(self) -> list[Finding]:
+        """Weigh what had to wait for facts, and tell what was found."""
+        for finding, claim, place in self._waiting:
+            self._ask(finding, claim, place)
+        self._waiting.clear()
+        return list(self.findings.values())
+
+    def _weigh(self, finding: Finding, claim: Claim, place: str) -> None:
+        match claim:
+            case Know(key=key, value=value):
+                self._facts.setdefault(key, value)
+            case Same(key=key, value=value, text=text):
+                finding.compared += key[0] == "digest" and key in self._facts
+                was = self._facts.setdefault(key, value)
+                finding.expect(was == value, text.replace("{was}", str(was)), place)
+            case Holds(ok=ok, text=text):
+                finding.expect(ok, text, place)
+            case Given():
+                if all(key in self._facts for key in claim.keys):
+                    self._ask(finding, claim, place)
+                else:
+                    self._waiting.append((finding, claim, place))
+            case _:
+                assert_never(claim)
+
+    def _ask(self, finding: Finding, claim: Given, place: str) -> None:
+        missing = [key for key in claim.keys if key not in self._facts]
+        if missing and (not claim.needed or any(map(self._may_be_cut, missing))):
+            return
+        for peer in (part for key in missing for part in key if isinstance(part, Peer)):
+            if self._traced is not None and peer not in self._traced:
+                finding.expect(False, f"there is no trace of {peer}, a member", place)
+                return
+        holds = False if missing else claim.test(*(self._facts[key] for key in claim.keys))
+        if holds is not None:
+            finding.expect(holds, claim.text, place)
+
+    def _may_be_cut(self, key: Key) -> bool:
+        """Whether a fact may be missing because the move that made it is."""
+        made_by = [part for part in key if isinstance(part, Peer)]
+        return any(peer in self._cut for peer in made_by) if made_by else bool(self._cut)
+
+
+def judge(history: History, names: Iterable[str] | None = None) -> list[Finding]:
+    """Evaluate the invariants, all of them by default, on a whole history."""
+    bench = Judge(names, history.moves.keys(), history.cut)
+    for move in history.all():
+        bench.feed(move)
+    for peer, token, number, place in history.consumed:
+        bench.consumed(peer, token, number, place)
+    return bench.finish()

@@ -1,0 +1,173 @@
+"""Guarantees 8 to 11: who is in, who leaves and comes, and that it ends. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fft.messages.protocol import (
+    Begin,
+    Decide,
+    Finish,
+    Join,
+    Peer,
+    Record,
+    Stop,
+    Timer,
+)
+from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, leavers_of
+from fft.protocol.roles import COMMITTING, OUTSIDE
+from fft.protocol.state import Local, member_peers
+
+
+def live_set(move: Move) -> Iterator[Claim]:
+    """8: an epoch's members are the same set for all, and all were in the barrier at one instant.
+
+    After the formal semantics of JAX's ``live_devices``: whoever leaves the barrier has seen that
+    every member had entered it, and nobody else is given that epoch.
+    """
+    before, after, peer = move.before, move.after, move.peer
+    if move.came_ready:
+        yield Know(("in barrier", before.token.epoch, peer))
+    new = after.epoch
+    if new is not None and (before.epoch is None or before.epoch.n != new.n):
+        text = f"{peer} and others have different member lists for epoch {new.epoch}"
+        yield Same(("epoch", new.epoch), new, text)
+        inside = any(peer in g.peers() for g in new.members)
+        yield Holds(inside, f"{peer} entered epoch {new.epoch} uninvited")
+    for effect in move.out.effects:
+        if isinstance(effect, Decide) and effect.proposal.kind == "epoch":
+            left = sorted(_left_out(after, effect.proposal))
+            names = ", ".join(map(str, left))
+            text = f"{peer} leaves {names} out of epoch {effect.proposal.epoch}, and nothing is"
+            yield Holds(not left, text + " said against them")
+    if move.entered("training") and before.role == "healing":
+        epoch = after.token.epoch
+        if isinstance(move.event, Begin):
+            text = f"{peer} left the barrier of epoch {epoch} at the word for {move.event.epoch}"
+            yield Holds(move.event.epoch == epoch, text)
+        for member in member_peers(after):
+            text = f"{peer} left the barrier of epoch {epoch} without {member}"
+            if not isinstance(move.event, Begin):  # the coordinator: all have told it
+                yield Holds(after.ready.get(member) == epoch, text)
+            yield Given((("in barrier", epoch, member),), text)
+
+
+def _left_out(s: Local, proposal: Record) -> Iterator[Peer]:
+    """Members whose group is not in the next epoch, though none of it was lost, or leaves."""
+    gone, inside = s.dead | s.suspected | s.joining, proposal.peer_set
+    for group in s.epoch.members if s.epoch else ():
+        peers = group.peers()
+        said = [s.hellos.get((p.group, p.rank)) for p in peers]
+        stuck = any(h is not None and h.unwinding for h in said)
+        leaves = s.head is not None and group.group in leavers_of(s.head)
+        if not (stuck or leaves or gone & set(peers) or inside & set(peers)):
+            yield from peers
+
+
+def drain(move: Move) -> Iterator[Claim]:
+    """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it.
+
+    Or between two epochs: all others left with the last commit, or none could be formed in time.
+    """
+    record = move.record
+    if move.entered("terminal"):
+        exit_ = next(step for step in move.out.steps if step.roles[1] == "terminal")
+        gone = [e for e in move.out.effects if isinstance(e, Finish)]
+        on_purpose = bool(gone) and gone[0].error is None and not isinstance(move.event, Stop)
+        if on_purpose:
+            text = f"{move.peer} left on purpose in state {exit_.source}, not after a commit"
+            yield Holds(exit_.roles[0] in OUTSIDE or _nobody_to_go_on_with(move), text)
+    if record is None:
+        return
+    yield Know(("record", record.n), record)
+    if record.kind == "epoch":
+        members = frozenset(peer for g in record.members for peer in g.peers())
+        yield Know(("members", record.epoch), members)
+    if record.kind == "commit" and record.last:
+        text, left = f"record {record.n} ends the job, though some stay", leavers_of(record)
+        members_of = (("members", record.epoch),)
+        yield Given(members_of, text, lambda all_: {p.group for p in all_} <= set(left), False)
+    # Looking back from each record serves those, too, who see moves as they happen.
+    last, n = ("record", record.n - 1), record.n
+    text = f"after participants left with record {n - 1} came a rollback"
+    left_well = record.kind == "epoch"
+    yield Given((last,), text, lambda was: left_well or not leavers_of(was), needed=False)
+    if record.kind == "epoch":
+        yield Given(
+            (("members", record.epoch - 1), last),
+            f"some who left with record {n - 1} are in the next epoch",
+            lambda members, was: not _stayed(members, was, record),
+            needed=False,
+        )
+
+
+def _nobody_to_go_on_with(move: Move) -> bool:
+    s, head = move.after, move.after.head
+    if head is None or head.kind == "epoch" or head.epoch != s.token.epoch:
+        return False
+    others = {g.group for g in s.epoch.members} - {move.peer.group} if s.epoch else set()
+    gave_up = isinstance(move.event, Timer) and move.event.name == "quorum"
+    return gave_up or others <= set(leavers_of(head))
+
+
+def _stayed(members: frozenset[Peer], last: Record, after: Record) -> set[Peer]:
+    """Participants that left with ``last`` and are members of the epoch after it."""
+    left = {peer for peer in members if peer.group in leavers_of(last)}
+    return left & {peer for group in after.members for peer in group.peers()}
+
+
+def join(move: Move) -> Iterator[Claim]:
+    """11: who asks to come in does so after a commit; no attempt is lost because of it."""
+    event, record = move.event, move.record
+    if isinstance(event, Join):
+        who = event.hello.peer
+        known = any(p[:2] == who[:2] for p in member_peers(move.before))
+        aborts = any(isinstance(e, Decide) and e.proposal.kind == "abort" for e in move.out.effects)
+        yield Holds(
+            known or not aborts, f"{move.peer} gave an attempt up because {who} asks to join"
+        )
+    for effect in move.out.effects:
+        if isinstance(effect, Decide) and effect.proposal.kind == "commit":
+            left_out = sorted(_asking(move.after)) if not effect.proposal.change else []
+            yield Holds(not left_out, f"{move.peer} commits and goes on without {left_out}")
+    if record is None:
+        return
+    yield Know(("record", record.n), record)
+    text = f"record {record.n - 1} ended its epoch with a commit, and then came a rollback"
+    formed = record.kind == "epoch"
+    last = (("record", record.n - 1),)
+    yield Given(last, text, lambda was: formed or not was.change, needed=False)
+
+
+def _asking(s: Local) -> set[str]:
+    """Whole groups that are known to be there and to ask to come in."""
+    ranks: dict[tuple[str, str, int], set[int]] = {}
+    for hello in s.hellos.values():
+        if hello.peer in s.joining - s.dead - s.suspected and not hello.unwinding:
+            ranks.setdefault((hello.peer.group, hello.store, hello.world), set()).add(
+                hello.peer.rank
+            )
+    inside = {peer.group for peer in member_peers(s)}
+    return {
+        group
+        for (group, _, world), there in ranks.items()
+        if group not in inside and there == set(range(world))
+    }
+
+
+def decided(move: Move) -> Iterator[Claim]:
+    """10: nobody leaves in doubt, but at its user's word or at that of a newer process."""
+    if move.entered("terminal"):
+        before = move.before
+        errors = {e.error for e in move.out.effects if isinstance(e, Finish)}
+        head, fenced = move.after.head, "Fenced" in errors
+        # The register has decided this txn, or has left it behind: that is known, and ends the job.
+        told = "Diverged" in errors and head is not None and head.token >= before.token
+        yield Holds(
+            before.vote is None
+            or before.role in COMMITTING
+            or told
+            or fenced
+            or isinstance(move.event, Stop),
+            f"{move.peer} stopped in doubt about txn {before.token}: {move.after.cause}",
+        )

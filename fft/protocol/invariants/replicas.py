@@ -1,0 +1,165 @@
+"""Guarantees 4, 5, 7 and 12: shards of one step, equal replicas, skips, fencing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from fft.messages.protocol import (
+    Ack,
+    Applied,
+    ApplyFailed,
+    Ballot,
+    Begin,
+    Connected,
+    Event,
+    Fault,
+    Healed,
+    Peer,
+    Prepared,
+    Ready,
+)
+from fft.protocol.invariants.claims import Claim, Given, Holds, Move, Same, Yes, obeyed, voted
+from fft.protocol.state import member_peers
+
+
+def shard_unity(move: Move) -> Iterator[Claim]:
+    """4: all ranks of a group begin a txn at the same step and with the same lineage.
+
+    A learner begins it where its epoch does: that state comes before it votes.
+    """
+    has_come = isinstance(move.event, Healed) and move.out.verdict == "row"
+    if move.entered("training") or (has_come and move.after.role == "training"):
+        start = move.after if move.after.healed else move.after.epoch
+        assert start is not None, "a txn begins in an epoch"
+        at = (start.step, start.lineage)
+        text = f"{move.peer} began txn {move.after.token} at {at}, another rank at {{was}}"
+        yield Same(("begin", move.after.token, move.peer.group), at, text)
+
+
+def replicas_equal(move: Move) -> Iterator[Claim]:
+    """5: after a commit all replicas have equal lineage, and equal digests where taken."""
+    event, after = move.event, move.after
+    if not isinstance(event, (Applied, Healed)) or move.out.verdict != "row":
+        return
+    if isinstance(event, Applied):
+        token = move.before.token
+        text = f"after txn {token} {move.peer} has lineage {after.lineage}, another has {{was}}"
+        yield Same(("lineage", token), after.lineage, text)
+    held = (after.step, after.cursor, after.batches)
+    text = f"{move.peer} has (step, cursor, batches) {held}, another of its lineage {{was}}"
+    yield Same(("held", after.lineage), held, text)
+    leases = (after.leases, after.returned)
+    if any(leases):
+        text = f"{move.peer} has (leases, returned) {leases}, another of its lineage {{was}}"
+        yield Same(("leases", after.lineage), leases, text)
+    if event.digest is not None:
+        text = (
+            f"at step {after.step} the state of {move.peer} (digest {event.digest}) differs from "
+            "another's ({was}) although their lineage is equal"
+        )
+        yield Same(("digest", after.lineage, move.peer.rank), event.digest, text)
+
+
+def divergence(move: Move) -> Iterator[Claim]:
+    """5: no txn is committed whose voters' states differ; whose state is given up is no majority.
+
+    As far as votes bring digests.
+    """
+    yield from voted(move)
+    token, members, outcome = move.before.token, member_peers(move.before), obeyed(move)
+    head, votes = move.after.head, tuple(("yes", token, peer) for peer in members)
+    if outcome == "commit":
+        text = f"txn {token} was committed though the states of replicas differ"
+        yield Given(votes, text, lambda *yes: _are_alike(members, yes), needed=False)
+    elif outcome == "abort" and head is not None and (head.odd or head.diverged):
+        odd, at = head.odd, head.n
+        text = f"record {at} ends the job, though no replicas differ"
+        if head.diverged:
+            yield Given(votes, text, lambda *yes: bool(_apart(members, yes)), needed=False)
+        text = f"record {at} gives up {', '.join(map(str, odd))}, which are no minority"
+        if odd:
+            yield Given(votes, text, lambda *yes: _are_few(odd, members, yes), needed=False)
+        if move.peer in odd:
+            text = f"{move.peer} keeps a state that record {at} gives up"
+            yield Holds(move.after.lineage == "", text)
+
+
+def _apart(members: Sequence[Peer], yes: Sequence[Yes]) -> set[int]:
+    """Numbers of the ranks whose states differ, by the digests that there are."""
+    held: dict[int, set[str]] = {}
+    for peer, vote in zip(members, yes, strict=True):
+        if vote.digest is not None:
+            held.setdefault(peer.rank, set()).add(vote.digest)
+    return {rank for rank, found in held.items() if len(found) > 1}
+
+
+def _are_alike(members: Sequence[Peer], yes: Sequence[Yes]) -> bool | None:
+    """Whether no states differ; None: no two digests are of one rank number."""
+    ranks = [p.rank for p, vote in zip(members, yes, strict=True) if vote.digest is not None]
+    return None if len(ranks) == len(set(ranks)) else not _apart(members, yes)
+
+
+def _are_few(odd: Collection[Peer], members: Sequence[Peer], yes: Sequence[Yes]) -> bool:
+    """Whether those who are not odd have one digest each rank number, and are more than half."""
+    for rank in {peer.rank for peer in odd}:
+        held = {p: y.digest for p, y in zip(members, yes, strict=True) if p.rank == rank}
+        held = {peer: digest for peer, digest in held.items() if digest is not None}
+        rest = [digest for peer, digest in held.items() if peer not in odd]
+        if len(set(rest)) != 1 or 2 * len(rest) <= len(held):
+            return False
+    return True
+
+
+def skip(move: Move) -> Iterator[Claim]:
+    """12: what one user skips all skip: no step is counted, and nobody waits because of it."""
+    yield from voted(move)
+    before, after, token = move.before, move.after, move.before.token
+    if obeyed(move) == "commit":
+        members = member_peers(before)
+        said = "a skip" if after.skip else "a step"
+        yield Given(
+            tuple(("yes", token, peer) for peer in members),
+            f"{move.peer} takes txn {token} for {said}, against the votes",
+            lambda *yes: any(vote.skip for vote in yes) == after.skip,
+            needed=False,
+        )
+        yield Same(("skip", token), after.skip, f"{move.peer} takes txn {token} for {said}")
+    took = after.head is not None and after.head != before.head and after.head.kind == "abort"
+    if took and after.head is not None and after.head.skip:
+        text = f"{move.peer} counts txn {token} as a failure, though its user skipped it"
+        waits = after.paused and not before.paused
+        yield Holds(after.rollbacks <= before.rollbacks and not waits, text)
+
+
+def fencing(move: Move) -> Iterator[Claim]:
+    """7: nothing from an older epoch, txn or incarnation changes state."""
+    if move.out.verdict != "row":
+        return
+    here, event, peer = move.before.token, move.event, move.peer
+    if isinstance(event, (Prepared, Ballot, Applied, ApplyFailed, Fault)):
+        yield Holds(event.token == here, f"{peer} at {here} took {event.type} of {event.token}")
+    if isinstance(event, Ack):
+        yield Holds(
+            event.token.epoch >= here.epoch, f"{peer} at {here} took an ack of an old epoch"
+        )
+    if isinstance(event, (Ready, Begin)):
+        text = f"{peer} took {event.type} for epoch {event.epoch}"
+        yield Holds(event.epoch >= here.epoch, text)
+    if isinstance(event, (Connected, Healed)):
+        text = f"{peer} took {event.type} for epoch {event.epoch}"
+        yield Holds(event.epoch == here.epoch, text)
+    if isinstance(event, Ballot):
+        strangers = sorted({v.peer for v in event.votes} - set(member_peers(move.before)))
+        yield Holds(not strangers, f"{peer} counted votes of {strangers}")
+    speaker = _speaker(event)
+    if speaker is not None:
+        known = move.before.hellos.get((speaker.group, speaker.rank))
+        newer = known is not None and known.peer.inc > speaker.inc
+        yield Holds(not newer, f"{peer} listened to {speaker}, which had been replaced")
+
+
+def _speaker(event: Event) -> Peer | None:
+    """Whose word the event is, if it is a participant's about itself."""
+    hello = getattr(event, "hello", None)
+    found = hello.peer if hello is not None else getattr(event, "peer", None)
+    return found if isinstance(found, Peer) else None

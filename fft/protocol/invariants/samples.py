@@ -1,0 +1,131 @@
+"""Guarantee 3, of the data: each slice goes into one committed txn. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fft.messages.protocol import (
+    Record,
+    StartTxn,
+)
+from fft.protocol.invariants.claims import (
+    Claim,
+    Given,
+    Holds,
+    Know,
+    Move,
+    Same,
+    applied,
+    obeyed,
+)
+from fft.protocol.state import lease_of
+
+
+def samples_once(move: Move) -> Iterator[Claim]:
+    """3: each slice of data is consumed by exactly one committed txn, none is left out.
+
+    With leases: a slice is held by one instance of a group at a time, from its grant until a txn
+    that it contributes to is committed; what a lost one held is granted again.
+    """
+    record = move.record
+    for effect in move.out.effects:
+        if isinstance(effect, StartTxn):
+            yield from _takes_its_place(move, effect)
+    if record is not None:
+        yield from _goes_on(record)
+    yield from _has_its_data(move)
+
+
+def _goes_on(record: Record) -> Iterator[Claim]:
+    """The register says of the data what the record before it leads to."""
+    yield Know(("record", record.n), record)
+    yield Given(
+        (("record", record.n - 1), ("record", record.n)),
+        f"record {record.n} ({record.kind}) does not go on where the data before it end",
+        _data_go_on,
+        needed=False,
+    )
+    if record.kind == "commit" and not record.leases:
+        yield Given(
+            (("start", record.token, record.step - (not record.skip)),),
+            f"record {record.n} commits other data than txn {record.token} began with",
+            lambda start: record.cursor == start[0] + start[1],
+            needed=False,
+        )
+    if record.kind == "epoch" and record.leases:
+        able = [(g.group, g.store) for g in record.members if g.group not in record.learners]
+        holders = {(lease.group, lease.store) for lease in record.leases}
+        text = f"record {record.n} grants leases to {sorted(holders)}, of whom some do not count"
+        yield Holds(holders <= set(able) and len(holders) == len(record.leases), text)
+
+
+def _has_its_data(move: Move) -> Iterator[Claim]:
+    """A committed txn has the same data for all, and no other txn has them."""
+    record, before, after = move.record, move.before, move.after
+    token = before.token
+    decided = record is not None and obeyed(move) == "commit" and record.token == token
+    if not decided and not applied(move):
+        return
+    if before.leases:
+        data = tuple(lease.slice for lease in before.leases)
+    else:
+        # Within a txn the places in the member list, which all share, keep the members apart.
+        end = record.cursor if decided and record else after.cursor
+        data = tuple(range(before.cursor, end))
+        text = f"the data from {before.cursor} on went into txn {token} and into {{was}}"
+        yield Same(("data from", before.cursor), token, text)
+    text = f"txn {token} has slices {data} for {move.peer}, and {{was}} for another"
+    yield Same(("data of", token), data, text)
+
+
+def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
+    """Which slice a group takes in a txn: those that contribute have one each, in their order."""
+    token, begun = start.token, (start.cursor, start.participants)
+    text = f"{move.peer} began txn {token} with (cursor, participants) {begun}, another with"
+    yield Same(("start", token, start.step), begun, text + " {was}")
+    epoch = move.after.epoch
+    late = epoch.learners if epoch and token.txn == 1 else ()
+    able = [g.group for g in epoch.members if g.group not in late] if epoch else []
+    mine = able.index(move.peer.group) if move.peer.group in able else None
+    if mine is not None and mine >= start.participants:
+        mine = None  # a spare
+    text = f"{move.peer} has slice {start.index} of {start.participants} in txn {token}, not {mine}"
+    yield Holds(start.index == mine and 0 < start.participants <= len(able), text)
+    if epoch is None or not epoch.leases:
+        return
+    own = next(g for g in epoch.members if g.group == move.peer.group)
+    held = lease_of((epoch if token.txn == 1 else move.after).leases, own)
+    text = f"{move.peer} takes slice {start.lease} in txn {token}, and holds a lease on {held}"
+    yield Holds(start.lease == held and (held is None) == (mine is None), text)
+    if held is not None:
+        text = f"slice {held} is leased to {own.store} in txn {token}, and to {{was}}"
+        yield Same(("leased", token, held), own.store, text)
+
+
+def _data_go_on(before: Record, after: Record) -> bool:
+    moved, batches = after.cursor - before.cursor, after.batches - before.batches
+    if before.leases or after.leases:
+        return _leases_go_on(before, after)
+    if after.kind != "commit":
+        return moved == batches == 0
+    return moved > 0 and batches == (0 if after.skip else moved)
+
+
+def _leases_go_on(before: Record, after: Record) -> bool:
+    """Whether what was held, returned or new is held, returned or consumed, and once."""
+    batches, consumed = after.batches - before.batches, len(before.leases)
+    if after.kind == "abort":
+        same = (before.leases, before.returned, before.cursor, before.batches)
+        return (after.leases, after.returned, after.cursor, after.batches) == same
+    if after.kind == "commit" and batches != (0 if after.skip else consumed):
+        return False
+    stays = [] if after.kind == "commit" else [lease.slice for lease in before.leases]
+    new = range(before.cursor, after.cursor)
+    had = sorted([*stays, *before.returned, *new])
+    if sorted([*(lease.slice for lease in after.leases), *after.returned]) != had:
+        return False
+    if after.kind == "commit":
+        return True
+    held = {lease[1:]: lease.slice for lease in before.leases}
+    kept = {lease[1:]: lease.slice for lease in after.leases if lease[1:] in held}
+    return all(held[who] == number for who, number in kept.items())
