@@ -94,8 +94,8 @@ check: setup
 # The two teaching specs must be found splitting: their checks have to fail.
 prove: setup
 	$(BIN)/fft check hsdp
-	@code=0; $(BIN)/fft check local_commit --property agreement --scope processes || code=$$?; test $$code = 1
-	@code=0; $(BIN)/fft check plain_votes --property agreement --scope messages || code=$$?; test $$code = 1
+	@code=0; $(BIN)/fft check local_commit --property agreement --bounds processes || code=$$?; test $$code = 1
+	@code=0; $(BIN)/fft check plain_votes --property agreement --bounds messages || code=$$?; test $$code = 1
 	$(BIN)/fft mutants
 	$(BIN)/fft simulate --seeds $(SEEDS) --first $$(date +%y%m%d%H%M)0
 

@@ -40,7 +40,7 @@ from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.prove.scale.costs import DESIGNS, Costs, Design, Handling, handling_from, prices_from
-from fft.prove.scale.job import Job, Node, Phase, event_kind
+from fft.prove.scale.job import LargeJob, Node, Phase, event_kind
 from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
@@ -305,7 +305,7 @@ def check(out: Path) -> None:
 # --- the real core ----------------------------------------------------------------------------
 
 
-class Metered(Job):
+class Metered(LargeJob):
     """A job that measures what each event costs the real core, trace and codec."""
 
     trace: TraceWriter
@@ -358,7 +358,7 @@ def line(points: list[tuple[int, float]]) -> list[float]:
 
 def scenario(design: Design, costs: Costs, groups: int, phases: str) -> list[Phase]:
     """The phases of one job, each said as it ends."""
-    job = Job(SPEC, design, costs, groups, formed=not phases.startswith("start"))
+    job = LargeJob(SPEC, design, costs, groups, formed=not phases.startswith("start"))
     found = []
     for name in phases.split():
         began = time.monotonic()

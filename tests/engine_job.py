@@ -63,7 +63,7 @@ class Rank:
     says: Callable[[StartTxn], dict[str, Any]] = staticmethod(lambda start: {})
     """What else its vote in a txn says."""
 
-    def __init__(self, job: Job, peer: Peer, **timeouts: float) -> None:
+    def __init__(self, job: EngineJob, peer: Peer, **timeouts: float) -> None:
         self.peer = peer
         self.steps = 0
         self.asked = threading.Condition()
@@ -135,7 +135,7 @@ class Rank:
                 self.ended = command
 
 
-class Job:
+class EngineJob:
     """Groups of ranks on one bus; closes everything at the end."""
 
     on_divergence: Literal["stop", "heal"] = "stop"
@@ -168,7 +168,7 @@ class Job:
         self.stack.callback(bus.close)
         return bus
 
-    def start(self, **timeouts: float) -> Job:
+    def start(self, **timeouts: float) -> EngineJob:
         for group in range(self.groups):
             self.start_group(str(group), **timeouts)
         return self

@@ -38,15 +38,16 @@ def simulate(
 def check(
     spec: Annotated[str, SPEC],
     deep: Annotated[bool, typer.Option("--deep", help="Wider bounds; takes half an hour.")] = False,
-    scope: Annotated[
-        list[str] | None, typer.Option(help="Only this scope; may be given several times.")
+    bounds: Annotated[
+        list[str] | None,
+        typer.Option(help="Only the bounds of this name; may be given several times."),
     ] = None,
     property_: Annotated[
         list[str] | None,
         typer.Option("--property", help="Only this invariant; may be given several times."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="At most so many states for each scope.")
+        int | None, typer.Option(help="At most so many states for each set of bounds.")
     ] = None,
     save: Annotated[
         Path, typer.Option(help="Folder for counterexamples, as scenario files.")
@@ -56,7 +57,7 @@ def check(
     from fft.prove.searches import Choice
     from fft.prove.searches import check as search
 
-    choice = Choice(deep, tuple(scope or ()), tuple(property_ or ()), limit, save)
+    choice = Choice(deep, tuple(bounds or ()), tuple(property_ or ()), limit, save)
     with plain_errors():
         good = search(spec, choice, console())
     raise typer.Exit(0 if good else 1)

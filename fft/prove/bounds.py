@@ -1,177 +1,90 @@
-"""The bounds that ``fft check`` searches: chosen so that together they take every row of the table.
-
-Data only. Costs grow by a factor of ten to thirty with each fault, each participant and each
-process start, so that no single scope can have everything; each of these has some of it.
-"""
+"""What bounds a search, and how bus and main threads behave in it. Pure data."""
 
 from __future__ import annotations
 
-from fft.prove.scope import Scope
+from dataclasses import dataclass
 
-
-def budget(*kinds: str, **more: int) -> tuple[tuple[str, int], ...]:
-    """One fault of each kind, or as many as said."""
-    return (*((kind, 1) for kind in kinds), *more.items())
-
-
-DEFAULT = (
-    Scope(
-        "processes",
-        commits=2,
-        faults=2,
-        budget=budget(
-            "no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2
-        ),
-    ),
-    Scope("learner", commits=2, faults=3, budget=budget("crash", "restart", "heal")),
-    Scope(
-        "messages",
-        commits=1,
-        faults=3,
-        budget=budget("fault", "lose", "twice", "swap", "quit"),
-    ),
-    Scope("bus", commits=1, faults=2, budget=budget("fault", "lapse", "outage", "forget")),
-    Scope(
-        "mixed",
-        commits=1,
-        faults=2,
-        budget=budget("torn", "drain", "silent", "lose", "lapse", "early"),
-    ),
-    Scope("missed", commits=1, faults=3, budget=budget("torn", "lose", "fault")),
-    Scope(
-        "retry",
-        commits=0,
-        faults=3,
-        budget=budget("fault", "early", "lapse", "crash", "silent"),
-    ),
-    Scope("storm", commits=1, faults=4, budget=budget(no=4)),
-    Scope(
-        "start", commits=1, faults=2, formed=False, budget=budget("torn", "crash", "lose", "lapse")
-    ),
-    Scope("start, bus", commits=1, faults=1, formed=False, budget=budget("outage", "forget")),
-    Scope(
-        "unlike",
-        commits=1,
-        faults=2,
-        formed=False,
-        alike=False,
-        budget=budget("heal", "torn", "silent"),
-    ),
-    Scope("lost", commits=0, faults=2, formed=False, budget=budget("crash", "lapse")),
-    Scope(
-        "three groups",
-        groups=3,
-        commits=1,
-        faults=1,
-        budget=budget("crash", "silent", "torn", "drain", "lapse", "lose"),
-    ),
-    Scope("three, leaving", groups=3, commits=1, faults=2, budget=budget("torn", "drain")),
-    Scope(
-        "shards", ranks=2, commits=1, faults=1, budget=budget("silent", "lapse", "lose", "twice")
-    ),
-    Scope(
-        "mates", groups=1, ranks=2, commits=1, faults=1, formed=False, budget=budget("quit", "lose")
-    ),
-    Scope("hang", commits=1, faults=2, budget=budget("hang", "crash")),
-    Scope("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
-    Scope("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
-    Scope("too few, at start", groups=1, commits=0, faults=0, formed=False, least=2),
-    Scope("skips", commits=1, faults=3, budget=budget("lose", "crash", "lapse", skip=2)),
-    Scope("skips, joining", commits=1, faults=3, budget=budget("skip", "crash", "restart")),
-    Scope("skips, unlike", commits=1, faults=2, budget=budget("skip", "misfit")),
-    Scope(
-        "compared, missed",
-        commits=1,
-        faults=3,
-        budget=budget("no", "lose", "lapse"),
-        digests=True,
-    ),
-    Scope(
-        "diverged",
-        commits=1,
-        faults=3,
-        budget=budget("corrupt", "bare", "lose", "silent", "restart"),
-        digests=True,
-    ),
-    Scope(
-        "healed",
-        groups=3,
-        commits=1,
-        faults=2,
-        budget=budget("corrupt", "bare"),
-        digests=True,
-        heals=True,
-    ),
-    Scope(
-        "shards, restart",
-        groups=1,
-        ranks=2,
-        commits=1,
-        faults=3,
-        budget=budget("crash", "restart", "lose"),
-    ),
-    Scope("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
-    Scope("deaf", commits=1, faults=1, budget=budget("deaf")),
-    Scope("overrun", commits=1, faults=2, budget=budget("overrun", "fault")),
-    Scope("twin", commits=1, faults=1, budget=budget("twin")),
+KINDS = (
+    "fault",  # the body raises, before or after its vote
+    "no",  # the body ends with a NO
+    "misfit",  # the body took part in no reduction, or in others than its peers, and says YES
+    "skip",  # the user skips the step, after its reductions or before
+    "corrupt",  # a state changes that nobody was to change
+    "bare",  # a vote without a digest, where others have one
+    "torn",  # the optimizer step fails half way
+    "heal",  # rebuilding groups or fetching state fails, though everybody lives
+    "crash",  # a process ends; a monitor tells
+    "silent",  # a process ends; nobody tells
+    "restart",  # an ended group comes back as new incarnations
+    "twin",  # group A is started a second time while the first one lives
+    "drain",  # a group is asked to leave
+    "hang",  # a monitor says of a process, rightly or not, that its main thread does not move
+    "early",  # a timer fires before its time: false suspicion
+    "lose",  # a message never reaches one listener
+    "twice",  # a message reaches one listener twice
+    "swap",  # two messages reach one listener in the other order
+    "lapse",  # one operation on the bus fails; whether it took effect is unknown
+    "outage",  # the bus is out of reach for a while
+    "deaf",  # a listener loses its place in the message order, and hears nothing for all any more
+    "overrun",  # a listener falls behind: what it was to hear is lost, then it hears again
+    "quit",  # the user shuts a manager down
+    "forget",  # the bus ends and comes back empty
 )
-"""Takes some five minutes on one core."""
+"""Faults, each with a budget of its own in a search."""
 
-DEEP = (
-    *DEFAULT,
-    Scope(
-        "mixed, 3 faults",
-        commits=1,
-        faults=3,
-        budget=budget("torn", "drain", "silent", "lose", "lapse", "early"),
-    ),
-    Scope(
-        "processes, 3 faults",
-        commits=2,
-        faults=3,
-        budget=budget(
-            "no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2
-        ),
-    ),
-    Scope(
-        "everything, 3 faults",
-        commits=1,
-        faults=3,
-        budget=budget("fault", "torn", "crash", "drain", "early", "lose", "lapse"),
-    ),
-    Scope(
-        "start, all kinds",
-        commits=1,
-        faults=2,
-        formed=False,
-        budget=budget("fault", "torn", "heal", "crash", "silent", "lose", "twice", "swap", "lapse"),
-    ),
-    Scope(
-        "three groups, 2 faults",
-        groups=3,
-        commits=1,
-        faults=2,
-        budget=budget("crash", "silent", "torn", "drain", "lapse", "lose"),
-    ),
-    Scope(
-        "three groups, more kinds",
-        groups=3,
-        commits=1,
-        faults=1,
-        budget=budget("fault", "no", "misfit", "early", "outage"),
-    ),
-    Scope(
-        "healed, unheard",
-        groups=3,
-        commits=1,
-        faults=2,
-        budget=budget("corrupt", "lose"),
-        digests=True,
-        heals=True,
-    ),
-    Scope("hang, 3 faults", commits=0, faults=3, budget=budget("fault", "lapse", "hang")),
-    Scope("too few, shards", ranks=2, commits=1, faults=1, least=2, budget=budget("drain")),
-    Scope("shards, crash", ranks=2, commits=1, faults=1, budget=budget("crash")),
-    Scope("shards, fault", ranks=2, commits=1, faults=1, budget=budget("fault")),
-)
-"""Ten million states and more."""
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of one search: who takes part, how far it goes, which faults and how many."""
+
+    name: str
+    groups: int = 2
+    ranks: int = 1
+    commits: int = 2
+    """Main threads begin no body at this committed step."""
+    faults: int = 1
+    """Faults in all."""
+    budget: tuple[tuple[str, int], ...] = ()
+    """Kind of fault: how many at most. Kinds that are not named do not happen."""
+    formed: bool = True
+    """Begin where the first epoch is running; else where the processes start."""
+    alike: bool = True
+    """All groups begin with the same weights; else the first epoch copies one group's."""
+    least: int = 1
+    """Groups without which nothing goes on."""
+    digests: bool = False
+    """Votes bring digests of the states."""
+    heals: bool = False
+    """Whose state differs from most fetches it anew; else the job ends where states differ."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
+        begin = "from the first txn" if self.formed else "from process start"
+        least = f", {self.least} at least" if self.least > 1 else ""
+        least += ", states compared" if self.digests else ""
+        least += " and healed" if self.heals else ""
+        return (
+            f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
+            f"{self.faults} faults of: {what or 'none'}"
+        )
+
+
+@dataclass(frozen=True)
+class World:
+    """How bus and main threads behave; anything but the default is a planted bug of theirs.
+
+    What a main thread does when, is in its table.
+    """
+
+    write_once: bool = True
+    """``compare_set`` compares."""
+    generations: bool = True
+    """A bus that lost its memory is recognised and never used again."""
+    attempts: bool = True
+    """Every attempt at a step has a ballot of its own."""
+    restores: bool = True
+    """A main thread that unwinds puts back the start of the step."""
+
+
+REAL = World()

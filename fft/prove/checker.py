@@ -23,10 +23,10 @@ from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, Part, SubState
 from fft.protocol.state import Local
+from fft.prove.bounds import REAL, Bounds, World
 from fft.prove.intern import thaw
 from fft.prove.model import Model, State, Step
 from fft.prove.narrate import narrate as narrate
-from fft.prove.scope import REAL, Scope, World
 
 Progress = Callable[[int, int, int], None]
 """(states found, states expanded, depth)"""
@@ -46,7 +46,7 @@ class Violation:
 class Result:
     """What one search found."""
 
-    scope: Scope
+    bounds: Bounds
     states: int = 0
     steps: int = 0
     depth: int = 0
@@ -71,7 +71,7 @@ class Search:
 
     def __init__(self, model: Model, limit: int | None = None) -> None:
         self.model, self.limit = model, limit
-        self.result = Result(model.scope)
+        self.result = Result(model.bounds)
         self._index: dict[State, int] = {}
         self._order: list[State] = []
         self._parent = array("q")
@@ -165,7 +165,7 @@ class Search:
         found = self._sound.get(key)
         if found is None:
             shared = model.shared[state[model.size]]
-            found = self._sound[key] = _settled(model.scope, shared, self._views(state))
+            found = self._sound[key] = _settled(model.bounds, shared, self._views(state))
         return found
 
     def _views(self, state: State) -> list[tuple[int, Local]]:
@@ -179,7 +179,7 @@ class Search:
         if step.what != "timer quorum":
             return False
         shared = self.model.shared[state[self.model.size]]
-        return shared.bus == "up" and _can_go_on(self.model.scope, shared, self._views(state))
+        return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:
         """The first state from which no free steps lead to a settled one."""
@@ -248,23 +248,23 @@ class Search:
             self.result.checks.setdefault(name, 0)
 
 
-def _settled(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    done = all(s.role == "training" and s.step >= scope.commits for _, s in views)
+def _settled(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> bool:
+    done = all(s.role == "training" and s.step >= bounds.commits for _, s in views)
     if shared.bus != "up":  # out, or with nothing left to ask the bus for
         return shared.bus == "gone" and done
     inside = [s for _, s in views if s.epoch is not None]
     # Who has nothing left to do within the bounds would learn of a newer record at its next
     # decision: nobody can be asked to go on without it.
-    unaware = [s for s in inside if _at_bound(scope, s) and s.head != shared.head]
+    unaware = [s for s in inside if _at_bound(bounds, s) and s.head != shared.head]
     if unaware:
         return all(s.vote is None or s in unaware for _, s in views)
     if any(s.role != "training" for s in inside) or not inside:
-        return not _can_go_on(scope, shared, views) and _waits(views)
-    return all(s.step >= scope.commits for s in inside)
+        return not _can_go_on(bounds, shared, views) and _waits(views)
+    return all(s.step >= bounds.commits for s in inside)
 
 
-def _at_bound(scope: Scope, s: Local) -> bool:
-    return s.role == "training" and s.step >= scope.commits
+def _at_bound(bounds: Bounds, s: Local) -> bool:
+    return s.role == "training" and s.step >= bounds.commits
 
 
 def _waits(views: list[tuple[int, Local]]) -> bool:
@@ -272,17 +272,17 @@ def _waits(views: list[tuple[int, Local]]) -> bool:
     return all(s.vote is None and s.role in ("joining", "healing") for _, s in views)
 
 
-def _can_go_on(scope: Scope, shared: Any, views: list[tuple[int, Local]]) -> bool:
+def _can_go_on(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> bool:
     """Whether enough whole live groups are there, and hold, together, the state of the head."""
     head = shared.head
     by_group: dict[int, list[Local]] = {}
     for i, s in views:
-        by_group.setdefault(i // scope.ranks, []).append(s)
-    whole = [ranks for ranks in by_group.values() if len(ranks) == scope.ranks]
+        by_group.setdefault(i // bounds.ranks, []).append(s)
+    whole = [ranks for ranks in by_group.values() if len(ranks) == bounds.ranks]
     if head is None:
-        return len(whole) >= scope.least
-    return len(whole) >= scope.least and all(
-        any(ranks[r].lineage == head.lineage for ranks in whole) for r in range(scope.ranks)
+        return len(whole) >= bounds.least
+    return len(whole) >= bounds.least and all(
+        any(ranks[r].lineage == head.lineage for ranks in whole) for r in range(bounds.ranks)
     )
 
 
@@ -303,7 +303,7 @@ def all_rows(spec: FsmSpec) -> Iterator[tuple[str, Part]]:
 
 def search(
     spec: FsmSpec,
-    scope: Scope,
+    bounds: Bounds,
     participant: type[Participant] = Participant,
     world: World = REAL,
     limit: int | None = None,
@@ -311,9 +311,9 @@ def search(
     only: Collection[str] = (),
     thread: ThreadTable | None = None,
 ) -> tuple[Search, Result]:
-    """Check one scope of a spec. ``only``: names of the properties to evaluate; () for all.
+    """Check a spec within bounds. ``only``: names of the properties to evaluate; () for all.
 
     ``thread``: the main threads' table, if not the one that is shipped.
     """
-    made = Search(Model(spec, scope, participant, world, only, thread), limit)
+    made = Search(Model(spec, bounds, participant, world, only, thread), limit)
     return made, made.run(progress)

@@ -65,8 +65,8 @@ from fft.protocol.state import GENESIS, Config, member_peers
 from fft.protocol.table import Table
 from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bare, heard, matters
 from fft.prove.bits import Bits
+from fft.prove.bounds import KINDS, REAL, Bounds, World
 from fft.prove.intern import Interner, Renamer, can_matter, freeze, thaw
-from fft.prove.scope import KINDS, REAL, Scope, World
 from fft.util.errors import ProtocolError
 
 GROUPS = "ABCDEFGH"
@@ -181,7 +181,7 @@ class _Turn:
 
 
 class Model:
-    """The transition system of a spec in a scope.
+    """The transition system of a spec within bounds.
 
     Args:
         participant: the class that runs the core; planted bugs are subclasses.
@@ -192,18 +192,18 @@ class Model:
     def __init__(
         self,
         spec: FsmSpec,
-        scope: Scope,
+        bounds: Bounds,
         participant: type[Participant] = Participant,
         world: World = REAL,
         only: Collection[str] = (),
         thread: ThreadTable | None = None,
     ) -> None:
-        self.spec, self.scope, self.world, self.only = spec, scope, world, only
+        self.spec, self.bounds, self.world, self.only = spec, bounds, world, only
         self.thread = thread or shipped_thread()
         self._class, self._table = participant, Table(spec)
-        self.places = scope.groups * scope.ranks
-        twin = dict(scope.budget).get("twin", 0) > 0
-        self.size = self.places + (scope.ranks if twin else 0)
+        self.places = bounds.groups * bounds.ranks
+        twin = dict(bounds.budget).get("twin", 0) > 0
+        self.size = self.places + (bounds.ranks if twin else 0)
         """Places, and those of a twin of group A behind them."""
         self.nodes: Interner[Node] = Interner()
         self.shared: Interner[Shared] = Interner()
@@ -227,16 +227,16 @@ class Model:
         self._quiet_acts: dict[tuple[int, int, bool], Act | None] = {}
         self._calms: dict[int, bool] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
-        names = GROUPS[: scope.groups]
+        names = GROUPS[: bounds.groups]
         # Lineages of unlike starts have the groups' names mixed in: no symmetry to fold.
-        turns = list(permutations(names))[1:] if scope.alike and not twin else []
+        turns = list(permutations(names))[1:] if bounds.alike and not twin else []
         self._turned = [_Turned(self, dict(zip(names, p, strict=True))) for p in turns]
 
     # --- participants ---
 
     def peer(self, who: int, inc: int) -> Peer:
         """The participant at an index."""
-        return Peer(GROUPS[who % self.places // self.scope.ranks], who % self.scope.ranks, inc)
+        return Peer(GROUPS[who % self.places // self.bounds.ranks], who % self.bounds.ranks, inc)
 
     def participant(self, who: int, inc: int) -> Participant:
         """Its core."""
@@ -245,24 +245,24 @@ class Model:
             me = self.peer(who, inc)
             config = Config(
                 me=me,
-                world=self.scope.ranks,
+                world=self.bounds.ranks,
                 store=f"{me.group}.{inc}",
                 transport="",
                 pid=1,
                 host=_host(me),
                 timeouts=self.spec.timeouts,
-                min_groups=self.scope.least,
-                expected_groups=self.scope.groups,
+                min_groups=self.bounds.least,
+                expected_groups=self.bounds.groups,
                 min_reductions=self.spec.policies.min_reductions,
                 leases=self.spec.is_periodic,
-                on_divergence="heal" if self.scope.heals else "stop",
+                on_divergence="heal" if self.bounds.heals else "stop",
             )
             found = self._participants[who, inc] = self._class(self._table, config)
         return found
 
     def _born(self, who: int, inc: int) -> Node:
         """A process that has just connected."""
-        lineage = GENESIS if self.scope.alike else f"{self.peer(who, inc).group}.{inc}"
+        lineage = GENESIS if self.bounds.alike else f"{self.peer(who, inc).group}.{inc}"
         local = self.participant(who, inc).initial(lineage)
         return Node(inc, self.locals.id(freeze(local)), bits=Bits(lineage))
 
@@ -271,7 +271,7 @@ class Model:
     def initial(self) -> State:
         """The state that the search begins with."""
         state = self._fresh()
-        if not self.scope.formed:
+        if not self.bounds.formed:
             return state
         while any(self.at(self.node(state, i)) != "computing" for i in range(self.places)):
             steps = self.steps(state, faults=False)
@@ -282,9 +282,9 @@ class Model:
         return state
 
     def _fresh(self) -> State:
-        left = dict(self.scope.budget)
-        budget = (self.scope.faults, *(left.get(kind, 0) for kind in KINDS))
-        nodes = [self._born(i, 1) for i in range(self.places)] + [Node(0)] * self.scope.ranks
+        left = dict(self.bounds.budget)
+        budget = (self.bounds.faults, *(left.get(kind, 0) for kind in KINDS))
+        nodes = [self._born(i, 1) for i in range(self.places)] + [Node(0)] * self.bounds.ranks
         nodes, shared = nodes[: self.size], Shared()
         for i, node in enumerate(nodes[: self.places]):
             turn = _Turn(node, shared)
@@ -463,7 +463,7 @@ class Model:
     def _restarts(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
         """A whole group comes back; what is left of it ends before."""
         if left[1 + KINDS.index("restart")]:
-            for first in range(0, self.places, self.scope.ranks):
+            for first in range(0, self.places, self.bounds.ranks):
                 if not self._is_whole(state, first):
                     yield self._start(state, first, "comes back", "restart")
         if left[1 + KINDS.index("twin")] and self._is_whole(state, 0):
@@ -472,11 +472,11 @@ class Model:
                 yield self._start(state, self.places, "is started twice", "twin")
 
     def _is_whole(self, state: State, first: int) -> bool:
-        return all(self.node(state, first + r).local >= 0 for r in range(self.scope.ranks))
+        return all(self.node(state, first + r).local >= 0 for r in range(self.bounds.ranks))
 
     def _start(self, state: State, first: int, what: str, cost: str) -> Step:
         """All ranks of a group start, as the newest incarnations of their identities."""
-        ranks, after = self.scope.ranks, list(state)
+        ranks, after = self.bounds.ranks, list(state)
         same = [
             i for i in range(self.size) if i % self.places // ranks == first % self.places // ranks
         ]
@@ -520,7 +520,7 @@ class Model:
 
     def _post(self, after: list[int], to: Peer, message: int) -> None:
         """Put a message into the mail of a participant, if it is there."""
-        ranks = self.scope.ranks
+        ranks = self.bounds.ranks
         for who in (GROUPS.index(to.group) * ranks + to.rank, self.places + to.rank):
             node = self.nodes[after[who]] if who < self.size else Node(0)
             if node.local >= 0 and self.peer(who, node.inc) == to:
@@ -630,7 +630,7 @@ class Model:
                 bits = node.bits.begin(self.peer(who, node.inc), token)
                 return node._replace(task=(token,), bits=bits)
             case "connect", Fetch(epoch=epoch, group=group, late=late):
-                ranks = self.scope.ranks
+                ranks = self.bounds.ranks
                 source = None if group is None else GROUPS.index(group) * ranks + who % ranks
                 if late:  # it has nothing to wait for but the others
                     return node._replace(task=(epoch, None), source=source)
@@ -786,7 +786,7 @@ class _Turned:
 
     def __init__(self, model: Model, names: dict[str, str]) -> None:
         self._model, self._rename = model, Renamer(names)
-        ranks = model.scope.ranks
+        ranks = model.bounds.ranks
         self._to = [
             GROUPS.index(names[GROUPS[who // ranks]]) * ranks + who % ranks
             for who in range(model.size)
@@ -934,7 +934,7 @@ class _Here:
             return
         elif at == "restoring":
             yield from self._restore(*node.task)
-        elif at == "computing" and self._step() < model.scope.commits:
+        elif at == "computing" and self._step() < model.bounds.commits:
             yield from self._body(*node.task)
 
     def _step(self) -> int:
@@ -966,7 +966,7 @@ class _Here:
     def _body(self, token: Token) -> Iterator[Act]:
         idle = self.node._replace(task=())
         assert idle.bits is not None
-        digest = idle.bits.digest if self.model.scope.digests else None
+        digest = idle.bits.digest if self.model.bounds.digests else None
         reduced = _REDUCED[self.me.rank]
         yes, has_state = Prepared(token, True, reduced, digest=digest), idle.source is None
         if self.has("prepared", NO_FACTS):
@@ -1041,7 +1041,7 @@ class _Here:
         epoch = self.model.local_epoch(self.node)
         for peer in member_peers(thaw(self.model.locals[self.node.local])):
             other = self._newest(
-                nodes, GROUPS.index(peer.group) * self.model.scope.ranks + peer.rank
+                nodes, GROUPS.index(peer.group) * self.model.bounds.ranks + peer.rank
             )
             gone = other.local < 0 or other.inc != peer.inc
             if gone or self.model.local_epoch(other) > epoch:

@@ -1,8 +1,8 @@
 """Planted bugs: small changes of table, core or bus, each of which the checker must catch.
 
-Pure, but for ``write_table``. A mutant names the property that catches it, and the smallest scope
-found in which it does; the shipped table must be clean in the same scope, or the catch would mean
-nothing. A mutant that survives is a hole in the properties.
+Pure, but for ``write_table``. A mutant names the property that catches it, and the smallest bounds
+found to be wide enough for that; the shipped table must be clean within the same bounds, or the
+catch would mean nothing. A mutant that survives is a hole in the properties.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
+from fft.prove.bounds import REAL, Bounds, World
 from fft.prove.checker import Result, Search, search
 from fft.prove.planting import Change, Raw, instead, on, planted, small, state_of, way_to, without
-from fft.prove.scope import REAL, Scope, World
 from fft.util.errors import FftError
 
 
@@ -55,7 +55,7 @@ class Mutant:
     name: str
     what: str
     expected: str
-    scope: Scope
+    bounds: Bounds
     change: Change | None = None
     """What is changed in the table."""
     participant: type[Participant] = Participant
@@ -102,10 +102,10 @@ class Mutant:
 
 
 def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
-    """Search the mutant's scope with the bug in place. ``limit``: states."""
+    """Search within the mutant's bounds, with the bug in place. ``limit``: states."""
     return search(
         mutant.spec,
-        mutant.scope,
+        mutant.bounds,
         mutant.participant,
         mutant.world,
         limit,
@@ -114,9 +114,9 @@ def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
 
 
 @cache
-def run_sound(scope: Scope) -> Result:
-    """Search a scope of the shipped table with nothing planted. Kept per scope."""
-    return search(load_spec("hsdp"), scope)[1]
+def run_sound(bounds: Bounds) -> Result:
+    """Search the shipped table within bounds, with nothing planted. Kept per set of bounds."""
+    return search(load_spec("hsdp"), bounds)[1]
 
 
 def _all(*changes: Change) -> Change:
@@ -917,7 +917,7 @@ class NotCaught(FftError):
 
 
 def caught(mutant: Mutant) -> tuple[Search, Result]:
-    """Search the mutant's scope.
+    """Search within the mutant's bounds.
 
     Raises:
         NotCaught: the bug does not break the property that it must break.

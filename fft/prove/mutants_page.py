@@ -12,15 +12,15 @@ BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
 def row_of(mutant: Mutant) -> str:
     """The mutant's first columns in the table: what does not change with the model."""
-    kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.scope.budget)
-    shape = f"{mutant.scope.groups} x {mutant.scope.ranks}"
-    shape += "" if mutant.scope.formed else " from start"
-    scope = f"{shape}, {kinds or 'no fault'}"
-    return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {scope} |"
+    kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.bounds.budget)
+    shape = f"{mutant.bounds.groups} x {mutant.bounds.ranks}"
+    shape += "" if mutant.bounds.formed else " from start"
+    bounds = f"{shape}, {kinds or 'no fault'}"
+    return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {bounds} |"
 
 
 def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
-    yield "| mutant | what is planted | where | caught by | scope | states | steps |"
+    yield "| mutant | what is planted | where | caught by | bounds | states | steps |"
     yield "|---|---|---|---|---|--:|--:|"
     for mutant in mutants:
         result = caught(mutant)[1]

@@ -1,4 +1,4 @@
-"""What bugs are planted with: small scopes, other rows, other guards and effects. Pure."""
+"""What bugs are planted with: small bounds, other rows, other guards and effects. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Participant
 from fft.protocol.roles import Role
-from fft.prove.scope import Scope
+from fft.prove.bounds import Bounds
 
 Raw = dict[str, Any]
 """A spec as plain data."""
@@ -25,11 +25,11 @@ def small(
     digests: bool = False,
     heals: bool = False,
     **budget: int,
-) -> Scope:
-    """A scope with these faults, all of which may happen in one run."""
+) -> Bounds:
+    """Bounds with these faults, all of which may happen in one run."""
     faults = sum(budget.values())
     kinds = tuple(sorted(budget.items()))
-    return Scope(
+    return Bounds(
         "mutant",
         groups,
         commits=commits,

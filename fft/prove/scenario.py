@@ -82,6 +82,7 @@ from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, outermost
 from fft.protocol.state import GENESIS
+from fft.prove.bounds import KINDS, REAL, Bounds, World
 from fft.prove.intern import thaw
 from fft.prove.model import Model, State, Step
 from fft.prove.narrate import (
@@ -97,7 +98,6 @@ from fft.prove.narrate import (
     tell,
     txn,
 )
-from fft.prove.scope import KINDS, REAL, Scope, World
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def _model(header: dict[str, str], folder: Path) -> Model:
             raise _Wrong(f"world: no switch {switch!r}; there are {', '.join(vars(REAL))}")
     if header["world"]:
         world = World(**{switch: switch not in header["world"].split() for switch in vars(REAL)})
-    scope = Scope(
+    bounds = Bounds(
         "scenario",
         groups=_number(header, "groups"),
         ranks=_number(header, "ranks"),
@@ -282,7 +282,7 @@ def _model(header: dict[str, str], folder: Path) -> Model:
         digests=_yes(header, "digests"),
         heals=_yes(header, "heals"),
     )
-    return Model(spec, scope, participant, world, tuple(header["only"].split()), thread)
+    return Model(spec, bounds, participant, world, tuple(header["only"].split()), thread)
 
 
 def _number(header: dict[str, str], key: str) -> int:
@@ -741,19 +741,19 @@ def save_counterexample(
     Raises:
         ScenarioError: the file does not show the violation (it is left for inspection).
     """
-    model, scope = search.model, search.model.scope
+    model, bounds = search.model, search.model.bounds
     header = {
         "title": f"counterexample of {violation.name}: {violation.text}".replace("\n", " "),
         "spec": spec or model.spec.name,
-        "groups": str(scope.groups),
-        "ranks": str(scope.ranks),
-        "commits": str(scope.commits),
-        "formed": "yes" if scope.formed else "no",
-        "alike": "yes" if scope.alike else "no",
-        "least": str(scope.least),
+        "groups": str(bounds.groups),
+        "ranks": str(bounds.ranks),
+        "commits": str(bounds.commits),
+        "formed": "yes" if bounds.formed else "no",
+        "alike": "yes" if bounds.alike else "no",
+        "least": str(bounds.least),
         "expect": violation.name,
     }
-    header |= {key: "yes" for key in ("digests", "heals") if getattr(scope, key)}
+    header |= {key: "yes" for key in ("digests", "heals") if getattr(bounds, key)}
     if model.only:
         header["only"] = " ".join(sorted(model.only))
     if mutant is not None:

@@ -1,4 +1,4 @@
-"""``fft check`` and ``fft mutants``: searches over scopes, told in a form that people can read.
+"""``fft check`` and ``fft mutants``: searches within bounds, told in a form that people can read.
 
 Writes to a console, and counterexamples to a folder; what is searched is pure.
 """
@@ -16,13 +16,13 @@ from rich.table import Table
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec, Part
-from fft.prove.bounds import DEEP, DEFAULT
+from fft.prove.bounds import Bounds
 from fft.prove.checker import Result, Search, all_rows, narrate
 from fft.prove.model import Model
 from fft.prove.mutants import MUTANTS, NotCaught, caught
 from fft.prove.mutants_page import write_table
 from fft.prove.scenario import save_counterexample
-from fft.prove.scope import Scope
+from fft.prove.sets_of_bounds import DEEP, DEFAULT
 from fft.util.errors import FftError
 
 
@@ -35,35 +35,36 @@ class Choice:
     """What ``fft check`` is asked for."""
 
     deep: bool = False
-    scopes: tuple[str, ...] = ()
-    """Names; empty: all. Rows of the table that no run took count against it only then."""
+    bounds: tuple[str, ...] = ()
+    """Names of sets of bounds; empty: all. Rows of the table that no run took count against it only
+    then."""
     properties: tuple[str, ...] = ()
     """Invariants; empty: all."""
     limit: int | None = None
-    """States for each scope."""
+    """States for each set of bounds."""
     save: Path = Path("runs/check")
     """Folder for counterexamples, as scenario files."""
 
 
 def check(spec_name: str, choice: Choice, console: Console) -> bool:
-    """Search every scope and tell what was found; whether all properties hold.
+    """Search within every set of bounds and tell what was found; whether all properties hold.
 
     Raises:
         SpecError, CheckError: the spec or a name cannot be used.
     """
     spec = load_spec(spec_name)
-    scopes = _chosen(DEEP if choice.deep else DEFAULT, choice.scopes)
+    sets = _chosen(DEEP if choice.deep else DEFAULT, choice.bounds)
     if unknown := sorted(set(choice.properties) - set(INVARIANTS)):
         raise CheckError(f"no property named {unknown[0]!r}; there are: {', '.join(INVARIANTS)}")
-    for scope in scopes:
-        console.print(f"  {scope.name}: {scope.describe()}", markup=False, soft_wrap=True)
-    results = [_search(spec, spec_name, scope, choice, console) for scope in scopes]
-    console.print(_scopes_table(spec, results))
+    for bounds in sets:
+        console.print(f"  {bounds.name}: {bounds.describe()}", markup=False, soft_wrap=True)
+    results = [_search(spec, spec_name, bounds, choice, console) for bounds in sets]
+    console.print(_bounds_table(spec, results))
     console.print(_checks_table(results))
     broken = [r for r in results if r.violation is not None]
     partial = [r for r in results if r.violation is None and not r.complete]
     for result in partial:
-        console.print(f"{result.scope.name}: not complete, the limit of states was reached")
+        console.print(f"{result.bounds.name}: not complete, the limit of states was reached")
     missed = _missed(spec, results)
     taken = sum(1 for _ in all_rows(spec)) - len(missed)
     console.print(f"sometimes: {taken} of {taken + len(missed)} rows of the table were taken")
@@ -72,32 +73,32 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
             console.print(f"  {place}: {row.elsewhere}", markup=False)
     missed = {place: row for place, row in missed.items() if not row.elsewhere}
     good = not broken and not partial
-    if not choice.scopes and good and missed:
+    if not choice.bounds and good and missed:
         console.print(f"VIOLATED sometimes: never taken: {', '.join(missed)}", markup=False)
         good = False
     console.print("verdict: " + ("no violation" if good else "VIOLATION"))
     return good
 
 
-def _chosen(scopes: tuple[Scope, ...], only: tuple[str, ...]) -> list[Scope]:
-    unknown = set(only) - {s.name for s in scopes}
+def _chosen(sets: tuple[Bounds, ...], only: tuple[str, ...]) -> list[Bounds]:
+    unknown = set(only) - {bounds.name for bounds in sets}
     if unknown:
-        names = ", ".join(repr(s.name) for s in scopes)
-        raise CheckError(f"no scope named {sorted(unknown)[0]!r}; there are: {names}")
-    return [s for s in scopes if not only or s.name in only]
+        names = ", ".join(repr(bounds.name) for bounds in sets)
+        raise CheckError(f"no bounds named {sorted(unknown)[0]!r}; there are: {names}")
+    return [bounds for bounds in sets if not only or bounds.name in only]
 
 
 def _search(
-    spec: FsmSpec, spec_name: str, scope: Scope, choice: Choice, console: Console
+    spec: FsmSpec, spec_name: str, bounds: Bounds, choice: Choice, console: Console
 ) -> Result:
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     hidden = not console.is_terminal
-    search = Search(Model(spec, scope, only=choice.properties), choice.limit)
+    search = Search(Model(spec, bounds, only=choice.properties), choice.limit)
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task(scope.name)
+        task = progress.add_task(bounds.name)
 
         def show(states: int, expanded: int, depth: int) -> None:
-            told = f"{scope.name}: {states:,} states, {expanded:,} expanded, depth {depth}"
+            told = f"{bounds.name}: {states:,} states, {expanded:,} expanded, depth {depth}"
             progress.update(task, description=told)
 
         result = search.run(show)
@@ -109,25 +110,25 @@ def _search(
 def _tell(search: Search, result: Result, spec_name: str, save: Path, console: Console) -> None:
     found = result.violation
     assert found is not None
-    console.print(f"{result.scope.name}: VIOLATED {found.name}: {found.text}", markup=False,
+    console.print(f"{result.bounds.name}: VIOLATED {found.name}: {found.text}", markup=False,
                   soft_wrap=True)  # fmt: skip
     for line in narrate(search.model, found.path):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
     save.mkdir(parents=True, exist_ok=True)
-    path = save / f"{Path(spec_name).stem}-{result.scope.name.replace(', ', '-')}.txt"
+    path = save / f"{Path(spec_name).stem}-{result.bounds.name.replace(', ', '-')}.txt"
     path = path.with_name(path.name.replace(" ", "-"))
     save_counterexample(search, found, path, spec=spec_name)
     console.print(f"  saved as {path}", markup=False, soft_wrap=True)
 
 
-def _scopes_table(spec: FsmSpec, results: list[Result]) -> Table:
+def _bounds_table(spec: FsmSpec, results: list[Result]) -> Table:
     shown = Table(title=f"{spec.name}: every state within the bounds")
-    for name in ("scope", "states", "steps", "depth", "settled", "seconds", "result"):
-        shown.add_column(name, justify="left" if name in ("scope", "result") else "right")
+    for name in ("bounds", "states", "steps", "depth", "settled", "seconds", "result"):
+        shown.add_column(name, justify="left" if name in ("bounds", "result") else "right")
     for r in results:
         verdict = r.violation.name if r.violation else "ok" if r.complete else "not complete"
         cells = (f"{r.states:,}", f"{r.steps:,}", str(r.depth), f"{r.settled:,}")
-        shown.add_row(r.scope.name, *cells, f"{r.seconds:.1f}", verdict)
+        shown.add_row(r.bounds.name, *cells, f"{r.seconds:.1f}", verdict)
     total = (f"{sum(r.states for r in results):,}", f"{sum(r.steps for r in results):,}")
     shown.add_section()
     shown.add_row("all", *total, "", "", f"{sum(r.seconds for r in results):.1f}", "")

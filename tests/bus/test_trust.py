@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_job import Job
+from engine_job import EngineJob
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
@@ -99,7 +99,7 @@ class Attacked:
         self.raw.subscribe(self.frames.append, lambda error: None)
         self.heads: list[bytes] = []
         opens: Callable[[str], SealedBus] = lambda url: SealedBus(MemoryBus(name), self.token)  # noqa: E731
-        self.job = Job(stack, f"memory://{name}", 2, 1, opens).start(**timeouts)
+        self.job = EngineJob(stack, f"memory://{name}", 2, 1, opens).start(**timeouts)
         for steps in (1, 2, 3):
             self.job.train(steps)
             self.heads.append(self.raw.read(HEAD) or b"")
@@ -278,7 +278,7 @@ def test_a_commit_that_is_taken_back_is_noticed_by_both_sides(stack: ExitStack) 
     raw, token = stack.enter_context(MemoryBus(name)), JobToken.fresh()
     raw.extra = 2**20
     opens: Callable[[str], SealedBus] = lambda url: SealedBus(PutBack(name), token)  # noqa: E731
-    job = Job(stack, f"memory://{name}", 2, 1, opens)
+    job = EngineJob(stack, f"memory://{name}", 2, 1, opens)
     job.start(bus_retry=0.1, bus_limit=2.0, vote_window=0.5)
     job.train(3)
     wait_until(lambda: {m.engine.local.state for m in job.members} == {"NORMAL"}, "all wait")

@@ -126,7 +126,7 @@ class Lighthouse:
             urllib.request.urlopen(request, timeout=LIMIT_S).close()
 
 
-class Job:
+class LighthouseJob:
     """Groups, a bus, and perhaps a lighthouse."""
 
     def __init__(
@@ -176,9 +176,9 @@ class Job:
 
 
 @contextmanager
-def job(root: Path, groups: int, **config: Any) -> Iterator[Job]:
+def job(root: Path, groups: int, **config: Any) -> Iterator[LighthouseJob]:
     """A job; all its processes are ended, whatever happened."""
-    made = Job(root, groups, **config)
+    made = LighthouseJob(root, groups, **config)
     try:
         yield made
     finally:
@@ -252,7 +252,7 @@ def members(record: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ruled(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def ruled(tmp_path_factory: pytest.TempPathFactory) -> LighthouseJob:
     """Three groups: the lighthouse comes late, is restarted; then groups are killed."""
     root = tmp_path_factory.mktemp("ruled")
     patient = {"heartbeat_ms": DEFAULT_MS, "quorum_timeout": 150, "lighthouse_window": 10.0}
@@ -281,7 +281,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.mark.long
 def test_a_late_and_a_restarted_lighthouse_are_waited_for_and_the_killed_are_left_out(
-    ruled: Job,
+    ruled: LighthouseJob,
 ) -> None:
     ruled.audit()
     formed = [members(r) for r in records(ruled.traces) if r["members"]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
 import pytest
-from engine_job import LIMIT_S, SPEC, Job, Nothing, Rank
+from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
 from waiting import wait_until
 
 from fft.bus import BusError, ErrorBus, Subscription, open_bus, serve_tcp
@@ -74,7 +74,7 @@ class Counted(MemoryBus):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_job_trains_and_its_keys_stay_bounded(stack: ExitStack, url: str, ranks: int) -> None:
-    job = Job(stack, url, 2, ranks).start()
+    job = EngineJob(stack, url, 2, ranks).start()
     job.train(12)
     watch = job.open()
     before = watch.key_count()
@@ -90,7 +90,7 @@ def test_a_job_trains_and_its_keys_stay_bounded(stack: ExitStack, url: str, rank
 def test_a_group_votes_with_one_word(stack: ExitStack) -> None:
     Counted.votes = []
     name = f"engine-{uuid.uuid4().hex}"
-    job = Job(stack, f"memory://{name}", 3, 4, lambda _: Counted(name)).start()
+    job = EngineJob(stack, f"memory://{name}", 3, 4, lambda _: Counted(name)).start()
     job.train(20)
     assert [m.restored for m in job.members] == [0] * 12
     by_tag: dict[str, list[int]] = {}
@@ -102,7 +102,7 @@ def test_a_group_votes_with_one_word(stack: ExitStack) -> None:
 
 
 def test_ranks_vote_apart_when_the_store_of_their_group_is_gone(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 2, 2).start()
+    job = EngineJob(stack, url, 2, 2).start()
     job.train(5)
     job.stores["0"].close()
     job.train(15)
@@ -112,7 +112,7 @@ def test_ranks_vote_apart_when_the_store_of_their_group_is_gone(stack: ExitStack
 def test_one_rank_without_the_bus_of_its_group_costs_time_and_not_the_job(
     stack: ExitStack, url: str
 ) -> None:
-    job = Job(stack, url, 2, 2).start(vote_window=0.4)
+    job = EngineJob(stack, url, 2, 2).start(vote_window=0.4)
     job.train(5)
     odd = job.members[0]
     assert odd.group_bus is not None
@@ -123,7 +123,7 @@ def test_one_rank_without_the_bus_of_its_group_costs_time_and_not_the_job(
 
 def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
     """By the operation that decides it, and not again by who has won."""
-    job = Job(stack, url, 3, 1).start()
+    job = EngineJob(stack, url, 3, 1).start()
     heard: list[int] = []
 
     def hear(payload: bytes) -> None:
@@ -139,7 +139,7 @@ def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
 
 def test_words_to_one_are_heard_by_one(stack: ExitStack, url: str) -> None:
     """A rollback's acknowledgements reach who gathers them, and nobody reads the others'."""
-    job = Job(stack, url, 3, 1).start(vote_window=0.3)
+    job = EngineJob(stack, url, 3, 1).start(vote_window=0.3)
     job.train(3)
     slow = job.members[1:]
     for member in job.members[:1]:
@@ -167,7 +167,7 @@ def inbox_holds(url: str, peer: Peer) -> list[bytes]:
 
 
 def test_inboxes_of_those_who_are_gone_are_removed(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 3, 1).start(ack_window=0.3)
+    job = EngineJob(stack, url, 3, 1).start(ack_window=0.3)
     job.train(3)
     gone = job.members.pop()
     gone.engine.close()
@@ -184,14 +184,14 @@ def test_the_next_process_of_an_identity_removes_the_inbox_of_the_last(
 ) -> None:
     with open_bus(url) as bus:
         bus.send(inbox_name(Peer("0", 0, 1)), b"unheard")
-        job = Job(stack, url, 1, 1)
+        job = EngineJob(stack, url, 1, 1)
         job.start_group("0", inc=2)
         job.train(2)
         assert inbox_holds(url, Peer("0", 0, 1)) == []
 
 
 def test_the_list_of_members_is_read_by_who_does_not_hold_it(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 2, 1).start(vote_window=0.3)
+    job = EngineJob(stack, url, 2, 1).start(vote_window=0.3)
     job.train(2)
     watch = job.open()
     first = job.members[0].engine.local.epoch
@@ -211,7 +211,7 @@ def test_the_list_of_members_is_read_by_who_does_not_hold_it(stack: ExitStack, u
 def test_a_list_that_is_nowhere_is_a_bus_that_forgot(
     stack: ExitStack, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(stack, url, 1, 1).start()
+    job = EngineJob(stack, url, 1, 1).start()
     job.train(2)
     former = job.members[0]
     record = former.engine.local.epoch
@@ -244,7 +244,7 @@ def test_a_second_attempt_does_not_take_the_list_of_the_first(stack: ExitStack) 
     """The first may have won: its list must be there for those who read of it."""
     LosesAnswers.lost = False
     name = f"engine-{uuid.uuid4().hex}"
-    job = Job(stack, f"memory://{name}", 1, 1)
+    job = EngineJob(stack, f"memory://{name}", 1, 1)
     (member,) = job.start().members
     engine = member.engine
     engine.close()  # from here on this is its thread
@@ -286,7 +286,7 @@ def test_members_of_an_epoch_that_has_ended_are_not_missed(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = f"engine-{uuid.uuid4().hex}"
-    job = Job(stack, f"memory://{name}", 2, 1, lambda _: MovesOn(name))
+    job = EngineJob(stack, f"memory://{name}", 2, 1, lambda _: MovesOn(name))
     with open_bus(job.url) as bus:
         bus.write(HEAD, Wire().encode_record(OLD))
         bus.write(list_name(OLD), encode_members(OLD))
@@ -327,7 +327,7 @@ def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
     """Longer than any operation waits: they are given up, and said again when it is back."""
     servers = stack.enter_context(NatsServers())
     # the bus is lost for good after four of these, which a busy machine must not use up
-    job = Job(stack, servers.url, 2, 1, lambda url: open_bus(url, timeout=5.0)).start()
+    job = EngineJob(stack, servers.url, 2, 1, lambda url: open_bus(url, timeout=5.0)).start()
     job.train(5)
     servers.stop(0)
     try:
@@ -345,7 +345,7 @@ def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
 
 def test_what_is_said_in_the_wrong_topic_is_not_obeyed(stack: ExitStack) -> None:
     name = f"engine-{uuid.uuid4().hex}"
-    job = Job(stack, f"memory://{name}", 1, 1).start()
+    job = EngineJob(stack, f"memory://{name}", 1, 1).start()
     job.train(1)
     (member,) = job.members
     outside = stack.enter_context(MemoryBus(name))
@@ -360,7 +360,7 @@ def test_what_is_said_in_the_wrong_topic_is_not_obeyed(stack: ExitStack) -> None
 def test_a_step_that_one_rank_skips_is_skipped_by_all(
     stack: ExitStack, url: str, ranks: int
 ) -> None:
-    job = Job(stack, url, 2, ranks).start()
+    job = EngineJob(stack, url, 2, ranks).start()
     job.train(2)
     job.members[0].says = lambda start: {"skip": start.token == (1, 4)}
     job.train(6)
@@ -375,7 +375,7 @@ def test_a_step_that_one_rank_skips_is_skipped_by_all(
 def test_states_that_differ_are_not_committed_and_end_the_job(
     stack: ExitStack, url: str, ranks: int
 ) -> None:
-    job = Job(stack, url, 2, ranks).start()
+    job = EngineJob(stack, url, 2, ranks).start()
     for member in job.members:
         member.says = lambda start, rank=member.peer.rank: {"digest": f"{start.lineage}{rank}"}
     job.train(3)
@@ -392,7 +392,7 @@ def test_states_that_differ_are_not_committed_and_end_the_job(
 
 
 def test_the_odd_one_of_three_fetches_what_the_others_hold(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 3, 1)
+    job = EngineJob(stack, url, 3, 1)
     job.on_divergence = "heal"
     job.start()
     job.train(3)
@@ -424,7 +424,7 @@ def test_who_is_deaf_to_commands_trains_on(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = f"engine-{uuid.uuid4().hex}"
-    job = Job(stack, f"memory://{name}", 2, 1, lambda _: DeafToCommands(name)).start()
+    job = EngineJob(stack, f"memory://{name}", 2, 1, lambda _: DeafToCommands(name)).start()
     job.train(5)
     wait_until(
         lambda: caplog.text.count("no longer receives the topic commands: deaf") == 2,
@@ -461,7 +461,7 @@ def test_who_fell_behind_on_the_bus_learns_what_it_has_missed_and_trains_on(
         bus.subscribe = subscribe  # type: ignore[method-assign]
         return bus
 
-    job = Job(stack, url, 2, 1, opens).start()
+    job = EngineJob(stack, url, 2, 1, opens).start()
     stack.callback(lambda: [may_hear.set() for may_hear in hears])
     job.train(3)
     hears[0].clear()
@@ -481,7 +481,7 @@ def test_who_fell_behind_on_the_bus_learns_what_it_has_missed_and_trains_on(
 
 def test_who_is_to_stop_is_freed_from_its_collectives(stack: ExitStack) -> None:
     """Its peers may have left them, and gloo does not tell every waiter of that."""
-    job = Job(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1).start()
+    job = EngineJob(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1).start()
     job.train(2)
     older, freed = job.members[0], list[str]()
     older.host.abort_groups = freed.append  # type: ignore[method-assign]
@@ -501,7 +501,7 @@ class Slow(MemoryBus):
 
 def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> None:
     name = f"engine-{uuid.uuid4().hex}"
-    (member,) = Job(stack, f"memory://{name}", 1, 1, lambda _: Slow(name)).start().members
+    (member,) = EngineJob(stack, f"memory://{name}", 1, 1, lambda _: Slow(name)).start().members
     engine = member.engine
     engine.close()  # from here on this is its thread
     engine._timers.clear()

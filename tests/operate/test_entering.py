@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from engine_job import Job, Rank
+from engine_job import EngineJob, Rank
 from waiting import wait_until
 
 import fft.operate.entering as entering
@@ -57,8 +57,8 @@ def url(
         yield url
 
 
-def job_at(start: JobStart, stack: ExitStack, groups: int = 2, ranks: int = 1) -> Job:
-    return Job(stack, start.url, groups, ranks, partial(open_job_bus, token=TOKEN)).start()
+def job_at(start: JobStart, stack: ExitStack, groups: int = 2, ranks: int = 1) -> EngineJob:
+    return EngineJob(stack, start.url, groups, ranks, partial(open_job_bus, token=TOKEN)).start()
 
 
 def head_at(url: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from engine_job import LIMIT_S, Job
+from engine_job import LIMIT_S, EngineJob
 from rich.console import Console
 from waiting import wait_until
 
@@ -67,7 +67,7 @@ def memory() -> str:
 
 
 def test_the_members_are_found_when_the_head_has_moved_on(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 2, 2).start()
+    job = EngineJob(stack, url, 2, 2).start()
     job.train(3)
     with JobClient(url) as desk:
         state = desk.job()
@@ -80,7 +80,7 @@ def test_the_members_are_found_when_the_head_has_moved_on(stack: ExitStack, url:
 
 
 def test_the_register_of_the_epoch_follows_the_epochs(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 2, 1).start(vote_window=0.3)
+    job = EngineJob(stack, url, 2, 1).start(vote_window=0.3)
     job.train(2)
     job.members[0].train(3)  # votes, waits in vain, and proposes ABORT
     wait_until(lambda: all(m.restored for m in job.members), "rolled back")
@@ -157,7 +157,7 @@ def test_the_schema_describes_what_is_accepted() -> None:
 
 
 def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 2, 1).start()
+    job = EngineJob(stack, url, 2, 1).start()
     job.train(2)
     for member in job.members:
         member.train(10_000)
@@ -171,7 +171,7 @@ def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str
 def test_a_group_that_is_not_there_is_answered_with_those_that_are(
     stack: ExitStack, memory: str
 ) -> None:
-    job = Job(stack, memory, 2, 1).start()
+    job = EngineJob(stack, memory, 2, 1).start()
     job.train(1)
     with (
         JobClient(memory) as desk,
@@ -181,7 +181,7 @@ def test_a_group_that_is_not_there_is_answered_with_those_that_are(
 
 
 def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, memory: str) -> None:
-    job = Job(stack, memory, 2, 1).start()
+    job = EngineJob(stack, memory, 2, 1).start()
     job.train(2)  # and then nobody trains on
     with JobClient(memory) as desk, pytest.raises(OperatorError) as caught:
         drain.drain(desk, ["1"], wait=0.3)
@@ -209,7 +209,7 @@ def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evi
 
 
 def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 3, 1).start()
+    job = EngineJob(stack, url, 3, 1).start()
     job.train(2)
     accepted: list[str] = []
     with (
@@ -241,7 +241,7 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
 def test_a_refusal_and_a_silence_are_said(
     stack: ExitStack, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(stack, memory, 2, 1).start()
+    job = EngineJob(stack, memory, 2, 1).start()
     job.train(1)
     monkeypatch.setattr(drain, "FIRST_ANSWER_S", 0.3)
 
@@ -307,7 +307,7 @@ def states(watch: Watch) -> dict[str, str]:
 
 
 def test_a_job_is_watched_through_a_drain_a_death_and_a_join(stack: ExitStack, url: str) -> None:
-    job = Job(stack, url, 3, 1).start()
+    job = EngineJob(stack, url, 3, 1).start()
     job.train(3)
     with watching(url) as (watch, lines):
         lines.until("watching")
@@ -334,7 +334,7 @@ def test_a_job_is_watched_through_a_drain_a_death_and_a_join(stack: ExitStack, u
 
 
 def test_the_state_is_printed_once(stack: ExitStack, memory: str) -> None:
-    job = Job(stack, memory, 1, 2).start()
+    job = EngineJob(stack, memory, 1, 2).start()
     job.train(2)
     stream = io.StringIO()
     Watch(memory, JsonView(stream, lambda: 1.0, once=True)).once()
@@ -353,7 +353,7 @@ def test_the_state_is_printed_once(stack: ExitStack, memory: str) -> None:
 def test_a_terminal_shows_groups_decisions_commands_and_a_lost_bus(
     stack: ExitStack, memory: str
 ) -> None:
-    job = Job(stack, memory, 2, 1).start()
+    job = EngineJob(stack, memory, 2, 1).start()
     job.train(2)
     file = io.StringIO()
     view = ScreenView(Console(file=file, width=140, force_terminal=True), memory)

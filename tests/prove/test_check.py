@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from fft.protocol.load import load_spec
-from fft.prove.bounds import DEEP, DEFAULT, budget
+from fft.prove.bounds import Bounds
 from fft.prove.checker import Search, all_rows, search
 from fft.prove.model import Model, State, Step
 from fft.prove.scenario import check_scenario
-from fft.prove.scope import Scope
+from fft.prove.sets_of_bounds import DEEP, DEFAULT, budget
 
 HSDP = load_spec("hsdp")
 FFT = [sys.executable, "-m", "fft.cli"]
-SMALL = Scope("small", commits=1, faults=1, budget=budget("crash", "torn", "silent"))
+SMALL = Bounds("small", commits=1, faults=1, budget=budget("crash", "torn", "silent"))
 
 
 def fft(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,32 +60,32 @@ def test_folding_by_the_names_of_groups_finds_the_same_states() -> None:
 
 @pytest.mark.parametrize("kinds", [("torn",), ("fault",), ("drain",)])
 def test_hearing_quietly_first_reaches_the_same_ends(kinds: tuple[str, ...]) -> None:
-    scope = Scope("small", commits=1, faults=1, budget=budget(*kinds))
-    reduced, settled = states(Model(HSDP, scope))
-    whole, whole_settled = states(Unreduced(HSDP, scope))
+    bounds = Bounds("small", commits=1, faults=1, budget=budget(*kinds))
+    reduced, settled = states(Model(HSDP, bounds))
+    whole, whole_settled = states(Unreduced(HSDP, bounds))
     assert len(reduced) < len(whole)
     assert len(settled) == len(whole_settled)
 
 
-def test_the_counts_of_a_scope_are_what_they_were() -> None:
+def test_the_counts_within_bounds_are_what_they_were() -> None:
     """Pinned: a change of core, table or model that changes them is one to look at."""
     counts = {}
     for name in ("twin", "storm"):
-        scope = next(s for s in DEFAULT if s.name == name)
-        result = search(HSDP, scope)[1]
+        bounds = next(s for s in DEFAULT if s.name == name)
+        result = search(HSDP, bounds)[1]
         assert result.violation is None and result.complete
         counts[name] = (result.states, result.steps)
     assert counts == {"twin": (3_331, 6_846), "storm": (4_376, 7_787)}
 
 
-def test_every_scope_has_a_name_of_its_own() -> None:
-    names = [scope.name for scope in DEEP]
+def test_every_set_of_bounds_has_a_name_of_its_own() -> None:
+    names = [bounds.name for bounds in DEEP]
     assert len(set(names)) == len(names)
     assert len({place for place, _ in all_rows(HSDP)}) == sum(1 for _ in all_rows(HSDP))
 
 
 def test_check_tells_bounds_states_and_properties(tmp_path: Path) -> None:
-    done = fft("check", "hsdp", "--scope", "twin", "--save", str(tmp_path))
+    done = fft("check", "hsdp", "--bounds", "twin", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("twin ≤ 1", "agreement", "everyone decides", "verdict: no violation", "rows of"):
         assert word in done.stdout
@@ -93,12 +93,14 @@ def test_check_tells_bounds_states_and_properties(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "scope"), [("local_commit", "processes"), ("plain_votes", "messages")]
+    ("spec", "bounds"), [("local_commit", "processes"), ("plain_votes", "messages")]
 )
 def test_specs_that_do_without_the_register_are_found_splitting(
-    tmp_path: Path, spec: str, scope: str
+    tmp_path: Path, spec: str, bounds: str
 ) -> None:
-    done = fft("check", spec, "--property", "agreement", "--scope", scope, "--save", str(tmp_path))
+    done = fft(
+        "check", spec, "--property", "agreement", "--bounds", bounds, "--save", str(tmp_path)
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "VIOLATED agreement" in done.stdout and "obeyed" in done.stdout
     (saved,) = tmp_path.iterdir()
@@ -108,7 +110,7 @@ def test_specs_that_do_without_the_register_are_found_splitting(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("hsdp", "--scope", "nope"), "no scope named 'nope'; there are: 'processes'"),
+        (("hsdp", "--bounds", "nope"), "no bounds named 'nope'; there are: 'processes'"),
         (("hsdp", "--property", "nope"), "no property named 'nope'; there are: agreement"),
         (("nope",), "no spec named 'nope'; there are:"),
     ],
@@ -122,6 +124,6 @@ def test_a_wrong_argument_is_named_with_what_there_is(
 
 
 def test_a_search_that_reaches_its_limit_does_not_say_that_all_is_well() -> None:
-    done = fft("check", "hsdp", "--scope", "storm", "--limit", "500")
+    done = fft("check", "hsdp", "--bounds", "storm", "--limit", "500")
     assert done.returncode == 1
     assert "not complete" in done.stdout

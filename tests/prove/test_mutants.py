@@ -8,11 +8,11 @@ import pytest
 
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import find_spec, load_spec
+from fft.prove.bounds import Bounds
 from fft.prove.checker import narrate, search
 from fft.prove.mutants import MUTANTS, Mutant, NotCaught, caught, run_sound
 from fft.prove.mutants_page import BEGIN, END, row_of, write_table
 from fft.prove.planting import small
-from fft.prove.scope import Scope
 
 ROOT = Path(__file__).resolve().parents[2]
 PROOF = ROOT / "docs" / "proof.md"
@@ -41,7 +41,7 @@ def test_a_planted_bug_is_caught_where_the_shipped_table_is_clean(mutant: Mutant
     assert result.violation is not None
     told = list(narrate(made.model, result.violation.path))
     assert len(told) == len(result.violation.path) > 0
-    sound = run_sound(mutant.scope)
+    sound = run_sound(mutant.bounds)
     assert sound.violation is None, sound.violation
     assert sound.complete
 
@@ -62,7 +62,7 @@ def test_a_bug_that_another_property_catches_is_refused() -> None:
 # --- teaching specs -------------------------------------------------------------------------------
 
 
-def few(**budget: int) -> Scope:
+def few(**budget: int) -> Bounds:
     """Two groups, two commits, these faults."""
     return small(commits=2, **budget)
 
@@ -79,8 +79,8 @@ def test_a_teaching_spec_is_found_by_name_and_by_path_and_says_what_it_is(name: 
 
 @pytest.mark.parametrize("kind", ["", "no", "fault"])
 def test_plain_votes_look_right_until_a_message_is_lost(kind: str) -> None:
-    scope = few(**{kind: 1}) if kind else few()
-    result = search(load_spec("plain_votes"), scope)[1]
+    bounds = few(**{kind: 1}) if kind else few()
+    result = search(load_spec("plain_votes"), bounds)[1]
     assert result.violation is None and result.complete
 
 

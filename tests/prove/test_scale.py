@@ -9,7 +9,7 @@ import pytest
 from fft.protocol.load import load_spec
 from fft.prove.scale.costs import AFTER, BEFORE, NEXT, Costs, Design, Handling, Prices, prices_from
 from fft.prove.scale.formula import PhaseName, counts
-from fft.prove.scale.job import Job, Phase, Stalled
+from fft.prove.scale.job import LargeJob, Phase, Stalled
 
 SPEC = load_spec("hsdp")
 KINDS = ["add", "append", "compare_set", "delete", "set", "push", "pop", "hear", "wait_pop"]
@@ -19,8 +19,10 @@ COSTS = Costs(
 )
 
 
-def job(design: Design, groups: int, ranks: int = 2, seed: int = 1, formed: bool = True) -> Job:
-    return Job(SPEC, design, COSTS, groups, ranks, seed, formed)
+def job(
+    design: Design, groups: int, ranks: int = 2, seed: int = 1, formed: bool = True
+) -> LargeJob:
+    return LargeJob(SPEC, design, COSTS, groups, ranks, seed, formed)
 
 
 def phases(design: Design, groups: int, ranks: int = 2, seed: int = 1) -> dict[str, Phase]:

@@ -14,7 +14,7 @@ from specs import whole_text
 from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec, parse_spec
 from fft.prove.checker import Search, narrate
-from fft.prove.model import KINDS, Model, Scope, World
+from fft.prove.model import KINDS, Bounds, Model, World
 from fft.prove.mutants import MUTANTS, run
 from fft.prove.scenario import (
     ScenarioError,
@@ -241,7 +241,7 @@ def found(model: Model, limit: int = 60_000) -> Search:
 def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Path) -> None:
     (tmp_path / "torn.yaml").write_text(TEXT.replace(*TAKEN_FOR_GOOD), encoding="utf-8")
     spec = parse_spec(TEXT.replace(*TAKEN_FOR_GOOD), "torn.yaml")
-    search = found(Model(spec, Scope("one fault", faults=1, budget=(("torn", 1),))))
+    search = found(Model(spec, Bounds("one fault", faults=1, budget=(("torn", 1),))))
     violation = search.result.violation
     assert violation is not None
     path = tmp_path / "found.txt"
@@ -264,8 +264,8 @@ def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Pat
 
 
 def test_a_counterexample_names_the_bus_that_it_needs(tmp_path: Path) -> None:
-    scope = Scope("from the start", faults=0, formed=False)
-    search = found(Model(load_spec("hsdp"), scope, world=World(write_once=False)))
+    bounds = Bounds("from the start", faults=0, formed=False)
+    search = found(Model(load_spec("hsdp"), bounds, world=World(write_once=False)))
     violation = search.result.violation
     assert violation is not None
     path = tmp_path / "bus.txt"
@@ -293,8 +293,8 @@ def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
     assert asks in after.partition("  COMMIT:\n")[0]
     deaf = before + prepared + after.replace("[propose_abort, rearm]", "[rearm]", 1)
     (tmp_path / "deaf.yaml").write_text(deaf, encoding="utf-8")
-    scope = Scope("one loss", commits=1, faults=1, budget=(("lose", 1),))
-    search = found(Model(parse_spec(deaf, "deaf.yaml"), scope))
+    bounds = Bounds("one loss", commits=1, faults=1, budget=(("lose", 1),))
+    search = found(Model(parse_spec(deaf, "deaf.yaml"), bounds))
     violation = search.result.violation
     assert violation is not None and violation.name == "eventually"
     path = tmp_path / "stuck.txt"
@@ -311,9 +311,11 @@ def test_a_livelock_is_a_counterexample_too(tmp_path: Path) -> None:
 def test_a_counterexample_names_its_mutant(tmp_path: Path) -> None:
     """A bug in the core is no file: the scenario names it among the planted ones."""
     mutant = next(
-        m for m in MUTANTS if m.place == "core" and m.expected in INVARIANTS and m.scope.groups == 2
+        m
+        for m in MUTANTS
+        if m.place == "core" and m.expected in INVARIANTS and m.bounds.groups == 2
     )
-    search = found(Model(mutant.spec, mutant.scope, mutant.participant, mutant.world))
+    search = found(Model(mutant.spec, mutant.bounds, mutant.participant, mutant.world))
     violation = search.result.violation
     assert violation is not None
     path = tmp_path / "mutant.txt"

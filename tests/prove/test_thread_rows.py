@@ -10,9 +10,9 @@ import yaml
 
 from fft.protocol.load import load_spec, load_thread, parse_thread
 from fft.protocol.main_thread import ThreadTable
+from fft.prove.bounds import Bounds
 from fft.prove.checker import search
 from fft.prove.planting import small
-from fft.prove.scope import Scope
 from fft.prove.simulator import standing
 from fft.prove.simulator.faults import CALM
 from fft.prove.simulator.job import run_seed
@@ -22,7 +22,7 @@ HSDP = load_spec("hsdp")
 Place = tuple[str, str, int]
 START = small(formed=False, alike=False, fault=1)
 JOIN = small(crash=1, restart=1)
-SCOPES = {
+BOUNDS = {
     ("CONNECTING", "heal_failed", 0): small(formed=False, alike=False, commits=0, heal=1),
     ("CONNECTING", "restore", 0): small(formed=False, alike=False, commits=0, heal=1),
     ("BODY.learning", "healed", 0): JOIN,
@@ -75,8 +75,8 @@ def without(place: Place) -> ThreadTable | None:
 def test_a_row_that_is_missing_is_caught(place: Place) -> None:
     if (thread := without(place)) is None:
         return
-    scope: Scope = SCOPES.get(place, START)
-    violation = search(HSDP, scope, thread=thread)[1].violation
+    bounds: Bounds = BOUNDS.get(place, START)
+    violation = search(HSDP, bounds, thread=thread)[1].violation
     assert violation is not None
     assert violation.name in ("protocol", "eventually")
 
@@ -85,7 +85,7 @@ def test_the_checks_refuse_some_and_the_search_is_for_the_others() -> None:
     refused = [place for place in places() if without(place) is None]
     assert ("common", "finish", 0) in refused and ("WAITING", "apply", 0) in refused
     searched = set(places()) - {*refused, *UNSEEN}
-    assert searched >= SCOPES.keys() and len(searched) > 10
+    assert searched >= BOUNDS.keys() and len(searched) > 10
 
 
 def test_the_simulator_takes_what_has_no_row_for_a_violation(

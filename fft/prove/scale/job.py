@@ -134,7 +134,7 @@ class Node:
         "told",
     )
 
-    def __init__(self, job: Job, participant: Participant) -> None:
+    def __init__(self, job: LargeJob, participant: Participant) -> None:
         self.job = job
         self.participant = participant
         self.local = participant.initial(GENESIS)
@@ -211,7 +211,7 @@ class Node:
             self.post(self.job.prepared(token))
 
 
-class Job:
+class LargeJob:
     """Groups of equal size, one store, and the phases that the job goes through."""
 
     def __init__(

@@ -1,0 +1,177 @@
+"""The bounds that ``fft check`` searches: chosen so that together they take every row of the table.
+
+Data only. Costs grow by a factor of ten to thirty with each fault, each participant and each
+process start, so that no single set of bounds can have everything; each of these has some of it.
+"""
+
+from __future__ import annotations
+
+from fft.prove.bounds import Bounds
+
+
+def budget(*kinds: str, **more: int) -> tuple[tuple[str, int], ...]:
+    """One fault of each kind, or as many as said."""
+    return (*((kind, 1) for kind in kinds), *more.items())
+
+
+DEFAULT = (
+    Bounds(
+        "processes",
+        commits=2,
+        faults=2,
+        budget=budget(
+            "no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2
+        ),
+    ),
+    Bounds("learner", commits=2, faults=3, budget=budget("crash", "restart", "heal")),
+    Bounds(
+        "messages",
+        commits=1,
+        faults=3,
+        budget=budget("fault", "lose", "twice", "swap", "quit"),
+    ),
+    Bounds("bus", commits=1, faults=2, budget=budget("fault", "lapse", "outage", "forget")),
+    Bounds(
+        "mixed",
+        commits=1,
+        faults=2,
+        budget=budget("torn", "drain", "silent", "lose", "lapse", "early"),
+    ),
+    Bounds("missed", commits=1, faults=3, budget=budget("torn", "lose", "fault")),
+    Bounds(
+        "retry",
+        commits=0,
+        faults=3,
+        budget=budget("fault", "early", "lapse", "crash", "silent"),
+    ),
+    Bounds("storm", commits=1, faults=4, budget=budget(no=4)),
+    Bounds(
+        "start", commits=1, faults=2, formed=False, budget=budget("torn", "crash", "lose", "lapse")
+    ),
+    Bounds("start, bus", commits=1, faults=1, formed=False, budget=budget("outage", "forget")),
+    Bounds(
+        "unlike",
+        commits=1,
+        faults=2,
+        formed=False,
+        alike=False,
+        budget=budget("heal", "torn", "silent"),
+    ),
+    Bounds("lost", commits=0, faults=2, formed=False, budget=budget("crash", "lapse")),
+    Bounds(
+        "three groups",
+        groups=3,
+        commits=1,
+        faults=1,
+        budget=budget("crash", "silent", "torn", "drain", "lapse", "lose"),
+    ),
+    Bounds("three, leaving", groups=3, commits=1, faults=2, budget=budget("torn", "drain")),
+    Bounds(
+        "shards", ranks=2, commits=1, faults=1, budget=budget("silent", "lapse", "lose", "twice")
+    ),
+    Bounds(
+        "mates", groups=1, ranks=2, commits=1, faults=1, formed=False, budget=budget("quit", "lose")
+    ),
+    Bounds("hang", commits=1, faults=2, budget=budget("hang", "crash")),
+    Bounds("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
+    Bounds("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
+    Bounds("too few, at start", groups=1, commits=0, faults=0, formed=False, least=2),
+    Bounds("skips", commits=1, faults=3, budget=budget("lose", "crash", "lapse", skip=2)),
+    Bounds("skips, joining", commits=1, faults=3, budget=budget("skip", "crash", "restart")),
+    Bounds("skips, unlike", commits=1, faults=2, budget=budget("skip", "misfit")),
+    Bounds(
+        "compared, missed",
+        commits=1,
+        faults=3,
+        budget=budget("no", "lose", "lapse"),
+        digests=True,
+    ),
+    Bounds(
+        "diverged",
+        commits=1,
+        faults=3,
+        budget=budget("corrupt", "bare", "lose", "silent", "restart"),
+        digests=True,
+    ),
+    Bounds(
+        "healed",
+        groups=3,
+        commits=1,
+        faults=2,
+        budget=budget("corrupt", "bare"),
+        digests=True,
+        heals=True,
+    ),
+    Bounds(
+        "shards, restart",
+        groups=1,
+        ranks=2,
+        commits=1,
+        faults=3,
+        budget=budget("crash", "restart", "lose"),
+    ),
+    Bounds("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
+    Bounds("deaf", commits=1, faults=1, budget=budget("deaf")),
+    Bounds("overrun", commits=1, faults=2, budget=budget("overrun", "fault")),
+    Bounds("twin", commits=1, faults=1, budget=budget("twin")),
+)
+"""Takes some five minutes on one core."""
+
+DEEP = (
+    *DEFAULT,
+    Bounds(
+        "mixed, 3 faults",
+        commits=1,
+        faults=3,
+        budget=budget("torn", "drain", "silent", "lose", "lapse", "early"),
+    ),
+    Bounds(
+        "processes, 3 faults",
+        commits=2,
+        faults=3,
+        budget=budget(
+            "no", "misfit", "torn", "heal", "silent", "restart", "drain", fault=2, crash=2
+        ),
+    ),
+    Bounds(
+        "everything, 3 faults",
+        commits=1,
+        faults=3,
+        budget=budget("fault", "torn", "crash", "drain", "early", "lose", "lapse"),
+    ),
+    Bounds(
+        "start, all kinds",
+        commits=1,
+        faults=2,
+        formed=False,
+        budget=budget("fault", "torn", "heal", "crash", "silent", "lose", "twice", "swap", "lapse"),
+    ),
+    Bounds(
+        "three groups, 2 faults",
+        groups=3,
+        commits=1,
+        faults=2,
+        budget=budget("crash", "silent", "torn", "drain", "lapse", "lose"),
+    ),
+    Bounds(
+        "three groups, more kinds",
+        groups=3,
+        commits=1,
+        faults=1,
+        budget=budget("fault", "no", "misfit", "early", "outage"),
+    ),
+    Bounds(
+        "healed, unheard",
+        groups=3,
+        commits=1,
+        faults=2,
+        budget=budget("corrupt", "lose"),
+        digests=True,
+        heals=True,
+    ),
+    Bounds("hang, 3 faults", commits=0, faults=3, budget=budget("fault", "lapse", "hang")),
+    Bounds("too few, shards", ranks=2, commits=1, faults=1, least=2, budget=budget("drain")),
+    Bounds("shards, crash", ranks=2, commits=1, faults=1, budget=budget("crash")),
+    Bounds("shards, fault", ranks=2, commits=1, faults=1, budget=budget("fault")),
+)
+"""Ten million states and more."""
