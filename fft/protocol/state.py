@@ -230,11 +230,18 @@ def committed(s: Local, c: Config, skip: bool = False, at: Local | Record | None
     at, count = at or s, participants(s, c)
     step, batches = at.step + (not skip), at.batches + (0 if skip else count)
     if c.leases:  # who learns in this txn contributes to the next one
-        before = Base(step, "", at.cursor, batches, (), at.returned)
-        after = granted(before, _contributing(members(s), (), c))
+        after = Base(step, "", at.cursor, batches, (), at.returned)
+        after = granted(after, _in_turn(_contributing(members(s), (), c), at.leases))
     else:
         after = Base(step, "", at.cursor + count, batches)
     return replace(after, lineage=next_lineage(at.lineage, s.token, step, after.cursor, skip))
+
+
+def _in_turn(groups: Sequence[GroupEntry], leases: Iterable[Lease]) -> list[GroupEntry]:
+    """First those who hold a lease, by their slices: so the order does not depend on names."""
+    held = {(lease.group, lease.store): lease.slice for lease in leases}
+    end = max(held.values(), default=0) + 1
+    return sorted(groups, key=lambda g: held.get((g.group, g.store), end))
 
 
 def granted(base: Base, takers: Iterable[GroupEntry]) -> Base:

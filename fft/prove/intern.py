@@ -133,7 +133,7 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
     match key[0]:
         case "outcome" | "yes" | "committed" | "applied" | "begin" | "lineage" | "data of" | "skip":
             return bool(key[1].epoch >= epoch)
-        case "start" | "leased":
+        case "start" | "leased" | "leases after":
             return bool(key[1].epoch >= epoch)
         case "epoch" | "in barrier" | "members":
             return bool(key[1] >= epoch)

@@ -228,8 +228,10 @@ class Model:
         self._calms: dict[int, bool] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: bounds.groups]
-        # Lineages of unlike starts have the groups' names mixed in: no symmetry to fold.
-        turns = list(permutations(names))[1:] if bounds.alike and not twin else []
+        # Lineages of unlike starts have the groups' names mixed in: no symmetry to fold. The first
+        # leases are granted in the order of names.
+        named = not bounds.alike or (spec.is_periodic and not bounds.formed)
+        turns = list(permutations(names))[1:] if not named and not twin else []
         self._turned = [_Turned(self, dict(zip(names, p, strict=True))) for p in turns]
 
     # --- participants ---

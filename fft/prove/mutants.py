@@ -8,11 +8,7 @@ catch would mean nothing. A mutant that survives is a hole in the properties.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any
-
-import yaml
+from dataclasses import replace
 
 from fft.messages.protocol import (
     Apply,
@@ -28,95 +24,28 @@ from fft.messages.protocol import (
     Peer,
     Prepared,
     Record,
-    StartTxn,
     Token,
 )
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
-from fft.protocol.load import load_spec, load_thread, parse_spec, parse_thread
-from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
-from fft.prove.bounds import REAL, Bounds, World
-from fft.prove.checker import Result, Search, search
-from fft.prove.planting import Change, Raw, instead, on, planted, small, state_of, way_to, without
-from fft.util.errors import FftError
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One planted bug.
-
-    ``what`` tells it in a sentence; ``expected`` names the property that it breaks (an invariant,
-    ``protocol`` or ``eventually``).
-    """
-
-    name: str
-    what: str
-    expected: str
-    bounds: Bounds
-    change: Change | None = None
-    """What is changed in the table."""
-    participant: type[Participant] = Participant
-    """The core, in which some names mean something else."""
-    world: World = REAL
-    thread: Change | None = None
-    """What is changed in the main thread's table."""
-    base: str = "hsdp"
-    """The table that is changed."""
-
-    @cached_property
-    def spec(self) -> FsmSpec:
-        """The table with the bug in it; it passes the same checks as any other."""
-        sound = load_spec(self.base)
-        if self.change is None:
-            return sound
-        raw = sound.model_dump()
-        self.change(raw)
-        return parse_spec(yaml.safe_dump(raw), f"mutant {self.name}")
-
-    @cached_property
-    def thread_table(self) -> ThreadTable | None:
-        """The main thread's table with the bug in it; None: it has none."""
-        if self.thread is None:
-            return None
-        raw = load_thread().model_dump()
-        self.thread(raw)
-        return ThreadTable(parse_thread(yaml.safe_dump(raw), f"mutant {self.name}"))
-
-    @property
-    def place(self) -> str:
-        """Where the bug is."""
-        where = [
-            word
-            for word, there in (
-                ("table", self.change is not None or self.base != "hsdp"),
-                ("core", self.participant is not Participant),
-                ("main thread", self.thread is not None or not self.world.restores),
-                ("bus", replace(self.world, restores=True) != REAL),
-            )
-            if there
-        ]
-        return ", ".join(where)
-
-
-def run(mutant: Mutant, limit: int = 400_000) -> tuple[Search, Result]:
-    """Search within the mutant's bounds, with the bug in place. ``limit``: states."""
-    return search(
-        mutant.spec,
-        mutant.bounds,
-        mutant.participant,
-        mutant.world,
-        limit,
-        thread=mutant.thread_table,
-    )
-
-
-@cache
-def run_sound(bounds: Bounds) -> Result:
-    """Search the shipped table within bounds, with nothing planted. Kept per set of bounds."""
-    return search(load_spec("hsdp"), bounds)[1]
+from fft.prove.bounds import World
+from fft.prove.lease_mutants import LEASES
+from fft.prove.mutant import Mutant
+from fft.prove.planting import (
+    Change,
+    Raw,
+    begins,
+    instead,
+    on,
+    planted,
+    proposing,
+    small,
+    state_of,
+    way_to,
+    without,
+)
 
 
 def _all(*changes: Change) -> Change:
@@ -133,17 +62,6 @@ def _always(s: Local, c: Config, event: Event) -> bool:
 
 def _never(s: Local, c: Config, event: Event) -> bool:
     return False
-
-
-def _proposing(name: str, other: Callable[[Local, Record], Record]) -> dict[str, Action]:
-    """The action of that name, proposing another record."""
-
-    def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-        for effect in EFFECTS[name](s, c, event):
-            assert isinstance(effect, Decide)
-            yield Decide(effect.after, other(s, effect.proposal))
-
-    return {name: act}
 
 
 def _seeing(
@@ -279,21 +197,6 @@ class _FirstDeferredOnly(Participant):
 
 
 # --- epochs ---------------------------------------------------------------------------------------
-
-
-def _begins(**wrong: Callable[[StartTxn], object]) -> dict[str, Action]:
-    """What begins a txn, with other values."""
-
-    def begin(name: str) -> Action:
-        def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-            (effect,) = EFFECTS[name](s, c, event)
-            assert isinstance(effect, StartTxn)
-            values: dict[str, Any] = {field: value(effect) for field, value in wrong.items()}
-            yield replace(effect, **values)
-
-        return act
-
-    return {name: begin(name) for name in ("start_txn", "start_first_txn")}
 
 
 def _any_begin(s: Local, c: Config, event: Event) -> bool:
@@ -631,7 +534,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "protocol",
         small(no=1),
         participant=planted(
-            actions=_proposing("propose_epoch", lambda s, record: replace(record, epoch=1))
+            actions=proposing("propose_epoch", lambda s, record: replace(record, epoch=1))
         ),
     ),
     Mutant(
@@ -724,7 +627,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Whose step number is that of the epoch fetches nothing, whatever its lineage.",
         "replicas_equal",
         small(formed=False, alike=False, commits=0),
-        participant=planted(actions=_proposing("propose_epoch", _current_by_step)),
+        participant=planted(actions=proposing("propose_epoch", _current_by_step)),
     ),
     Mutant(
         "join_taken_for_late",
@@ -753,7 +656,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "join",
         small(crash=1, restart=1),
         participant=planted(
-            actions=_proposing("propose_commit", lambda s, r: replace(r, change=bool(r.leavers)))
+            actions=proposing("propose_commit", lambda s, r: replace(r, change=bool(r.leavers)))
         ),
     ),
     Mutant(
@@ -819,21 +722,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "Every group takes the first slice of a txn's data.",
         "samples_once",
         small(formed=False, alike=False, commits=0),
-        participant=planted(actions=_begins(index=lambda start: 0)),
+        participant=planted(actions=begins(index=lambda start: 0)),
     ),
     Mutant(
         "contributors_miscounted",
         "A txn begins with one contributor more than it has.",
         "samples_once",
         small(formed=False, commits=0),
-        participant=planted(actions=_begins(participants=lambda start: start.participants + 1)),
+        participant=planted(actions=begins(participants=lambda start: start.participants + 1)),
     ),
     Mutant(
         "other_data_begun",
         "A txn begins with data that are not those it commits.",
         "samples_once",
         small(),
-        participant=planted(actions=_begins(cursor=lambda start: start.cursor + 1)),
+        participant=planted(actions=begins(cursor=lambda start: start.cursor + 1)),
     ),
     Mutant(
         "cursor_moves_on_abort",
@@ -841,7 +744,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "samples_once",
         small(no=1),
         participant=planted(
-            actions=_proposing("propose_abort", lambda s, r: replace(r, cursor=r.cursor + 2))
+            actions=proposing("propose_abort", lambda s, r: replace(r, cursor=r.cursor + 2))
         ),
     ),
     Mutant(
@@ -850,7 +753,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "samples_once",
         small(),
         participant=planted(
-            actions=_proposing("propose_commit", lambda s, r: replace(r, cursor=s.cursor))
+            actions=proposing("propose_commit", lambda s, r: replace(r, cursor=s.cursor))
         ),
     ),
     # leaving
@@ -875,7 +778,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "drain",
         small(drain=1, commits=2),
         participant=planted(
-            actions=_proposing("propose_commit", lambda s, r: replace(r, change=False))
+            actions=proposing("propose_commit", lambda s, r: replace(r, change=False))
         ),
     ),
     Mutant(
@@ -884,7 +787,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "drain",
         small(drain=1),
         participant=planted(
-            actions=_proposing("propose_commit", lambda s, r: replace(r, last=bool(r.leavers)))
+            actions=proposing("propose_commit", lambda s, r: replace(r, last=bool(r.leavers)))
         ),
     ),
     Mutant(
@@ -909,21 +812,5 @@ MUTANTS: tuple[Mutant, ...] = (
         small(crash=1, lapse=1),
         without("give_up_proposal"),
     ),
+    *LEASES,
 )
-
-
-class NotCaught(FftError):
-    """A mutant survived, or was caught by another property than the one it names."""
-
-
-def caught(mutant: Mutant) -> tuple[Search, Result]:
-    """Search within the mutant's bounds.
-
-    Raises:
-        NotCaught: the bug does not break the property that it must break.
-    """
-    made, result = run(mutant)
-    found = result.violation.name if result.violation else "nothing"
-    if found != mutant.expected:
-        raise NotCaught(f"mutant {mutant.name} must break {mutant.expected}; it broke {found}")
-    return made, result

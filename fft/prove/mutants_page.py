@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fft.prove.mutants import MUTANTS, Mutant, caught
+from fft.prove.mutant import Mutant, caught
+from fft.prove.mutants import MUTANTS
 
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 

@@ -70,7 +70,7 @@ def say_record(record: Record | None) -> str:
         groups = " ".join(
             g.group + (f"#{g.ranks[0].inc}" if g.ranks[0].inc > 1 else "") for g in record.members
         )
-        return f"epoch {record.epoch} of {groups}"
+        return f"epoch {record.epoch} of {groups}" + _leases(record)
     text = f"{record.kind} {txn(record.token)}"
     if record.skip:
         text += ", skipped"
@@ -79,7 +79,17 @@ def say_record(record: Record | None) -> str:
         return f"{text} ({f'{odd} differs from most' if odd else 'replicas differ'})"
     if record.leavers:
         return f"{text}, with which {' '.join(record.leavers)} leaves"
-    return f"{text}, the last of its epoch" if record.change else text
+    text = f"{text}, the last of its epoch" if record.change else text
+    return text + _leases(record)
+
+
+def _leases(record: Record) -> str:
+    """Which slice who holds after the record, and which were given back; nothing without leases."""
+    if not record.leases or record.kind == "abort":
+        return ""
+    held = ", ".join(f"{lease.group} {lease.slice}" for lease in record.leases)
+    back = f"; given back: {', '.join(map(str, record.returned))}" if record.returned else ""
+    return f" (leases: {held}{back})"
 
 
 def say(event: Event | Any) -> str:

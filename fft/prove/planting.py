@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from fft.messages.protocol import Decide, Effect, Event, Record, StartTxn
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Participant
 from fft.protocol.roles import Role
+from fft.protocol.state import Config, Local
 from fft.prove.bounds import Bounds
 
 Raw = dict[str, Any]
@@ -107,3 +110,29 @@ def without(*effects: str, events: tuple[str, ...] = ()) -> Change:
                 part["effects"] = [effect for effect in part["effects"] if effect not in effects]
 
     return change
+
+
+def proposing(name: str, other: Callable[[Local, Record], Record]) -> dict[str, Action]:
+    """The action of that name, proposing another record."""
+
+    def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+        for effect in EFFECTS[name](s, c, event):
+            assert isinstance(effect, Decide)
+            yield Decide(effect.after, other(s, effect.proposal))
+
+    return {name: act}
+
+
+def begins(**wrong: Callable[[StartTxn], object]) -> dict[str, Action]:
+    """What begins a txn, with other values."""
+
+    def begin(name: str) -> Action:
+        def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+            (effect,) = EFFECTS[name](s, c, event)
+            assert isinstance(effect, StartTxn)
+            values: dict[str, Any] = {field: value(effect) for field, value in wrong.items()}
+            yield replace(effect, **values)
+
+        return act
+
+    return {name: begin(name) for name in ("start_txn", "start_first_txn")}

@@ -19,7 +19,8 @@ from fft.protocol.spec import FsmSpec, Part
 from fft.prove.bounds import Bounds
 from fft.prove.checker import Result, Search, all_rows, narrate
 from fft.prove.model import Model
-from fft.prove.mutants import MUTANTS, NotCaught, caught
+from fft.prove.mutant import NotCaught, caught
+from fft.prove.mutants import MUTANTS
 from fft.prove.mutants_page import write_table
 from fft.prove.scenario import save_counterexample
 from fft.prove.sets_of_bounds import DEEP, DEFAULT

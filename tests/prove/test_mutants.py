@@ -10,7 +10,8 @@ from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import find_spec, load_spec
 from fft.prove.bounds import Bounds
 from fft.prove.checker import narrate, search
-from fft.prove.mutants import MUTANTS, Mutant, NotCaught, caught, run_sound
+from fft.prove.mutant import Mutant, NotCaught, caught, run_sound
+from fft.prove.mutants import MUTANTS
 from fft.prove.mutants_page import BEGIN, END, row_of, write_table
 from fft.prove.planting import small
 
@@ -41,7 +42,7 @@ def test_a_planted_bug_is_caught_where_the_shipped_table_is_clean(mutant: Mutant
     assert result.violation is not None
     told = list(narrate(made.model, result.violation.path))
     assert len(told) == len(result.violation.path) > 0
-    sound = run_sound(mutant.bounds)
+    sound = run_sound(mutant.bounds, mutant.sound)
     assert sound.violation is None, sound.violation
     assert sound.complete
 

@@ -15,7 +15,8 @@ from fft.protocol.invariants import INVARIANTS
 from fft.protocol.load import load_spec, parse_spec
 from fft.prove.checker import Search, narrate
 from fft.prove.model import KINDS, Bounds, Model, World
-from fft.prove.mutants import MUTANTS, run
+from fft.prove.mutant import run
+from fft.prove.mutants import MUTANTS
 from fft.prove.scenario import (
     ScenarioError,
     check_scenario,

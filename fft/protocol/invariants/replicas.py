@@ -45,13 +45,14 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
         token = move.before.token
         text = f"after txn {token} {move.peer} has lineage {after.lineage}, another has {{was}}"
         yield Same(("lineage", token), after.lineage, text)
-    held = (after.step, after.cursor, after.batches)
-    text = f"{move.peer} has (step, cursor, batches) {held}, another of its lineage {{was}}"
-    yield Same(("held", after.lineage), held, text)
-    leases = (after.leases, after.returned)
-    if any(leases):
-        text = f"{move.peer} has (leases, returned) {leases}, another of its lineage {{was}}"
-        yield Same(("leases", after.lineage), leases, text)
+    if after.leases:  # which an epoch may give to others, of the same lineage
+        leases = (after.cursor, after.leases, after.returned)
+        text = f"{move.peer} has (cursor, leases, returned) {leases}, another of its epoch {{was}}"
+        yield Same(("leases", after.lineage, move.before.token.epoch), leases, text)
+    else:
+        held = (after.step, after.cursor, after.batches)
+        text = f"{move.peer} has (step, cursor, batches) {held}, another of its lineage {{was}}"
+        yield Same(("held", after.lineage), held, text)
     if event.digest is not None:
         text = (
             f"at step {after.step} the state of {move.peer} (digest {event.digest}) differs from "

@@ -34,6 +34,12 @@ def samples_once(move: Move) -> Iterator[Claim]:
     if record is not None:
         yield from _goes_on(record)
     yield from _has_its_data(move)
+    if applied(move) and move.after.leases:
+        held = (move.after.cursor, move.after.leases, move.after.returned)
+        token = move.before.token
+        text = f"{move.peer} applied txn {token} and has (cursor, leases, returned) {held}, not as"
+        key = ("leases after", token)
+        yield Given((key,), text + " the register says", lambda said: said == held)
 
 
 def _goes_on(record: Record) -> Iterator[Claim]:
@@ -52,6 +58,9 @@ def _goes_on(record: Record) -> Iterator[Claim]:
             lambda start: record.cursor == start[0] + start[1],
             needed=False,
         )
+    if record.kind == "commit" and record.leases:
+        held = (record.cursor, record.leases, record.returned)
+        yield Know(("leases after", record.token), held)
     if record.kind == "epoch" and record.leases:
         able = [(g.group, g.store) for g in record.members if g.group not in record.learners]
         holders = {(lease.group, lease.store) for lease in record.leases}
