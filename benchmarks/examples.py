@@ -37,6 +37,7 @@ EXAMPLES = (
     Example("hsdp", 2, "hsdp_char_lm.py", "hsdp_demo_faults.yaml"),
     Example("ddp", 1, "ddp_char_lm.py", "ddp_faults.yaml"),
     Example("pipeline", 2, "pipeline_char_lm.py", "pipeline_faults.yaml"),
+    Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
 )
 COLUMNS = (
     "committed steps",

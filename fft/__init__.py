@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
     from fft.train.manager import ManagerFFT, Transaction
+    from fft.train.periodic.synchronizers import DiLoCo, LocalSGD
     from fft.train.preemption import FileNotice, HttpNotice, Notice
     from fft.train.process_group.shard import ShardProcessGroupGloo
 
@@ -19,9 +20,11 @@ __version__ = "0.1.0"
 _HOME = {
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
+    "DiLoCo": "fft.train.periodic.synchronizers",
     "Due": "fft.train.data.source",
     "FileNotice": "fft.train.preemption",
     "HttpNotice": "fft.train.preemption",
+    "LocalSGD": "fft.train.periodic.synchronizers",
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
@@ -32,9 +35,11 @@ _HOME = {
 __all__ = [
     "CursorLoader",
     "DataSource",
+    "DiLoCo",
     "Due",
     "FileNotice",
     "HttpNotice",
+    "LocalSGD",
     "ManagerFFT",
     "Notice",
     "ShardProcessGroupGloo",

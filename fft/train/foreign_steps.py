@@ -36,7 +36,7 @@ class ForeignSteps:
 
     def _look(self, optimizer: Any, *_: Any) -> None:
         updates, step = self._state.updates, self._state.step
-        if threading.get_ident() != self._thread or updates.has(optimizer):
+        if threading.get_ident() != self._thread or self._state.steps_optimizer(optimizer):
             return
         if step is not None and step.has_extra(optimizer) and not updates.in_body:
             return

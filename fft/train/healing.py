@@ -158,7 +158,8 @@ class Healer:
         state = self._state
         late = command.fetch_from is not None and self._job.peer.group in command.record.learners
         # What a body moves on by itself, beyond buffers, it would have moved on the wrong state.
-        may = self._learners == "always" or (self._learners == "auto" and not state.has_extra)
+        moves_on = state.has_extra and state.synchronizer is None  # else it computes nothing
+        may = self._learners == "always" or (self._learners == "auto" and not moves_on)
         own = state.step is not None and self._exchange.transfer is not None
         own = own and not self._manager._user_state_dicts
         return late and may and own and (state.source is None or state.source.in_any_order)

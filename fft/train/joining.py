@@ -102,6 +102,7 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
         step=step,
         cursor=state.cursor,
         batches=manager._batches_committed,
+        returned=state.returned,
     )
 
 

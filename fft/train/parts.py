@@ -105,7 +105,7 @@ class Parts:
             self.reductions,
             self.voter,
             self.worker,
-            settings.spec.policies.min_reductions,
+            settings.spec,
         )
 
     def _make_quorums(self, manager: TorchftInterface) -> Quorums | None:

@@ -5,21 +5,28 @@ Main thread. Touches models, optimizers and data source by reference, and no pro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torchft.manager import Manager
 
 from fft.messages.protocol import Record
-from fft.train.data.source import DataSource, Inputs, as_source
+from fft.train.data.source import DataSource, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
+from fft.train.periodic.shared_state import SharedState
 from fft.train.settings import Settings
 from fft.train.state.equality_checks import EqualityChecks
-from fft.train.state.step_state import Rewindable, StepState
+from fft.train.state.step_state import Rewindable, StepState, TornState
 from fft.train.updates import Updates
 from fft.util.errors import FftError
+
+if TYPE_CHECKING:
+    from fft.train.periodic.synchronizers import Synchronizer
+
+logger = logging.getLogger(__name__)
 
 SCALER = "grad_scaler"
 """Name of the scaler's state among what is registered."""
@@ -40,6 +47,8 @@ class RankState:
         self.pipelines: list[Rewindable] = []
         self.step: StepState | None = None
         self.updates = Updates()
+        self.synchronizer: Synchronizer | None = None
+        """Of groups that step alone."""
         self.checks: EqualityChecks | None = None
         self.has_extra = False
         """Something is registered besides model, optimizer, schedule and scaler."""
@@ -49,6 +58,7 @@ class RankState:
         self.position: Record | None = None
         """The record that the state on this rank is that of."""
         self.lineage, self.cursor = "", 0
+        self.returned: tuple[int, ...] = ()
         """Of the checkpoint that was loaded, if one was."""
         self._resume_at: Any = None
         """Where a stateful loader resumes."""
@@ -76,10 +86,42 @@ class RankState:
         self.updates = updates
         self.models = models
         self.step = StepState(models, optimizers, schedulers, others, generators, self.pipelines)
+        self.synchronizer = None
         self.checks = EqualityChecks(self.step.fingerprint, self._check_every)
         if self._injector is not None:
             for module in models:
                 self._injector.attach(module)
+
+    def synchronize_by(self, synchronizer: Synchronizer) -> None:
+        """Groups step alone: what they share is ``synchronizer``'s, and a COMMIT steps it."""
+        self.synchronizer = synchronizer
+        self.checks = EqualityChecks(synchronizer.shared.fingerprint, self._check_every)
+
+    @property
+    def committed(self) -> Updates | Synchronizer:
+        """What a COMMIT of the job steps."""
+        return self.updates if self.synchronizer is None else self.synchronizer
+
+    @property
+    def shared(self) -> StepState | SharedState | None:
+        """What all groups have in common."""
+        return self.step if self.synchronizer is None else self.synchronizer.shared
+
+    def steps_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is one that FFT steps."""
+        outer = () if self.synchronizer is None else self.synchronizer.outer
+        return self.updates.has(optimizer) or any(each is optimizer for each in outer)
+
+    def put_back(self) -> None:
+        """Put back the start of the step. Raises TornState: part of it is lost for good."""
+        assert self.step is not None
+        try:
+            self.step.restore()
+        except TornState:
+            if self.synchronizer is None:
+                raise
+            logger.exception("this group begins anew from the last synchronisation")
+            self.synchronizer.start_over()
 
     def digest(self) -> str:
         """Digest of parameters, optimizer state and buffers."""
@@ -89,9 +131,9 @@ class RankState:
 
     def digest_for_audit(self) -> str | None:
         """What the audit compares between replicas, if that is wanted."""
-        if not self._digests or self.step is None:
+        if not self._digests or self.shared is None:
             return None
-        return self.step.digest(buffers=False)
+        return self.shared.digest(buffers=False)
 
     def refuse_unsendable(self) -> None:
         """Raise FftError now, else it shows when somebody joins, and stops the others."""
@@ -104,6 +146,11 @@ class RankState:
                 ) from error
 
     # --- data ---
+
+    def leased_inputs(self, source: DataSource, steps: int) -> LeasedInputs:
+        """What this rank takes of it, if its group steps alone so often. Raises DataError."""
+        rank = self._manager._group_rank if self._takers > 1 else 0
+        return LeasedInputs(source, steps, self._takers, rank)
 
     def inputs_from(self, source: DataSource) -> Inputs:
         """What this rank takes of it."""
@@ -132,6 +179,8 @@ class RankState:
         at = self.position  # not where the engine stands: it hears of an update when it is over
         lineage, cursor = (self.lineage, self.cursor) if at is None else (at.lineage, at.cursor)
         found: dict[str, Any] = {"lineage": lineage, "cursor": cursor}
+        if at is not None and at.leases:
+            found["returned"] = sorted([*at.returned, *(lease.slice for lease in at.leases)])
         if self.source is not None and not self.source.in_any_order:
             found["data"] = self.source.export(cursor * self._takers)
         return found
@@ -140,19 +189,20 @@ class RankState:
         """Take those fields over, before the job is joined."""
         self.lineage = checkpoint.get("lineage", "")
         self.cursor = checkpoint.get("cursor", checkpoint["batches_committed"])
+        self.returned = tuple(checkpoint.get("returned", ()))
         self._resume_at = checkpoint.get("data")
 
     # --- from rank to rank ---
 
     def export(self, record: Record) -> dict[str, Any]:
         """All of it, for a peer that starts with ``record``."""
-        manager, step = self._manager, self.step
+        manager, shared = self._manager, self.shared
         position = record.cursor * self._takers
         return {
             "fft": {"lineage": record.lineage, "cursor": record.cursor},
             "torchft": {"step": record.step, "batches_committed": record.batches},
             "user": {key: value() for key, value in manager._user_state_dicts.items()},
-            "state": step.export(bool(record.learners)) if step is not None else None,
+            "state": shared.export(bool(record.learners)) if shared is not None else None,
             "data": self.source.export(position) if self.source is not None else None,
         }
 
@@ -169,7 +219,9 @@ class RankState:
             )
         for key, load in loads.items():
             load(payload["user"][key])
-        if self.step is not None:
+        if self.synchronizer is not None:
+            self.synchronizer.load(payload["state"], keep_gradients)
+        elif self.step is not None:
             self.step.load(payload["state"], keep_gradients)
         if self.source is not None:
             self.source.load(payload["data"], record.cursor * self._takers)

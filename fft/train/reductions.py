@@ -23,7 +23,7 @@ from fft.messages.protocol import Manifest
 from fft.train.injector import Injector
 from fft.train.reducer import Reducer
 from fft.train.watchers import Watchers
-from fft.util.errors import TxnAborted
+from fft.util.errors import FftError, TxnAborted
 
 
 class TxnReductions:
@@ -35,6 +35,8 @@ class TxnReductions:
         self._injector = injector
         self.raises = False
         """A failed reduction unwinds the body: it is FFT's own loop. torchft's goes on."""
+        self.refused = ""
+        """Why nothing may be reduced now; empty: it may."""
         self.reducers: list[Reducer] = []
         """Their hooks on parameters keep the manager alive, unseen by the garbage collector."""
         self.manifest = ManifestBuilder()
@@ -69,7 +71,12 @@ class TxnReductions:
             reducer.begin(exact=exact)
 
     def issue(self, reduce: Callable[..., Work], tensor: torch.Tensor, *how: Any) -> Work:
-        """All-reduce by torchft's ``reduce(tensor, should_quantize, reduce_op)``, and note it."""
+        """All-reduce by torchft's ``reduce(tensor, should_quantize, reduce_op)``, and note it.
+
+        Raises FftError: there is nobody to reduce with now.
+        """
+        if self.refused:
+            raise FftError(self.refused)
         if self._injector is not None:
             self._injector.at("before_allreduce")
         self._raise_failure()

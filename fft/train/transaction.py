@@ -15,6 +15,7 @@ from typing import Any, Self
 from torchft.manager import Manager
 
 from fft.messages.protocol import StartTxn
+from fft.protocol.spec import FsmSpec
 from fft.train.data.source import Drawn
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
@@ -46,9 +47,8 @@ class TransactionLoop:
         reductions: TxnReductions,
         voter: Voter,
         worker: Worker,
-        min_reductions: int,
+        spec: FsmSpec,
     ) -> None:
-        """``min_reductions``: 0, if a body may end without one."""
         self.job = job
         self.worker = worker
         self.is_over = False
@@ -58,7 +58,9 @@ class TransactionLoop:
         self._state = state
         self._reductions = reductions
         self._voter = voter
-        self._min_reductions = min_reductions
+        self._min_reductions = spec.policies.min_reductions
+        """0, if a body may end without one."""
+        self._is_periodic = spec.is_periodic
         self._mistake: FftError | None = None
         """What the last body has left undone."""
         self._left_after: FftError | None = None
@@ -69,6 +71,11 @@ class TransactionLoop:
         manager, state = self._manager, self._state
         if state.step is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
+        if self._is_periodic and state.synchronizer is None:
+            raise FftError(
+                "the spec's groups step alone, and nothing says how they synchronise: make "
+                "fft.LocalSGD(manager, …) or fft.DiLoCo(manager, …) before transactions()"
+            )
         if self.is_over:
             raise FftError(
                 f"this job is over since step {manager._step}: its last step (max_steps), or the "
@@ -81,8 +88,16 @@ class TransactionLoop:
         foreign = ForeignSteps(state, self._reductions)
         try:
             source.open()  # before there are process groups, whose sockets workers would have
+            if state.synchronizer is not None:
+                from fft.train.periodic.loop import PeriodicLoop  # which builds on this module
+
+                alone = PeriodicLoop(
+                    self, state.synchronizer, self._watchers, state, self._reductions
+                )
+                yield from alone.run(source, max_steps)
+                return
             while (plan := self.worker.begin()) is not None:
-                self._refuse_unlike_again(plan)
+                self.refuse_unlike_again(plan)
                 if max_steps is not None and plan.step >= max_steps:
                     return
                 if (drawn := inputs.draw(plan)) is None:
@@ -95,7 +110,7 @@ class TransactionLoop:
                 try:
                     yield txn
                 except GeneratorExit:
-                    self._left()
+                    self.left()
                     raise
                 if not txn.closed:
                     raise FftError("the body of a txn must run inside `with txn:`")
@@ -103,7 +118,7 @@ class TransactionLoop:
             foreign.close()
             state.close_source()
 
-    def _left(self) -> None:
+    def left(self) -> None:
         """The caller has left the loop; nothing that is raised here would reach it."""
         if (mistake := self._mistake) is None:
             return
@@ -118,7 +133,7 @@ class TransactionLoop:
         if error is not None and sys.exc_info()[1] is None:
             raise error
 
-    def _refuse_unlike_again(self, plan: StartTxn) -> None:
+    def refuse_unlike_again(self, plan: StartTxn) -> None:
         """Raise if the groups keep reducing different things in this step: no replay mends that."""
         cause, self.worker.rolled_back = misfit(self.worker.rolled_back), ""
         if cause is None:
@@ -132,6 +147,14 @@ class TransactionLoop:
         if why is not None:
             self.job.note_error(error)
             raise _keeps_failing(why, error) from error
+
+    def compare_now(self) -> None:
+        """The txn is the last of the job: compare the replicas."""
+        self._voter.compare_now()
+
+    def transaction(self, plan: StartTxn, drawn: Drawn) -> Transaction:
+        """The job's txn that ``plan`` begins."""
+        return Transaction(self, plan, drawn, drawn.is_last)
 
     # --- for Transaction ---
 
@@ -156,18 +179,32 @@ class TransactionLoop:
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
 
-    def body_failed(self, plan: StartTxn, drawn: Drawn, error: Exception) -> None:
+    def unwound(self, plan: StartTxn, drawn: Drawn | None, error: BaseException) -> bool:
+        """``error`` has left the body, which is over without a vote. Whether it is dealt with."""
+        self.worker.body_unwound()
+        if isinstance(error, Exception):
+            self.body_failed(plan, drawn, error)
+        return isinstance(error, Exception | Interrupted)
+
+    def body_failed(self, plan: StartTxn, drawn: Drawn | None, error: Exception) -> None:
         """An exception left the body: report it; give up if it keeps coming at one step."""
         if isinstance(error, (TxnAborted, GroupAborted)) or self._manager._errored is not None:
             return
-        why = self.worker.body_failures.failed(plan.step, plan.members, error)
-        if (batch := self._which_batch(plan, drawn)) not in getattr(error, "__notes__", ()):
+        self.give_up_if_hopeless(plan, drawn, error, plan.step)
+        self._manager.report_error(error)
+
+    def give_up_if_hopeless(
+        self, plan: StartTxn, drawn: Drawn | None, error: Exception, number: int
+    ) -> None:
+        """Raise BodyKeepsFailing if ``error`` keeps coming at the step of that ``number``."""
+        why = self.worker.body_failures.failed(number, plan.members, error)
+        batch = "" if drawn is None else self._which_batch(plan, drawn)
+        if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
             self._mistake = None  # it is raised here
             self.job.note_error(error)
             raise _keeps_failing(why, error) from error
-        self._manager.report_error(error)
 
     def left_undone(self) -> FftError | None:
         """What a body that has ended well has left undone: no step could be right with it."""
@@ -256,14 +293,7 @@ class Transaction:
         loop.close_body()
         self.closed = True
         if error is not None:
-            loop.worker.body_unwound()
-        if isinstance(error, Interrupted):
-            return True
-        if error is not None:
-            if not isinstance(error, Exception):
-                return False
-            loop.body_failed(self._plan, self._drawn, error)
-            return True
+            return loop.unwound(self._plan, self._drawn, error)
         if (mistake := loop.left_undone()) is not None:
             loop.worker.body_unwound()
             loop.note_mistake(mistake)

@@ -108,6 +108,8 @@ class Voter:
 
         A learner that has done so says NO: after the rollback it waits for the state first.
         """
+        if self._state.synchronizer is not None:  # what is averaged there, nobody changes
+            return False
         edited = self._state.updates.were_unscaled or self._reductions.were_edited
         is_fine = self._learners == "always" or self._manager._errored is not None
         if edited and self._has_learned and not is_fine:

@@ -265,9 +265,8 @@ class Worker:
         self._job.say(Restored(command.token, torn is not None, torn or ""))
 
     def _put_back(self) -> None:
-        assert self._state.step is not None
         try:
-            self._state.step.restore()
+            self._state.put_back()
         except TornState as error:  # it can be had from a peer
             logger.warning("%s; this rank fetches the state", error)
             self._torn = text_of(error)
@@ -322,7 +321,7 @@ class Worker:
 
     def apply(self, command: Apply) -> None:
         """Carry out a commit: step what is registered."""
-        updates = self._state.updates
+        updates = self._state.committed
         if command.skip:
             self.skip(command)
         elif self._update(command, updates.apply):
@@ -335,7 +334,7 @@ class Worker:
 
     def skip(self, command: Apply) -> None:
         """Carry out a commit without an optimizer step."""
-        if self._update(command, self._state.updates.skip):
+        if self._update(command, self._state.committed.skip):
             self.finish_apply()
 
     def _update(self, command: Apply, update: Callable[[], None]) -> bool:

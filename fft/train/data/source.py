@@ -3,7 +3,9 @@
 The cursor counts *slices*; a slice is what one replica group consumes in one txn: one item of the
 loader (a batch) for each of its ranks, or one for all of them, if they are stages of a pipeline.
 In a txn the i-th participating group takes the i-th slice
-after the cursor; COMMIT moves it by the number of participating groups, ABORT leaves it. Sources
+after the cursor; COMMIT moves it by the number of participating groups, ABORT leaves it. Where
+groups step alone, a slice has the items of all steps up to the next synchronisation, and a group
+takes the one that it holds a lease on. Sources
 count in items: slice ``n`` of ``R`` items is items ``n * R`` … ``n * R + R - 1``.
 Touches only the loader it is given; everything runs on the thread that trains, between two bodies.
 """
@@ -301,3 +303,55 @@ class Inputs:
             f"as rank {self._rank} of its group was to get its batch in the txn of step "
             f"{plan.step}{counts}: item {number} of the data, of slice {which}"
         )
+
+
+class LeasedInputs:
+    """What one rank takes from ``source``, step by step of the slice that its group has a lease on.
+
+    Args:
+        source: gives its items in any order.
+        steps: items of a slice, for each rank.
+        ranks, rank: as of `Inputs`.
+
+    Raises:
+        DataError: ``source`` must be read from its beginning.
+    """
+
+    def __init__(self, source: DataSource, steps: int, ranks: int, rank: int) -> None:
+        if not source.in_any_order:
+            raise DataError(
+                "groups that step alone read different parts of the data, and this loader can only "
+                "be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
+            )
+        self._source, self._steps, self._ranks, self._rank = source, steps, ranks, rank
+        self._at, self._waited_s = -1, 0.0
+
+    def suffice(self, plan: StartTxn) -> bool:
+        """Whether there are items for all slices that are granted by now."""
+        return self._hold(plan.cursor)
+
+    def suffice_after(self, plan: StartTxn) -> bool:
+        """Whether there are items for those that ``plan``'s COMMIT grants."""
+        return self._hold(plan.next_cursor)
+
+    def _hold(self, slices: int) -> bool:
+        return self._source.holds(0, slices * self._steps * self._ranks)
+
+    def draw(self, lease: int, position: int) -> Drawn:
+        """The input of a step, ``position`` steps into the slice. Outside of bodies."""
+        from fft.train.data.batch_copy import copied  # with torch
+
+        began, ranks = time.monotonic(), self._ranks
+        number = (lease * self._steps + position) * ranks + self._rank
+        try:
+            batch = copied(self._source.take(Due(0, number, ranks)))
+        except Exception as error:
+            error.add_note(
+                f"as rank {self._rank} of its group was to get its batch for step {position} of "
+                f"slice {lease}: item {number} of the data"
+            )
+            raise
+        if number != self._at:
+            self._at, self._waited_s = number, 0.0
+        self._waited_s += time.monotonic() - began
+        return Drawn(batch, False, self._waited_s * 1e3, lease, number)

@@ -21,18 +21,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fft.train.local_tensors import edit_count, local_of, same_bits
 from fft.train.state.fingerprint import fingerprint
+from fft.train.state.serial import (
+    check_optimizer,
+    export_optimizer,
+    feed,
+    hyper_of,
+    load_optimizer,
+    plain,
+    put_hyper,
+    same_count,
+    same_names,
+    same_tensors,
+    tensors_of,
+)
 from fft.train.state.sharded import reset_fsdp, reshard
 from fft.util.errors import FftError
-
-_PLAIN = (str, bytes, bool, int, float, type(None))
-
-
-class StateMismatch(FftError):
-    """A state does not fit this rank's model or optimizer; names the first place that differs."""
 
 
 class TornState(FftError):
@@ -125,7 +131,7 @@ class StepState:
 
     def capture(self) -> None:
         """Remember what `restore` puts back. At the start of a step, on the training thread."""
-        self._parameters = self._parameters or self._names()
+        self._parameters = self._parameters or self.names()
         kept = self._parameters if self._edited is None else self._edited
         modules = [module for model in self._models for module in model.modules()]
         for pipeline in self._pipelines:
@@ -137,7 +143,7 @@ class StepState:
             trained={name: p.requires_grad for name, p in self._parameters.items()},
             buffers=list(_capture_buffers(modules)),
             rng=_capture_rng(self._generators),
-            hyper=[[_hyper(g) for g in o.param_groups] for o in self._optimizers],
+            hyper=[[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
             schedules=[copy.deepcopy(s.state_dict()) for s in self._schedulers],
             extra={name: copy.deepcopy(s.state_dict()) for name, s in self._extra.items()},
         )
@@ -186,7 +192,7 @@ class StepState:
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # one that the user has added since has nothing to be put back
             for group, values in zip(optimizer.param_groups, groups, strict=False):
-                _put_hyper(group, values)
+                put_hyper(group, values)
         for scheduler, values in zip(self._schedulers, saved.schedules, strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in saved.extra.items():
@@ -238,19 +244,18 @@ class StepState:
             TypeError: something in it is neither plain nor a tensor; names the place.
         """
         reshard(self._models)
-        names = self._names()
+        names = self.names()
         changed_by_bodies = {
             "buffers": {name: local_of(b) for name, b in self._buffers().items()},
             "lr_schedulers": [
-                _plain(s.state_dict(), f"lr_schedulers[{i}]")
-                for i, s in enumerate(self._schedulers)
+                plain(s.state_dict(), f"lr_schedulers[{i}]") for i, s in enumerate(self._schedulers)
             ],
-            "extra": {n: _plain(s.state_dict(), f"extra[{n}]") for n, s in self._extra.items()},
+            "extra": {n: plain(s.state_dict(), f"extra[{n}]") for n, s in self._extra.items()},
         }
         return {
             "parameters": {name: local_of(p) for name, p in names.items()},
             "optimizers": [
-                _export_optimizer(o, names, f"optimizers[{i}]")
+                export_optimizer(o, names, f"optimizers[{i}]")
                 for i, o in enumerate(self._optimizers)
             ],
             **(copy.deepcopy(changed_by_bodies) if across_body else changed_by_bodies),
@@ -266,7 +271,7 @@ class StepState:
             StateMismatch: names, shapes or dtypes differ; nothing has been changed.
         """
         reshard(self._models)
-        names = self._names()
+        names = self.names()
         self._check_fits(state, names)
         with torch.no_grad():
             for name, parameter in names.items():
@@ -274,7 +279,7 @@ class StepState:
             for name, buffer in self._buffers().items():
                 local_of(buffer).copy_(state["buffers"][name])
             for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
-                _load_optimizer(optimizer, names, values)
+                load_optimizer(optimizer, names, values)
         for scheduler, values in zip(self._schedulers, state["lr_schedulers"], strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in state["extra"].items():
@@ -282,7 +287,7 @@ class StepState:
         if not keep_gradients:
             self._drop_gradients()
         self.forget()
-        return sum(tensor.nbytes for _, tensor in _tensors(state, ""))
+        return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
     def digest(self, buffers: bool = True) -> str:
         """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers.
@@ -290,7 +295,7 @@ class StepState:
         ``buffers=False``: without buffers, which replicas need not have in common.
         """
         reshard(self._models)
-        names = self._names()
+        names = self.names()
         hasher = hashlib.blake2b(digest_size=16)
         parts: dict[str, object] = {
             "parameters": {name: local_of(p) for name, p in names.items()},
@@ -298,18 +303,18 @@ class StepState:
             if buffers
             else {},
             "optimizers": [
-                _export_optimizer(o, names, f"optimizers[{i}]")["state"]
+                export_optimizer(o, names, f"optimizers[{i}]")["state"]
                 for i, o in enumerate(self._optimizers)
             ],
         }
-        _hash(hasher, parts)
+        feed(hasher, parts)
         return hasher.hexdigest()
 
     def fingerprint(self) -> str:
         """Cheap fingerprint of this rank's parameters and optimizer state
         (`fft.train.state.fingerprint`)."""
         reshard(self._models)
-        names = self._parameters or self._names()
+        names = self._parameters or self.names()
         tensors: list[torch.Tensor] = [local_of(p) for p in names.values()]
         for optimizer in self._optimizers:
             for parameter in names.values():
@@ -317,15 +322,49 @@ class StepState:
                 tensors += [local_of(v) for _, v in sorted(state.items()) if torch.is_tensor(v)]
         return fingerprint(tensors)
 
+    def progress(self) -> dict[str, Any]:
+        """How far it has come besides weights and optimizer state: hyperparameters, schedules, and
+        what the user registered. A copy, as plain data.
+
+        Raises TypeError: something in it is neither plain nor a tensor; names the place.
+        """
+        schedules, extra = enumerate(self._schedulers), self._extra.items()
+        found = {
+            "hyper": [[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
+            "lr_schedulers": [plain(s.state_dict(), f"lr_schedulers[{i}]") for i, s in schedules],
+            "extra": {name: plain(s.state_dict(), f"extra[{name}]") for name, s in extra},
+        }
+        return copy.deepcopy(found)
+
+    def start_over(self, progress: Mapping[str, Any]) -> None:
+        """Put ``progress`` back; the optimizers have stepped nothing yet. No parameter changes.
+
+        Raises StateMismatch: it is that of another job; nothing has been changed.
+        """
+        same_count("hyper", progress["hyper"], self._optimizers)
+        same_count("lr_schedulers", progress["lr_schedulers"], self._schedulers)
+        same_names("extra", progress["extra"], self._extra)
+        progress = copy.deepcopy(dict(progress))
+        for optimizer, groups in zip(self._optimizers, progress["hyper"], strict=True):
+            optimizer.state.clear()
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                put_hyper(group, values)
+        for scheduler, values in zip(self._schedulers, progress["lr_schedulers"], strict=True):
+            scheduler.load_state_dict(values)
+        for name, values in progress["extra"].items():
+            self._extra[name].load_state_dict(values)
+        self._drop_gradients()
+        self.forget()
+
     def has_extra(self, thing: object) -> bool:
         """Whether it is registered by a name of the user's."""
         return any(thing is each for each in self._extra.values())
 
     def parameters(self) -> list[torch.Tensor]:
         """All that is registered."""
-        return list((self._parameters or self._names()).values())
+        return list((self._parameters or self.names()).values())
 
-    def _names(self) -> dict[str, torch.Tensor]:
+    def names(self) -> dict[str, torch.Tensor]:
         """Every parameter by name; those that no model has, by their place in the optimizer."""
         found: dict[str, torch.Tensor] = {}
         for i, model in enumerate(self._models):
@@ -348,16 +387,16 @@ class StepState:
 
     def _check_fits(self, state: Mapping[str, Any], names: dict[str, torch.Tensor]) -> None:
         expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra"}
-        _same_names("state", state, expected)
-        _same_tensors("parameters", state["parameters"], names)
-        _same_tensors("buffers", state["buffers"], self._buffers())
-        _same_count("optimizers", state["optimizers"], self._optimizers)
-        _same_count("lr_schedulers", state["lr_schedulers"], self._schedulers)
-        _same_names("extra", state["extra"], self._extra)
+        same_names("state", state, expected)
+        same_tensors("parameters", state["parameters"], names)
+        same_tensors("buffers", state["buffers"], self._buffers())
+        same_count("optimizers", state["optimizers"], self._optimizers)
+        same_count("lr_schedulers", state["lr_schedulers"], self._schedulers)
+        same_names("extra", state["extra"], self._extra)
         for i, (optimizer, values) in enumerate(
             zip(self._optimizers, state["optimizers"], strict=True)
         ):
-            _check_optimizer(f"optimizers[{i}]", optimizer, names, values)
+            check_optimizer(f"optimizers[{i}]", optimizer, names, values)
 
 
 # -- buffers and random numbers
@@ -406,202 +445,3 @@ def _bind(put: Callable[[Any], object], value: object) -> Callable[[], None]:
         put(value)
 
     return put_back
-
-
-# -- optimizers
-
-
-def _hyper(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of what a parameter group holds besides its parameters (lr, betas, ...)."""
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def _put_hyper(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set a parameter group's values; a tensor keeps its identity and takes the value."""
-    for key in [k for k in group if k != "params" and k not in values]:
-        del group[key]
-    for key, value in values.items():
-        mine = group.get(key)
-        if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                mine.copy_(value)
-        else:
-            group[key] = value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-
-
-def _export_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], place: str
-) -> dict[str, Any]:
-    by_id = {id(p): name for name, p in names.items()}
-    state: dict[str, Any] = {}
-    for parameter, values in optimizer.state.items():
-        name = by_id[id(parameter)]
-        for key, value in values.items():
-            _refuse_other_layout(parameter, value, f"{place}.state[{name}][{key}]")
-        state[name] = {k: _plain(v, f"{place}.state[{name}][{k}]") for k, v in values.items()}
-    groups = [
-        _plain(_hyper(group), f"{place}.param_groups[{i}]")
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def _refuse_other_layout(parameter: torch.Tensor, value: object, place: str) -> None:
-    if not isinstance(value, DTensor):
-        return
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        raise TypeError(f"{place} is sharded otherwise than its parameter; it cannot be exported")
-
-
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
-) -> None:
-    for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
-        _put_hyper(group, hyper)
-    incoming = values["state"]
-    by_id = {id(p): name for name, p in names.items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = by_id[id(parameter)]
-            if name not in incoming:
-                optimizer.state.pop(parameter, None)
-                continue
-            mine = optimizer.state[parameter]
-            for key in [k for k in mine if k not in incoming[name]]:
-                del mine[key]
-            for key, value in incoming[name].items():
-                _put_value(mine, key, value, parameter, group)
-
-
-def _put_value(
-    mine: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]
-) -> None:
-    """Set one entry of a parameter's optimizer state, in place where it exists."""
-    if not isinstance(value, torch.Tensor):
-        mine[key] = copy.deepcopy(value)
-    elif isinstance(mine.get(key), torch.Tensor):
-        local_of(mine[key]).copy_(value)
-    elif key == "step":
-        # torch keeps the step count on the CPU unless the kernel itself reads it
-        on_device = group.get("capturable") or group.get("fused")
-        mine[key] = value.to(parameter.device if on_device else "cpu", copy=True)
-    elif isinstance(parameter, DTensor) and value.shape == local_of(parameter).shape:
-        mine[key] = DTensor.from_local(
-            value.to(parameter.device, copy=True),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    else:
-        mine[key] = value.to(parameter.device, copy=True)
-
-
-# -- does it fit?
-
-
-def _same_names(place: str, got: Mapping[str, Any], mine: Any) -> None:
-    missing, unknown = sorted(set(mine) - set(got)), sorted(set(got) - set(mine))
-    if missing:
-        raise StateMismatch(f"{place}: the state that came lacks {missing[0]!r}, which is here")
-    if unknown:
-        raise StateMismatch(f"{place}: the state that came has {unknown[0]!r}, unknown here")
-
-
-def _same_count(place: str, got: Sequence[Any], mine: Sequence[Any]) -> None:
-    if len(got) != len(mine):
-        raise StateMismatch(f"{place}: {len(got)} came, {len(mine)} are here")
-
-
-def _same_tensor(place: str, got: object, mine: torch.Tensor) -> None:
-    local = local_of(mine)
-    if not isinstance(got, torch.Tensor):
-        raise StateMismatch(f"{place}: {type(got).__name__} came, a tensor is here")
-    for what in ("shape", "dtype"):
-        theirs, ours = getattr(got, what), getattr(local, what)
-        if theirs != ours:
-            raise StateMismatch(f"{place}: {what} {theirs} came, {ours} is here")
-
-
-def _same_tensors(place: str, got: Mapping[str, Any], mine: Mapping[str, torch.Tensor]) -> None:
-    _same_names(place, got, mine)
-    for name, tensor in mine.items():
-        _same_tensor(f"{place}[{name}]", got[name], tensor)
-
-
-def _check_optimizer(
-    place: str,
-    optimizer: torch.optim.Optimizer,
-    names: dict[str, torch.Tensor],
-    values: Mapping[str, Any],
-) -> None:
-    _same_names(place, values, {"state", "param_groups"})
-    _same_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
-    own = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    for name, entries in values["state"].items():
-        if name not in names or id(names[name]) not in own:
-            raise StateMismatch(f"{place}.state: {name!r} came, not a parameter of it here")
-        mine = optimizer.state.get(names[name], {})
-        for key, value in entries.items():
-            if isinstance(mine.get(key), torch.Tensor):
-                _same_tensor(f"{place}.state[{name}][{key}]", value, mine[key])
-
-
-# -- plain data
-
-
-def _plain(value: Any, place: str) -> Any:
-    """`value` in types that load with weights_only=True."""
-    if isinstance(value, torch.Tensor):
-        return local_of(value)
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain(k, place): _plain(v, f"{place}[{k!r}]") for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(v, f"{place}[{i}]") for i, v in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    raise TypeError(
-        f"{place} is a {type(value).__name__}; a state may hold tensors, dicts, lists, tuples, "
-        "str, bytes, bool, int, float and None"
-    )
-
-
-def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors(inner, f"{place}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for i, inner in enumerate(value):
-            yield from _tensors(inner, f"{place}[{i}]")
-
-
-def _hash(hasher: Any, value: Any) -> None:
-    """Feed plain data into `hasher` so that different data feed different bytes."""
-    if isinstance(value, torch.Tensor):
-        hasher.update(f"tensor {value.dtype} {tuple(value.shape)}\n".encode())
-        flat = value.cpu().contiguous().reshape(-1)
-        if flat.numel():
-            hasher.update(flat.view(torch.uint8).numpy().data)
-    elif isinstance(value, Mapping):
-        hasher.update(f"dict {len(value)}\n".encode())
-        for key in sorted(value, key=repr):
-            _hash(hasher, key)
-            _hash(hasher, value[key])
-    elif isinstance(value, (list, tuple)):
-        hasher.update(f"list {len(value)}\n".encode())
-        for item in value:
-            _hash(hasher, item)
-    else:
-        text = repr(value).encode()
-        hasher.update(f"{type(value).__name__} {len(text)}\n".encode() + text)

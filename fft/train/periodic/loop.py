@@ -1,0 +1,292 @@
+"""The loop of a group that steps alone and synchronises now and then.
+
+What the user is given are inner steps: transactions of the group, which commits or repeats each by
+itself. After so many the job's transaction comes, in which nothing but the synchronisation is done.
+A rollback of the job interrupts at most the inner step that is being computed; those before it
+stay. Main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator, Iterator
+from types import TracebackType
+from typing import Self
+
+from fft.messages.protocol import StartTxn
+from fft.train.data.source import DataSource, Drawn, LeasedInputs
+from fft.train.interrupt import Interrupted
+from fft.train.participation import Participation
+from fft.train.periodic.synchronizers import Synchronizer
+from fft.train.rank_state import RankState
+from fft.train.reductions import TxnReductions
+from fft.train.reported import text_of
+from fft.train.state.step_state import TornState
+from fft.train.transaction import Transaction, TransactionLoop
+from fft.train.unsafe_places import guarded
+from fft.train.watchers import Watchers
+from fft.util.error_places import traceback_of_caller
+from fft.util.errors import FftError
+
+logger = logging.getLogger(__name__)
+
+_IN_A_STEP = (
+    "manager.allreduce() in an inner step: the other groups are not in the same one, so that none "
+    "may ever answer. Groups meet when they synchronise; reduce metrics between two jobs, or log "
+    "them with txn.log()"
+)
+
+
+class PeriodicLoop:
+    """Runs inner steps and synchronisations for `TransactionLoop`, which has the job's side."""
+
+    def __init__(
+        self,
+        loop: TransactionLoop,
+        synchronizer: Synchronizer,
+        watchers: Watchers,
+        state: RankState,
+        reductions: TxnReductions,
+    ) -> None:
+        self.loop = loop
+        self.synchronizer = synchronizer
+        self.watchers = watchers
+        self.state = state
+        self.reductions = reductions
+
+    @property
+    def job(self) -> Participation:
+        """This process in its job."""
+        return self.loop.job
+
+    def run(self, source: DataSource, max_steps: int | None) -> Iterator[InnerTransaction]:
+        """Yield inner steps until the job is over, or this group has left."""
+        loop, synchronizer = self.loop, self.synchronizer
+        inputs = self.state.leased_inputs(source, synchronizer.steps)
+        if not synchronizer.shared.is_taken:
+            synchronizer.shared.take()
+        while (plan := loop.worker.begin()) is not None:
+            loop.refuse_unlike_again(plan)
+            if (max_steps is not None and plan.step >= max_steps) or not inputs.suffice(plan):
+                return
+            synchronizer.begin(plan)
+            is_last = max_steps is not None and plan.step + 1 >= max_steps
+            is_last = is_last or not inputs.suffice_after(plan)
+            if is_last:
+                loop.compare_now()
+            waited_ms = yield from self._inner_steps(plan, inputs)
+            if waited_ms is not None:
+                self._synchronize(plan, is_last, waited_ms)
+
+    def _inner_steps(
+        self, plan: StartTxn, inputs: LeasedInputs
+    ) -> Generator[InnerTransaction, None, float | None]:
+        """Those that are missing. Returns how long they waited for data (ms); None: rolled back."""
+        synchronizer, step, waited_ms = self.synchronizer, self.state.step, 0.0
+        assert step is not None, "looked at before"
+        while plan.lease is not None and synchronizer.position < synchronizer.steps:
+            if self._is_superseded() or not self._launched_in_time(plan):
+                return None
+            drawn = inputs.draw(plan.lease, synchronizer.position)
+            step.capture()
+            self.watchers.txn_begun(plan.step)
+            txn = InnerTransaction(self, plan, drawn)
+            try:
+                yield txn
+            except GeneratorExit:
+                self.loop.left()
+                raise
+            if not txn.closed:
+                raise FftError("the body of a txn must run inside `with txn:`")
+            if txn.interrupted:
+                return None
+            waited_ms += drawn.waited_ms if txn.committed else 0.0
+        return None if self._is_superseded() else waited_ms
+
+    def _is_superseded(self) -> bool:
+        """Whether the job's txn has been rolled back meanwhile; then it is left here."""
+        engine = self.job.engine
+        if engine is None or not engine.superseded():
+            return False
+        self.loop.worker.body_unwound()
+        return True
+
+    def _launched_in_time(self, plan: StartTxn) -> bool:
+        """Begin the reduction that is made beside the last inner steps. False: it failed."""
+        synchronizer = self.synchronizer
+        is_due = synchronizer.position >= synchronizer.steps - synchronizer.delay
+        if synchronizer.is_launched or not is_due:
+            return True
+        with JobsPart(self.loop, plan) as part:
+            synchronizer.launch()
+        return not part.failed
+
+    def _synchronize(self, plan: StartTxn, is_last: bool, waited_ms: float) -> None:
+        """The job's txn: all that is done in it across the groups, and its vote."""
+        self.watchers.txn_begun(plan.step)
+        drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
+        with self.loop.transaction(plan, drawn):
+            if not self.synchronizer.is_launched:
+                self.synchronizer.launch()
+            with (
+                self.watchers.waiting()
+            ):  # for the slowest group, as long as the process group does
+                self.synchronizer.finish()
+
+
+class JobsPart:
+    """A part of the job's txn that is over before its end. ``failed``: the txn is rolled back."""
+
+    def __init__(self, loop: TransactionLoop, plan: StartTxn) -> None:
+        self.failed = False
+        self._loop, self._plan = loop, plan
+
+    @guarded
+    def __enter__(self) -> Self:
+        self._loop.open_body()
+        return self
+
+    @guarded
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._loop.close_body()
+        if error is None:
+            return False
+        self.failed = True
+        return self._loop.unwound(self._plan, None, error)
+
+
+class InnerTransaction(Transaction):
+    """One attempt at one inner step. ``with txn:`` runs the body; leaving it commits, or repeats.
+
+    Attributes:
+        batch: what this group takes. A copy: a replay finds it as it was loaded.
+        step: synchronisations committed before this one.
+        inner_step: inner steps of this group since the last one.
+        contributes: True: a group without a share in the data is given no inner steps.
+        committed: after the body: whether the optimizer has stepped, or was to skip.
+        skipped: after the body: whether the scaler has found an inf, so that nothing was stepped.
+    """
+
+    def __init__(self, periodic: PeriodicLoop, plan: StartTxn, drawn: Drawn) -> None:
+        super().__init__(periodic.loop, plan, drawn, last=False)
+        self.inner_step = periodic.synchronizer.position
+        self.interrupted = False
+        self._periodic = periodic
+        self._weight: float | None = None
+
+    def weigh(self, weight: float) -> None:
+        """Have this step count by ``weight``, such as its tokens. Raises FftError: no weight."""
+        if not 0 < weight < math.inf:
+            raise FftError(f"txn.weigh({weight}): give a positive number")
+        self._weight = float(weight)
+
+    @guarded
+    def __enter__(self) -> Self:
+        self._periodic.reductions.refused = _IN_A_STEP
+        self._periodic.loop.open_body()
+        return self
+
+    @guarded
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        loop = self._loop
+        loop.close_body()
+        self._periodic.reductions.refused = ""
+        self.closed = True
+        if isinstance(error, Interrupted) or (error and not isinstance(error, Exception)):
+            self.interrupted = True
+            return loop.unwound(self._plan, self._drawn, error)
+        self._periodic.watchers.body_done()
+        mistake = self._left_undone() if error is None else error
+        if isinstance(mistake, Exception):
+            self._roll_back(mistake)
+        else:
+            self._commit()
+        return True
+
+    def _left_undone(self) -> FftError | None:
+        """What a body that has ended well has left undone, placed at its ``with``."""
+        updates, text = self._periodic.state.updates, ""
+        if updates.were_scheduled:
+            text = (
+                "scheduler.step() inside `with txn:`: the transaction steps the registered "
+                "schedulers itself; take the call out of the body"
+            )
+        elif not updates.have_gradients:
+            text = (
+                "no registered optimizer has a gradient at the end of the body (no backward()? "
+                "zero_grad() after it?): the step would change nothing"
+            )
+        if not text:
+            return None
+        mistake = FftError(text).with_traceback(traceback_of_caller())
+        self._periodic.loop.note_mistake(mistake)
+        return mistake
+
+    def _commit(self) -> None:
+        periodic, state = self._periodic, self._periodic.state
+        assert state.step is not None, "looked at before"
+        state.step.note_edits()
+        try:
+            self.skipped = state.updates.must_skip()
+            (state.updates.skip if self.skipped else state.updates.apply)()
+            periodic.synchronizer.stepped(self._weight)
+        except FftError:
+            raise
+        except Exception as error:
+            logger.exception("the optimizer step of an inner step failed; this state is torn")
+            self._begin_anew(error)
+            return
+        self.committed = True
+        state.step.forget()
+        periodic.loop.worker.body_failures.committed()
+        self._note("inner_commit", skipped=self.skipped)
+        periodic.watchers.committed(self.step, len(self._plan.members))
+        periodic.watchers.txn_ended(committed=True)
+        if not self.skipped:
+            state.updates.done()
+
+    def _roll_back(self, error: Exception) -> None:
+        """Put the start of the step back. Nobody else hears of it."""
+        periodic, step = self._periodic, self._periodic.state.step
+        assert step is not None, "looked at before"
+        number = self.step * periodic.synchronizer.steps + self.inner_step
+        periodic.loop.give_up_if_hopeless(self._plan, self._drawn, error, number)
+        logger.warning("an inner step failed here and is computed again: %s", text_of(error))
+        periodic.state.updates.forget()
+        try:
+            step.restore()
+        except TornState as torn:
+            self._begin_anew(torn)
+        else:
+            self._note("inner_abort", cause=text_of(error))
+            periodic.job.note_error(error)
+        periodic.watchers.txn_ended(committed=False)
+
+    def _begin_anew(self, error: Exception) -> None:
+        """The state of the step is lost: take the one of the last synchronisation."""
+        periodic = self._periodic
+        logger.error(
+            "%s; this group begins anew from the last synchronisation, %d inner steps ago, with "
+            "inner optimizers that have stepped nothing yet",
+            text_of(error),
+            self.inner_step,
+        )
+        self._note("inner_torn", cause=text_of(error))
+        periodic.job.note_error(error)
+        periodic.synchronizer.start_over()
+        periodic.synchronizer.lease = self._plan.lease
+
+    def _note(self, name: str, **more: object) -> None:
+        at = {"token": list(self._plan.token), "slice": self._drawn.slice, "item": self._drawn.item}
+        self._periodic.job.note(name, {**at, "inner_step": self.inner_step, **more})

@@ -1,0 +1,202 @@
+"""What the groups of a periodic scope share: the job's parameters and the outer optimizers.
+
+Main thread. Touches the modules and optimizers that it was given, by reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fft.train.local_tensors import local_of
+from fft.train.state.fingerprint import fingerprint
+from fft.train.state.serial import (
+    StateMismatch,
+    check_optimizer,
+    export_optimizer,
+    feed,
+    load_optimizer,
+    same_count,
+    same_names,
+    same_tensors,
+    tensors_of,
+)
+from fft.train.state.step_state import StepState
+from fft.util.errors import FftError
+
+
+@dataclass
+class Fragment:
+    """A part of the model that is synchronised at once."""
+
+    name: str
+    parameters: dict[str, nn.Parameter]
+    """By name: this group's own."""
+    globals: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By name: the job's, as the last synchronisation has left them."""
+
+    def put_globals(self) -> None:
+        """Give this group's parameters the values of the job's."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                local_of(parameter).copy_(self.globals[name])
+
+
+class SharedState:
+    """The job's parameters, by fragment, and what was kept of a group's progress there.
+
+    Args:
+        step: what is registered; its steps are the groups' own.
+        modules: the fragments. Together they have all parameters that the group trains.
+        optimizers: the outer ones, over the same parameters; may be none.
+        plan: what must be equal on all groups: periods, fragments; plain data.
+        device: where the job's parameters are kept; None: beside the group's own.
+        pin: page-lock them, if that is the CPU and there is an accelerator.
+
+    Raises:
+        FftError: a parameter in no fragment or in two, or a fragment without any.
+    """
+
+    def __init__(
+        self,
+        step: StepState,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        plan: Mapping[str, Any],
+        device: torch.device | None,
+        pin: bool,
+    ) -> None:
+        self._step = step
+        self._names = step.names()
+        self.fragments = _fragments(modules, self._names)
+        self._optimizers = list(optimizers)
+        self._plan = dict(plan)
+        self._device, self._pin = device, pin and torch.accelerator.is_available()
+        self._progress: dict[str, Any] = {}
+        """Of the group, at the last synchronisation."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the job's parameters are known here."""
+        return bool(self._progress)
+
+    def take(self) -> None:
+        """This group's parameters are the job's, before its first step.
+
+        Raises FftError: the model has changed since it was registered.
+        """
+        if self._step.names().keys() != self._names.keys():
+            changed = sorted(self._step.names().keys() ^ self._names.keys())
+            raise FftError(
+                f"the model has changed since it was given to be synchronised: {changed[0]}; "
+                "make the synchroniser when the model is complete"
+            )
+        for fragment in self.fragments:
+            for name, parameter in fragment.parameters.items():
+                kept = local_of(parameter).detach().to(self._device, copy=True)
+                fragment.globals[name] = kept.pin_memory() if self._pin else kept
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """A synchronisation is over: what comes after it may have to begin anew from here."""
+        self._progress = self._step.progress()
+
+    def start_over(self) -> None:
+        """Begin anew from the last synchronisation. What the inner optimizers have kept is lost."""
+        for fragment in self.fragments:
+            fragment.put_globals()
+        self._step.start_over(self._progress)
+
+    # --- from group to group ---
+
+    def export(self, across_body: bool = False) -> dict[str, object]:
+        """As `StepState.export`, of what the groups have in common: no body changes it."""
+        return {
+            "plan": self._plan,
+            "parameters": {n: v for f in self.fragments for n, v in f.globals.items()},
+            "optimizers": self._exported(),
+            "progress": self._progress,
+        }
+
+    def load(self, state: Mapping[str, Any], keep_gradients: bool = False) -> int:
+        """As `StepState.load`. This group begins anew from what came.
+
+        Raises:
+            StateMismatch: of another job; names what differs. Nothing has been changed.
+        """
+        same_names("state", state, ("plan", "parameters", "optimizers", "progress"))
+        same_names("plan", state["plan"], self._plan)
+        for name, value in self._plan.items():
+            if state["plan"][name] != value:
+                raise StateMismatch(
+                    f"{name} is {value!r} here and {state['plan'][name]!r} in the group that the "
+                    "state came from: give all groups the same, and keep it when a job is resumed"
+                )
+        known = {n: v for f in self.fragments for n, v in f.globals.items()}
+        same_tensors("parameters", state["parameters"], known)
+        same_count("optimizers", state["optimizers"], self._optimizers)
+        outer = list(zip(self._optimizers, state["optimizers"], strict=True))
+        for i, (optimizer, values) in enumerate(outer):
+            check_optimizer(f"optimizers[{i}]", optimizer, self._names, values)
+        with torch.no_grad():
+            for name, value in known.items():
+                value.copy_(state["parameters"][name])
+            for optimizer, values in outer:
+                load_optimizer(optimizer, self._names, values)
+        self._progress = state["progress"]
+        self.start_over()
+        return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
+
+    def digest(self, buffers: bool = True) -> str:
+        """Blake2b (128 bit, hex) over the job's parameters and the outer optimizers' state."""
+        hasher = hashlib.blake2b(digest_size=16)
+        outer = [values["state"] for values in self._exported()]
+        feed(hasher, {"parameters": [f.globals for f in self.fragments], "optimizers": outer})
+        return hasher.hexdigest()
+
+    def fingerprint(self) -> str:
+        """Cheap fingerprint of the same (`fft.train.state.fingerprint`)."""
+        tensors = [value for f in self.fragments for value in f.globals.values()]
+        outer = (values["state"] for values in self._exported())
+        return fingerprint(tensors + [t for state in outer for _, t in tensors_of(state, "")])
+
+    def _exported(self) -> list[dict[str, Any]]:
+        names, optimizers = self._names, enumerate(self._optimizers)
+        return [export_optimizer(o, names, f"optimizers[{i}]") for i, o in optimizers]
+
+
+def _fragments(modules: Sequence[nn.Module], names: Mapping[str, torch.Tensor]) -> list[Fragment]:
+    by_id = {id(parameter): name for name, parameter in names.items()}
+    found: list[Fragment] = []
+    taken: dict[str, str] = {}
+    for number, module in enumerate(modules):
+        where = f"fragment {number} ({type(module).__name__})"
+        fragment = Fragment(where, {})
+        for own, parameter in module.named_parameters():
+            if (name := by_id.get(id(parameter))) is None:
+                raise FftError(
+                    f"{own} of {where} is in no registered model: a rolled-back step could not put "
+                    "it back; register the model that the fragments are parts of"
+                )
+            if name in taken:
+                raise FftError(
+                    f"{name} is in {taken[name]} and in {where}, and would be synchronised twice "
+                    "from different values; give it to one of them"
+                )
+            taken[name] = where
+            fragment.parameters[name] = parameter
+        if not fragment.parameters:
+            raise FftError(f"{where} has no parameters: leave it out")
+        found.append(fragment)
+    for name, value in names.items():
+        if name not in taken and value.requires_grad:
+            raise FftError(
+                f"{name} is trained and is in no fragment, so that it would differ between the "
+                "groups for ever; put it into one, or freeze it"
+            )
+    return found

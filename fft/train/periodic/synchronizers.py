@@ -1,0 +1,417 @@
+"""``fft.LocalSGD`` and ``fft.DiLoCo``: what groups that step alone do when they synchronise.
+
+Each synchronisation is one transaction of the job. What a group reduces in it is computed from its
+parameters once and kept until the decision, so that a repeated attempt reduces the same. Main
+thread; touches the modules and optimizers that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import Work
+
+from fft.messages.protocol import StartTxn
+from fft.train.local_tensors import local_of
+from fft.train.periodic.shared_state import Fragment, SharedState
+from fft.util.errors import FftError
+
+if TYPE_CHECKING:
+    from fft.train.manager import ManagerFFT
+
+BUCKET_MB = 1024.0
+"""MiB that are reduced at once, as in torchft."""
+
+
+@dataclass
+class _Bucket:
+    """Values that lie behind each other, and their sum over the groups where it is under way."""
+
+    names: list[str]
+    own: torch.Tensor
+    """What this group contributes; with weights, the last one is the weight."""
+    reduced: torch.Tensor
+    work: Work | None = None
+
+
+class Synchronizer:
+    """What LocalSGD and DiLoCo have in common. Made after ``manager.register``, before the loop.
+
+    Attributes:
+        steps: inner steps, from one synchronisation to the next.
+        delay: inner steps that are made while the reduction is under way.
+        position: inner steps since the last synchronisation.
+        lease: the slice of the data that they take; None: none yet.
+        is_launched: the reduction of this attempt is under way.
+    """
+
+    algorithm: ClassVar[str]
+    lease: int | None
+
+    def __init__(
+        self,
+        manager: ManagerFFT,
+        fragments: Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizers: Sequence[torch.optim.Optimizer],
+        sync_every: int,
+        plan: dict[str, Any],
+        delay: int = 0,
+        device: torch.device | None = None,
+        pin: bool = True,
+        bucket_cap_mb: float | None = None,
+        weighted: bool = False,
+    ) -> None:
+        self._refuse_unfit(manager, inner_optimizer, outer_optimizers)
+        if not fragments:
+            raise FftError(f"{self.algorithm}: no model to synchronise")
+        if sync_every < 1 or sync_every % len(fragments):
+            raise FftError(
+                f"sync_every={sync_every} with {len(fragments)} fragments: give a multiple of "
+                "their number, for they are synchronised in turn, after equal numbers of steps"
+            )
+        self.steps, self.delay = sync_every // len(fragments), delay
+        if not 0 <= delay < self.steps:
+            raise FftError(
+                f"a fragment is synchronised {self.steps} steps after the one before it, and "
+                f"fragment_sync_delay={delay}: give less"
+            )
+        state = manager._parts.state
+        assert state.step is not None, "looked at above"
+        own = {"algorithm": self.algorithm, "sync_every": sync_every, "fragments": len(fragments)}
+        self._plan = {**own, "fragment_sync_delay": delay, "weighted": weighted, **plan}
+        self.shared = SharedState(state.step, fragments, outer_optimizers, self._plan, device, pin)
+        self._cap = int((BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+        self.position, self.lease, self.is_launched = 0, None, False
+        self.outer = list(outer_optimizers)
+        """What is stepped with a COMMIT of the job."""
+        self._manager = manager
+        self._due: Fragment | None = None
+        """What the open txn synchronises."""
+        self._buckets: list[_Bucket] = []
+        """Of it; empty until it is time to reduce."""
+        self._is_weighted = weighted
+        self._weight = 0.0
+        """Of the steps that are not in a reduction yet."""
+        state.synchronize_by(self)
+
+    def _refuse_unfit(
+        self,
+        manager: ManagerFFT,
+        inner: torch.optim.Optimizer,
+        outer: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        parts = manager._parts
+        if not parts.settings.spec.is_periodic:
+            raise FftError(
+                f"{self.algorithm} needs a spec whose job's scope is periodic: ManagerFFT(…, "
+                f"spec={self.algorithm.lower()!r}), not {parts.settings.spec.name!r}"
+            )
+        if parts.state.step is None or not parts.state.updates.has(inner):
+            raise FftError(
+                f"call manager.register(model, inner_optimizer, …) before {self.algorithm}(…), so "
+                "that a failed inner step can be rolled back"
+            )
+        if any(map(parts.state.updates.has, outer)):
+            raise FftError(
+                "the outer optimizer is registered, so it would be stepped after every inner step: "
+                f"give it to {self.algorithm} alone"
+            )
+        if parts.reductions.reducers:
+            raise FftError(
+                f"sync_gradients() with {self.algorithm}: groups that step alone have no common "
+                "backward pass in which gradients could be averaged; leave the call out"
+            )
+
+    # --- checkpoints of the user's ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the groups share, as the last synchronisation left it: live tensors, plain data."""
+        if not self.shared.is_taken:
+            self.shared.take()
+        return self.shared.export()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin where a `state_dict` was taken; before the loop. This group's own parameters take
+        the job's values, and inner optimizers begin anew.
+
+        Raises StateMismatch: it is that of another job; names what differs.
+        """
+        if not self.shared.is_taken:
+            self.shared.take()
+        self.load(state, keep_gradients=False)
+
+    # --- a txn of the job ---
+
+    def begin(self, plan: StartTxn) -> None:
+        """A txn begins: go on where this group was, or anew if its lease is another one."""
+        self.is_launched = False
+        if self.lease is not None and self.lease != plan.lease:
+            self.start_over()
+        self.lease = plan.lease
+        turn = plan.step % len(self.shared.fragments)
+        self._due = self.shared.fragments[turn]
+
+    def start_over(self) -> None:
+        """The progress since the last synchronisation is void."""
+        self.shared.start_over()
+        self._forget_window()
+
+    def load(self, state: Mapping[str, Any], keep_gradients: bool) -> None:
+        """Take over what the groups share from another one, and begin anew.
+
+        ``keep_gradients``: what this txn has reduced belongs to the state that comes.
+        """
+        self.shared.load(state)
+        buckets = self._buckets if keep_gradients else []
+        self._forget_window()
+        self._buckets = buckets
+
+    def _forget_window(self) -> None:
+        self.lease, self.position, self._weight = None, 0, 0.0
+        self._buckets = []
+
+    def stepped(self, weight: float | None) -> None:
+        """An inner step was committed, of which so much counts.
+
+        Raises FftError: a weight where there are none, or none where there are.
+        """
+        if (weight is not None) != self._is_weighted:
+            given = "was called" if weight is not None else "was not called"
+            raise FftError(
+                f"txn.weigh() {given}, and this {type(self).__name__} has "
+                f"weighted={self._is_weighted}: call it in every inner step of a weighted one, and "
+                "else never"
+            )
+        self.position += 1
+        self._weight += weight or 0.0
+
+    def launch(self) -> None:
+        """Begin to reduce: for the first time, or what the attempt before this has reduced."""
+        assert self._due is not None, "a txn is open"
+        self.is_launched = True
+        if not self._buckets:
+            with torch.no_grad():
+                values = self._contribution(self._due)
+            self._buckets = list(self._in_buckets(values))
+            self._weight = 0.0  # what comes is in the next one
+        for bucket in self._buckets:
+            bucket.reduced = bucket.own.clone()
+            layout = f"{self._plan}{self._due.name}{bucket.names}"
+            bucket.work = self._manager.reduce_gradients(bucket.reduced, layout, ReduceOp.AVG)
+
+    def finish(self) -> None:
+        """Wait for the reduction. Raises TxnAborted: it failed."""
+        for bucket in self._buckets:
+            assert bucket.work is not None, "it was launched"
+            bucket.work.wait()
+        self._manager.reduced()
+
+    # --- what a COMMIT does ---
+
+    def apply(self) -> None:
+        """The job's parameters take the step."""
+        assert self._due is not None, "a txn is open"
+        names = [name for bucket in self._buckets for name in bucket.names]
+        flat = [
+            value.view_as(local_of(self._due.parameters[name]))
+            for bucket in self._buckets
+            for name, value in zip(bucket.names, self._parted(bucket), strict=True)
+        ]
+        with torch.no_grad():
+            self._step(self._due, dict(zip(names, flat, strict=True)))
+        self._end_window()
+
+    def skip(self) -> None:
+        """The window is over without a step of the job's parameters."""
+        self._end_window()
+
+    def done(self) -> None:
+        """The user's functions follow the inner steps."""
+
+    def _end_window(self) -> None:
+        self.lease, self.position, self._buckets = None, 0, []
+        self.shared.note_progress()
+
+    # --- what is reduced ---
+
+    def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """What this group brings to the average, by parameter: new tensors."""
+        raise NotImplementedError
+
+    def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
+        """Carry the average into the job's parameters, and this group's."""
+        raise NotImplementedError
+
+    def _in_buckets(self, values: dict[str, torch.Tensor]) -> Iterator[_Bucket]:
+        """All of ``values``, in order: as many of one type in a bucket as go into it."""
+        open_: list[str] = []
+        size = 0
+        for name, value in values.items():
+            other = open_ and values[open_[0]].dtype != value.dtype
+            if open_ and (other or size + value.nbytes > self._cap):
+                yield self._bucket(open_, values)
+                open_, size = [], 0
+            open_.append(name)
+            size += value.nbytes
+        yield self._bucket(open_, values)
+
+    def _bucket(self, names: list[str], values: dict[str, torch.Tensor]) -> _Bucket:
+        parts = [values[name].reshape(-1) for name in names]
+        if self._is_weighted:
+            weight = self._weight
+            parts = [*(part * weight for part in parts), parts[0].new_full((1,), weight)]
+        own = torch.cat(parts)
+        return _Bucket(list(names), own, own)
+
+    def _parted(self, bucket: _Bucket) -> list[torch.Tensor]:
+        """The averages in it, flat."""
+        assert self._due is not None, "a txn is open"
+        sizes = [local_of(self._due.parameters[name]).numel() for name in bucket.names]
+        if not self._is_weighted:
+            return list(torch.split(bucket.reduced, sizes))
+        *parts, total = torch.split(bucket.reduced, [*sizes, 1])
+        return [part / total for part in parts]
+
+
+class LocalSGD(Synchronizer):
+    """The groups' parameters are averaged every ``sync_every`` inner steps (arXiv:1805.09767).
+
+    Arguments as of ``torchft.LocalSGD``. The groups step in ``manager.transactions``: each txn is
+    an inner step of the group alone.
+
+    Args:
+        manager: with ``spec="local_sgd"``; ``model`` and ``optimizer`` are registered with it.
+        model: whose parameters are averaged.
+        optimizer: the inner one.
+        sync_every: inner steps between two synchronisations.
+        weighted: each group counts by the sum of what its bodies give to ``txn.weigh``.
+
+    Raises:
+        FftError: the spec, the registration or a parameter does not fit; says the mend.
+    """
+
+    algorithm = "local_sgd"
+
+    def __init__(
+        self,
+        manager: ManagerFFT,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync_every: int,
+        *,
+        weighted: bool = False,
+    ) -> None:
+        super().__init__(manager, [model], optimizer, [], sync_every, {}, weighted=weighted)
+
+    def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        return {name: local_of(p).detach().clone() for name, p in fragment.parameters.items()}
+
+    def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
+        for name, value in mean.items():
+            fragment.globals[name].copy_(value)
+        fragment.put_globals()
+
+
+class DiLoCo(Synchronizer):
+    """An outer optimizer steps the job's parameters by how far the groups have come on average.
+
+    DiLoCo (arXiv:2311.08105), and with several fragments Streaming DiLoCo (arXiv:2501.18512): they
+    are synchronised in turn, each every ``sync_every`` inner steps. Arguments as of
+    ``torchft.DiLoCo``. The groups step in ``manager.transactions``: each txn is an inner step of
+    the group alone.
+
+    Args:
+        manager: with ``spec="diloco"``; the model and ``inner_optimizer`` are registered with it.
+        model_fragments: modules that together have all trained parameters, each in one of them.
+        inner_optimizer: steps the group's own parameters.
+        outer_optimizer: steps the job's: one for all fragments, or one for each.
+        sync_every: inner steps between two synchronisations of one fragment; a multiple of the
+            number of fragments.
+        backup_device: where the job's parameters are kept; None: the CPU.
+        pin_memory: page-lock them there, if there is an accelerator.
+        use_bucketization: accepted; values are always reduced in buckets.
+        bucket_cap_mb: MiB that are reduced at once; None: 1024.
+        should_quantize: not supported.
+        fragment_sync_delay: inner steps that are made while the reduction is under way.
+        fragment_update_alpha: how much of its own value a group keeps when it takes over the job's:
+            0: nothing, 1: all.
+        weighted: each group counts by the sum of what its bodies give to ``txn.weigh``, such as
+            its tokens; else all count alike.
+
+    Raises:
+        FftError: an argument, the spec, the registration or a parameter does not fit.
+    """
+
+    algorithm = "diloco"
+
+    def __init__(
+        self,
+        manager: ManagerFFT,
+        model_fragments: Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool = False,
+        bucket_cap_mb: float | None = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        *,
+        weighted: bool = False,
+    ) -> None:
+        if isinstance(model_fragments, nn.Module):
+            raise FftError("DiLoCo: model_fragments is a list of modules; for one, [model]")
+        single = isinstance(outer_optimizer, torch.optim.Optimizer)
+        outer: list[Any] = [outer_optimizer] if single else list(outer_optimizer)  # type: ignore[arg-type]
+        if not single and len(outer) != len(model_fragments):
+            raise FftError(
+                f"{len(outer)} outer optimizers for {len(model_fragments)} fragments: give one for "
+                "each, or one for all"
+            )
+        if should_quantize:
+            raise FftError("should_quantize is not supported: leave it out")
+        if not 0 <= fragment_update_alpha <= 1:
+            raise FftError(f"fragment_update_alpha={fragment_update_alpha}: give 0 to 1")
+        super().__init__(
+            manager,
+            model_fragments,
+            inner_optimizer,
+            outer,
+            sync_every,
+            {"fragment_update_alpha": fragment_update_alpha},
+            fragment_sync_delay,
+            torch.device("cpu") if backup_device is None else backup_device,
+            pin_memory,
+            bucket_cap_mb,
+            weighted,
+        )
+        self._alpha = fragment_update_alpha
+        self._by_fragment = outer if not single else outer * len(model_fragments)
+
+    def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """The pseudo-gradients: where the job was, less where this group is."""
+        return {
+            name: fragment.globals[name].to(p.device) - local_of(p)
+            for name, p in fragment.parameters.items()
+        }
+
+    def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
+        own = {name: local_of(p).clone() for name, p in fragment.parameters.items()}
+        fragment.put_globals()
+        for name, value in mean.items():
+            fragment.parameters[name].grad = value
+        optimizer = self._by_fragment[self.shared.fragments.index(fragment)]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for name, parameter in fragment.parameters.items():
+            value = local_of(parameter)
+            fragment.globals[name].copy_(value)
+            value.lerp_(own[name], self._alpha)

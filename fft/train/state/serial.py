@@ -1,0 +1,219 @@
+"""State as plain data: what optimizers export and load, whether what came fits, and its digest.
+
+Touches optimizers by reference, and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fft.train.local_tensors import local_of
+from fft.util.errors import FftError
+
+_PLAIN = (str, bytes, bool, int, float, type(None))
+
+
+class StateMismatch(FftError):
+    """A state does not fit this rank's model or optimizer; names the first place that differs."""
+
+
+def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of what a parameter group holds besides its parameters (lr, betas, ...)."""
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def put_hyper(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set a parameter group's values; a tensor keeps its identity and takes the value."""
+    for key in [k for k in group if k != "params" and k not in values]:
+        del group[key]
+    for key, value in values.items():
+        mine = group.get(key)
+        if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                mine.copy_(value)
+        else:
+            group[key] = value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def export_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], place: str
+) -> dict[str, Any]:
+    by_id = {id(p): name for name, p in names.items()}
+    state: dict[str, Any] = {}
+    for parameter, values in optimizer.state.items():
+        name = by_id[id(parameter)]
+        for key, value in values.items():
+            _refuse_other_layout(parameter, value, f"{place}.state[{name}][{key}]")
+        state[name] = {k: plain(v, f"{place}.state[{name}][{k}]") for k, v in values.items()}
+    groups = [
+        plain(hyper_of(group), f"{place}.param_groups[{i}]")
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _refuse_other_layout(parameter: torch.Tensor, value: object, place: str) -> None:
+    if not isinstance(value, DTensor):
+        return
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        raise TypeError(f"{place} is sharded otherwise than its parameter; it cannot be exported")
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
+) -> None:
+    for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
+        put_hyper(group, hyper)
+    incoming = values["state"]
+    by_id = {id(p): name for name, p in names.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = by_id[id(parameter)]
+            if name not in incoming:
+                optimizer.state.pop(parameter, None)
+                continue
+            mine = optimizer.state[parameter]
+            for key in [k for k in mine if k not in incoming[name]]:
+                del mine[key]
+            for key, value in incoming[name].items():
+                _put_value(mine, key, value, parameter, group)
+
+
+def _put_value(
+    mine: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]
+) -> None:
+    """Set one entry of a parameter's optimizer state, in place where it exists."""
+    if not isinstance(value, torch.Tensor):
+        mine[key] = copy.deepcopy(value)
+    elif isinstance(mine.get(key), torch.Tensor):
+        local_of(mine[key]).copy_(value)
+    elif key == "step":
+        # torch keeps the step count on the CPU unless the kernel itself reads it
+        on_device = group.get("capturable") or group.get("fused")
+        mine[key] = value.to(parameter.device if on_device else "cpu", copy=True)
+    elif isinstance(parameter, DTensor) and value.shape == local_of(parameter).shape:
+        mine[key] = DTensor.from_local(
+            value.to(parameter.device, copy=True),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        mine[key] = value.to(parameter.device, copy=True)
+
+
+# -- does it fit?
+
+
+def same_names(place: str, got: Mapping[str, Any], mine: Any) -> None:
+    missing, unknown = sorted(set(mine) - set(got)), sorted(set(got) - set(mine))
+    if missing:
+        raise StateMismatch(f"{place}: the state that came lacks {missing[0]!r}, which is here")
+    if unknown:
+        raise StateMismatch(f"{place}: the state that came has {unknown[0]!r}, unknown here")
+
+
+def same_count(place: str, got: Sequence[Any], mine: Sequence[Any]) -> None:
+    if len(got) != len(mine):
+        raise StateMismatch(f"{place}: {len(got)} came, {len(mine)} are here")
+
+
+def same_tensor(place: str, got: object, mine: torch.Tensor) -> None:
+    local = local_of(mine)
+    if not isinstance(got, torch.Tensor):
+        raise StateMismatch(f"{place}: {type(got).__name__} came, a tensor is here")
+    for what in ("shape", "dtype"):
+        theirs, ours = getattr(got, what), getattr(local, what)
+        if theirs != ours:
+            raise StateMismatch(f"{place}: {what} {theirs} came, {ours} is here")
+
+
+def same_tensors(place: str, got: Mapping[str, Any], mine: Mapping[str, torch.Tensor]) -> None:
+    same_names(place, got, mine)
+    for name, tensor in mine.items():
+        same_tensor(f"{place}[{name}]", got[name], tensor)
+
+
+def check_optimizer(
+    place: str,
+    optimizer: torch.optim.Optimizer,
+    names: dict[str, torch.Tensor],
+    values: Mapping[str, Any],
+) -> None:
+    same_names(place, values, {"state", "param_groups"})
+    same_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
+    own = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    for name, entries in values["state"].items():
+        if name not in names or id(names[name]) not in own:
+            raise StateMismatch(f"{place}.state: {name!r} came, not a parameter of it here")
+        mine = optimizer.state.get(names[name], {})
+        for key, value in entries.items():
+            if isinstance(mine.get(key), torch.Tensor):
+                same_tensor(f"{place}.state[{name}][{key}]", value, mine[key])
+
+
+# -- plain data
+
+
+def plain(value: Any, place: str) -> Any:
+    """`value` in types that load with weights_only=True."""
+    if isinstance(value, torch.Tensor):
+        return local_of(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(k, place): plain(v, f"{place}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [plain(v, f"{place}[{i}]") for i, v in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    raise TypeError(
+        f"{place} is a {type(value).__name__}; a state may hold tensors, dicts, lists, tuples, "
+        "str, bytes, bool, int, float and None"
+    )
+
+
+def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors_of(inner, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from tensors_of(inner, f"{place}[{i}]")
+
+
+def feed(hasher: Any, value: Any) -> None:
+    """Feed plain data into `hasher` so that different data feed different bytes."""
+    if isinstance(value, torch.Tensor):
+        hasher.update(f"tensor {value.dtype} {tuple(value.shape)}\n".encode())
+        flat = value.cpu().contiguous().reshape(-1)
+        if flat.numel():
+            hasher.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        hasher.update(f"dict {len(value)}\n".encode())
+        for key in sorted(value, key=repr):
+            feed(hasher, key)
+            feed(hasher, value[key])
+    elif isinstance(value, (list, tuple)):
+        hasher.update(f"list {len(value)}\n".encode())
+        for item in value:
+            feed(hasher, item)
+    else:
+        text = repr(value).encode()
+        hasher.update(f"{type(value).__name__} {len(text)}\n".encode() + text)

@@ -1,0 +1,122 @@
+"""Groups that step alone and synchronise now and then: LocalSGD, DiLoCo, streaming, by weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from corpus import GPT, Text, Vectors, perceptron
+from recipe_job import Job
+from torch import nn
+
+import fft
+
+EVERY = 3
+"""Inner steps between two synchronisations."""
+Body = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def _train(
+    job: Job,
+    manager: fft.ManagerFFT,
+    loader: fft.CursorLoader,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    synchronizer: fft.DiLoCo | fft.LocalSGD,
+    schedule: Any,
+    body: Callable[[Any], torch.Tensor],
+    **others: Any,
+) -> None:
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            loss = body(txn)
+        if txn.committed:
+            job.committed(txn.batch[-1], loss.item())
+    job.ended(model, inner, schedule, shared=synchronizer, **others)
+
+
+def local_sgd(job: Job) -> None:
+    """Averages of the parameters; groups count by their samples, which are not equally many."""
+    model = perceptron(job.dropout)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(spec="local_sgd")
+    manager.register(model, inner)
+    synchronizer = fft.LocalSGD(manager, model, inner, EVERY, weighted=True)
+    loader = fft.CursorLoader(Vectors(), batch_size=8, seed=30)
+
+    def body(txn: Any) -> torch.Tensor:
+        x, y, index = txn.batch
+        used = 4 + int(index[0]) % 5
+        loss = F.mse_loss(model(x[:used]), y[:used])
+        loss.backward()
+        txn.weigh(used)
+        return loss
+
+    _train(job, manager, loader, model, inner, synchronizer, None, body)
+
+
+def diloco(job: Job) -> None:
+    """A GPT with clipping and a schedule; one fragment."""
+    model = GPT(job.dropout)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, job.steps * EVERY)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    manager = job.manager(spec="diloco")
+    manager.register(model, inner, schedule)
+    synchronizer = fft.DiLoCo(manager, [model], inner, outer, EVERY)
+    loader = fft.CursorLoader(Text(), batch_size=4, seed=31, num_workers=1)
+
+    def body(txn: Any) -> torch.Tensor:
+        x, y, _ = txn.batch
+        loss = model(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss
+
+    _train(job, manager, loader, model, inner, synchronizer, schedule, body)
+
+
+class _Mean:
+    """A mean of the weights, taken at each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.average = torch.optim.swa_utils.AveragedModel(
+            model, avg_fn=lambda a, b, n: a + (b - a) / 4
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.average.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average.load_state_dict(state)
+
+
+def streaming(job: Job) -> None:
+    """Two fragments in turn, reduced beside a step; mixed precision; an average of the weights."""
+    model = GPT(job.dropout)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    halves = [nn.ModuleList([model.wte, model.wpe, model.h[0]]),
+              nn.ModuleList([model.h[1], model.ln_f, model.lm_head])]  # fmt: skip
+    outer = [torch.optim.SGD(half.parameters(), lr=0.5, momentum=0.5) for half in halves]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=8)
+    mean = _Mean(model)
+    manager = job.manager(spec="diloco")
+    manager.register(model, inner, scaler=scaler, extra={"mean": mean})
+    manager.on_commit(lambda: mean.average.update_parameters(model))
+    synchronizer = fft.DiLoCo(
+        manager, halves, inner, outer, 2 * EVERY, bucket_cap_mb=0.01,
+        fragment_sync_delay=1, fragment_update_alpha=0.25,
+    )  # fmt: skip
+    loader = fft.CursorLoader(Text(), batch_size=4, seed=32)
+
+    def body(txn: Any) -> torch.Tensor:
+        x, y, _ = txn.batch
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+        return loss
+
+    _train(job, manager, loader, model, inner, synchronizer, None, body, scaler=scaler, mean=mean)

@@ -1,0 +1,214 @@
+"""Groups that step alone: bits as by torch alone, whatever fault comes; data once, by leases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from alone import EVERY
+from corpus import GPT, Text, Vectors, perceptron
+from crew import Run
+from recipe_job import bits
+from test_recipes import (
+    PHASES,
+    Recipe,
+    Stage,
+    _aborts,
+    _assert_audited,
+    _assert_injected,
+    _assert_same,
+    _fetches,
+    _lines,
+    _parts,
+)
+from torch import nn
+
+import fft
+
+RECIPES = {
+    name: Recipe(f"alone.{name}", phases=PHASES) for name in ("local_sgd", "diloco", "streaming")
+}
+INNER = ("forward", "backward")
+"""Phases of an inner step."""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    made = Stage(tmp_path_factory.mktemp("alone"))
+    yield made
+    made.close()
+
+
+def _shared(run: Run) -> list[dict[str, str]]:
+    """But for how far each has come with its own steps."""
+    return [
+        {k: v for k, v in result["bits"]["shared"].items() if not k.startswith("progress")}
+        for result in run.results[-1].values()
+    ]
+
+
+def _notes(run: Run, name: str) -> list[dict[str, Any]]:
+    return [line for line in _lines(run) if line.get("note") == name]
+
+
+def _assert_samples_once(run: Run) -> None:
+    """Each slice that was granted was consumed in one txn, step by step, or is held at the end."""
+    records = {
+        record["n"]: record
+        for line in _lines(run)
+        if (record := (line.get("event") or {}).get("record"))
+    }
+    last = records[max(records)]
+    held = [lease[0] for lease in last["leases"]] + last["returned"]
+    consumed = [line["data"]["slice"] for line in _notes(run, "consumed")]
+    consumed = sorted(number for number in consumed if number is not None)
+    assert sorted(consumed + held) == list(range(last["cursor"]))
+
+
+# --- without a fault ------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_learns_and_groups_agree_on_what_they_share(stage: Stage, name: str) -> None:
+    recipe = RECIPES[name]
+    run = stage.clean(recipe)
+    _assert_audited(run, name)
+    assert _aborts(run) == []
+    first, *others = _shared(run)
+    assert all(other == first for other in others)
+    for result in run.results[-1].values():
+        losses = result["losses"]
+        assert len(losses) == recipe.steps * EVERY
+        assert sum(losses[:2]) - sum(losses[-2:]) > 0.1, losses
+    _assert_samples_once(run)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the recipes run: the number of threads may change bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _alone(model: nn.Module, index: int, loader: fft.CursorLoader, number: int) -> torch.Tensor:
+    """An inner step by torch: forward and backward."""
+    x, y, which = loader[number]
+    if isinstance(model, GPT):
+        loss = model(x, y)
+    else:
+        used = 4 + int(which[0]) % 5
+        loss = F.mse_loss(model(x[:used]), y[:used])
+    loss.backward()
+    return loss
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_the_bits_are_those_of_the_algorithm_in_torch_alone(
+    stage: Stage, name: str, one_thread: None
+) -> None:
+    recipe = RECIPES[name]
+    run = stage.clean(recipe, dropout=0.0)
+    torch.manual_seed(3)
+    models = [perceptron() if name == "local_sgd" else GPT()]
+    torch.manual_seed(3)
+    models.append(perceptron() if name == "local_sgd" else GPT())
+    torch.manual_seed(3)
+    job = perceptron() if name == "local_sgd" else GPT()
+    if name == "local_sgd":
+        inner: list[Any] = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+        loader = fft.CursorLoader(Vectors(), batch_size=8, seed=30)
+        schedules = []
+    else:
+        inner = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+        schedules = [cosine(o, recipe.steps * EVERY) for o in inner]
+        outer = torch.optim.SGD(job.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        loader = fft.CursorLoader(Text(), batch_size=4, seed=31)
+    for sync in range(recipe.steps):
+        weights = [0, 0]
+        for i, model in enumerate(models):
+            for position in range(EVERY):
+                number = (2 * sync + i) * EVERY + position
+                _alone(model, i, loader, number)
+                weights[i] += 4 + int(loader[number][-1][0]) % 5
+                if schedules:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                inner[i].step()
+                if schedules:
+                    schedules[i].step()
+                inner[i].zero_grad()
+        with torch.no_grad():
+            for ours, *theirs in zip(
+                job.parameters(), *(m.parameters() for m in models), strict=True
+            ):
+                if name == "local_sgd":
+                    mean = sum(p * float(w) for p, w in zip(theirs, weights, strict=True)) / 2
+                    ours.copy_(mean / (torch.tensor(float(sum(weights))) / 2))
+                else:
+                    ours.grad = sum(ours - p for p in theirs) / 2
+            if name == "diloco":
+                outer.step()
+            for model in models:
+                for mine, theirs in zip(model.parameters(), job.parameters(), strict=True):
+                    mine.copy_(theirs)
+    expected = bits(dict(job.named_parameters()))
+    for result in run.results[-1].values():
+        assert result["bits"]["parameters"] == expected
+
+
+# --- with faults ----------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [
+        ("exception", 0),
+        ("one_sided", 0),
+        pytest.param("exception", 1, marks=pytest.mark.long),
+        pytest.param("exception", 2, marks=pytest.mark.long),
+        pytest.param("network_cut", 0, marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_transient_fault_leaves_no_bit_changed(
+    stage: Stage, name: str, kind: str, again: int
+) -> None:
+    run, clean, words = stage.faulty(RECIPES[name], kind, again)
+    _assert_injected(run, words)
+    _assert_audited(run, words)
+    assert _fetches(run) == [], words
+    _assert_same(run, clean, _parts(clean), words)
+    for place, expected in clean.results[-1].items():
+        for what in ("consumed", "losses"):
+            assert run.results[-1][place][what] == expected[what], f"{words}\n{what} of {place}"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("phase", INNER)
+def test_a_fault_in_an_inner_step_is_nobody_elses(stage: Stage, phase: str) -> None:
+    recipe = RECIPES["diloco"]
+    fault = {"name": "f", "kind": "exception", "step": 3, "group": 1, "rank": 0, "phase": phase}
+    run, clean = stage.run(recipe, f"inner-{phase}", (fault,)), stage.clean(recipe)
+    assert len(_notes(run, "inner_abort")) == 1
+    assert _aborts(run) == []
+    _assert_same(run, clean, _parts(clean), str(fault))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", RECIPES)
+def test_after_a_kill_groups_agree_and_no_slice_is_lost(stage: Stage, name: str) -> None:
+    run, _, words = stage.faulty(RECIPES[name], "kill")
+    assert run.killed, words
+    _assert_audited(run, words)
+    assert [group for group, _ in _fetches(run)] == [str(g) for g, _ in run.killed], words
+    first, *others = _shared(run)
+    assert all(other == first for other in others), words
+    _assert_samples_once(run)
