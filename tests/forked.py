@@ -24,7 +24,14 @@ from fft.bus.tcpserver import host_store
 CONTEXT = multiprocessing.get_context("forkserver")
 # Nothing that starts a thread, or that reads what a test may set in the environment.
 CONTEXT.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "torch.distributed.fsdp", "torchft", "fft.train.manager"]
+    [
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torchft",
+        "fft.train.manager",
+        "frozen_heap",  # the last
+    ]
 )
 LOG_TAIL = 6000
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked_run
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +42,11 @@ stage.recv(1)
 def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     outer, command = {**os.environ, **env}, [*FFT, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=outer)
+
+
+def forked(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process that has torch from its start; its ranks are started anew."""
+    return forked_run.fft(*arguments, folder=folder, within=WAIT_S, env=env, new_ranks=True)
 
 
 @contextmanager
@@ -121,7 +127,7 @@ def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) ->
     ):
         traces = tmp_path / name
         command = ("run", *options, "--trace-dir", str(traces), str(script))
-        done = fft(*command, TORCHFT_LIGHTHOUSE=outer)
+        done = forked(tmp_path, *command, TORCHFT_LIGHTHOUSE=outer)
         assert done.returncode == 0, done.stderr
         (log,) = (traces / "logs").iterdir()
         found[name] = log.read_text().strip()
@@ -173,17 +179,17 @@ def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:
         "import os; from fft.bus import open_bus\n"
         "with open_bus(os.environ['FFT_BUS'], 60.0) as bus: print(bus.url, bus.next_number('n'))\n"
     )
-    done = fft("run", "--bus", "nats", "--trace-dir", str(tmp_path), str(script))
+    done = forked(tmp_path, "run", "--bus", "nats", "--trace-dir", str(tmp_path), str(script))
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "logs").iterdir()
     assert re.fullmatch(r"nats://127\.0\.0\.1:\d+/\S+ 1\n", log.read_text())
 
 
-def test_a_port_in_use_is_named_with_the_mend() -> None:
+def test_a_port_in_use_is_named_with_the_mend(tmp_path: Path) -> None:
     with started("serve") as process:
         port = first_line(process).rpartition(":")[2].partition("/")[0]
-        second = fft("serve", "--port", port)
-        lighthouse = fft("serve", "--lighthouse-port", port)
+        second = forked(tmp_path, "serve", "--port", port)
+        lighthouse = forked(tmp_path, "serve", "--lighthouse-port", port)
     for failed in (second, lighthouse):
         last = failed.stderr.splitlines()[-1]
         assert failed.returncode == 2
@@ -282,7 +288,8 @@ def test_a_bad_plan_is_refused_before_anything_starts(children: Children, tmp_pa
 def test_a_failing_script_is_named_with_its_log(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('no data')")
-    failed = fft(
+    failed = forked(
+        tmp_path,
         "run",
         "--max-restarts",
         "0",
@@ -300,7 +307,8 @@ def test_a_failing_script_is_named_with_its_log(tmp_path: Path) -> None:
 def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     script = tmp_path / "shows.py"
     script.write_text("import sys; print(sys.argv[1:])")
-    done = fft("run", "--trace-dir", str(tmp_path / "t"), str(script), "--steps", "3", "--help")
+    command = ("run", "--trace-dir", str(tmp_path / "t"), str(script), "--steps", "3", "--help")
+    done = forked(tmp_path, *command)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "t/logs/g0r0-1.log").read_text() == "['--steps', '3', '--help']\n"
 

@@ -1,4 +1,7 @@
-"""The examples as a user starts them: real processes, real training, audited afterwards."""
+"""The examples: real processes, real training, audited afterwards.
+
+The script of the README is started as a user starts it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_run import fft
 
 from fft.messages.fault_plans import load_plan
 from fft.trace.audit import audit_dir, read_lines
@@ -24,17 +28,20 @@ faults:
 """
 
 
-def run(tmp_path: Path, *arguments: str) -> Path:
+def run(tmp_path: Path, *arguments: str, as_users_do: bool = False) -> Path:
     """Run a job to its good end and return its trace directory."""
     traces = tmp_path / "run"
-    fixed = ["run", "--trace-dir", str(traces), "--timeout", str(LIMIT_S - 20)]
-    done = subprocess.run(
-        [sys.executable, "-m", "fft.cli", *fixed, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=os.environ,
-    )
+    command = ["run", "--trace-dir", str(traces), "--timeout", str(LIMIT_S - 20), *arguments]
+    if as_users_do:
+        done = subprocess.run(
+            [sys.executable, "-m", "fft.cli", *command],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=os.environ,
+        )
+    else:
+        done = fft(*command, folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return traces
 
@@ -49,7 +56,8 @@ def test_the_script_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     script = tmp_path / "train.py"
     script.write_text(snippet, encoding="utf-8")
-    traces = run(tmp_path, "--groups", "2", "--max-restarts", "0", str(script))
+    size = ["--groups", "2", "--max-restarts", "0"]
+    traces = run(tmp_path, *size, str(script), as_users_do=True)
     found = audit_dir(traces)
     assert found.ok, found.render()
     last = max(line.get("step", 0) for line in read_lines(traces))
@@ -80,7 +88,8 @@ def test_hsdp_trains_through_transient_faults_until_the_plan_is_through(tmp_path
 @pytest.mark.parametrize("manager", ["fft", "torchft"])
 def test_the_plain_loop_runs_with_either_manager(tmp_path: Path, manager: str) -> None:
     script = [str(EXAMPLES / "torchft_loop.py"), "--manager", manager, "--steps", "20"]
-    traces = run(tmp_path, "--groups", "2", "--min-groups", "2", "--max-restarts", "0", *script)
+    size = ["--groups", "2", "--min-groups", "2", "--max-restarts", "0"]
+    traces = run(tmp_path, *size, *script)
     for group in (0, 1):
         assert "step 20: loss" in (traces / "logs" / f"g{group}r0-1.log").read_text()
     if manager == "fft":

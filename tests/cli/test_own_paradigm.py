@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_run
 import pytest
 
 from fft.messages.fault_plans import load_plan
@@ -27,13 +26,7 @@ def written(folder: Path) -> None:
 
 
 def fft(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "fft.cli", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    done = forked_run.fft(*arguments, folder=folder, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,8 +41,11 @@ def ends(traces: Path) -> dict[tuple[str, int], tuple[int, str]]:
 
 
 @pytest.mark.multiprocess
-def test_tensor_parallel_ranks_train_by_a_spec_of_the_users(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_train_by_a_spec_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(tmp_path)
+    monkeypatch.chdir(tmp_path)
     said = fft(tmp_path, "spec", "tensor_parallel.yaml")
     assert "holds a shard of it; all ranks of a group take the same samples" in said
     assert "no violation" in fft(tmp_path, "check", "tensor_parallel.yaml", "--bounds", "overrun")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_run import fft, running
 from stage import notes, records
 from typer.testing import CliRunner
 from waiting import wait_until
@@ -23,7 +22,7 @@ STEPS, BAD_FROM = 12, 5
 
 
 def command(traces: Path, *options: str) -> list[str]:
-    run = [sys.executable, "-m", "fft.cli", "run", "--groups", "3", "--no-progress", *options]
+    run = ["run", "--groups", "3", "--no-progress", *options]
     run += ["--trace-dir", str(traces), "--timeout", str(LIMIT_S - 30)]
     return [*run, str(WORKER), str(STEPS), str(BAD_FROM)]
 
@@ -42,7 +41,7 @@ def the_others_finished(traces: Path) -> None:
 @pytest.mark.multiprocess
 def test_who_fails_every_attempt_is_named_and_left_out(tmp_path: Path) -> None:
     traces = tmp_path / "run"
-    done = subprocess.run(command(traces), capture_output=True, text=True, timeout=LIMIT_S)
+    done = fft(*command(traces), folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((traces / f"diagnosis-{BAD_FROM}.json").read_text())
     (culprit,) = [c for c in report["culprits"] if c["how"] != "slow"]
@@ -59,12 +58,10 @@ def test_who_fails_every_attempt_is_named_and_left_out(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_an_operator_finds_and_evicts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the job is stuck in rollbacks; the supervisor was told to leave them alone."""
-    traces, errors = tmp_path / "run", tmp_path / "stderr"
-    with errors.open("w") as stream:
-        run = subprocess.Popen(command(traces, "--diagnose-after", "0"), stderr=stream)
-    try:
+    traces = tmp_path / "run"
+    with running(*command(traces, "--diagnose-after", "0"), folder=tmp_path) as run:
         wait_until(lambda: len(traced_rollbacks(traces)) >= 4, "four rollbacks", LIMIT_S)
-        told = re.search(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n", errors.read_text())
+        told = re.search(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n", run.stderr_text)
         assert told is not None
         monkeypatch.setenv("FFT_TOKEN_FILE", told[2])
         asked = ["diagnose", "--bus", told[1], "--trace-dir", str(traces), "--evict"]
@@ -72,10 +69,6 @@ def test_an_operator_finds_and_evicts_it(tmp_path: Path, monkeypatch: pytest.Mon
         assert done.exit_code == 1, done.output
         assert "group 1 rank 0 is at fault (rollbacks" in done.output, done.output
         assert "evicted: group 1 has ended" in done.output
-        assert run.wait(LIMIT_S) == 0, errors.read_text()
-    finally:
-        if run.poll() is None:
-            run.kill()
-            run.wait()
+        assert run.wait(LIMIT_S) == 0, run.stderr_text
     assert not list(traces.glob("diagnosis-*.json"))
     the_others_finished(traces)

@@ -6,15 +6,13 @@ LocalSGD and DiLoCo run in threads, without a lighthouse.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_run import fft
 from stage import Member, aborts, assert_in_order, fetches, job, parameters, records
 from torchft import DistributedDataParallel
 from torchft.local_sgd import DiLoCo, LocalSGD
@@ -40,11 +38,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The job, run once, to its good end."""
     root = tmp_path_factory.mktemp("drop-in")
     (root / "plan.yaml").write_text(PLAN)
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "3", "--ranks", "1"]
+    command = ["run", "--groups", "3", "--ranks", "1"]
     command += ["--faults", str(root / "plan.yaml"), "--trace-dir", str(root / "run")]
     command += ["--stop-after-plan", "5", "--timeout", str(LIMIT_S - 20), str(LOOP)]
     command += ["--steps", "1000000", "--width", "4096"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
+    done = fft(*command, folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "run"
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
+from forked_run import fft
 from stage import aborts, records
 
 from fft.trace.audit import audit_dir
@@ -35,10 +34,10 @@ def hung_job(
 ) -> dict[str, Any]:
     """What each of the ranks ended with, by its name."""
     directory.mkdir()
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", str(ranks)]
+    command = ["run", "--groups", "2", "--ranks", str(ranks)]
     command += ["--trace-dir", str(directory / "run"), "--timeout", str(LIMIT_S - 30)]
     command += [str(worker), str(steps), str(directory), *kinds]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    done = fft(*command, folder=directory, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all((directory / kind).exists() for kind in kinds), "all hangs must have happened"
     return results(directory)

@@ -6,14 +6,12 @@ Planned ones under ``fft run --faults``, commanded ones by ``fft inject``. Some 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
+from forked_run import fft
 from stage import aborts, fetches, notes, records
 
 from fft.trace.audit import audit_dir
@@ -38,11 +36,11 @@ def run(
 ) -> tuple[Path, str]:
     """A job to its end: its traces, and what it wrote on stderr."""
     (root / "plan.yaml").write_text(plan)
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--trace-dir"]
-    command += [str(root / "run"), "--faults", str(root / "plan.yaml"), "--no-progress"]
-    command += ["--timeout", str(LIMIT_S - 20), *arguments, str(SCRIPT), *timeouts]
-    env = {**os.environ, "FFT_MONITOR": "0"}  # what comes of hangs with it: test_hangs.py
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
+    command = ["run", "--groups", "2", "--trace-dir", str(root / "run"), "--no-progress"]
+    command += ["--faults", str(root / "plan.yaml"), "--timeout", str(LIMIT_S - 20)]
+    command += [*arguments, str(SCRIPT), *timeouts]
+    env = {"FFT_MONITOR": "0"}  # what comes of hangs with it: test_hangs.py
+    done = fft(*command, folder=root, within=LIMIT_S, env=env)
     assert done.returncode == code, done.stdout + done.stderr
     return root / "run", done.stderr
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked_run import fft, running
 from stage import notes, records
 from waiting import wait_until
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 def command(traces: Path, where: str, steps: int, groups: int = 2, *options: str) -> list[str]:
-    fft_run = [sys.executable, "-m", "fft.cli", "run", "--groups", str(groups), "--no-progress"]
-    fft_run += ["--no-lighthouse", "--trace-dir", str(traces), *options]
+    fft_run = ["run", "--groups", str(groups), "--no-progress", "--no-lighthouse"]
+    fft_run += ["--trace-dir", str(traces), *options]
     return [*fft_run, str(WORKER), where, str(steps)]
 
 
@@ -33,7 +33,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """A job to its end; with the limit of the test, not of the job: nothing else may end it."""
     started = command(traces, where, steps, groups, *options)
-    return subprocess.run(started, capture_output=True, text=True, timeout=LIMIT_S)
+    return fft(*started, folder=traces.parent, within=LIMIT_S)
 
 
 def starts(traces: Path, group: int) -> int:
@@ -75,19 +75,13 @@ def test_a_sample_that_cannot_be_had_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: Path) -> None:
-    traces, errors, screen = tmp_path / "run", tmp_path / "stderr", tmp_path / "stdout"
+    traces = tmp_path / "run"
     started = [word for word in command(traces, "body1", 1_000_000) if word != "--no-progress"]
-    with errors.open("w") as stderr, screen.open("w") as stdout:
-        job = subprocess.Popen(started, stderr=stderr, stdout=stdout)
-    try:
-        wait_until(lambda: "g1 given up" in screen.read_text(), "that it is given up", LIMIT_S)
-        job.send_signal(signal.SIGINT)
+    with running(*started, folder=tmp_path) as job:
+        wait_until(lambda: "g1 given up" in job.stdout_text, "that it is given up", LIMIT_S)
+        job.signal(signal.SIGINT)
         assert job.wait(LIMIT_S) == 1  # a group was given up
-    finally:
-        if job.poll() is None:
-            job.kill()
-            job.wait()
-    said = errors.read_text()
+    said = job.stderr_text
     assert said.count("\nAttributeError: 'Tensor' object has no attribute") == 1
     assert "group 1 was given up" in said
     assert starts(traces, 0) == 1 and starts(traces, 1) == 2

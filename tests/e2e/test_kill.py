@@ -5,13 +5,11 @@ One job of 2 groups x 2 FSDP2 ranks under ``fft run``; the traces are then asked
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_run import fft
 from stage import aborts, fetches, records, slices
 
 from fft.trace.audit import audit_dir, read_lines
@@ -33,10 +31,10 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The job, run once, to its good end."""
     root = tmp_path_factory.mktemp("kill")
     (root / "plan.yaml").write_text(PLAN)
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
-    command += ["--faults", str(root / "plan.yaml"), "--trace-dir", str(root / "run")]
-    command += ["--stop-after-plan", "5", "--timeout", str(LIMIT_S - 20), str(SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
+    arguments = ["--groups", "2", "--ranks", "2", "--trace-dir", str(root / "run")]
+    arguments += ["--faults", str(root / "plan.yaml"), "--stop-after-plan", "5"]
+    arguments += ["--timeout", str(LIMIT_S - 20), str(SCRIPT)]
+    done = fft("run", *arguments, folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "run"
 

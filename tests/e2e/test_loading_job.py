@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import forked_run
 import numpy as np
 import pytest
 import torch
@@ -211,10 +209,10 @@ def test_processes_with_workers_through_an_exception_and_a_kill(tmp_path: Path) 
     (tmp_path / "plan.yaml").write_text(PLAN)
     (tmp_path / "workers").mkdir()
     script = str(Path(__file__).with_name("loading_script.py"))
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "2"]
+    command = ["run", "--groups", "2", "--ranks", "2"]
     command += ["--faults", str(tmp_path / "plan.yaml"), "--trace-dir", str(tmp_path / "run")]
     command += ["--stop-after-plan", "5", "--timeout", "200", script, str(tmp_path / "workers")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
+    done = forked_run.fft(*command, folder=tmp_path, within=240)
     assert done.returncode == 0, done.stdout + done.stderr
     report = audit_dir(tmp_path / "run")
     assert report.ok, report.render()

@@ -1,7 +1,8 @@
-"""Bit-exactness: 8 steps with each transient fault, at each phase, on each rank.
+"""Bit-exactness: each transient fault, at each phase, on each rank.
 
-Four real processes (2 groups x 2 FSDP2 ranks) train through all cases in turn; every case must
-end with the bits of the run without a fault, with no state fetched and a clean audit.
+Four real processes (2 groups x 2 FSDP2 ranks) train once without a fault, and once for each rank,
+on which every fault happens in a step of its own. Each run must end with the bits of the one
+without a fault, with no state fetched and a clean audit.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from fft.bus.tcpserver import host_store
 from fft.trace.audit import audit_dir
 from fft.trace.report import Incident, incidents
 
-STEPS = 8
-FAULT_STEP = 5
+STEPS = 12
+FIRST_STEP = 2
+"""Of a fault."""
 PHASES = [
     "forward",
     "backward",
@@ -36,21 +38,18 @@ RANKS = [(g, r) for g in ("0", "1") for r in (0, 1)]
 WORKER = Path(__file__).with_name("phase_worker.py")
 
 
-def _cases() -> dict[str, dict[str, Any] | None]:
-    cases: dict[str, dict[str, Any] | None] = {"no-fault": None}
-    for group, rank in RANKS:
-        for phase in PHASES:
-            cases[f"{phase}-g{group}r{rank}"] = {
-                "name": "f", "kind": "exception", "step": FAULT_STEP,
-                "group": int(group), "rank": rank, "phase": phase,
-            }  # fmt: skip
-        cases[f"one-sided-g{group}r{rank}"] = {
-            "name": "f", "kind": "one_sided", "step": FAULT_STEP, "group": int(group), "rank": rank,
-        }  # fmt: skip
-    return cases
+def _faults(group: str, rank: int) -> list[dict[str, Any]]:
+    """One at each phase and a one-sided one; a phase meets another step on each rank."""
+    kinds = [{"name": phase, "kind": "exception", "phase": phase} for phase in PHASES]
+    kinds.append({"name": "one-sided", "kind": "one_sided"})
+    first, place = RANKS.index((group, rank)), {"group": int(group), "rank": rank}
+    return [
+        {**kind, **place, "step": FIRST_STEP + (first + n) % len(kinds)}
+        for n, kind in enumerate(kinds)
+    ]
 
 
-CASES = _cases()
+CASES = {"no-fault": []} | {f"g{group}r{rank}": _faults(group, rank) for group, rank in RANKS}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     address = bus.url.rsplit("/", 1)[0]
     keep: list[Any] = []
     config: dict[str, Any] = {"steps": STEPS, "cases": []}
-    for name, fault in CASES.items():
+    for name, faults in CASES.items():
         folder = root / name
         folder.mkdir()
         stores = {}
@@ -69,8 +68,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             store, stores[group] = host_store()
             keep.append(store)
         plan = ""
-        if fault is not None:
-            (folder / "plan.yaml").write_text(yaml.safe_dump({"faults": [fault]}))
+        if faults:
+            (folder / "plan.yaml").write_text(yaml.safe_dump({"faults": faults}))
             plan = str(folder / "plan.yaml")
         config["cases"].append(
             {"stores": stores, "bus": f"{address}/{name}", "plan": plan, "traces": str(folder)}
@@ -100,14 +99,19 @@ def _result(runs: Path, case: str, group: str, rank: int) -> dict[str, Any]:
     return found
 
 
-def _injected(directory: Path) -> Incident | None:
-    """What the planned fault cost. There may be others: a slow name service fails a rendezvous."""
-    return next((i for i in incidents(directory) if i.fault.startswith("f (")), None)
+def _injected(runs: Path, case: str) -> list[Incident]:
+    """What the planned faults cost, in their order.
+
+    There may be other incidents: a slow name service fails a rendezvous.
+    """
+    planned = sorted(CASES[case], key=lambda fault: fault["step"])
+    found = incidents(runs / case)
+    return [next(i for i in found if i.fault.startswith(f"{f['name']} (")) for f in planned]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", [name for name in CASES if name != "no-fault"])
-def test_a_transient_fault_leaves_no_bit_changed(runs: Path, case: str) -> None:
+def test_transient_faults_leave_no_bit_changed(runs: Path, case: str) -> None:
     for group, rank in RANKS:
         clean, faulty = (_result(runs, c, group, rank) for c in ("no-fault", case))
         assert faulty["steps"] == STEPS
@@ -125,7 +129,7 @@ def test_a_transient_fault_leaves_no_bit_changed(runs: Path, case: str) -> None:
     assert report.ok, report.render()
     assert report.commits == STEPS
     assert report.bytes_healed == 0
-    assert _injected(runs / case) is not None, "the fault must have happened"
+    assert len(_injected(runs, case)) == 1 + len(PHASES), "each fault must have happened"
 
 
 @pytest.mark.multiprocess
@@ -135,8 +139,8 @@ def test_every_sample_is_consumed_once(runs: Path) -> None:
         for batch in _result(runs, "no-fault", group, rank)["consumed"]:
             seen += batch
     assert len(seen) == STEPS * 4 * 4
-    # 64 samples a pass, 128 consumed: each exactly twice
-    assert sorted(seen) == sorted(list(range(64)) * 2)
+    # 64 samples a pass, 192 consumed: each exactly three times
+    assert sorted(seen) == sorted(list(range(64)) * 3)
 
 
 @pytest.mark.multiprocess
@@ -145,13 +149,11 @@ def test_shows_how_long_a_transient_fault_costs(runs: Path) -> None:
     step = statistics.median(b - a for a, b in pairwise(clean)) * 1e3
     costs = []
     for case in CASES:
-        if case != "no-fault":
-            fault = _injected(runs / case)
-            assert fault is not None
-            assert fault.next_commit_ms is not None or "vote" in case
+        for fault in _injected(runs, case):
+            assert fault.next_commit_ms is not None or "vote" in fault.fault
             if fault.next_commit_ms is not None and fault.attempts_lost:
                 costs.append(fault.next_commit_ms)
     print(
         f"\nstep {step:.1f} ms; fault to next commit of the last rank: median "
-        f"{statistics.median(costs):.1f} ms, max {max(costs):.1f} ms over {len(costs)} cases"
+        f"{statistics.median(costs):.1f} ms, max {max(costs):.1f} ms over {len(costs)} faults"
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from forked import Forked, as_main
 from stage import Member, job, notes, parameters
 
 import fft
@@ -21,33 +20,29 @@ OPERATION_S, SILENCE_S = 1.0, 2.5
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server() -> Iterator[tuple[Forked, str]]:
     """A process that serves a bus, and its address."""
-    process = subprocess.Popen(
-        [sys.executable, str(CHILD), "serve", "0"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    process = Forked(as_main, str(CHILD), "serve", "0", talks=True)
     try:
         yield process, process.stdout.readline().strip()
+        process.signal(signal.SIGCONT)
+        process.stdin.close()
+        assert process.wait(30) == 0
     finally:
-        process.send_signal(signal.SIGCONT)
-        process.communicate(timeout=30)
+        process.close()
 
 
 @pytest.mark.parametrize("when", ["in the body", "before the next txn"])
 def test_a_job_outlives_a_server_that_stands_still(
-    tmp_path: Path, server: tuple[subprocess.Popen[str], str], when: str
+    tmp_path: Path, server: tuple[Forked, str], when: str
 ) -> None:
     """As under a paused `fft run`: less than ``bus_limit``, and nobody is in doubt for good."""
     process, url = server
     silent: list[threading.Timer] = []
 
     def stand_still() -> None:
-        process.send_signal(signal.SIGSTOP)
-        silent.append(threading.Timer(SILENCE_S, process.send_signal, (signal.SIGCONT,)))
+        process.signal(signal.SIGSTOP)
+        silent.append(threading.Timer(SILENCE_S, process.signal, (signal.SIGCONT,)))
         silent[0].start()
 
     def body(member: Member, txn: fft.Transaction) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
-from typing import IO
 
 import pytest
+from forked_run import FftRun, running
 from waiting import wait_until
 
 from fft.trace.audit import audit_dir
@@ -26,32 +21,23 @@ faults:
 """
 
 
-@contextmanager
-def fft(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A command of `fft`, ended at the latest when its time is up or the block is left."""
-    command = [sys.executable, "-u", "-m", "fft.cli", *arguments]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True
-    ) as process:
-        limit = Timer(LIMIT_S, process.kill)
-        limit.start()
-        try:
-            yield process
-        finally:
-            limit.cancel()
-            process.kill()
+def lines_until(said: Callable[[], str], what: str) -> list[str]:
+    """The whole lines up to one that has all these words."""
+
+    def found() -> list[str]:
+        whole = said().splitlines(keepends=True)
+        numbers = (n for n, line in enumerate(whole, 1) if all(w in line for w in words))
+        return whole[: next(numbers, 0)]
+
+    words = what.split(" … ")
+    wait_until(lambda: bool(found()) and found()[-1].endswith("\n"), what, LIMIT_S)
+    return found()
 
 
-def lines_until(lines: IO[str] | None, holds: Callable[[str], bool]) -> list[str]:
-    """The lines up to the one that is waited for."""
-    assert lines is not None
-    seen = []
-    for line in lines:
-        seen.append(line)
-        if holds(line):
-            return seen
-    raise AssertionError("it ended before:\n" + "".join(seen))
+def drained(job: FftRun) -> None:
+    """Drain it, to its good end."""
+    job.signal(signal.SIGTERM)
+    assert job.wait(LIMIT_S) == 0, job.tail()
 
 
 FOR_EVER = """
@@ -69,13 +55,11 @@ def test_a_slow_rank_is_started_again_if_asked_to(tmp_path: Path) -> None:
     arguments = ["run", "--groups", "3", "--no-progress", "--trace-dir", str(traces)]
     arguments += ["--faults", str(plan), "--evict-stragglers", "2", str(SCRIPT)]
     quick = {"FFT_PROGRESS_INTERVAL": "0.3", "FFT_MONITOR": "0"}
-    with fft(*arguments, **quick) as job:
-        said = lines_until(job.stderr, lambda line: line.startswith("group 1 is started again"))
+    with running(*arguments, folder=tmp_path, env=quick) as job:
+        said = lines_until(lambda: job.stderr_text, "group 1 is started again")
         assert sum(line.startswith("straggler: rank 1/0 takes") for line in said) == 1
         wait_until(lambda: committed(traces, "g1r0i2") > 3, "it trains again", LIMIT_S)
-        job.send_signal(signal.SIGTERM)
-        _, rest = job.communicate(timeout=LIMIT_S)
-        assert job.returncode == 0, rest
+        drained(job)
     assert {path.stem for path in traces.glob("g*.jsonl")} == {
         "g0r0i1",
         "g1r0i1",
@@ -99,17 +83,15 @@ def test_a_slow_rank_is_named_and_the_others_are_not(tmp_path: Path) -> None:
     arguments = ["run", "--groups", "3", "--no-progress", "--trace-dir", str(tmp_path / "run")]
     arguments += ["--faults", str(plan), "--min-groups", "1", str(SCRIPT)]
     quick = {"FFT_PROGRESS_INTERVAL": "0.3", "FFT_MONITOR": "0"}
-    with fft(*arguments, **quick) as job:
-        told = lines_until(job.stderr, lambda line: "FFT_TOKEN_FILE=" in line)[-1].split()
-        reach = dict(word.split("=", 1) for word in told if word.startswith("FFT_"))
-        with fft("watch", "--json", **reach) as watch:
-            seen = lines_until(
-                watch.stdout, lambda line: '"straggler"' in line and '"slow": false' in line
-            )
-        said = lines_until(job.stderr, lambda line: line.startswith("no longer a straggler"))
-        job.send_signal(signal.SIGTERM)
-        _, rest = job.communicate(timeout=LIMIT_S)
-        assert job.returncode == 0, rest
+    with running(*arguments, folder=tmp_path, env=quick) as job:
+        told = lines_until(lambda: job.stderr_text, "FFT_TOKEN_FILE=")[-1].split()
+        reach: dict[str, str | None] = dict(
+            word.split("=", 1) for word in told if word.startswith("FFT_")
+        )
+        with running("watch", "--json", folder=tmp_path, env=reach) as watch:
+            seen = lines_until(lambda: watch.stdout_text, '"straggler" … "slow": false')
+        said = lines_until(lambda: job.stderr_text, "no longer a straggler")
+        drained(job)
     named = [line for line in said if line.startswith("straggler: ")]
     assert [line.split(" takes ")[0] for line in named] == ["straggler: rank 1/0"]
     assert "the median body time over its last" in named[0]

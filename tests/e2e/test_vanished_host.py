@@ -9,11 +9,8 @@ reaches that by a way which the test can lose.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from forked_run import FftRun, running
 from stage import events, notes
 from waiting import wait_until
 from way import Way
@@ -40,16 +38,10 @@ MORE = 5
 
 
 @contextmanager
-def fft(log: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+def fft(folder: Path, *arguments: str, **env: str) -> Iterator[FftRun]:
     """A command of `fft`; it and all that it has started are ended when the block is left."""
-    command = [sys.executable, "-u", "-m", "fft.cli", *arguments]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        limit = Timer(LIMIT_S, process.kill)
+    with running(*arguments, folder=folder, env=env) as process:
+        limit = Timer(LIMIT_S, process.end)
         limit.start()
         try:
             yield process
@@ -60,7 +52,7 @@ def fft(log: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str
                     one.kill()
 
 
-def everything(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def everything(process: FftRun) -> list[psutil.Process]:
     """The process and all that it has started, if it lives."""
     try:
         top = psutil.Process(process.pid)
@@ -72,7 +64,7 @@ def everything(process: subprocess.Popen[str]) -> list[psutil.Process]:
 class Host:
     """One `fft run --join` with one group."""
 
-    def __init__(self, process: subprocess.Popen[str], traces: Path, group: int) -> None:
+    def __init__(self, process: FftRun, traces: Path, group: int) -> None:
         self.process, self.traces, self.group = process, traces, group
 
     def committed(self, start: str = "1") -> int:
@@ -95,7 +87,7 @@ class Host:
 
     def end(self) -> None:
         """Drain it."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.signal(signal.SIGTERM)
         assert self.process.wait(LONG_S) == 0
 
 
@@ -107,11 +99,11 @@ def two_hosts(
 
     ``second_bus``: where the second host finds the bus that the first finds at the given URL.
     """
-    with fft(directory / "serve.log", "serve") as services:
-        assert services.stdout is not None
-        reach = dict(word.split("=", 1) for word in services.stdout.readline().split())
+    with fft(directory, "serve") as services:
+        wait_until(lambda: "\n" in services.stdout_text, "where it serves", LONG_S)
+        reach = dict(word.split("=", 1) for word in services.stdout_text.split())
         made = []
-        hosts: list[subprocess.Popen[str]] = []
+        hosts: list[FftRun] = []
         for group in (0, 1):
             if group == 1:
                 reach["FFT_BUS"] = second_bus(reach["FFT_BUS"])
@@ -119,7 +111,7 @@ def two_hosts(
             arguments = ["run", "--join", "--first-group", str(group), "--all-groups", "2"]
             arguments += ["--ranks", str(ranks), "--no-progress", "--trace-dir", str(traces)]
             arguments += more
-            made.append(fft(directory / f"run{group}.log", *arguments, str(SCRIPT), **reach))
+            made.append(fft(directory, *arguments, str(SCRIPT), **reach))
         with made[0] as first, made[1] as second:
             hosts = [first, second]
             found = [Host(p, directory / f"host{n}", n) for n, p in enumerate(hosts)]
@@ -182,11 +174,11 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
 def test_a_supervisor_that_is_stopped_alone_costs_nothing(tmp_path: Path) -> None:
     """Its beats stop, but its trainer votes."""
     with two_hosts(tmp_path, ranks=1) as (first, second):
-        second.process.send_signal(signal.SIGSTOP)
+        second.process.signal(signal.SIGSTOP)
         until = time.monotonic() + 12.0  # twice the limit, and more: this is the silence itself
         while time.monotonic() < until:
             first.trains(1)
-        second.process.send_signal(signal.SIGCONT)
+        second.process.signal(signal.SIGCONT)
         second.trains(MORE)
         second.end()
         first.end()
@@ -202,10 +194,10 @@ def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
     them until they give it up, after `connect_timeout`, 3 s in this script.
     """
     with two_hosts(tmp_path, 2, "--host-limit", "2") as (first, second):
-        second.process.send_signal(signal.SIGSTOP)
+        second.process.signal(signal.SIGSTOP)
         wait_until(lambda: events(first.traces, "suspect") != [], "it is suspected", LONG_S)
         first.trains(MORE, within=GOES_ON_S)
-        second.process.send_signal(signal.SIGCONT)
+        second.process.signal(signal.SIGCONT)
         second.trains(MORE)
         first.trains(MORE)
         second.end()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from forked import Forked, as_main
+from forked_run import fft, running
+from waiting import wait_until
 
 from fft.trace.audit import audit_dir
 
@@ -24,16 +24,10 @@ STEPS = 3
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     """What `fft serve` announces, for the processes of a job."""
-    command = [sys.executable, "-m", "fft.cli", "serve", "--no-lighthouse"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            said = server.stdout.readline().split()
-            announced = dict(word.split("=", 1) for word in said)
-            yield {**os.environ, **announced, "FFT_TRACE_DIR": str(tmp_path / "traces")}
-        finally:
-            server.terminate()
-            server.wait(LIMIT_S)
+    with running("serve", "--no-lighthouse", folder=tmp_path) as server:
+        wait_until(lambda: "\n" in server.stdout_text, "where it serves", LIMIT_S)
+        announced = dict(word.split("=", 1) for word in server.stdout_text.split())
+        yield {**os.environ, **announced, "FFT_TRACE_DIR": str(tmp_path / "traces")}
 
 
 class Plain:
@@ -129,9 +123,9 @@ def test_a_process_that_still_lives_gets_into_no_other_job(
 def test_fft_run(env: dict[str, str], tmp_path: Path) -> None:
     for number in (1, 2):
         traces = tmp_path / f"run{number}"
-        command = [sys.executable, "-m", "fft.cli", "run", "--join", "--groups", "2"]
-        command += ["--trace-dir", str(traces), str(WORKER), "-", str(STEPS)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        command = ["run", "--join", "--groups", "2", "--trace-dir", str(traces)]
+        command += [str(WORKER), "-", str(STEPS)]
+        done = fft(*command, folder=tmp_path, env=env, within=LIMIT_S)
         assert done.returncode == 0, done.stdout + done.stderr
         logs = [log.read_text().splitlines() for log in (traces / "logs").iterdir()]
         said = [[line for line in lines if line.startswith("step ")] for lines in logs]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from forked import Forked, as_main
 from typer.testing import CliRunner
 
 from fft.bus import open_bus, serve_tcp
@@ -55,15 +54,9 @@ class Job:
         self._modes = [directory / f"mode-{group}" for group in range(GROUPS)]
         self.set({})
         begin_job(self.url, GROUPS)
-        command = [sys.executable, str(PEER), self.url, *map(str, self._modes)]
-        peers = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        peers = Forked(as_main, str(PEER), self.url, *map(str, self._modes), talks=True)
+        stack.callback(peers.close)
         stack.callback(peers.wait, END_S)
-        assert peers.stdin is not None and peers.stdout is not None
         stack.callback(peers.stdin.close)
         assert [peers.stdout.readline() for _ in range(GROUPS)] == ["ready\n"] * GROUPS
 

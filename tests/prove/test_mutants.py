@@ -27,6 +27,8 @@ SLOW = {
     "join_taken_for_late",
     "begin_of_any_epoch",
     "first_deferred_only",
+    "learner_votes_early",
+    "learner_not_counted",
 }
 
 
