@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -68,21 +69,23 @@ def run(example: Example, folder: Path) -> bool:
 def samples(traces: Path) -> tuple[int, int, int]:
     """Slices of the data consumed once, more than once, and never, by any rank number of groups.
 
-    How many there must be is what the register says: the cursor of the last commit.
+    How many there must be is what the register says: the cursor of its last record, less what was
+    held by a lease then, or given back.
     """
     taken: dict[int, Counter[int]] = {}
-    cursor = 0
+    newest: dict[str, Any] = {"n": 0, "cursor": 0, "leases": [], "returned": []}
     for line in read_lines(traces):
         taken.setdefault(line["rank"], Counter())
         if record := (line.get("event") or {}).get("record"):
-            cursor = max(cursor, record["cursor"])
+            newest = max(newest, record, key=lambda each: each["n"])
         if line.get("note") == "consumed" and (number := line["data"]["slice"]) is not None:
             taken[line["rank"]][number] += 1
+    due = newest["cursor"] - len(newest["leases"]) - len(newest["returned"])
     once = twice = never = 0
     for counts in taken.values():
         once += sum(count == 1 for count in counts.values())
         twice += sum(count > 1 for count in counts.values())
-        never += cursor - len(counts)
+        never += due - len(counts)
     return once, twice, never
 
 

@@ -22,6 +22,7 @@ from fft.protocol.state import Config
 from fft.protocol.table import Table
 from fft.trace.ends import divergences, ended_by_divergence, without_state
 from fft.trace.format import FORMAT, chain
+from fft.trace.inner_steps import judge_inner_steps
 from fft.trace.live_sets import judge_live_sets
 from fft.util.errors import FftError
 
@@ -224,6 +225,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         whole.expect(trace.damage is None, trace.damage or "", trace.path.name)
         _replay(trace, replayed, history)
     findings = [whole, replayed, *judge(history), judge_live_sets(history)]
+    findings.append(judge_inner_steps(_notes(trace) for trace in traces))
     records = [record for record, _ in history.records().values()]
     healed = (getattr(m.event, "bytes", 0) for m in history.all() if m.event.type == "healed")
     return AuditReport(
@@ -240,6 +242,15 @@ def audit_dir(directory: str | Path) -> AuditReport:
         diverged=ended_by_divergence(history),
         no_state=without_state(history),
     )
+
+
+def _notes(trace: Trace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Notes of a trace with their places, up to where a part of it could not be written."""
+    for number, line in trace.lines:
+        if line["kind"] == _GAP:
+            return
+        if line["kind"] == "note":
+            yield f"{trace.path.name}:{number}", line
 
 
 # --- replay ---------------------------------------------------------------------------------------
@@ -340,11 +351,7 @@ def _replay(trace: Trace, finding: Finding, history: History) -> None:
             moves.append(move)
     except (UnreadableMessage, KeyError, AssertionError) as error:
         finding.expect(False, f"the event after this line cannot be handled: {error!r}", place)
-    for number, line in trace.lines:
-        if line["kind"] == _GAP:
-            break
-        if line.get("kind") == "note" and line.get("note") == "consumed":
-            data = line["data"]
-            if data["slice"] is not None:
-                where = f"{trace.path.name}:{number}"
-                history.consumed.append((peer, Token(*data["token"]), data["slice"], where))
+    for place, line in _notes(trace):
+        data = line["data"]
+        if line["note"] == "consumed" and data["slice"] is not None:
+            history.consumed.append((peer, Token(*data["token"]), data["slice"], place))

@@ -152,9 +152,9 @@ class TransactionLoop:
         """The txn is the last of the job: compare the replicas."""
         self._voter.compare_now()
 
-    def transaction(self, plan: StartTxn, drawn: Drawn) -> Transaction:
+    def transaction(self, plan: StartTxn, drawn: Drawn, **consumes: int) -> Transaction:
         """The job's txn that ``plan`` begins."""
-        return Transaction(self, plan, drawn, drawn.is_last)
+        return Transaction(self, plan, drawn, drawn.is_last, consumes)
 
     # --- for Transaction ---
 
@@ -261,7 +261,15 @@ class Transaction:
         skipped: after the body: whether it was committed without an optimizer step.
     """
 
-    def __init__(self, loop: TransactionLoop, plan: StartTxn, drawn: Drawn, last: bool) -> None:
+    def __init__(
+        self,
+        loop: TransactionLoop,
+        plan: StartTxn,
+        drawn: Drawn,
+        last: bool,
+        consumes: dict[str, int] | None = None,
+    ) -> None:
+        """``consumes``: what the trace tells of its data besides which they are."""
         self.batch = drawn.batch
         self.step = plan.step
         self.contributes = plan.index is not None
@@ -272,6 +280,7 @@ class Transaction:
         self._plan = plan
         self._is_last = last
         self._drawn = drawn
+        self._consumes = consumes or {}
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""
@@ -316,5 +325,6 @@ class Transaction:
                 "step": plan.step,
                 "token": list(plan.token),
                 "input_ms": round(drawn.waited_ms, 3),
+                **self._consumes,
             },
         )

@@ -126,7 +126,7 @@ class PeriodicLoop:
         """The job's txn: all that is done in it across the groups, and its vote."""
         self.watchers.txn_begun(plan.step)
         drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
-        with self.loop.transaction(plan, drawn):
+        with self.loop.transaction(plan, drawn, inner_steps=self.synchronizer.position):
             if not self.synchronizer.is_launched:
                 self.synchronizer.launch()
             with (

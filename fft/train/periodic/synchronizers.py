@@ -173,6 +173,9 @@ class Synchronizer:
         self._buckets = buckets
 
     def _forget_window(self) -> None:
+        if self.position:
+            void = {"slice": self.lease, "inner_steps": self.position}
+            self._manager._parts.job.note("inner_void", void)
         self.lease, self.position, self._weight = None, 0, 0.0
         self._buckets = []
 
