@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
     from fft.train.manager import ManagerFFT, Transaction
-    from fft.train.periodic.synchronizers import DiLoCo, LocalSGD
+    from fft.train.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.preemption import FileNotice, HttpNotice, Notice
     from fft.train.process_group.shard import ShardProcessGroupGloo
 
@@ -20,11 +20,11 @@ __version__ = "0.1.0"
 _HOME = {
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
-    "DiLoCo": "fft.train.periodic.synchronizers",
+    "DiLoCo": "fft.train.periodic.algorithms",
     "Due": "fft.train.data.source",
     "FileNotice": "fft.train.preemption",
     "HttpNotice": "fft.train.preemption",
-    "LocalSGD": "fft.train.periodic.synchronizers",
+    "LocalSGD": "fft.train.periodic.algorithms",
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",

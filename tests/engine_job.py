@@ -15,20 +15,16 @@ from waiting import wait_until
 from fft.bus import ErrorBus, open_bus, serve_tcp
 from fft.engine.loop import Engine
 from fft.messages.commands import Command
+from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import (
     Applied,
-    Apply,
-    Finish,
-    Heal,
     Healed,
     Manifest,
     Peer,
     Prepared,
     Record,
-    Restore,
     Restored,
     Start,
-    StartTxn,
     Token,
 )
 from fft.protocol.load import load_spec

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from fft.messages.effects import Heal
 from fft.messages.protocol import (
     Decision,
     Drain,
     Event,
-    Heal,
     HealFailed,
     Manifest,
     Peer,

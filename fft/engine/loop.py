@@ -7,15 +7,13 @@ operators come the same way, and go to the host. What only the main thread may d
 apply, begin) is handed to it through a slot that holds the newest command. Touches bus, trace and
 threads; knows nothing of torch.
 
-The load on the job's bus is kept low: records cross it without their members
-(``fft.messages.wire``), and the ranks of a group vote on a bus of their own first; one of them
-sends one message to the job's.
+The load on the job's bus is low: records cross it without their members (``fft.messages.wire``),
+and the ranks of a group vote on a bus of their own first; one of them sends a message to the job's.
 
-What ended processes leave on the bus is removed by others: the list of an epoch's members by the
-participant that forms the next epoch; the inboxes of those that are left out by the participant
-that formed it, with its first commit (nobody of the epoch sends to them after that); the inbox of
-an earlier process of one's own identity at the start. A message sent later than that to a process
-that never comes back stays: one entry.
+What ended processes leave on the bus is removed by others: the list of an epoch's members by who
+forms the next one; the inboxes of those left out by who formed it, with its first commit (nobody
+sends to them after that); that of an earlier process of one's own identity at the start. A message
+sent later to a process that never comes back stays: one entry.
 """
 
 from __future__ import annotations
@@ -44,31 +42,33 @@ from fft.messages.commands import (
     encode_answer,
 )
 from fft.messages.commands import Command as OperatorCommand
-from fft.messages.protocol import (
+from fft.messages.effects import (
     AbortGroups,
     Apply,
-    Ballot,
     Broadcast,
-    BusDown,
-    BusMessage,
     CancelFutures,
     CastVote,
     ClearTimers,
     Decide,
-    Decision,
     DropBallot,
     Effect,
-    Event,
     Finish,
     Heal,
-    Peer,
     ReadHead,
-    Record,
     Restore,
     SetTimer,
     StartTxn,
-    Stop,
     Tell,
+)
+from fft.messages.protocol import (
+    Ballot,
+    BusDown,
+    BusMessage,
+    Decision,
+    Event,
+    Peer,
+    Record,
+    Stop,
     Timer,
     Token,
     UnreadableMessage,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fft.messages.effects import ClearTimers, Effect
 from fft.messages.protocol import (
     Ack,
     Applied,
@@ -19,11 +20,9 @@ from fft.messages.protocol import (
     Ballot,
     Begin,
     BusMessage,
-    ClearTimers,
     Connected,
     Death,
     Decision,
-    Effect,
     Event,
     Fault,
     Healed,

@@ -25,6 +25,7 @@ from fft.messages.protocol import (
     Vote,
     next_lineage,
 )
+from fft.protocol.leases import Granted, granted, in_turn
 from fft.protocol.roles import Role
 
 FREE_ROLLBACKS = 3
@@ -230,41 +231,12 @@ def committed(s: Local, c: Config, skip: bool = False, at: Local | Record | None
     at, count = at or s, participants(s, c)
     step, batches = at.step + (not skip), at.batches + (0 if skip else count)
     if c.leases:  # who learns in this txn contributes to the next one
-        after = Base(step, "", at.cursor, batches, (), at.returned)
-        after = granted(after, _in_turn(_contributing(members(s), (), c), at.leases))
+        takers = in_turn(_contributing(members(s), (), c), at.leases)
+        data = granted(Granted(at.cursor, (), at.returned), takers)
+        after = Base(step, "", batches=batches, **data._asdict())
     else:
         after = Base(step, "", at.cursor + count, batches)
     return replace(after, lineage=next_lineage(at.lineage, s.token, step, after.cursor, skip))
-
-
-def _in_turn(groups: Sequence[GroupEntry], leases: Iterable[Lease]) -> list[GroupEntry]:
-    """First those who hold a lease, by their slices: so the order does not depend on names."""
-    held = {(lease.group, lease.store): lease.slice for lease in leases}
-    end = max(held.values(), default=0) + 1
-    return sorted(groups, key=lambda g: held.get((g.group, g.store), end))
-
-
-def granted(base: Base, takers: Iterable[GroupEntry]) -> Base:
-    """``base`` with a lease for each of ``takers``, in their order, and for nobody else.
-
-    Who holds one keeps it. The others are given what was returned, then what is new.
-    """
-    held = {(lease.group, lease.store): lease.slice for lease in base.leases}
-    kept = {(g.group, g.store): held.pop((g.group, g.store), None) for g in takers}
-    free, cursor, leases = sorted([*base.returned, *held.values()]), base.cursor, []
-    for (group, store), number in kept.items():
-        if number is None and free:
-            number = free.pop(0)
-        elif number is None:
-            number, cursor = cursor, cursor + 1
-        leases.append(Lease(number, group, store))
-    return replace(base, cursor=cursor, leases=tuple(sorted(leases)), returned=tuple(free))
-
-
-def lease_of(leases: Iterable[Lease], group: GroupEntry) -> int | None:
-    """The slice that this instance of a group holds a lease on; None: it holds none."""
-    own = (lease.slice for lease in leases if lease[1:] == (group.group, group.store))
-    return next(own, None)
 
 
 def leavers(s: Local) -> tuple[str, ...]:
@@ -380,7 +352,8 @@ def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
     epoch = (s.head.epoch if s.head else 0) + 1
     late = behind(entries) if learners else ()
     if c.leases:
-        base = granted(base, _contributing(entries, late, c))
+        held = Granted(base.cursor, base.leases, base.returned)
+        base = replace(base, **granted(held, _contributing(entries, late, c))._asdict())
     return Record(
         n=(s.head.n if s.head else 0) + 1,
         kind="epoch",

@@ -11,7 +11,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import get_args
 
-from fft.messages.protocol import Apply, Event, Finish, Heal, Restore, StartTxn, Timer
+from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
+from fft.messages.protocol import Event, Timer
 from fft.protocol.effects import EFFECTS
 from fft.protocol.guards import GUARDS
 from fft.protocol.roles import EngineRole, ThreadRole

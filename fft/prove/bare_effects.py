@@ -8,22 +8,20 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from fft.messages.protocol import (
+from fft.messages.effects import (
     Apply,
     Broadcast,
     CastVote,
-    Death,
     Decide,
     Effect,
     Finish,
     Heal,
-    Leave,
     ReadHead,
     Restore,
     StartTxn,
     Tell,
-    Token,
 )
+from fft.messages.protocol import Death, Leave, Token
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.vocabulary import COMMANDS
 

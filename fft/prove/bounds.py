@@ -31,6 +31,10 @@ KINDS = (
     "forget",  # the bus ends and comes back empty
 )
 """Faults, each with a budget of its own in a search."""
+UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "overrun", "forget")
+"""Those that tell an order of messages from another."""
+GIVES_UP = "bus_limit"
+"""The timer that fires by itself only for whom the bus is gone: outages are shorter."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from fft.messages.protocol import Effect, Event, Lease, Record
+from fft.messages.effects import Effect
+from fft.messages.protocol import Event, Lease, Record
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.participant import Participant
 from fft.protocol.state import Config, Local

@@ -17,25 +17,30 @@ from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from fft.messages.protocol import (
+from fft.messages.effects import (
     AbortGroups,
+    Apply,
+    Broadcast,
+    CastVote,
+    Decide,
+    Finish,
+    ReadHead,
+    Restore,
+    Tell,
+)
+from fft.messages.protocol import (
     Ack,
     Applied,
-    Apply,
     ApplyFailed,
     Ballot,
     Begin,
-    Broadcast,
     BusDown,
-    CastVote,
     Connected,
     Death,
-    Decide,
     Decision,
     Drain,
     Event,
     Fault,
-    Finish,
     Healed,
     HealFailed,
     Here,
@@ -43,15 +48,12 @@ from fft.messages.protocol import (
     Manifest,
     Peer,
     Prepared,
-    ReadHead,
     Ready,
     Record,
-    Restore,
     Restored,
     Start,
     Stop,
     Suspect,
-    Tell,
     Timer,
     Token,
     Vote,
@@ -65,17 +67,13 @@ from fft.protocol.state import GENESIS, Config, member_peers
 from fft.protocol.table import Table
 from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bare, heard, matters
 from fft.prove.bits import Bits
-from fft.prove.bounds import KINDS, REAL, Bounds, World
+from fft.prove.bounds import GIVES_UP, KINDS, REAL, UNQUIET, Bounds, World
 from fft.prove.intern import Interner, Renamer, can_matter, freeze, thaw
 from fft.util.errors import ProtocolError
 
 GROUPS = "ABCDEFGH"
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """What a process is to hear, and what a step is called that takes the first of it."""
-_UNQUIET = ("early", "lose", "twice", "swap", "lapse", "outage", "deaf", "overrun", "forget")
-"""Faults that tell an order of messages from another."""
-_GIVES_UP = "bus_limit"
-"""Fires by itself only for whom the bus is gone: outages are shorter."""
 
 
 class Node(NamedTuple):
@@ -228,10 +226,9 @@ class Model:
         self._calms: dict[int, bool] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: bounds.groups]
-        # Lineages of unlike starts have the groups' names mixed in: no symmetry to fold. The first
-        # leases are granted in the order of names.
-        named = not bounds.alike or (spec.is_periodic and not bounds.formed)
-        turns = list(permutations(names))[1:] if not named and not twin else []
+        # Unlike lineages, and the first leases, go by the groups' names: no symmetry to fold.
+        named = twin or not bounds.alike or (spec.is_periodic and not bounds.formed)
+        turns = [] if named else list(permutations(names))[1:]
         self._turned = [_Turned(self, dict(zip(names, p, strict=True))) for p in turns]
 
     # --- participants ---
@@ -359,7 +356,7 @@ class Model:
         found = self._calms.get(left_id)
         if found is None:
             left = self.budgets[left_id]
-            found = not left[0] or not any(left[1 + KINDS.index(kind)] for kind in _UNQUIET)
+            found = not left[0] or not any(left[1 + KINDS.index(kind)] for kind in UNQUIET)
             self._calms[left_id] = found
         return found
 
@@ -433,7 +430,7 @@ class Model:
                 local = thaw(self.locals[node.local])
                 lost = shared.bus == "gone" or local.deaf
                 timers = local.timers.items()
-                armed += [(who, name, n) for name, n in timers if lost or name != _GIVES_UP]
+                armed += [(who, name, n) for name, n in timers if lost or name != GIVES_UP]
         lasts = self.spec.timeouts
         shortest = min((lasts[name] for _, name, _ in armed), default=0.0)
         for who, name, serial in armed:
@@ -1085,7 +1082,7 @@ class _Here:
             yield self._raise(Fault(local.token, ""))
         if self.may("early"):
             for name, serial in local.timers.items():
-                if name == _GIVES_UP:
+                if name == GIVES_UP:
                     continue
                 yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
         behind = node._replace(inbox=())

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from fft.messages.effects import Apply, CastVote, Decide, Effect
 from fft.messages.protocol import (
-    Apply,
     Ballot,
     Begin,
-    CastVote,
-    Decide,
     Decision,
-    Effect,
     Event,
     GroupEntry,
     Join,

@@ -8,22 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fft.messages.protocol import (
-    Broadcast,
-    CastVote,
-    Death,
-    Decide,
-    Decision,
-    Drain,
-    Event,
-    Finish,
-    Peer,
-    Record,
-    Suspect,
-    Tell,
-    Timer,
-    Token,
-)
+from fft.messages.effects import Broadcast, CastVote, Decide, Finish, Tell
+from fft.messages.protocol import Death, Decision, Drain, Event, Peer, Record, Suspect, Timer, Token
 from fft.protocol.participant import Outcome
 from fft.protocol.spec import outermost
 from fft.protocol.state import Local

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fft.messages.protocol import Decide, Effect, Event, Record, StartTxn
+from fft.messages.effects import Decide, Effect, StartTxn
+from fft.messages.protocol import Event, Record
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Participant

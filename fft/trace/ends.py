@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.messages.protocol import Ballot, Finish, Peer, Record
+from fft.messages.effects import Finish
+from fft.messages.protocol import Ballot, Peer, Record
 from fft.protocol.equality import differing, odd_ones, tell
 from fft.protocol.invariants import History
 

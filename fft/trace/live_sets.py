@@ -45,20 +45,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from fft.messages.protocol import (
-    Ack,
-    Ballot,
-    Begin,
-    Broadcast,
-    CastVote,
-    Decide,
-    Decision,
-    Join,
-    Leave,
-    Peer,
-    Ready,
-    Tell,
-)
+from fft.messages.effects import Broadcast, CastVote, Decide, Tell
+from fft.messages.protocol import Ack, Ballot, Begin, Decision, Join, Leave, Peer, Ready
 from fft.protocol.invariants import Finding, History, Move
 from fft.protocol.state import member_peers
 from fft.util.errors import FftError

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
-from fft.messages.protocol import Heal, Peer
+from fft.messages.effects import Heal
+from fft.messages.protocol import Peer
 from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
 from fft.util.errors import FftError, UnlikeGroups
 

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torchft.manager import Manager
 
-from fft.messages.protocol import Connected, Heal, Healed, HealFailed, Record, StartTxn
+from fft.messages.effects import Heal, StartTxn
+from fft.messages.protocol import Connected, Healed, HealFailed, Record
 from fft.train.epoch_groups import EpochGroups
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState

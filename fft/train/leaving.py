@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fft.messages.protocol import Drain, Finish, Stop
+from fft.messages.effects import Finish
+from fft.messages.protocol import Drain, Stop
 from fft.train.drain_clock import DrainClock, waiting_for
 from fft.train.host import EngineHost
 from fft.train.participation import Participation

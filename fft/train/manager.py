@@ -218,8 +218,8 @@ class ManagerFFT(TorchftInterface):
                 all parameters of the model are averaged already.
         """
         torch_ddp.refuse_unfit(model)
-        reducers = self._parts.reductions.reducers
-        own = set(model.parameters())
+        self._parts.state.refuse_sync()
+        reducers, own = self._parts.reductions.reducers, set(model.parameters())
         if any(own.issubset(reducer.parameters()) for reducer in reducers):
             raise FftError(
                 f"gradients of this {type(model).__name__} are averaged already, by an earlier "

@@ -24,7 +24,7 @@ from fft.train.updates import Updates
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
-    from fft.train.periodic.synchronizers import Synchronizer
+    from fft.train.periodic.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,15 @@ class RankState:
         """Groups step alone: what they share is ``synchronizer``'s, and a COMMIT steps it."""
         self.synchronizer = synchronizer
         self.checks = EqualityChecks(synchronizer.shared.fingerprint, self._check_every)
+
+    def refuse_sync(self) -> None:
+        """Raise FftError if gradients are not averaged in this job."""
+        if self.synchronizer is not None:
+            raise FftError(
+                f"sync_gradients() with {type(self.synchronizer).__name__}: groups that step alone "
+                "have no common backward pass in which gradients could be averaged; leave the call "
+                "out"
+            )
 
     @property
     def committed(self) -> Updates | Synchronizer:

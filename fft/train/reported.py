@@ -13,7 +13,7 @@ from typing import Any
 from torchft.manager import ExceptionWithTraceback, Manager
 
 import fft.util.errors
-from fft.messages.protocol import Finish
+from fft.messages.effects import Finish
 from fft.util.error_places import first_line, words_of
 from fft.util.errors import FftError
 

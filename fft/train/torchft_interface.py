@@ -48,6 +48,12 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             FftError: the decision of a vote is not known: call ``should_commit()`` again.
         """
         worker = self._parts.worker
+        if self._parts.settings.spec.is_periodic:
+            raise FftError(
+                f"start_quorum(), of torchft's loop, with spec={self._parts.settings.spec.name!r}: "
+                "there groups step in manager.transactions(loader). torchft's own LocalSGD and "
+                "DiLoCo run with spec='hsdp'"
+            )
         limit = None if timeout is None else Limit("start_quorum", timeout)
         if worker.txn is not None and worker.voted != "skip":
             self._refuse_in_doubt("start_quorum()")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from torchft.manager import Manager
 
-from fft.messages.protocol import StartTxn
+from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
 from fft.train.data.source import Drawn
 from fft.train.foreign_steps import ForeignSteps

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torchft.manager import Manager
 
-from fft.messages.protocol import Prepared, StartTxn
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Prepared
 from fft.protocol.main_thread import NO_FACTS
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault, Injector

@@ -14,19 +14,8 @@ from typing import Any, Literal
 from torchft.manager import Manager
 
 from fft.engine.loop import Command, Engine
-from fft.messages.protocol import (
-    Applied,
-    Apply,
-    ApplyFailed,
-    Fault,
-    Finish,
-    Heal,
-    HealFailed,
-    Record,
-    Restore,
-    Restored,
-    StartTxn,
-)
+from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
+from fft.messages.protocol import Applied, ApplyFailed, Fault, HealFailed, Record, Restored
 from fft.train.body_failures import ANY, BodyFailures
 from fft.train.call_limit import Limit
 from fft.train.drain_clock import waiting_for

@@ -24,9 +24,9 @@ LONG_FILES = {
     "engine/loop.py": (628, "One thread and what it owns; every method runs on it."),
     "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
     "launch/supervisor/loop.py": (636, "One thread that owns all children; commands could leave."),
-    "messages/protocol.py": (696, "A list of message types, each short, that one codec reads."),
+    "messages/protocol.py": (557, "A list of message types, each short, that one codec reads."),
     "prove/model.py": (1189, "One transition system, in whose steps all parts meet."),
-    "prove/mutants.py": (934, "A list of planted bugs; half of it is one table."),
+    "prove/mutants.py": (813, "A list of planted bugs; half of it is one table."),
     "prove/scale/job.py": (485, "One job in virtual time, its phases in the order they happen."),
     "prove/scenario.py": (781, "Every command of a language, and its reader, which could leave."),
     "prove/simulator/job.py": (
@@ -40,7 +40,7 @@ LONG_FILES = {
         "One class; each collective is tracked, then aborted.",
     ),
     "train/worker.py": (414, "One method for each effect of the main thread's table."),
-    "train/state/step_state.py": (607, "What is captured is read against what is put back."),
+    "train/state/step_state.py": (447, "What is captured is read against what is put back."),
     "train/state/transfer.py": (499, "Both ends of one connection; its frames could leave."),
 }
 """By path in fft/: the most lines it may have, and why it has more than others."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from stage import job
 
-from fft.messages.protocol import Apply
+from fft.messages.effects import Apply
 from fft.protocol.vocabulary import MAIN_THREAD
 from fft.train.main_thread import MainThread
 from fft.util.errors import ProtocolError

@@ -18,18 +18,8 @@ from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
 from fft.engine.loop import HEAD, Engine
 from fft.messages.commands import Evict, encode_command
-from fft.messages.protocol import (
-    Begin,
-    Broadcast,
-    Decide,
-    Drain,
-    GroupEntry,
-    Peer,
-    RankEntry,
-    Record,
-    SetTimer,
-    encode,
-)
+from fft.messages.effects import Broadcast, Decide, SetTimer
+from fft.messages.protocol import Begin, Drain, GroupEntry, Peer, RankEntry, Record, encode
 from fft.messages.wire import (
     Packed,
     Wire,

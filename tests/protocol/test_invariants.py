@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 from jobs import Job
 
+from fft.messages.effects import Decide, Finish, StartTxn
 from fft.messages.protocol import (
     Ack,
     Applied,
     ApplyFailed,
     Ballot,
     Begin,
-    Decide,
     Fault,
-    Finish,
     Healed,
     Join,
     Manifest,
     Peer,
     Prepared,
     Ready,
-    StartTxn,
     Stop,
     Token,
     Vote,

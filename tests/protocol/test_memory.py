@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from jobs import Job
 
+from fft.messages.effects import ReadHead
 from fft.messages.protocol import (
     Ballot,
     Decision,
@@ -14,7 +15,6 @@ from fft.messages.protocol import (
     Manifest,
     Peer,
     Prepared,
-    ReadHead,
     Ready,
     Start,
     Timer,

@@ -26,23 +26,18 @@ from hypothesis.stateful import (
 )
 from jobs import HSDP, Job, calm
 
+from fft.messages.effects import Apply, Broadcast, CastVote, Heal, StartTxn, Tell
 from fft.messages.protocol import (
     Applied,
-    Apply,
     ApplyFailed,
     Begin,
-    Broadcast,
-    CastVote,
     Event,
     Fault,
-    Heal,
     Healed,
     HealFailed,
     Peer,
     Ready,
     Record,
-    StartTxn,
-    Tell,
     Token,
 )
 from fft.protocol.participant import Outcome

@@ -7,22 +7,20 @@ from dataclasses import replace
 import pytest
 from jobs import Job
 
+from fft.messages.effects import ClearTimers, Finish, SetTimer
 from fft.messages.protocol import (
     Ack,
     BusDown,
-    ClearTimers,
     Death,
     Decision,
     Drain,
     Event,
     Fault,
-    Finish,
     Join,
     Leave,
     Manifest,
     Prepared,
     Ready,
-    SetTimer,
     Stop,
     Suspect,
     Timer,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fft
-from fft.messages.protocol import StartTxn, Token
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Token
 from fft.train.data.source import DataError, Drawn, Due, Inputs, StreamSource, as_source
 
 

@@ -52,11 +52,7 @@ from fft.messages.fault_plans import (
     FaultPlan,
     ServiceFault,
 )
-from fft.messages.protocol import (
-    Death,
-    Drain,
-    UnreadableMessage,
-)
+from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.report import save_plan
 from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
 from fft.util.errors import NoState

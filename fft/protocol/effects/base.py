@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from fft.messages.protocol import Effect, Event
+from fft.messages.effects import Effect
+from fft.messages.protocol import Event
 from fft.protocol.state import Config, Local
 
 Action = Callable[[Local, Config, Event], Iterable[Effect]]

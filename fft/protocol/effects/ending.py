@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fft.messages.protocol import Effect, Event, Finish, Hello, Join, Peer, RankEntry
+from fft.messages.effects import Effect, Finish
+from fft.messages.protocol import Event, Hello, Join, Peer, RankEntry
 from fft.protocol.effects.base import action
 from fft.protocol.state import Config, Local, base_of, coordinator, missing_mates, whole_groups
 

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fft.messages.protocol import (
-    Ack,
-    Death,
-    Drain,
-    Effect,
-    Event,
-    Hello,
-    Join,
-    Leave,
-    Ready,
-    Suspect,
-)
+from fft.messages.effects import Effect
+from fft.messages.protocol import Ack, Death, Drain, Event, Hello, Join, Leave, Ready, Suspect
 from fft.protocol.effects.base import action
 from fft.protocol.state import Config, Local, incarnations, member_peers, peers_meant
 

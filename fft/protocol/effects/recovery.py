@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fft.messages.protocol import (
-    AbortGroups,
-    CancelFutures,
-    Decision,
-    Effect,
-    Event,
-    Heal,
-    Healed,
-    HealFailed,
-    Restore,
-    Restored,
-    Token,
-)
+from fft.messages.effects import AbortGroups, CancelFutures, Effect, Heal, Restore
+from fft.messages.protocol import Decision, Event, Healed, HealFailed, Restored, Token
 from fft.protocol.effects.base import action
 from fft.protocol.state import (
     Config,

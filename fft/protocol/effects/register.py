@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from fft.messages.protocol import Ballot, Decide, Decision, Effect, Event, ReadHead, Record, Vote
+from fft.messages.effects import Decide, Effect, ReadHead
+from fft.messages.protocol import Ballot, Decision, Event, Record, Vote
 from fft.protocol.effects.base import action
 from fft.protocol.equality import differing, odd_ones, tell
 from fft.protocol.state import (

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fft.messages.effects import Broadcast, DropBallot, Effect, Tell
 from fft.messages.protocol import (
     Ack,
     Begin,
-    Broadcast,
     BusMessage,
     Decision,
     Drain,
-    DropBallot,
-    Effect,
     Event,
     Hello,
     Here,
@@ -20,7 +18,6 @@ from fft.messages.protocol import (
     Leave,
     Peer,
     Ready,
-    Tell,
 )
 from fft.protocol.effects.base import action
 from fft.protocol.state import Config, Local, coordinator, hello

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fft.messages.protocol import Ballot, Broadcast, Decide, Decision, Effect, Event, Record
+from fft.messages.effects import Broadcast, Decide, Effect
+from fft.messages.protocol import Ballot, Decision, Event, Record
 from fft.protocol.effects.base import action
 from fft.protocol.effects.register import abort_record, commit_record
 from fft.protocol.state import Config, Local, next_epoch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fft.messages.protocol import BusDown, Effect, Event, SetTimer, Timer
+from fft.messages.effects import Effect, SetTimer
+from fft.messages.protocol import BusDown, Event, Timer
 from fft.protocol.effects.base import action
 from fft.protocol.state import FREE_ROLLBACKS, Config, Local
 

@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fft.messages.protocol import (
-    Apply,
-    ApplyFailed,
-    Ballot,
-    CastVote,
-    Effect,
-    Event,
-    Fault,
-    Prepared,
-    Record,
-    StartTxn,
-    Token,
-    Vote,
-)
+from fft.messages.effects import Apply, CastVote, Effect, StartTxn
+from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
 from fft.protocol.effects.base import action
+from fft.protocol.leases import lease_of
 from fft.protocol.state import (
     Config,
     Local,
     committed,
     contributors,
-    lease_of,
     member_peers,
     members,
 )

@@ -6,16 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fft.messages.protocol import (
-    Applied,
-    Decision,
-    Event,
-    Manifest,
-    Peer,
-    Prepared,
-    Record,
-    Token,
-)
+from fft.messages.protocol import Applied, Decision, Event, Manifest, Peer, Prepared, Record, Token
 from fft.protocol.participant import Outcome
 from fft.protocol.roles import COMMITTING, Role
 from fft.protocol.state import Local

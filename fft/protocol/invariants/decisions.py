@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.messages.protocol import (
-    Decision,
-    Prepared,
-    next_lineage,
-)
+from fft.messages.protocol import Decision, Prepared, next_lineage
 from fft.protocol.invariants.claims import (
     Claim,
     Given,

@@ -6,10 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from fft.messages.protocol import (
-    Peer,
-    Token,
-)
+from fft.messages.protocol import Peer, Token
 from fft.protocol.invariants.claims import (
     Claim,
     Given,

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.messages.protocol import (
-    Begin,
-    Decide,
-    Finish,
-    Join,
-    Peer,
-    Record,
-    Stop,
-    Timer,
-)
+from fft.messages.effects import Decide, Finish
+from fft.messages.protocol import Begin, Join, Peer, Record, Stop, Timer
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, leavers_of
 from fft.protocol.roles import COMMITTING, OUTSIDE
 from fft.protocol.state import Local, member_peers

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.messages.protocol import (
-    Record,
-    StartTxn,
-)
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Record
 from fft.protocol.invariants.claims import (
     Claim,
     Given,
@@ -18,7 +16,7 @@ from fft.protocol.invariants.claims import (
     applied,
     obeyed,
 )
-from fft.protocol.state import lease_of
+from fft.protocol.leases import lease_of
 
 
 def samples_once(move: Move) -> Iterator[Claim]:

@@ -2,9 +2,9 @@
 
 Each participant handles one event at a time, as `fft.engine.loop` does: it costs its measured time,
 then the effects are carried out one after another, each shared one taking the store's. Main threads
-take no time but that of the body. No timer ever fires: what a window would have to be is measured
-instead. The job passes through phases; each begins with every participant at the start of a txn,
-and ends when nothing is left to do. Pure: no real clock, no threads, no history.
+take no time but that of the body. No timer ever fires: what windows would have to be is measured.
+The job passes through phases, each from the start of a txn for every participant until nothing is
+left to do. Pure: no real clock, no threads, no history.
 """
 
 from __future__ import annotations
@@ -17,36 +17,38 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fft.messages.protocol import (
-    Applied,
+from fft.messages.effects import (
     Apply,
     Broadcast,
     CastVote,
     ClearTimers,
-    Death,
     Decide,
-    Decision,
     DropBallot,
     Effect,
+    Finish,
+    Heal,
+    ReadHead,
+    Restore,
+    SetTimer,
+    StartTxn,
+    Tell,
+)
+from fft.messages.protocol import (
+    Applied,
+    Death,
+    Decision,
     Event,
     Fault,
-    Finish,
     GroupEntry,
-    Heal,
     Healed,
     Hello,
     Manifest,
     Peer,
     Prepared,
     RankEntry,
-    ReadHead,
     Record,
-    Restore,
     Restored,
-    SetTimer,
     Start,
-    StartTxn,
-    Tell,
     Token,
 )
 from fft.protocol.participant import Outcome, Participant
@@ -59,8 +61,7 @@ from fft.prove.scale.store import Mail, Operation, Store
 
 _MANIFEST = Manifest(count=12, bytes=48_000_000, shapes="0123456789abcdef")
 _ACQUAINTED = 2000
-"""Participants up to which each begins with every other's newest word, as after a start. In larger
-jobs they begin with none (it would be n² entries); only the time to copy them differs."""
+"""Up to so many each begins with every other's newest word; in larger jobs with none (n² entries)."""
 
 
 class Stalled(RuntimeError):
@@ -76,8 +77,7 @@ class Phase:
     participants: int
     operations: Mapping[str, int]
     """Requests at the job's store by kind; ``hear`` and ``pop`` are messages read there."""
-    heard: int
-    """Messages that listeners read."""
+    heard: int  # messages that listeners read
     bytes: int
     """In and out of the job's store."""
     busy: float

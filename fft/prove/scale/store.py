@@ -14,11 +14,10 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fft.messages.effects import CastVote, Decide
 from fft.messages.protocol import (
     Ballot,
     BusMessage,
-    CastVote,
-    Decide,
     Decision,
     Event,
     Record,

@@ -12,20 +12,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fft.messages.effects import Broadcast, CastVote, Decide, DropBallot, ReadHead, Tell
 from fft.messages.protocol import (
     Ballot,
-    Broadcast,
     BusDown,
     BusMessage,
-    CastVote,
-    Decide,
     Decision,
-    DropBallot,
     Event,
     Peer,
-    ReadHead,
     Record,
-    Tell,
     Token,
     Vote,
 )

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from fft.messages.protocol import BusMessage, Drain, Effect, Event, Peer, Record, Timer, Token
+from fft.messages.effects import Effect
+from fft.messages.protocol import BusMessage, Drain, Event, Peer, Record, Timer, Token
 from fft.protocol.invariants import History, Move, judge
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant

@@ -9,23 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import (
     Applied,
-    Apply,
     ApplyFailed,
     Connected,
     Fault,
-    Finish,
-    Heal,
     Healed,
     HealFailed,
     Manifest,
     Peer,
     Prepared,
     Record,
-    Restore,
     Restored,
-    StartTxn,
     Stop,
     Token,
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, assert_never
 
-from fft.messages.protocol import (
+from fft.messages.effects import (
     AbortGroups,
     Apply,
     Broadcast,
@@ -23,18 +23,15 @@ from fft.messages.protocol import (
     Decide,
     DropBallot,
     Effect,
-    Event,
     Finish,
     Heal,
-    Peer,
     ReadHead,
     Restore,
     SetTimer,
-    Start,
     StartTxn,
     Tell,
-    Timer,
 )
+from fft.messages.protocol import Event, Peer, Start, Timer
 from fft.protocol.participant import Participant
 from fft.protocol.state import Local
 from fft.prove.bits import Bits

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
+from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import (
     Applied,
-    Apply,
     ApplyFailed,
     Connected,
-    Finish,
-    Heal,
     Healed,
     HealFailed,
     Prepared,
-    Restore,
     Restored,
-    StartTxn,
 )
 from fft.protocol.main_thread import NO_FACTS, shipped_thread
 from fft.protocol.roles import Role

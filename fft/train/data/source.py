@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from fft.messages.protocol import StartTxn
+from fft.messages.effects import StartTxn
 from fft.util.errors import FftError
 
 

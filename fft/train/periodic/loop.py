@@ -14,11 +14,11 @@ from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Self
 
-from fft.messages.protocol import StartTxn
+from fft.messages.effects import StartTxn
 from fft.train.data.source import DataSource, Drawn, LeasedInputs
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
-from fft.train.periodic.synchronizers import Synchronizer
+from fft.train.periodic.synchronizer import Synchronizer
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import text_of

@@ -1,0 +1,50 @@
+"""Leases on the data: who holds which slice, and who is granted which next. Pure.
+
+Where groups commit several steps alone, a group keeps its slice of the data across epochs until a
+COMMIT of the job consumes it. What a lost group held is granted again, before what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fft.messages.protocol import GroupEntry, Lease
+
+
+class Granted(NamedTuple):
+    """Where a job is in its data; see ``Record``."""
+
+    cursor: int
+    leases: tuple[Lease, ...]
+    returned: tuple[int, ...]
+
+
+def granted(before: Granted, takers: Iterable[GroupEntry]) -> Granted:
+    """``before`` with a lease for each of ``takers``, in their order, and for nobody else.
+
+    Who holds one keeps it. The others are given what was returned, then what is new.
+    """
+    held = {(lease.group, lease.store): lease.slice for lease in before.leases}
+    kept = {(g.group, g.store): held.pop((g.group, g.store), None) for g in takers}
+    free, cursor, leases = sorted([*before.returned, *held.values()]), before.cursor, []
+    for (group, store), number in kept.items():
+        if number is None and free:
+            number = free.pop(0)
+        elif number is None:
+            number, cursor = cursor, cursor + 1
+        leases.append(Lease(number, group, store))
+    return Granted(cursor, tuple(sorted(leases)), tuple(free))
+
+
+def in_turn(groups: Sequence[GroupEntry], leases: Iterable[Lease]) -> list[GroupEntry]:
+    """First those who hold a lease, by their slices: so the order does not depend on names."""
+    held = {(lease.group, lease.store): lease.slice for lease in leases}
+    end = max(held.values(), default=0) + 1
+    return sorted(groups, key=lambda g: held.get((g.group, g.store), end))
+
+
+def lease_of(leases: Iterable[Lease], group: GroupEntry) -> int | None:
+    """The slice that this instance of a group holds a lease on; None: it holds none."""
+    own = (lease.slice for lease in leases if lease[1:] == (group.group, group.store))
+    return next(own, None)
