@@ -61,7 +61,7 @@ from fft.prove.scale.store import Mail, Operation, Store
 
 _MANIFEST = Manifest(count=12, bytes=48_000_000, shapes="0123456789abcdef")
 _ACQUAINTED = 2000
-"""Up to so many each begins with every other's newest word; in larger jobs with none (n² entries)."""
+"""Up to so many each begins with every other's newest word; larger jobs with none (n² entries)."""
 
 
 class Stalled(RuntimeError):
