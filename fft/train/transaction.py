@@ -179,6 +179,12 @@ class TransactionLoop:
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
 
+    @property
+    def reported(self) -> Exception | None:
+        """What was reported as failed in the job's txn; it is rolled back."""
+        error = self._manager._errored
+        return None if error is None else error.original_exception
+
     def unwound(self, plan: StartTxn, drawn: Drawn | None, error: BaseException) -> bool:
         """``error`` has left the body, which is over without a vote. Whether it is dealt with."""
         self.worker.body_unwound()

@@ -277,7 +277,9 @@ def _bytes(state: Any) -> Any:
 
 def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> None:
     """The optimizer raises half way: the parameters are the job's again, and no slice is lost."""
-    member = _registered(made)
+    member = _member(made)
+    schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 1, 0.5)
+    member.manager.register(member.model, member.optimizer, schedule)
     failed: list[int] = []
     before = member.optimizer.step
 
@@ -298,10 +300,28 @@ def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> 
             _step(member, txn)
     member.manager.shutdown()
     assert positions == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert schedule.last_epoch == 2 * EVERY
     made.audit()
     notes = [line["note"] for line in read_lines(tmp_path / "traces") if line.get("note")]
     assert notes.count("inner_torn") == notes.count("inner_void") == 1
     assert [r["kind"] for r in records(tmp_path / "traces")].count("abort") == 0
+
+
+def test_what_the_user_reports_in_a_body_is_not_committed(made: Job, tmp_path: Path) -> None:
+    """It rolls the job's txn back, as anywhere; and the inner step with it."""
+    member = _registered(made)
+    _diloco(member)
+    positions = []
+    for txn in member.manager.transactions(_loader(), 2):
+        positions.append(txn.inner_step)  # type: ignore[attr-defined]
+        with txn:
+            _step(member, txn)
+            if len(positions) == 2:
+                member.manager.report_error(ValueError("not this one"))
+    member.manager.shutdown()
+    assert positions == [0, 1, 1, 2, 0, 1, 2]
+    made.audit()
+    assert [r["cause"] for r in records(tmp_path / "traces") if r["kind"] == "abort"]
 
 
 def test_the_audit_finds_an_inner_step_that_is_left_out(made: Job, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ class InnerTransaction(Transaction):
         self.interrupted = False
         self._periodic = periodic
         self._weight: float | None = None
+        self._was_reported = False
 
     def weigh(self, weight: float) -> None:
         """Have this step count by ``weight``, such as its tokens. Raises FftError: no weight."""
@@ -189,7 +190,9 @@ class InnerTransaction(Transaction):
     @guarded
     def __enter__(self) -> Self:
         self._periodic.reductions.refused = _IN_A_STEP
-        self._periodic.loop.open_body()
+        # a reduction that is made beside this step may have failed: not by its body
+        self._was_reported = self._periodic.synchronizer.is_launched
+        self._loop.open_body()
         return self
 
     @guarded
@@ -214,9 +217,11 @@ class InnerTransaction(Transaction):
             self._commit()
         return True
 
-    def _left_undone(self) -> FftError | None:
-        """What a body that has ended well has left undone, placed at its ``with``."""
+    def _left_undone(self) -> Exception | None:
+        """What a body that has ended well has left undone, placed at its ``with``; or reported."""
         updates, text = self._periodic.state.updates, ""
+        if (reported := self._loop.reported) is not None and not self._was_reported:
+            return reported
         if updates.were_scheduled:
             text = (
                 "scheduler.step() inside `with txn:`: the transaction steps the registered "

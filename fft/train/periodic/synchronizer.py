@@ -170,6 +170,7 @@ class Synchronizer:
         self._buckets = buckets
 
     def _forget_window(self) -> None:
+        self._manager._parts.state.updates.loaded()  # schedules are where they were
         if self.position:
             void = {"slice": self.lease, "inner_steps": self.position}
             self._manager._parts.job.note("inner_void", void)
