@@ -14,6 +14,7 @@ from torchft.optim import OptimizerWrapper
 
 import fft
 from fft.trace.audit import read_lines
+from fft.trace.report import incidents
 from fft.util.errors import BodyKeepsFailing, FftError
 
 EVERY = 3
@@ -305,6 +306,22 @@ def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> 
     notes = [line["note"] for line in read_lines(tmp_path / "traces") if line.get("note")]
     assert notes.count("inner_torn") == notes.count("inner_void") == 1
     assert [r["kind"] for r in records(tmp_path / "traces")].count("abort") == 0
+
+
+def test_a_fault_of_an_inner_step_is_no_fault_of_the_job_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    fault = "{name: own, kind: exception, step: 1, group: 0, rank: 0, phase: backward}"
+    plan.write_text(f"faults:\n  - {fault}\n")
+    monkeypatch.setenv("FFT_FAULTS", str(plan))
+    with job(tmp_path / "traces", 1) as made:
+        member = _registered(made)
+        _train(member, 3)
+        member.manager.shutdown()
+    (found,) = [i for i in incidents(tmp_path / "traces") if "own" in i.fault]
+    assert "group 0 alone: InjectedFault" in found.noticed
+    assert found.next_commit_ms is not None and found.bytes_healed == 0
 
 
 def test_what_the_user_reports_in_a_body_is_not_committed(made: Job, tmp_path: Path) -> None:
