@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -26,3 +27,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return LONG_FIRST.index(room) if room in LONG_FIRST else len(LONG_FIRST)
 
     items.sort(key=turn)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: no collection, and no look at all objects, goes through it."""
+    gc.collect()
+    gc.freeze()
