@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from torchft.optim import OptimizerWrapper
 
 import fft
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Token
 from fft.trace.audit import read_lines
 from fft.trace.report import incidents
 from fft.util.errors import BodyKeepsFailing, FftError
@@ -322,6 +325,62 @@ def test_a_fault_of_an_inner_step_is_no_fault_of_the_job_in_the_report(
     (found,) = [i for i in incidents(tmp_path / "traces") if "own" in i.fault]
     assert "group 0 alone: InjectedFault" in found.noticed
     assert found.next_commit_ms is not None and found.bytes_healed == 0
+
+
+def _plan(step: int, lease: int | None) -> StartTxn:
+    return StartTxn(Token(1, step + 1), step, "", 0, None, 1, ("0",), 0, lease=lease)
+
+
+def test_what_a_learner_has_reduced_is_no_contribution_of_its_first_lease(made: Job) -> None:
+    """Its first txn was rolled back after its state had come: it reduces anew, what it computes."""
+    member = _registered(made)
+    synchronizer = _diloco(member)
+    state = copy.deepcopy(synchronizer.state_dict())
+    reduced: list[torch.Tensor] = []
+    member.manager.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout, op: reduced.append(tensor.clone())
+    )
+    synchronizer.begin(_plan(0, None))
+    synchronizer.launch()
+    synchronizer.load(state, keep_gradients=True)
+    synchronizer.begin(_plan(0, 4))
+    with torch.no_grad():
+        member.model[1].bias.add_(1.0)
+    synchronizer.launch()
+    assert reduced[0].abs().sum() == 0 and reduced[1].abs().sum() > 0.5
+    synchronizer.begin(_plan(0, 4))  # rolled back
+    with torch.no_grad():
+        member.model[1].bias.add_(1.0)
+    synchronizer.launch()
+    assert torch.equal(reduced[1], reduced[2])  # what is repeated is the same
+
+
+def test_short_numbers_are_weighted_in_long_ones(made: Job) -> None:
+    member = _member(made)
+    member.model.half()
+    member.manager.register(member.model, member.optimizer)
+    synchronizer = _diloco(member, weighted=True)
+    synchronizer.shared.take()
+    made_of: list[torch.Tensor] = []
+
+    class Done:
+        def wait(self) -> bool:
+            return True
+
+    def reduce(tensor: torch.Tensor, layout: str, op: Any) -> Done:
+        made_of.append(tensor.clone())
+        return Done()
+
+    member.manager.reduce_gradients = reduce  # type: ignore[method-assign,assignment]
+    synchronizer.begin(_plan(0, 0))
+    with torch.no_grad():
+        member.model[1].bias.add_(-1.0)
+    synchronizer.stepped(1e6)
+    synchronizer.launch()
+    assert made_of[0].dtype == torch.float32 and made_of[0].isfinite().all()
+    before = member.model[1].bias.clone()
+    synchronizer.apply()
+    assert member.model[1].bias.isfinite().all() and not torch.equal(member.model[1].bias, before)
 
 
 def test_what_the_user_reports_in_a_body_is_not_committed(made: Job, tmp_path: Path) -> None:

@@ -129,9 +129,8 @@ class PeriodicLoop:
         with self.loop.transaction(plan, drawn, inner_steps=self.synchronizer.position):
             if not self.synchronizer.is_launched:
                 self.synchronizer.launch()
-            with (
-                self.watchers.waiting()
-            ):  # for the slowest group, as long as the process group does
+            # for the slowest group, as long as the process group does
+            with self.watchers.waiting():
                 self.synchronizer.finish()
 
 

@@ -150,6 +150,8 @@ class Synchronizer:
         self.is_launched = False
         if self.lease is not None and self.lease != plan.lease:
             self.start_over()
+        if self.lease is None:  # what was reduced without one, as by who learns, is nothing of it
+            self._buckets = []
         self.lease = plan.lease
         turn = plan.step % len(self.shared.fragments)
         self._due = self.shared.fragments[turn]
@@ -218,14 +220,13 @@ class Synchronizer:
     def apply(self) -> None:
         """The job's parameters take the step."""
         assert self._due is not None, "a txn is open"
-        names = [name for bucket in self._buckets for name in bucket.names]
-        flat = [
-            value.view_as(local_of(self._due.parameters[name]))
-            for bucket in self._buckets
-            for name, value in zip(bucket.names, self._parted(bucket), strict=True)
-        ]
+        mean = {}
+        for bucket in self._buckets:
+            for name, value in zip(bucket.names, self._parted(bucket), strict=True):
+                own = local_of(self._due.parameters[name])
+                mean[name] = value.view_as(own).to(own.dtype)
         with torch.no_grad():
-            self._step(self._due, dict(zip(names, flat, strict=True)))
+            self._step(self._due, mean)
         self._end_window()
 
     def skip(self) -> None:
@@ -265,6 +266,8 @@ class Synchronizer:
     def _bucket(self, names: list[str], values: dict[str, torch.Tensor]) -> _Bucket:
         parts = [values[name].reshape(-1) for name in names]
         if self._is_weighted:
+            if parts[0].dtype in (torch.float16, torch.bfloat16):  # too short for products
+                parts = [part.float() for part in parts]
             weight = self._weight
             parts = [*(part * weight for part in parts), parts[0].new_full((1,), weight)]
         own = torch.cat(parts)
