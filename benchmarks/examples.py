@@ -38,6 +38,7 @@ EXAMPLES = (
     Example("hsdp", 2, "hsdp_char_lm.py", "hsdp_demo_faults.yaml"),
     Example("ddp", 1, "ddp_char_lm.py", "ddp_faults.yaml"),
     Example("pipeline", 2, "pipeline_char_lm.py", "pipeline_faults.yaml"),
+    Example("local_sgd", 1, "local_sgd_char_lm.py", "local_sgd_faults.yaml"),
     Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
 )
 COLUMNS = (
@@ -98,8 +99,9 @@ def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)
     middle = f"{delays[len(delays) // 2]:.0f}, {delays[-1]:.0f}" if delays else "-"
     good = report.ok and all_fired and not twice and not never
+    inner = len(read_lines(traces, lambda line: line.get("note") == "inner_commit"))
     cells = [
-        f"{report.commits}",
+        f"{report.commits}" + (f" (job), {inner} (groups)" if inner else ""),
         f"{len(found)}" + ("" if all_fired else " (not all fired)"),
         f"{sum(i.attempts_lost for i in found)}",
         f"{once} / {twice} / {never}",
