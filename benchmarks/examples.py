@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.slices import slices
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.report import fired, incidents
 
@@ -43,7 +43,7 @@ COLUMNS = (
     "committed steps",
     "faults",
     "rollbacks",
-    "samples once / twice / never",
+    "slices once / twice / never",
     "bytes healed",
     "ms to the next commit (median, max)",
     "audit",
@@ -65,41 +65,20 @@ def run(example: Example, folder: Path) -> bool:
     return done.returncode == 0
 
 
-def samples(traces: Path) -> tuple[int, int, int]:
-    """Slices of the data consumed once, more than once, and never, by any rank number of groups.
-
-    How many there must be is what the register says: the cursor of the last commit.
-    """
-    taken: dict[int, Counter[int]] = {}
-    cursor = 0
-    for line in read_lines(traces):
-        taken.setdefault(line["rank"], Counter())
-        if record := (line.get("event") or {}).get("record"):
-            cursor = max(cursor, record["cursor"])
-        if line.get("note") == "consumed" and (number := line["data"]["slice"]) is not None:
-            taken[line["rank"]][number] += 1
-    once = twice = never = 0
-    for counts in taken.values():
-        once += sum(count == 1 for count in counts.values())
-        twice += sum(count > 1 for count in counts.values())
-        never += cursor - len(counts)
-    return once, twice, never
-
-
 def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     """The columns of one run, and whether all is as it must be."""
     report, found = audit_dir(traces), incidents(traces)
     missing = fired(traces)
     all_fired = missing is not None and missing.startswith("all ")
-    once, twice, never = samples(traces)
+    data = slices(read_lines(traces))
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)
     middle = f"{delays[len(delays) // 2]:.0f}, {delays[-1]:.0f}" if delays else "-"
-    good = report.ok and all_fired and not twice and not never
+    good = report.ok and all_fired and data.exact
     cells = [
         f"{report.commits}",
         f"{len(found)}" + ("" if all_fired else " (not all fired)"),
         f"{sum(i.attempts_lost for i in found)}",
-        f"{once} / {twice} / {never}",
+        f"{data}",
         f"{report.bytes_healed}",
         middle,
         "ok" if report.ok else "VIOLATION",
