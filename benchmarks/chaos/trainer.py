@@ -183,7 +183,11 @@ def alone(manager: fft.ManagerFFT, make: Callable[..., Any]) -> tuple[Body, fft.
 
 def local_sgd(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     """The groups' parameters are averaged."""
-    return alone(manager, lambda *parts: fft.LocalSGD(*parts, EVERY))
+
+    def make(manager: fft.ManagerFFT, model: GPT, inner: torch.optim.Optimizer) -> fft.LocalSGD:
+        return fft.LocalSGD(manager, model, inner, EVERY)
+
+    return alone(manager, make)
 
 
 def diloco(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.diloco.plan import GROUPS, System
+from benchmarks.diloco.plan import GROUPS, Schedule, System
 from benchmarks.side_by_side.events import Event, Reader
 from fft.bus.tcpserver import host_store
 from fft.launch.supervisor.children import Child
@@ -32,7 +32,7 @@ class LaunchError(Exception):
     """The job did not come to its end. Says where its logs are."""
 
 
-def run(system: System, outer: int, directory: Path, limit_s: float) -> list[Event]:
+def run(system: System, schedule: Schedule, directory: Path, limit_s: float) -> list[Event]:
     """All events of a job, in order. Raises LaunchError."""
     directory.mkdir(parents=True)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FFT_", "TORCHFT_"))}
@@ -42,7 +42,8 @@ def run(system: System, outer: int, directory: Path, limit_s: float) -> list[Eve
         "RUST_LOG": "error",
         "BENCH_SYSTEM": system,
         "BENCH_DIR": str(directory),
-        "BENCH_OUTER": str(outer),
+        "BENCH_OUTER": str(schedule.outer),
+        "BENCH_FAULT_EVERY": str(schedule.every),
     }
     (_run_fft if system == "fft" else _run_torchft)(env, directory, limit_s)
     return Reader(directory).news()

@@ -23,6 +23,8 @@ KINDS = ("exception", "one_sided", "kill")
 VICTIM = 1
 System = Literal["fft", "torchft"]
 SYSTEMS: dict[System, str] = {"fft": "FFT", "torchft": "torchft"}
+UNCOMMITTED = "the synchronisation was not committed"
+"""Why a group of torchft's drops its inner steps."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Schedule:
 
     def due(self, fired: int, step: int, whole: int) -> str | None:
         """The kind that comes at ``step`` (synchronisations so far), after ``whole`` in a row of
-        the whole job; None: none does."""
+        the whole job; None: none does. Before the end there is time to come back."""
         at = (fired + 1) * self.every
-        if at >= self.outer or step < at or whole < WHOLE:
+        if not at <= step <= self.outer - 2 * self.every or whole < WHOLE:
             return None
         return KINDS[fired % len(KINDS)]

@@ -1,7 +1,8 @@
 """One group of the job, under FFT or under torchft: trains to the end, and writes its events.
 
-``BENCH_SYSTEM`` says which, ``BENCH_DIR`` where to write, ``BENCH_OUTER`` how many synchronisations.
-Both loops have the same model, data, optimizers and faults. Events: `figures`.
+``BENCH_SYSTEM`` says which, ``BENCH_DIR`` where to write, ``BENCH_OUTER`` how many synchronisations
+there are, ``BENCH_FAULT_EVERY`` after how many a fault comes. Both loops have the same model, data,
+optimizers and faults. Events: `figures`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from benchmarks.diloco.plan import (
     EVERY,
     GROUPS,
     LONELY_S,
+    UNCOMMITTED,
     VICTIM,
     Schedule,
 )
 from benchmarks.side_by_side.events import Pen
 from benchmarks.side_by_side.model import checksum
+from benchmarks.side_by_side.place import meet
 from benchmarks.side_by_side.victim import Planted, failing
 from benchmarks.whole_step import CONTEXT, GPT
 
@@ -75,7 +78,8 @@ class Recorder:
         self._weighs = group != VICTIM
         self._is_victim = group == VICTIM
         self._fired = directory / "fired"
-        self._schedule, self._whole = Schedule(int(os.environ["BENCH_OUTER"])), 0
+        lengths = (int(os.environ[name]) for name in ("BENCH_OUTER", "BENCH_FAULT_EVERY"))
+        self._schedule, self._whole = Schedule(*lengths), 0
         self._fails_next = False
 
     # --- inner steps ---
@@ -192,6 +196,7 @@ def fft_loop(group: int, outer_steps: int, directory: Path) -> None:
         outer.register_step_post_hook(record.outer_stepped)
         fft.DiLoCo(manager, [model], inner, outer, EVERY)
         loader = fft.CursorLoader(text, batch_size=BATCH, seed=5)
+        txn: Any
         for txn in manager.transactions(loader, max_steps=outer_steps):
             windows, numbers = txn.batch
             if txn.inner_step < len(record.samples):
@@ -286,7 +291,7 @@ def torchft_loop(group: int, outer_steps: int, directory: Path) -> None:
                 record.ended(numbers, well=True)
                 inner.step()  # and synchronises
                 if diloco._local_step == 0 and record.samples:
-                    record.dropped("the synchronisation was not committed")
+                    record.dropped(UNCOMMITTED)
         record.pen.say("exit")
     finally:
         with suppress(Exception):
@@ -315,8 +320,9 @@ def main() -> None:
     """Train."""
     torch.set_num_threads(1)
     loop = {"fft": fft_loop, "torchft": torchft_loop}[os.environ["BENCH_SYSTEM"]]
-    group, outer_steps = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["BENCH_OUTER"])
-    loop(group, outer_steps, Path(os.environ["BENCH_DIR"]))
+    group, directory = int(os.environ["REPLICA_GROUP_ID"]), Path(os.environ["BENCH_DIR"])
+    meet(directory, GROUPS, 1)  # nobody is to be alone because it was the first
+    loop(group, int(os.environ["BENCH_OUTER"]), directory)
 
 
 if __name__ == "__main__":
