@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 HOST = "127.0.0.1"
 LIGHTHOUSE = {"join_timeout_ms": 2000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 2000}
-"""A dead group is noticed soon; a slow one on a busy machine is not taken for dead, and waited for."""
+"""A dead group is noticed soon; a slow one on a busy machine is waited for."""
 _END_S = 20.0
 _RESTARTS = 100
 
