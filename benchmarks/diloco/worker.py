@@ -196,6 +196,7 @@ def fft_loop(group: int, outer_steps: int, directory: Path) -> None:
         outer.register_step_post_hook(record.outer_stepped)
         fft.DiLoCo(manager, [model], inner, outer, EVERY)
         loader = fft.CursorLoader(text, batch_size=BATCH, seed=5)
+        meet(directory, GROUPS, 1)
         txn: Any
         for txn in manager.transactions(loader, max_steps=outer_steps):
             windows, numbers = txn.batch
@@ -274,6 +275,7 @@ def torchft_loop(group: int, outer_steps: int, directory: Path) -> None:
         manager._checkpoint_transport.recv_checkpoint, record.pen
     )
     position = Position(text, group, directory)
+    meet(directory, GROUPS, 1)  # nobody is to be alone because it was the first
     outer.register_step_post_hook(record.outer_stepped)
     outer.register_step_post_hook(position.keep)
     try:
@@ -321,7 +323,6 @@ def main() -> None:
     torch.set_num_threads(1)
     loop = {"fft": fft_loop, "torchft": torchft_loop}[os.environ["BENCH_SYSTEM"]]
     group, directory = int(os.environ["REPLICA_GROUP_ID"]), Path(os.environ["BENCH_DIR"])
-    meet(directory, GROUPS, 1)  # nobody is to be alone because it was the first
     loop(group, int(os.environ["BENCH_OUTER"]), directory)
 
 
