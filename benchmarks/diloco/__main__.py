@@ -126,7 +126,7 @@ def write(result: dict[str, Any]) -> None:
         PAGE,
         "diloco",
         [
-            f"- Measured on {in_words(jobs['fft']['machine'])}.",
+            *(f"- {SYSTEMS[s]}: measured on {in_words(jobs[s]['machine'])}." for s in SYSTEMS),
             f"- {result['outer']} synchronisations of {GROUPS} groups, each after {EVERY} inner "
             f"steps; a fault every {result['every']}, or when both groups are back; all four jobs "
             f"took {took:.0f} s. Audit of FFT's traces: "
