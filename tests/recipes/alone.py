@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from corpus import GPT, Text, Vectors, perceptron
 from recipe_job import Job
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fft
 
@@ -120,3 +121,33 @@ def streaming(job: Job) -> None:
         return loss
 
     _train(job, manager, loader, model, inner, synchronizer, None, body, scaler=scaler, mean=mean)
+
+
+def hsdp_diloco(job: Job) -> None:
+    """The GPT of `diloco`, each group with shards of it on several ranks; two fragments."""
+    manager = job.sharded_manager(spec="hsdp_diloco")
+    mesh = manager.shard_mesh()
+    model = GPT(job.dropout)
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, job.steps * EVERY)
+    halves = [nn.ModuleList([model.wte, model.wpe, model.h[0]]),
+              nn.ModuleList([model.h[1], model.ln_f, model.lm_head])]  # fmt: skip
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    manager.register(model, inner, schedule)
+    synchronizer = fft.DiLoCo(manager, halves, inner, outer, 2 * EVERY, fragment_sync_delay=1)
+    loader = fft.CursorLoader(Text(), batch_size=4, seed=33)
+    last: list[Any] = []
+    # not after the body: the decision of a step may come after a rollback of the job's
+    manager.on_commit(lambda: job.committed(*last))
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            loss = model(x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            last[:] = index, loss.item()
+    job.ended(model, inner, schedule, shared=synchronizer)
