@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from fft.bus import open_job_bus
@@ -45,6 +44,7 @@ from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config
 from fft.protocol.table import Table
 from fft.protocol.timeouts import Timeout, timers
+from fft.trace.format import inner_folder
 from fft.trace.writer import TraceWriter, header
 from fft.train.epoch_groups import EpochGroups
 from fft.train.main_thread import MainThread
@@ -58,8 +58,6 @@ from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "inner"
-"""In the folder of the job's traces: those of the groups' own scopes."""
 _NEVER_S = 3e8
 """Ten years. Mates are waited for as long as the job keeps the group."""
 _UNBOUND = ("quorum", "ready_window")
@@ -120,7 +118,9 @@ class InnerScope:
         bus = open_job_bus(url, self._settings.token, operation_s, purpose="inner bus")
         peer, spec = self._job.peer, self._settings.spec.inner
         peer = peer._replace(inc=bus.next_number(f"inc/{peer.group}/{peer.rank}"))
-        own = self._own = Participation(peer, bus, TraceWriter(self._traces(config.store), peer))
+        root = self._settings.trace_dir
+        folder = None if root is None else inner_folder(root, peer.group, config.store)
+        own = self._own = Participation(peer, bus, TraceWriter(folder, peer))
         config = self._config(config, spec, peer)
         participant = Participant(Table(spec), config)
         local = participant.initial(lineage=GENESIS, step=0, cursor=0, batches=0)
@@ -128,13 +128,6 @@ class InnerScope:
         own.engine = Engine(participant, local, bus, own.trace, _Host(self))
         own.engine.start()
         own.engine.post(Start())
-
-    def _traces(self, store: str) -> Path | None:
-        if self._settings.trace_dir is None:
-            return None
-        name = f"g{self._job.peer.group}-{store}"
-        safe = "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in name)
-        return self._settings.trace_dir / FOLDER / safe
 
     def _config(self, config: Config, spec: FsmSpec, peer: Peer) -> Config:
         return replace(
