@@ -47,9 +47,11 @@ from fft.protocol.timeouts import Timeout, timers
 from fft.trace.format import inner_folder
 from fft.trace.writer import TraceWriter, header
 from fft.train.epoch_groups import EpochGroups
+from fft.train.local_tensors import local_of
 from fft.train.main_thread import MainThread
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
+from fft.train.reductions import ManifestBuilder
 from fft.train.reported import error_of, text_of
 from fft.train.settings import Settings
 from fft.train.state.step_state import StepState, TornState
@@ -137,7 +139,7 @@ class InnerScope:
             timeouts={**timers(spec, self._limits), **dict.fromkeys(_UNBOUND, _NEVER_S)},
             min_groups=1,
             expected_groups=1,
-            min_reductions=0,  # of a synchronisation
+            min_reductions=1,
             leases=False,
             on_divergence="stop",
             fixed_with_spares=False,
@@ -234,7 +236,11 @@ class InnerScope:
         then it is carried out when this scope is entered again."""
         assert self._own is not None, "the job was joined"
         self._attempt = attempt
-        self._own.say(Prepared(self._token, True, skip=skip))
+        manifest = ManifestBuilder()  # nobody sees what FSDP2 has reduced, but for what came of it
+        for parameter in self._state.updates.parameters():
+            if parameter.grad is not None:
+                manifest.add(local_of(parameter.grad), "gradient")
+        self._own.say(Prepared(self._token, True, manifest.build(), skip=skip))
         while self._thread.role == "waiting" and (command := self._next()) is not None:
             self._obey(command)
 
