@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -123,8 +125,76 @@ def streaming(job: Job) -> None:
     _train(job, manager, loader, model, inner, synchronizer, None, body, scaler=scaler, mean=mean)
 
 
-def hsdp_diloco(job: Job) -> None:
-    """The GPT of `diloco`, each group with shards of it on several ranks; two fragments."""
+class Trouble:
+    """What happens to a rank in one inner step, once: here nothing."""
+
+    def __init__(self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer) -> None:
+        self.scope = manager._parts.inner
+        self.engine = manager._parts.job
+
+    def at(self, place: str) -> None:
+        """The step is at ``place``: ``begin`` or ``end`` of its body."""
+
+
+def _until_cut() -> None:
+    """Until the rollback of the job interrupts it; the bound is for a bug."""
+    threading.Event().wait(60)
+    raise AssertionError("nobody has interrupted this body")
+
+
+class HeldInBody(Trouble):
+    """It is in its body when the job rolls back; its mate waits in a collective."""
+
+    def at(self, place: str) -> None:
+        if place == "begin":
+            _until_cut()
+
+
+class HeldBeforeVote(Trouble):
+    """It has computed all when the job rolls back; its mate has voted."""
+
+    def at(self, place: str) -> None:
+        if place == "end":
+            _until_cut()
+
+
+class Decided(Trouble):
+    """The step is committed, and not carried out here, when the job rolls back."""
+
+    def at(self, place: str) -> None:
+        scope: Any = self.scope
+        own = scope._next
+
+        def both_have_a_word() -> Any:
+            scope._next = own
+            for engine in (scope._engine, self.engine.engine):
+                deadline = time.monotonic() + 60
+                while not engine.has_word() and time.monotonic() < deadline:
+                    engine.wait_for(engine.has_word)
+                assert engine.has_word()
+            assert scope._thread.role == "waiting"
+            return own()
+
+        scope._next = both_have_a_word
+
+
+class Torn(Trouble):
+    """Its update fails after the COMMIT."""
+
+    def __init__(self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def at(self, place: str) -> None:
+        def fail(*_: Any) -> None:
+            hook.remove()
+            raise RuntimeError("the update fails")
+
+        if place == "end":
+            hook = self.inner.register_step_pre_hook(fail)
+
+
+def _islands(job: Job, trouble: type[Trouble] = Trouble, inner_step: int = 1) -> None:
+    """``trouble`` is that of rank 1 of group 1, in that inner step after the second txn."""
     manager = job.sharded_manager(spec="hsdp_diloco")
     mesh = manager.shard_mesh()
     model = GPT(job.dropout)
@@ -142,12 +212,48 @@ def hsdp_diloco(job: Job) -> None:
     last: list[Any] = []
     # not after the body: the decision of a step may come after a rollback of the job's
     manager.on_commit(lambda: job.committed(*last))
+    due = [trouble(manager, inner)] if (job.group, job.rank) == (1, 1) else []
     job.own_seed()
     for txn in manager.transactions(loader, max_steps=job.steps):
         with txn:
+            now = due.pop() if due and (txn.step, txn.inner_step) == (2, inner_step) else None
+            if now is not None:
+                now.at("begin")
             x, y, index = txn.batch
             loss = model(x, y)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             last[:] = index, loss.item()
+            if now is not None:
+                now.at("end")
     job.ended(model, inner, schedule, shared=synchronizer)
+
+
+def hsdp_diloco(job: Job) -> None:
+    """The GPT of `diloco`, each group with shards of it on two ranks; two fragments."""
+    _islands(job)
+
+
+def held_in_body(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, HeldInBody)
+
+
+def held_before_vote(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, HeldBeforeVote)
+
+
+def decided(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, Decided)
+
+
+def torn(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, Torn)
+
+
+def torn_last(job: Job) -> None:
+    """The same, before a synchronisation, in which the mate may be already."""
+    _islands(job, Torn, EVERY - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from test_recipes import (
 from torch import nn
 
 import fft
+from fft.trace.audit import audit_dir
 
 RECIPES = {
     name: Recipe(f"alone.{name}", phases=PHASES) for name in ("local_sgd", "diloco", "streaming")
@@ -212,4 +214,66 @@ def test_after_a_kill_groups_agree_and_no_slice_is_lost(stage: Stage, name: str)
     _assert_audited(run, words)
     assert [group for group, _ in _fetches(run)] == [str(g) for g, _ in run.killed], words
     _assert_shared(run, words)
+    _assert_samples_once(run)
+
+
+# --- groups of several ranks ----------------------------------------------------------------------
+
+ISLANDS = RECIPES["hsdp_diloco"]
+
+
+def _of_group(run: Run, name: str, group: int) -> list[dict[str, Any]]:
+    return [line for line in _notes(run, name) if line["group"] == str(group)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("phase", INNER)
+def test_an_inner_step_that_fails_on_one_rank_is_repeated_by_its_group_alone(
+    stage: Stage, phase: str
+) -> None:
+    fault = {"name": "f", "kind": "exception", "step": 3, "group": 1, "rank": 0, "phase": phase}
+    run, clean = stage.run(ISLANDS, f"inner-{phase}", (fault,)), stage.clean(ISLANDS)
+    _assert_audited(run, phase)
+    assert _aborts(run) == []
+    steps = [line["data"]["inner_step"] for line in _of_group(run, "inner_abort", 1)]
+    assert len(steps) == 2, "of both ranks"
+    assert steps[0] == steps[1]
+    assert _of_group(run, "inner_abort", 0) == []
+    _assert_same(run, clean, _parts(clean), str(fault))
+    epochs = {s.directory.name[:2]: s.epochs for s in audit_dir(run.traces()).inner}
+    assert epochs == {"g0": 1, "g1": 2}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["held_in_body", "held_before_vote", "decided"])
+def test_a_rollback_of_the_job_undoes_one_inner_step_at_most(stage: Stage, where: str) -> None:
+    """Group 0 fails as it begins to reduce, while group 1 is ``where`` in an inner step."""
+    fault = {"name": "f", "kind": "exception", "step": 2, "group": 0, "rank": 0,
+             "phase": "before_allreduce"}  # fmt: skip
+    recipe = replace(ISLANDS, name=f"alone.{where}")
+    run, clean = stage.run(recipe, "cut", (fault,)), stage.clean(ISLANDS)
+    _assert_audited(run, where)
+    assert len(_aborts(run)) == 1
+    _assert_same(run, clean, _parts(clean), where)
+    for place, expected in clean.results[-1].items():
+        for what in ("consumed", "losses"):
+            assert run.results[-1][place][what] == expected[what], f"{what} of {place}"
+    done = [(line["data"]["slice"], line["data"]["inner_step"]) for line in
+            _of_group(run, "inner_commit", 1)]  # fmt: skip
+    assert sorted(done) == sorted(2 * sorted(set(done))), "each once, on both ranks"
+    again = {line["data"]["inner_step"] for line in _of_group(run, "inner_abort", 1)}
+    assert again <= {1}
+    assert _notes(run, "inner_void") == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["torn", "torn_last"])
+def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(
+    stage: Stage, where: str
+) -> None:
+    run = stage.run(replace(ISLANDS, name=f"alone.{where}"), "once")
+    _assert_audited(run, where)
+    told = {(line["group"], line["rank"]) for line in _notes(run, "inner_torn")}
+    assert told == {("1", 0), ("1", 1)}
+    _assert_shared(run, where)
     _assert_samples_once(run)

@@ -165,7 +165,9 @@ class Synchronizer:
 
     def start_over(self) -> None:
         """The progress since the last synchronisation is void."""
-        reshard(self._manager._parts.state.models)
+        state = self._manager._parts.state
+        reshard(state.models)
+        state.updates.loaded()
         self.shared.start_over()
         self._forget_window()
 
