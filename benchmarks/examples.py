@@ -39,6 +39,7 @@ EXAMPLES = (
     Example("ddp", 1, "ddp_char_lm.py", "ddp_faults.yaml"),
     Example("pipeline", 2, "pipeline_char_lm.py", "pipeline_faults.yaml"),
     Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
+    Example("hsdp_diloco", 2, "hsdp_diloco_char_lm.py", "hsdp_diloco_faults.yaml"),
 )
 COLUMNS = (
     "committed steps",
@@ -98,8 +99,9 @@ def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)
     middle = f"{delays[len(delays) // 2]:.0f}, {delays[-1]:.0f}" if delays else "-"
     good = report.ok and all_fired and not twice and not never
+    inner = f" + {sum(scope.commits for scope in report.inner)} inner" if report.inner else ""
     cells = [
-        f"{report.commits}",
+        f"{report.commits}{inner}",
         f"{len(found)}" + ("" if all_fired else " (not all fired)"),
         f"{sum(i.attempts_lost for i in found)}",
         f"{once} / {twice} / {never}",
