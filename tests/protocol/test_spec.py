@@ -94,6 +94,18 @@ BAD = {
         "parameter_groups.model",
         "say per_group",
     ),
+    "a scope of the group over stages": (
+        changed(
+            "  model: {ranks: shards}\nscopes:\n"
+            "  step: {members: job, commits: [model], sync: every_step}",
+            "  copy: {ranks: stages, samples: per_group}\n"
+            "  model: {ranks: stages, samples: per_group}\nscopes:\n"
+            "  inner: {members: group, commits: [copy], sync: every_step}\n"
+            "  outer: {members: job, commits: [model], sync: periodic}",
+        ),
+        "scopes.inner.commits.0",
+        "say ranks: one, or ranks: shards",
+    ),
     "two scopes": (
         changed(
             "  step: {members: job, commits: [model], sync: every_step}",

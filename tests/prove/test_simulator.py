@@ -250,7 +250,10 @@ def test_the_audit_of_a_good_seed_finds_what_the_simulator_counted(tmp_path: Pat
         (["--jobs", "0"], "give the number of processes, 1 or more"),
         (["--first", "-1"], "a seed is a whole number from 0 on"),
         (["--seed", "1", "--seeds", "5"], "leave out --seeds and --first, or --seed"),
-        (["no_such_spec"], "no spec named 'no_such_spec'; there are: ddp, diloco, hsdp, local_sgd"),
+        (
+            ["no_such_spec"],
+            "no spec named 'no_such_spec'; there are: ddp, diloco, hsdp, hsdp_diloco, ",
+        ),
     ],
 )
 def test_bad_arguments_get_one_line_that_names_the_mend(arguments: list[str], mend: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,3 +281,22 @@ def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(
     assert told == {("1", 0), ("1", 1)}
     _assert_shared(run, where)
     _assert_samples_once(run)
+
+
+@pytest.mark.multiprocess
+def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_path: Path) -> None:
+    shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")
+    found = audit_dir(tmp_path / "traces")
+    assert found.ok
+    assert [scope.directory.name[:2] for scope in found.inner] == ["g0", "g1"]
+    assert [scope.commits for scope in found.inner] == 2 * [ISLANDS.steps * EVERY]
+    odd, lost = (scope.directory for scope in found.inner)
+    trace = min(odd.glob("*.jsonl"))
+    trace.write_bytes(trace.read_bytes().replace(b'"lineage":"genesis"', b'"lineage":"genesys"', 1))
+    shutil.rmtree(lost)
+    report = audit_dir(tmp_path / "traces")
+    assert not report.inner[0].ok
+    assert [f.name for f in report.findings if f.violation] == ["inner_scopes"]
+    assert not report.ok
+    assert f"inside of group {odd.name}" in report.render()
+    assert f"0 commits in inner/{lost.name}" in report.render()
