@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from corpus import GPT, Text, Vectors, perceptron
 from recipe_job import Job
+from slow_link import Link
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -193,7 +194,12 @@ class Torn(Trouble):
             hook = self.inner.register_step_pre_hook(fail)
 
 
-def _islands(job: Job, trouble: type[Trouble] = Trouble, inner_step: int = 1) -> None:
+def _islands(
+    job: Job,
+    trouble: type[Trouble] = Trouble,
+    inner_step: int = 1,
+    watch: Callable[[int, int], None] = lambda step, inner_step: None,
+) -> None:
     """``trouble`` is that of rank 1 of group 1, in that inner step after the second txn."""
     manager = job.sharded_manager(spec="hsdp_diloco")
     mesh = manager.shard_mesh()
@@ -216,6 +222,7 @@ def _islands(job: Job, trouble: type[Trouble] = Trouble, inner_step: int = 1) ->
     job.own_seed()
     for txn in manager.transactions(loader, max_steps=job.steps):
         with txn:
+            watch(txn.step, txn.inner_step)
             now = due.pop() if due and (txn.step, txn.inner_step) == (2, inner_step) else None
             if now is not None:
                 now.at("begin")
@@ -252,6 +259,27 @@ def decided(job: Job) -> None:
 def torn(job: Job) -> None:
     """The same, with trouble."""
     _islands(job, Torn)
+
+
+def slow_link(job: Job) -> None:
+    """The same, and nothing crosses group 1's links to the job's bus during one window."""
+    if job.group == 0:
+        _islands(job)
+        return
+    link = Link(job.bus)
+    job.bus = link.url
+
+    def hold(step: int, inner_step: int) -> None:
+        if (step, inner_step) == (2, 0):
+            link.hold()
+        if (step, inner_step) == (2, EVERY - 1):
+            job.facts["steps_without_bus"] = inner_step
+            link.release()
+
+    try:
+        _islands(job, watch=hold)
+    finally:
+        job._ends.append(link.close)  # after the manager
 
 
 def torn_last(job: Job) -> None:

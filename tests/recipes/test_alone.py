@@ -284,6 +284,17 @@ def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(
 
 
 @pytest.mark.multiprocess
+def test_inner_steps_are_committed_while_nothing_crosses_the_link_to_the_job(stage: Stage) -> None:
+    """If they needed the job's bus, the step that releases the link would never begin."""
+    run, clean = stage.run(replace(ISLANDS, name="alone.slow_link"), "held"), stage.clean(ISLANDS)
+    _assert_audited(run, "held")
+    assert _aborts(run) == []
+    for rank in range(ISLANDS.ranks):
+        assert run.results[-1][1, rank]["facts"] == {"steps_without_bus": EVERY - 1}
+    _assert_same(run, clean, _parts(clean), "held")
+
+
+@pytest.mark.multiprocess
 def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_path: Path) -> None:
     shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")
     found = audit_dir(tmp_path / "traces")

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from fft.bus import open_job_bus
+from fft.bus import BusError, open_job_bus
 from fft.engine.loop import Command, Engine
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
@@ -119,7 +119,11 @@ class InnerScope:
         operation_s = self._limits["bus_operation"].seconds
         bus = open_job_bus(url, self._settings.token, operation_s, purpose="inner bus")
         peer, spec = self._job.peer, self._settings.spec.inner
-        peer = peer._replace(inc=bus.next_number(f"inc/{peer.group}/{peer.rank}"))
+        try:
+            peer = peer._replace(inc=bus.next_number(f"inc/{peer.group}/{peer.rank}"))
+        except BusError:
+            bus.close()
+            raise
         root = self._settings.trace_dir
         folder = None if root is None else inner_folder(root, peer.group, config.store)
         own = self._own = Participation(peer, bus, TraceWriter(folder, peer))
