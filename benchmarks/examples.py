@@ -39,6 +39,7 @@ EXAMPLES = (
     Example("pipeline", 2, "pipeline_char_lm.py", "pipeline_faults.yaml"),
     Example("local_sgd", 1, "local_sgd_char_lm.py", "local_sgd_faults.yaml"),
     Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
+    Example("hsdp_diloco", 2, "hsdp_diloco_char_lm.py", "hsdp_diloco_faults.yaml"),
 )
 COLUMNS = (
     "committed steps",

@@ -218,10 +218,10 @@ class Engine:
         Who makes it true says so by `nudge`, and has a limit of its own.
         """
         with self._changed:
-            self._changed.wait_for(lambda: done() or self._has_word())
-            return not self._has_word()
+            self._changed.wait_for(lambda: done() or self.has_word())
+            return not self.has_word()
 
-    def _has_word(self) -> bool:
+    def has_word(self) -> bool:  # any thread: whether `wait_command` would not wait
         return self.superseded() or self._failure is not None
 
     def nudge(self) -> None:

@@ -7,7 +7,9 @@ sync policy. Each parameter group is committed by one scope.
 One scope is the job's: its transactions are the protocol's. Beside it there may be one inside each
 replica group, whose transactions the group commits alone, on its own copy of the parameters; then
 the job's scope is ``periodic``, and each of its transactions follows so many of the group's. What
-the group has committed meanwhile is not undone by a rollback of the job's.
+the group has committed meanwhile is not undone by a rollback of the job's. Where a group has
+several ranks, they commit each of its steps together: their scope is one more instance of the
+protocol, a job of one group.
 """
 
 from __future__ import annotations
@@ -131,8 +133,11 @@ def _unfit_scopes(
             text = "a group commits its own steps one by one: say every_step"
             yield ("scopes", name, "sync"), text
         for i, group in enumerate(scopes[name].commits):
-            if group in groups and groups[group].ranks != "one":
-                text = "a scope of the group is one rank so far: say ranks: one"
+            if group in groups and groups[group].ranks == "stages":
+                text = (
+                    "what stages keep of a step is put back by the job's scope alone so far: say "
+                    "ranks: one, or ranks: shards"
+                )
                 yield ("scopes", name, "commits", i), f"{group!r}: {text}"
 
 

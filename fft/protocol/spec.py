@@ -243,6 +243,15 @@ class FsmSpec(MachineSpec):
         """Whether the job's transactions follow several steps that each group commits alone."""
         return any(scope.sync == "periodic" for scope in self.scopes.values())
 
+    @property
+    def inner(self) -> FsmSpec:
+        """The scope inside each replica group, if there is one, as a job of the group alone."""
+        name, scope = next((n, s) for n, s in self.scopes.items() if s.members == "group")
+        own = {group: self.parameter_groups[group] for group in scope.commits}
+        whole = {name: scope.model_copy(update={"members": "job"})}
+        update = {"name": f"{self.name}-{name}", "parameter_groups": own, "scopes": whole}
+        return self.model_copy(update=update)
+
 
 class ThreadSpec(MachineSpec):
     """The main thread's machine, ``fsm_specs/main_thread.yaml``; the same for every paradigm.

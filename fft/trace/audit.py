@@ -21,7 +21,7 @@ from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config
 from fft.protocol.table import Table
 from fft.trace.ends import divergences, ended_by_divergence, without_state
-from fft.trace.format import FORMAT, chain
+from fft.trace.format import FORMAT, INNER, chain, inner_folder
 from fft.trace.inner_steps import judge_inner_steps
 from fft.trace.live_sets import judge_live_sets
 from fft.util.errors import FftError
@@ -114,11 +114,13 @@ class AuditReport:
     """The job ended with the last of them."""
     no_state: str | None = None
     """What is to be said of an end with ``NoState``."""
+    inner: list[AuditReport] = field(default_factory=list)
+    """Of the scopes inside of replica groups, each a job of its own; by group and its store."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found, and nothing is missing."""
-        whole = not self.gaps and not self.diverged
+        whole = not self.gaps and not self.diverged and all(scope.ok for scope in self.inner)
         return whole and all(f.violation is None for f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,6 +138,7 @@ class AuditReport:
             "divergences": self.divergences,
             "diverged": self.diverged,
             "no_state": self.no_state,
+            "inner": [scope.to_json() for scope in self.inner],
             "invariants": [
                 {
                     "name": f.name,
@@ -164,12 +167,18 @@ class AuditReport:
         lines += [f"  INCOMPLETE: {gap}; the rest of this trace is left out" for gap in self.gaps]
         lines += [f"  replicas differed: {text}" for text in self.divergences]
         lines += [f"  the end: {self.no_state}"] if self.no_state is not None else []
+        for scope in self.inner:
+            told = f"  inside of group {scope.directory.name}: {scope.commits} commits, "
+            lines.append(told + f"{scope.epochs} epochs: {scope._verdict()}")
+            lines += [] if scope.ok else [f"    {line}" for line in scope.render().splitlines()]
         lines.append(f"verdict: {self._verdict()}")
         return "\n".join(lines)
 
     def _verdict(self) -> str:
         if any(f.violation is not None for f in self.findings):
             return "VIOLATION"
+        if odd := [scope.directory.name for scope in self.inner if not scope.ok]:
+            return f"VIOLATION or INCOMPLETE inside of group {', '.join(odd)}"
         kept = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
         if self.diverged:
             return f"DIVERGED: the job ended because its replicas differ; {kept} of the protocol"
@@ -212,7 +221,7 @@ def read_lines(
 
 
 def audit_dir(directory: str | Path) -> AuditReport:
-    """Audit every ``*.jsonl`` of a directory.
+    """Audit every ``*.jsonl`` of a directory, and the scopes inside of groups, in folders of it.
 
     Raises:
         AuditError: there is no trace in it.
@@ -226,6 +235,8 @@ def audit_dir(directory: str | Path) -> AuditReport:
         _replay(trace, replayed, history)
     findings = [whole, replayed, *judge(history), judge_live_sets(history)]
     findings.append(judge_inner_steps(_notes(trace) for trace in traces))
+    inner = [audit_dir(folder) for folder in sorted((root / INNER).glob("*"))]
+    findings.append(_judge_inner_scopes(root, traces, {scope.directory: scope for scope in inner}))
     records = [record for record, _ in history.records().values()]
     healed = (getattr(m.event, "bytes", 0) for m in history.all() if m.event.type == "healed")
     return AuditReport(
@@ -241,7 +252,27 @@ def audit_dir(directory: str | Path) -> AuditReport:
         divergences=divergences(history),
         diverged=ended_by_divergence(history),
         no_state=without_state(history),
+        inner=inner,
     )
+
+
+def _judge_inner_scopes(
+    root: Path, traces: list[Trace], scopes: dict[Path, AuditReport]
+) -> Finding:
+    """1: what the ranks of a group say that they have committed together, their scope has."""
+    finding = Finding("inner_scopes")
+    for trace in traces:
+        told = [place for place, line in _notes(trace) if line["note"] == "inner_commit"]
+        head = trace.lines[0][1] if trace.lines else {}
+        if not told or head.get("kind") != "header" or head["config"]["world"] == 1:
+            continue
+        folder = inner_folder(root, head["group"], head["config"]["store"])
+        commits = scopes[folder].commits if folder in scopes else 0
+        text = (
+            f"{len(told)} inner steps of this rank, and {commits} commits in {INNER}/{folder.name}"
+        )
+        finding.expect(len(told) <= commits, text, told[-1])
+    return finding
 
 
 def _notes(trace: Trace) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 FORMAT = 2
 """Version in every header; a reader refuses another one."""
+INNER = "inner"
+"""In the folder of a job's traces: the folders of the scopes inside of replica groups."""
+
+
+def inner_folder(directory: Path, group: str, store: str) -> Path:
+    """Where the ranks of one life of a group trace their own scope."""
+    name = f"g{group}-{store}"
+    return directory / INNER / "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in name)
 
 
 def chain(previous: str, body: str) -> str:

@@ -5,17 +5,18 @@ Touches torch's process groups; abort may come from any thread, the rest is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
 from fft.messages.effects import Heal
-from fft.messages.protocol import Peer
-from fft.train.process_group import AbortableGroup, ShardProcessGroupGloo
+from fft.messages.protocol import Peer, Record
+from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
 from fft.util.errors import FftError, UnlikeGroups
 
 
@@ -31,7 +32,11 @@ class EpochGroups:
         self._peer = peer
         self._store = store
         self.replicate = AbortableGroup(pg, "replicate")
-        self.shard = AbortableGroup(shard, "shard") if shard is not None else None
+        self.shard = _Shard(shard, self) if shard is not None else None
+        self.shard_is_void = False
+        """It was aborted since it was built."""
+        self.shard_apart = False
+        """It is not built for the job's epochs, but for those of the group's own scope."""
 
     def __iter__(self) -> Iterator[AbortableGroup]:
         yield self.replicate
@@ -44,15 +49,30 @@ class EpochGroups:
 
     def abort(self, cause: str) -> None:
         """Free whoever is blocked in a collective. Any thread."""
+        self.shard_is_void = True
         for group in self:
             group.abort(cause)
 
+    def abort_shard(self, cause: str) -> None:
+        """Free whoever is blocked in a collective of this replica group. Any thread."""
+        self.shard_is_void = True
+        if self.shard is not None:
+            self.shard.abort(cause)
+
     def unwind(self, cause: str, waiting: AbstractContextManager[None], limit: timedelta) -> None:
         """Abort, and wait until nothing old can write; ``waiting`` is entered around the waits."""
+        self.shard_is_void = True
         for group in self:
             group.abort(cause)
             with waiting:
                 group.quiesce(limit)
+
+    def unwind_shard(self, cause: str, waiting: AbstractContextManager[None]) -> None:
+        """`unwind` of the group inside of this replica group."""
+        assert self.shard is not None, "asked before"
+        self.abort_shard(cause)
+        with waiting:
+            self.shard.quiesce(self._manager._timeout)
 
     def cut(self) -> None:
         """End the connections, as a network would."""
@@ -80,6 +100,11 @@ class EpochGroups:
         """What `stage_group` gives, or would give."""
         return None if self.shard is None else self.shard.pg
 
+    @property
+    def can_meet(self) -> bool:
+        """Whether the ranks of this replica group can tell each other where they stand."""
+        return self.shard is not None and isinstance(self.shard.pg, ShardProcessGroupGloo)
+
     def _ready(self, asked: str) -> ShardProcessGroupGloo:
         if self.shard is None or not isinstance(self.shard.pg, ShardProcessGroupGloo):
             raise FftError(f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...)")
@@ -102,7 +127,7 @@ class EpochGroups:
         manager._quorum_id = record.epoch
         # Both rendezvous at once; torchft's quorum thread has nothing else to do here.
         shard = None
-        if self.shard is not None:
+        if self.shard is not None and not self.shard_apart:
             name = f"{record.n}"
             shard = manager._executor.submit(self._configure_shard, name, record.epoch)
         self.replicate.note = models
@@ -120,6 +145,23 @@ class EpochGroups:
         if shard is not None:
             shard.result()
         self._check_layouts(command)
+
+    def build_shard(
+        self, record: Record, note: str, is_superseded: Callable[[], bool]
+    ) -> dict[int, str]:
+        """Build the group inside of this replica group for ``record``, of the group's own scope.
+
+        Returns what the others have brought as ``note``, by rank. Raises GroupAborted where
+        ``is_superseded`` says that it is not wanted any more; whoever makes that true aborts it.
+        """
+        assert self.shard is not None, "asked before"
+        self.shard_is_void = False
+        if is_superseded():
+            self.shard_is_void = True
+            raise GroupAborted("another scope has rolled back")
+        self.shard.note = note
+        self._configure_shard(f"{record.n}", record.epoch)
+        return self.shard.notes
 
     def _check_layouts(self, command: Heal) -> None:
         """Unlike reductions would meet in gloo, which ends the process then.
@@ -154,3 +196,17 @@ class EpochGroups:
             None,
             timeout=self._manager._quorum_timeout,
         )
+
+
+class _Shard(AbortableGroup):
+    """Aborted also if that was asked for just before it began to be built."""
+
+    def __init__(self, pg: ProcessGroup, groups: EpochGroups) -> None:
+        self._groups = groups
+        super().__init__(pg, "shard")
+
+    def _begin(self, call: Any) -> Any:
+        era = super()._begin(call)
+        if self._groups.shard_apart and self._groups.shard_is_void:
+            self.abort("aborted as it began to be built")
+        return era

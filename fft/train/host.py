@@ -44,6 +44,8 @@ class EngineHost:
         if (parts := self._parts()) is not None:
             parts.groups.abort(cause)
             parts.exchange.interrupt()
+            if parts.inner is not None:  # perhaps because the engine has failed
+                parts.inner.hear_job(cause)
 
     def interrupt(self, cause: str) -> None:
         if (parts := self._parts()) is None:
@@ -51,6 +53,8 @@ class EngineHost:
         if parts.quorums is not None:
             parts.quorums.end()
         parts.watchers.interrupt(cause)
+        if parts.inner is not None:
+            parts.inner.hear_job(cause)
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:

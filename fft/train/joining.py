@@ -58,6 +58,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
         participant, local, job.bus, job.trace, EngineHost(manager, parts), job.group_bus
     )
     engine.start()
+    if parts.inner is not None:
+        parts.inner.start(config)
     if parts.quorums is not None:
         parts.quorums.start()
     speed = watchers.report_speed(job.bus, job.peer, settings.progress_interval)

@@ -11,6 +11,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return _part(tensor).detach()
 
 
+def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What has ``part`` on this rank, and is spread as ``tensor`` is."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def edit_count(tensor: torch.Tensor) -> int:
     """torch's count of edits in place of this rank's part, whichever view they go through."""
     return _part(tensor)._version

@@ -19,6 +19,7 @@ from fft.train.leaving import Leaving
 from fft.train.lighthouse import Beacon, Quorums
 from fft.train.operator_commands import OperatorCommands, make_injector
 from fft.train.participation import Participation
+from fft.train.periodic.inner_scope import InnerScope, inner_scope_of
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.settings import Settings, refuse_ranks
@@ -64,6 +65,7 @@ class Parts:
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
         self.exchange = StateExchange(manager, self.state, transfer)
+        self.inner = self._make_inner(manager)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)
         undo.callback(self.leaving.close)
@@ -108,6 +110,13 @@ class Parts:
             settings.spec,
         )
 
+    def _make_inner(self, manager: TorchftInterface) -> InnerScope | None:
+        """The scope of this replica group, if it has several ranks that step alone."""
+        ranks, job, state = manager._group_world_size, self.job, self.state
+        return inner_scope_of(
+            self.settings, ranks, job, self.watchers, self.groups, state, self.limits
+        )
+
     def _make_quorums(self, manager: TorchftInterface) -> Quorums | None:
         """Who asks the lighthouse, if it is in charge: the first rank of a group."""
         if self.settings.membership != "lighthouse" or manager._group_rank != 0:
@@ -126,6 +135,8 @@ class Parts:
         self.leaving.end_notices()
         self.watchers.end_reports()
         self.job.leave()
+        if self.inner is not None:
+            self.inner.close()
         if self.quorums is not None:
             self.quorums.close()
         self.healer.stop_learning()

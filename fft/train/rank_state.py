@@ -24,6 +24,7 @@ from fft.train.updates import Updates
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
+    from fft.train.periodic.inner_scope import InnerScope
     from fft.train.periodic.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class RankState:
         self.updates = Updates()
         self.synchronizer: Synchronizer | None = None
         """Of groups that step alone."""
+        self.inner: InnerScope | None = None
+        """Of groups of several ranks that do."""
         self.checks: EqualityChecks | None = None
         self.has_extra = False
         """Something is registered besides model, optimizer, schedule and scaler."""
@@ -122,8 +125,20 @@ class RankState:
         return self.updates.has(optimizer) or any(each is optimizer for each in outer)
 
     def put_back(self) -> None:
-        """Put back the start of the step. Raises TornState: part of it is lost for good."""
-        assert self.step is not None
+        """After a rollback of the job's: put back the start of the step, if it has begun here.
+
+        What the ranks of a group commit together is put back by their own scope.
+
+        Raises TornState: part of it is lost for good.
+        """
+        if self.inner is not None:
+            return
+        self.updates.forget()
+        if self.step is None:
+            return
+        if not self.step.captured:  # aborted before: the state is that of the last commit
+            self.step.unwind()
+            return
         try:
             self.step.restore()
         except TornState:

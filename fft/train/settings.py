@@ -162,7 +162,7 @@ def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
         raise FftError(
             f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
             "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
-            "whose ranks hold stages"
+            "whose ranks hold stages, or spec='hsdp_diloco', whose groups step alone"
         )
 
 

@@ -236,12 +236,7 @@ class Worker:
         self._give_up_txn()
         self._groups.unwind(command.cause, self._watchers.waiting(), self._manager._timeout)
         self._reductions.reset()
-        self._state.updates.forget()
-        if self._state.step is not None:
-            if self._state.step.captured:
-                self._put_back()
-            else:  # aborted before this rank began the txn: its state is that of the last commit
-                self._state.step.unwind()
+        self._put_back()
         local = self._job.local
         assert local is not None
         if self._quorums is not None and local.stuck:

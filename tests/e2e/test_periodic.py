@@ -117,6 +117,17 @@ def _changed_after(m: Member) -> None:
     next(m.manager.transactions(_loader()))
 
 
+def test_ranks_that_step_together_need_a_group_to_meet_in(made: Job) -> None:
+    with pytest.raises(FftError, match=r"pass shard_pg=fft\.ShardProcessGroupGloo"):
+        _member(made, spec="hsdp_diloco", ranks=2)
+
+
+def test_ranks_of_a_group_cannot_have_unlike_weights(made: Job) -> None:
+    shard_pg = fft.ShardProcessGroupGloo()
+    with pytest.raises(FftError, match="give all ranks equally many"):
+        _diloco(_registered(made, spec="hsdp_diloco", ranks=2, shard_pg=shard_pg), weighted=True)
+
+
 @pytest.mark.parametrize(
     ("mistake", "mend"),
     [

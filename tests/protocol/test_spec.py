@@ -104,6 +104,18 @@ BAD = {
         "parameter_groups.model",
         "say per_group",
     ),
+    "a scope of the group over stages": (
+        changed(
+            "  model: {ranks: shards}\nscopes:\n"
+            "  step: {members: job, commits: [model], sync: every_step}",
+            "  copy: {ranks: stages, samples: per_group}\n"
+            "  model: {ranks: stages, samples: per_group}\nscopes:\n"
+            "  inner: {members: group, commits: [copy], sync: every_step}\n"
+            "  outer: {members: job, commits: [model], sync: periodic}",
+        ),
+        "scopes.inner.commits.0",
+        "say ranks: one, or ranks: shards",
+    ),
     "two scopes that commit the same": (
         changed(
             "  step: {members: job, commits: [model], sync: every_step}",
@@ -122,11 +134,6 @@ BAD = {
         two_scopes("{members: group, commits: [head], sync: every_step}"),
         "scopes.step.sync",
         "say periodic: it follows the commits of 'more'",
-    ),
-    "a scope of the group of several ranks": (
-        two_scopes("{members: group, commits: [head], sync: every_step}", "periodic"),
-        "scopes.more.commits.0",
-        "say ranks: one",
     ),
     "a scope of the group that is not of every step": (
         two_scopes("{members: group, commits: [head], sync: periodic}", "periodic"),

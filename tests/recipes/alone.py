@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from corpus import GPT, Text, Vectors, perceptron
 from recipe_job import Job
+from slow_link import Link
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fft
 
@@ -120,3 +124,164 @@ def streaming(job: Job) -> None:
         return loss
 
     _train(job, manager, loader, model, inner, synchronizer, None, body, scaler=scaler, mean=mean)
+
+
+class Trouble:
+    """What happens to a rank in one inner step, once: here nothing."""
+
+    def __init__(self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer) -> None:
+        self.scope = manager._parts.inner
+        self.engine = manager._parts.job
+
+    def at(self, place: str) -> None:
+        """The step is at ``place``: ``begin`` or ``end`` of its body."""
+
+
+def _until_cut() -> None:
+    """Until the rollback of the job interrupts it; the bound is for a bug."""
+    threading.Event().wait(60)
+    raise AssertionError("nobody has interrupted this body")
+
+
+class HeldInBody(Trouble):
+    """It is in its body when the job rolls back; its mate waits in a collective."""
+
+    def at(self, place: str) -> None:
+        if place == "begin":
+            _until_cut()
+
+
+class HeldBeforeVote(Trouble):
+    """It has computed all when the job rolls back; its mate has voted."""
+
+    def at(self, place: str) -> None:
+        if place == "end":
+            _until_cut()
+
+
+class Decided(Trouble):
+    """The step is committed, and not carried out here, when the job rolls back."""
+
+    def at(self, place: str) -> None:
+        scope: Any = self.scope
+        own = scope._next
+
+        def both_have_a_word() -> Any:
+            scope._next = own
+            for engine in (scope._engine, self.engine.engine):
+                deadline = time.monotonic() + 60
+                while not engine.has_word() and time.monotonic() < deadline:
+                    engine.wait_for(engine.has_word)
+                assert engine.has_word()
+            assert scope._thread.role == "waiting"
+            return own()
+
+        scope._next = both_have_a_word
+
+
+class Torn(Trouble):
+    """Its update fails after the COMMIT."""
+
+    def __init__(self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def at(self, place: str) -> None:
+        def fail(*_: Any) -> None:
+            hook.remove()
+            raise RuntimeError("the update fails")
+
+        if place == "end":
+            hook = self.inner.register_step_pre_hook(fail)
+
+
+def _islands(
+    job: Job,
+    trouble: type[Trouble] = Trouble,
+    inner_step: int = 1,
+    watch: Callable[[int, int], None] = lambda step, inner_step: None,
+) -> None:
+    """``trouble`` is that of rank 1 of group 1, in that inner step after the second txn."""
+    manager = job.sharded_manager(spec="hsdp_diloco")
+    mesh = manager.shard_mesh()
+    model = GPT(job.dropout)
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, job.steps * EVERY)
+    halves = [nn.ModuleList([model.wte, model.wpe, model.h[0]]),
+              nn.ModuleList([model.h[1], model.ln_f, model.lm_head])]  # fmt: skip
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    manager.register(model, inner, schedule)
+    synchronizer = fft.DiLoCo(manager, halves, inner, outer, 2 * EVERY, fragment_sync_delay=1)
+    loader = fft.CursorLoader(Text(), batch_size=4, seed=33)
+    last: list[Any] = []
+    # not after the body: the decision of a step may come after a rollback of the job's
+    manager.on_commit(lambda: job.committed(*last))
+    due = [trouble(manager, inner)] if (job.group, job.rank) == (1, 1) else []
+    job.own_seed()
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            watch(txn.step, txn.inner_step)
+            now = due.pop() if due and (txn.step, txn.inner_step) == (2, inner_step) else None
+            if now is not None:
+                now.at("begin")
+            x, y, index = txn.batch
+            loss = model(x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            last[:] = index, loss.item()
+            if now is not None:
+                now.at("end")
+    job.ended(model, inner, schedule, shared=synchronizer)
+
+
+def hsdp_diloco(job: Job) -> None:
+    """The GPT of `diloco`, each group with shards of it on two ranks; two fragments."""
+    _islands(job)
+
+
+def held_in_body(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, HeldInBody)
+
+
+def held_before_vote(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, HeldBeforeVote)
+
+
+def decided(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, Decided)
+
+
+def torn(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, Torn)
+
+
+def slow_link(job: Job) -> None:
+    """The same, and nothing crosses group 1's links to the job's bus during one window."""
+    if job.group == 0:
+        _islands(job)
+        return
+    link = Link(job.bus)
+    job.bus = link.url
+
+    def hold(step: int, inner_step: int) -> None:
+        if (step, inner_step) == (2, 0):
+            link.hold()
+        if (step, inner_step) == (2, EVERY - 1):
+            job.facts["steps_without_bus"] = inner_step
+            link.release()
+
+    try:
+        _islands(job, watch=hold)
+    finally:
+        job._ends.append(link.close)  # after the manager
+
+
+def torn_last(job: Job) -> None:
+    """The same, before a synchronisation, in which the mate may be already."""
+    _islands(job, Torn, EVERY - 1)

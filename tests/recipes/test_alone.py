@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +30,12 @@ from test_recipes import (
 from torch import nn
 
 import fft
+from fft.trace.audit import audit_dir
 
 RECIPES = {
     name: Recipe(f"alone.{name}", phases=PHASES) for name in ("local_sgd", "diloco", "streaming")
 }
+RECIPES["hsdp_diloco"] = Recipe("alone.hsdp_diloco", phases=PHASES, ranks=2)
 INNER = ("forward", "backward")
 """Phases of an inner step."""
 
@@ -42,12 +47,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     made.close()
 
 
-def _shared(run: Run) -> list[dict[str, str]]:
-    """But for how far each has come with its own steps."""
-    return [
-        {k: v for k, v in result["bits"]["shared"].items() if not k.startswith("progress")}
-        for result in run.results[-1].values()
-    ]
+def _assert_shared(run: Run, words: str) -> None:
+    """Equal ranks of the groups agree, but for how far each has come with its own steps."""
+    first: dict[int, dict[str, str]] = {}
+    for (_, rank), result in run.results[-1].items():
+        shared = result["bits"]["shared"].items()
+        of_rank = {k: v for k, v in shared if not k.startswith("progress")}
+        assert first.setdefault(rank, of_rank) == of_rank, words
 
 
 def _notes(run: Run, name: str) -> list[dict[str, Any]]:
@@ -63,9 +69,12 @@ def _assert_samples_once(run: Run) -> None:
     }
     last = records[max(records)]
     held = [lease[0] for lease in last["leases"]] + last["returned"]
-    consumed = [line["data"]["slice"] for line in _notes(run, "consumed")]
-    consumed = sorted(number for number in consumed if number is not None)
-    assert sorted(consumed + held) == list(range(last["cursor"]))
+    taken: dict[int, list[int]] = {rank: [] for _, rank in run.results[-1]}
+    for line in _notes(run, "consumed"):
+        if (number := line["data"]["slice"]) is not None:
+            taken[line["rank"]].append(number)
+    for consumed in taken.values():
+        assert sorted(consumed + held) == list(range(last["cursor"]))
 
 
 # --- without a fault ------------------------------------------------------------------------------
@@ -78,8 +87,7 @@ def test_it_learns_and_groups_agree_on_what_they_share(stage: Stage, name: str) 
     run = stage.clean(recipe)
     _assert_audited(run, name)
     assert _aborts(run) == []
-    first, *others = _shared(run)
-    assert all(other == first for other in others)
+    _assert_shared(run, name)
     for result in run.results[-1].values():
         losses = result["losses"]
         assert len(losses) == recipe.steps * EVERY
@@ -208,6 +216,99 @@ def test_after_a_kill_groups_agree_and_no_slice_is_lost(stage: Stage, name: str)
     assert run.killed, words
     _assert_audited(run, words)
     assert [group for group, _ in _fetches(run)] == [str(g) for g, _ in run.killed], words
-    first, *others = _shared(run)
-    assert all(other == first for other in others), words
+    _assert_shared(run, words)
     _assert_samples_once(run)
+
+
+# --- groups of several ranks ----------------------------------------------------------------------
+
+ISLANDS = RECIPES["hsdp_diloco"]
+
+
+def _of_group(run: Run, name: str, group: int) -> list[dict[str, Any]]:
+    return [line for line in _notes(run, name) if line["group"] == str(group)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("phase", INNER)
+def test_an_inner_step_that_fails_on_one_rank_is_repeated_by_its_group_alone(
+    stage: Stage, phase: str
+) -> None:
+    fault = {"name": "f", "kind": "exception", "step": 3, "group": 1, "rank": 0, "phase": phase}
+    run, clean = stage.run(ISLANDS, f"inner-{phase}", (fault,)), stage.clean(ISLANDS)
+    _assert_audited(run, phase)
+    assert _aborts(run) == []
+    steps = [line["data"]["inner_step"] for line in _of_group(run, "inner_abort", 1)]
+    assert len(steps) == 2, "of both ranks"
+    assert steps[0] == steps[1]
+    assert _of_group(run, "inner_abort", 0) == []
+    _assert_same(run, clean, _parts(clean), str(fault))
+    epochs = {s.directory.name[:2]: s.epochs for s in audit_dir(run.traces()).inner}
+    assert epochs == {"g0": 1, "g1": 2}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["held_in_body", "held_before_vote", "decided"])
+def test_a_rollback_of_the_job_undoes_one_inner_step_at_most(stage: Stage, where: str) -> None:
+    """Group 0 fails as it begins to reduce, while group 1 is ``where`` in an inner step."""
+    fault = {"name": "f", "kind": "exception", "step": 2, "group": 0, "rank": 0,
+             "phase": "before_allreduce"}  # fmt: skip
+    recipe = replace(ISLANDS, name=f"alone.{where}")
+    run, clean = stage.run(recipe, "cut", (fault,)), stage.clean(ISLANDS)
+    _assert_audited(run, where)
+    assert len(_aborts(run)) == 1
+    _assert_same(run, clean, _parts(clean), where)
+    for place, expected in clean.results[-1].items():
+        for what in ("consumed", "losses"):
+            assert run.results[-1][place][what] == expected[what], f"{what} of {place}"
+    done = [(line["data"]["slice"], line["data"]["inner_step"]) for line in
+            _of_group(run, "inner_commit", 1)]  # fmt: skip
+    assert sorted(done) == sorted(2 * sorted(set(done))), "each once, on both ranks"
+    again = sorted((line["rank"], line["data"]["inner_step"]) for line in
+                   _of_group(run, "inner_abort", 1))  # fmt: skip
+    # of a step that is decided, it is the next one, which the mate may have begun
+    assert again in ([[], [(0, 2)]] if where == "decided" else [[(0, 1), (1, 1)], [(1, 1)]])
+    assert _notes(run, "inner_void") == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["torn", "torn_last"])
+def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(
+    stage: Stage, where: str
+) -> None:
+    run = stage.run(replace(ISLANDS, name=f"alone.{where}"), "once")
+    _assert_audited(run, where)
+    told = {(line["group"], line["rank"]) for line in _notes(run, "inner_torn")}
+    assert told == {("1", 0), ("1", 1)}
+    _assert_shared(run, where)
+    _assert_samples_once(run)
+
+
+@pytest.mark.multiprocess
+def test_inner_steps_are_committed_while_nothing_crosses_the_link_to_the_job(stage: Stage) -> None:
+    """If they needed the job's bus, the step that releases the link would never begin."""
+    run, clean = stage.run(replace(ISLANDS, name="alone.slow_link"), "held"), stage.clean(ISLANDS)
+    _assert_audited(run, "held")
+    assert _aborts(run) == []
+    for rank in range(ISLANDS.ranks):
+        assert run.results[-1][1, rank]["facts"] == {"steps_without_bus": EVERY - 1}
+    _assert_same(run, clean, _parts(clean), "held")
+
+
+@pytest.mark.multiprocess
+def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_path: Path) -> None:
+    shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")
+    found = audit_dir(tmp_path / "traces")
+    assert found.ok
+    assert [scope.directory.name[:2] for scope in found.inner] == ["g0", "g1"]
+    assert [scope.commits for scope in found.inner] == 2 * [ISLANDS.steps * EVERY]
+    odd, lost = (scope.directory for scope in found.inner)
+    trace = min(odd.glob("*.jsonl"))
+    trace.write_bytes(trace.read_bytes().replace(b'"lineage":"genesis"', b'"lineage":"genesys"', 1))
+    shutil.rmtree(lost)
+    report = audit_dir(tmp_path / "traces")
+    assert not report.inner[0].ok
+    assert [f.name for f in report.findings if f.violation] == ["inner_scopes"]
+    assert not report.ok
+    assert f"inside of group {odd.name}" in report.render()
+    assert f"0 commits in inner/{lost.name}" in report.render()

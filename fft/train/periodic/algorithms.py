@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fft.train.local_tensors import local_of
+from fft.train.local_tensors import like, local_of
 from fft.train.periodic.shared_state import Fragment
 from fft.train.periodic.synchronizer import Synchronizer
 from fft.util.errors import FftError
@@ -145,7 +145,7 @@ class DiLoCo(Synchronizer):
         own = {name: local_of(p).clone() for name, p in fragment.parameters.items()}
         fragment.put_globals()
         for name, value in mean.items():
-            fragment.parameters[name].grad = value
+            fragment.parameters[name].grad = like(fragment.parameters[name], value)
         optimizer = self._by_fragment[self.shared.fragments.index(fragment)]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

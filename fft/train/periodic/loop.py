@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +18,9 @@ from fft.messages.effects import StartTxn
 from fft.train.data.source import DataSource, Drawn, LeasedInputs
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
+from fft.train.periodic.inner_scope import InnerScope
 from fft.train.periodic.synchronizer import Synchronizer
+from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import text_of
@@ -53,6 +55,7 @@ class PeriodicLoop:
         self.synchronizer = synchronizer
         self.watchers = watchers
         self.state = state
+        self.inner = state.inner
         self.reductions = reductions
 
     @property
@@ -75,7 +78,11 @@ class PeriodicLoop:
             is_last = is_last or not inputs.suffice_after(plan)
             if is_last:
                 loop.compare_now()
-            waited_ms = yield from self._inner_steps(plan, inputs)
+            try:
+                waited_ms = yield from self._inner_steps(plan, inputs)
+            finally:
+                if self.inner is not None:
+                    self.inner.leave()
             if waited_ms is not None:
                 self._synchronize(plan, is_last, waited_ms)
 
@@ -85,13 +92,17 @@ class PeriodicLoop:
         """Those that are missing. Returns how long they waited for data (ms); None: rolled back."""
         synchronizer, step, waited_ms = self.synchronizer, self.state.step, 0.0
         assert step is not None, "looked at before"
-        while plan.lease is not None and synchronizer.position < synchronizer.steps:
+        while plan.lease is not None and (self.inner is None or self.inner.ready(plan)):
+            if synchronizer.position >= synchronizer.steps:
+                break
             if self._is_superseded() or not self._launched_in_time(plan):
                 return None
+            if self.inner is not None and not self.inner.begin():
+                continue
             drawn = inputs.draw(plan.lease, synchronizer.position)
             step.capture()
             self.watchers.txn_begun(plan.step)
-            txn = InnerTransaction(self, plan, drawn)
+            txn = self._inner_step(plan, drawn)
             try:
                 yield txn
             except GeneratorExit:
@@ -104,10 +115,15 @@ class PeriodicLoop:
             waited_ms += drawn.waited_ms if txn.committed else 0.0
         return None if self._is_superseded() else waited_ms
 
+    def _inner_step(self, plan: StartTxn, drawn: Drawn) -> InnerTransaction:
+        if self.inner is None:
+            return InnerTransaction(self, plan, drawn)
+        return SharedInnerTransaction(self, self.inner, plan, drawn)
+
     def _is_superseded(self) -> bool:
         """Whether the job's txn has been rolled back meanwhile; then it is left here."""
         engine = self.job.engine
-        if engine is None or not engine.superseded():
+        if engine is None or not engine.has_word():
             return False
         self.loop.worker.body_unwound()
         return True
@@ -238,11 +254,18 @@ class InnerTransaction(Transaction):
         return mistake
 
     def _commit(self) -> None:
-        periodic, state = self._periodic, self._periodic.state
+        state = self._periodic.state
         assert state.step is not None, "looked at before"
         state.step.note_edits()
+        self.carry_out(state.updates.must_skip)
+
+    def carry_out(self, skip: Callable[[], bool]) -> bool:
+        """The step is committed: make its update. Whether it went well; else this rank has begun
+        anew from the last synchronisation."""
+        periodic, state = self._periodic, self._periodic.state
+        assert state.step is not None, "looked at before"
         try:
-            self.skipped = state.updates.must_skip()
+            self.skipped = skip()
             (state.updates.skip if self.skipped else state.updates.apply)()
             periodic.synchronizer.stepped(self._weight)
         except FftError:
@@ -250,7 +273,7 @@ class InnerTransaction(Transaction):
         except Exception as error:
             logger.exception("the optimizer step of an inner step failed; this state is torn")
             self._begin_anew(error)
-            return
+            return False
         self.committed = True
         state.step.forget()
         periodic.loop.worker.body_failures.committed()
@@ -259,6 +282,7 @@ class InnerTransaction(Transaction):
         periodic.watchers.txn_ended(committed=True)
         if not self.skipped:
             state.updates.done()
+        return True
 
     def _roll_back(self, error: Exception) -> None:
         """Put the start of the step back. Nobody else hears of it."""
@@ -294,3 +318,70 @@ class InnerTransaction(Transaction):
     def _note(self, name: str, **more: object) -> None:
         at = {"token": list(self._plan.token), "slice": self._drawn.slice, "item": self._drawn.item}
         self._periodic.job.note(name, {**at, "inner_step": self.inner_step, **more})
+
+
+class SharedInnerTransaction(InnerTransaction):
+    """One that the ranks of the group commit or repeat together.
+
+    ``committed`` may be False of a step whose decision came after a word of the job's; its update
+    is made when the group goes on, and functions of ``manager.on_commit`` are called then.
+    """
+
+    def __init__(
+        self, periodic: PeriodicLoop, inner: InnerScope, plan: StartTxn, drawn: Drawn
+    ) -> None:
+        super().__init__(periodic, plan, drawn)
+        self._inner = inner
+
+    @guarded
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._inner.open_body()
+        return self
+
+    @guarded
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        periodic = self._periodic
+        self._loop.close_body()
+        self._inner.close_body()
+        periodic.reductions.refused = ""
+        self.closed = True
+        if error is not None and not isinstance(error, Exception | Interrupted):
+            return self._loop.unwound(self._plan, self._drawn, error)
+        periodic.watchers.body_done()
+        if error is None:
+            error = self._left_undone() or self._vote()
+        if error is not None:
+            self._give_up(error)
+        return True
+
+    def _vote(self) -> Exception | None:
+        """Vote YES, and carry out the decision; or why there can be no vote."""
+        state = self._periodic.state
+        assert state.step is not None, "looked at before"
+        state.step.note_edits()
+        try:
+            skip = state.updates.must_skip()
+        except Exception as error:  # noqa: BLE001 - as one of the body's
+            return error
+        self._inner.vote(self, skip)
+        return None
+
+    def _give_up(self, error: BaseException) -> None:
+        """The body has failed, or was interrupted: the group rolls the step back."""
+        periodic, is_void = self._periodic, self._inner.is_rolled_back
+        text = text_of(error)
+        self._inner.fail(text, type(error).__name__)
+        periodic.watchers.txn_ended(committed=False)
+        self._note("inner_abort", cause=text)
+        if is_void or not isinstance(error, Exception) or isinstance(error, GroupAborted):
+            return
+        number = self.step * periodic.synchronizer.steps + self.inner_step
+        periodic.loop.give_up_if_hopeless(self._plan, self._drawn, error, number)
+        logger.warning("an inner step failed here and is computed again: %s", text)
+        periodic.job.note_error(error)

@@ -7,6 +7,7 @@ thread; touches the modules and optimizers that it was given.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import Work
 from fft.messages.effects import StartTxn
 from fft.train.local_tensors import local_of
 from fft.train.periodic.shared_state import Fragment, SharedState
+from fft.train.state.sharded import reshard
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 BUCKET_MB = 1024.0
 """MiB that are reduced at once, as in torchft."""
+_ANEW = "a new beginning"
 
 
 @dataclass
@@ -82,6 +85,11 @@ class Synchronizer:
                 f"fragment_sync_delay={delay}: give less"
             )
         state = manager._parts.state
+        if weighted and state.inner is not None:
+            raise FftError(
+                "weighted=True with several ranks in a replica group: each would average its shard "
+                "by the weight of its own samples; leave it out, and give all ranks equally many"
+            )
         assert state.step is not None, "looked at above"
         own = {"algorithm": self.algorithm, "sync_every": sync_every, "fragments": len(fragments)}
         self._plan = {**own, "fragment_sync_delay": delay, "weighted": weighted, **plan}
@@ -98,6 +106,7 @@ class Synchronizer:
         self._is_weighted = weighted
         self._weight = 0.0
         """Of the steps that are not in a reduction yet."""
+        self._history = _ANEW
         state.synchronize_by(self)
         if manager._parts.reductions.reducers:
             state.refuse_sync()
@@ -158,6 +167,9 @@ class Synchronizer:
 
     def start_over(self) -> None:
         """The progress since the last synchronisation is void."""
+        state = self._manager._parts.state
+        reshard(state.models)
+        state.updates.loaded()
         self.shared.start_over()
         self._forget_window()
 
@@ -167,6 +179,7 @@ class Synchronizer:
         ``keep_gradients``: what this txn has reduced belongs to the state that comes.
         """
         self.shared.load(state)
+        reshard(self._manager._parts.state.models)
         buckets = self._buckets if keep_gradients else []
         self._forget_window()
         self._buckets = buckets
@@ -178,6 +191,7 @@ class Synchronizer:
             self._manager._parts.job.note("inner_void", void)
         self.lease, self.position, self._weight = None, 0, 0.0
         self._buckets = []
+        self._history = _ANEW
 
     def stepped(self, weight: float | None) -> None:
         """An inner step was committed, of which so much counts.
@@ -191,8 +205,13 @@ class Synchronizer:
                 f"weighted={self._is_weighted}: call it in every inner step of a weighted one, and "
                 "else never"
             )
+        self._history = _after(self._history, f"{self.lease}.{self.position}")
         self.position += 1
         self._weight += weight or 0.0
+
+    def standing(self) -> str:
+        """Where this rank stands: equal on ranks of a group whose states belong together."""
+        return f"inner step {self.position} of slice {self.lease}, after {self._history}"
 
     def launch(self) -> None:
         """Begin to reduce: for the first time, or what the attempt before this has reduced."""
@@ -225,6 +244,7 @@ class Synchronizer:
             for name, value in zip(bucket.names, self._parted(bucket), strict=True):
                 own = local_of(self._due.parameters[name])
                 mean[name] = value.view_as(own).to(own.dtype)
+        reshard(self._manager._parts.state.models)  # what was gathered would hide the new values
         with torch.no_grad():
             self._step(self._due, mean)
         self._end_window()
@@ -237,6 +257,7 @@ class Synchronizer:
         """The user's functions follow the inner steps."""
 
     def _end_window(self) -> None:
+        self._history = _after(self._history, "synchronised")
         self.lease, self.position, self._buckets = None, 0, []
         self.shared.note_progress()
 
@@ -281,3 +302,8 @@ class Synchronizer:
             return list(torch.split(bucket.reduced, sizes))
         *parts, total = torch.split(bucket.reduced, [*sizes, 1])
         return [part / total for part in parts]
+
+
+def _after(history: str, event: str) -> str:
+    """What a rank has been through, as a digest."""
+    return hashlib.blake2b(f"{history}|{event}".encode(), digest_size=8).hexdigest()

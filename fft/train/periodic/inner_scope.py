@@ -1,0 +1,386 @@
+"""The scope inside a replica group of several ranks, which commit each step of the group together.
+
+It is one more instance of the protocol: a job of one group, with an engine, a table of the main
+thread, a bus and a trace of its own. The bus is on the group's own store, so that each life of the
+group has its own inner job. No other group hears of it.
+
+The job's scope comes first: a rank that has a word of the job's engine carries it out before
+anything of this scope. Else ranks could wait in a circle, each in the one scope for a mate that
+waits in the other. So whatever the main thread waits for here, it comes back when the job speaks;
+what was decided here meanwhile is carried out afterwards. The job's engine waits for nothing here,
+and it alone judges who lives: this scope leaves nobody out.
+
+Each rollback of the job's aborts the shard group, too, and each is followed by a new epoch here. As
+they meet in it, the ranks compare where they stand; if they differ, all begin anew from the last
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from fft.bus import BusError, open_job_bus
+from fft.engine.loop import Command, Engine
+from fft.messages.commands import Command as OperatorCommand
+from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
+from fft.messages.protocol import (
+    Applied,
+    Fault,
+    Healed,
+    HealFailed,
+    Peer,
+    Prepared,
+    Restored,
+    Start,
+    Token,
+)
+from fft.protocol.participant import Participant
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import GENESIS, Config
+from fft.protocol.table import Table
+from fft.protocol.timeouts import Timeout, timers
+from fft.trace.format import inner_folder
+from fft.trace.writer import TraceWriter, header
+from fft.train.epoch_groups import EpochGroups
+from fft.train.local_tensors import local_of
+from fft.train.main_thread import MainThread
+from fft.train.participation import Participation
+from fft.train.rank_state import RankState
+from fft.train.reductions import ManifestBuilder
+from fft.train.reported import error_of, text_of
+from fft.train.settings import Settings
+from fft.train.state.step_state import StepState, TornState
+from fft.train.watchers import Watchers
+from fft.util.errors import FftError
+
+logger = logging.getLogger(__name__)
+
+_NEVER_S = 3e8
+"""Ten years. Mates are waited for as long as the job keeps the group."""
+_UNBOUND = ("quorum", "ready_window")
+
+
+class Attempt(Protocol):
+    """A step that this rank has voted for."""
+
+    def carry_out(self, skip: Callable[[], bool]) -> bool:
+        """It is committed: make its update. Whether it went well."""
+
+
+class InnerScope:
+    """Of one rank. The main thread's, unless said otherwise."""
+
+    def __init__(
+        self,
+        job: Participation,
+        watchers: Watchers,
+        groups: EpochGroups,
+        state: RankState,
+        settings: Settings,
+        limits: Mapping[str, Timeout],
+    ) -> None:
+        self._job = job
+        self._watchers = watchers
+        self._groups = groups
+        self._state = state
+        self._settings = settings
+        self._limits = limits
+        self._own: Participation | None = None
+        self._plan: StartTxn | None = None
+        """Of the job's txn that is open."""
+        self._token = Token(0, 0)
+        """Of the inner txn that began last here."""
+        self._attempt: Attempt | None = None
+        """What this rank has voted for, whose decision it has not carried out."""
+        self._entered = self._in_body = False
+        self._gate = threading.Lock()
+        """Held to open or close a body, and to interrupt it: no other body is."""
+        self._work: dict[str, Callable[[Any], None]] = {
+            "restore": self._restore,
+            "connect": self._connect,
+            "begin_body": self._refuse_txn,
+            "apply": self._apply,
+            "leave": self._stop,
+        }
+
+    # --- begin and end ---
+
+    def start(self, config: Config) -> None:
+        """Join the inner job; ``config``: of this participant in the job. Raises BusError."""
+        host, _, port = config.store.rpartition(":")
+        reach = f"[{host}]" if ":" in host else host
+        # named after this life of the job's bus, like the bus of the group's votes
+        url = f"tcp://{reach}:{port}/{self._job.bus.generation}-inner"
+        operation_s = self._limits["bus_operation"].seconds
+        bus = open_job_bus(url, self._settings.token, operation_s, purpose="inner bus")
+        peer, spec = self._job.peer, self._settings.spec.inner
+        try:
+            peer = peer._replace(inc=bus.next_number(f"inc/{peer.group}/{peer.rank}"))
+        except BusError:
+            bus.close()
+            raise
+        root = self._settings.trace_dir
+        folder = None if root is None else inner_folder(root, peer.group, config.store)
+        own = self._own = Participation(peer, bus, TraceWriter(folder, peer))
+        config = self._config(config, spec, peer)
+        participant = Participant(Table(spec), config)
+        local = participant.initial(lineage=GENESIS, step=0, cursor=0, batches=0)
+        own.trace.write("header", header(spec, config, local))
+        own.engine = Engine(participant, local, bus, own.trace, _Host(self))
+        own.engine.start()
+        own.engine.post(Start())
+
+    def _config(self, config: Config, spec: FsmSpec, peer: Peer) -> Config:
+        return replace(
+            config,
+            me=peer,
+            transport="",
+            timeouts={**timers(spec, self._limits), **dict.fromkeys(_UNBOUND, _NEVER_S)},
+            min_groups=1,
+            expected_groups=1,
+            min_reductions=1,
+            leases=False,
+            on_divergence="stop",
+            fixed_with_spares=False,
+        )
+
+    def close(self) -> None:
+        """Leave the inner job and end its engine. Idempotent."""
+        if self._own is not None:
+            self._own.leave()
+            self._own.close()
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._own is not None, "the job was joined"
+        assert self._own.engine is not None, "it is made with it"
+        return self._own.engine
+
+    @property
+    def _thread(self) -> MainThread:
+        assert self._own is not None, "the job was joined"
+        return self._own.thread
+
+    # --- any thread ---
+
+    def hear_job(self, cause: str) -> None:
+        """The job's engine has a word for the main thread."""
+        if self._entered:
+            self._groups.abort_shard(cause)
+        if self._own is not None and self._own.engine is not None:
+            self._own.engine.nudge()
+
+    def abort_groups(self, cause: str) -> None:
+        """The attempt is rolled back. A mate that leaves after the job's last txn disturbs nobody:
+        who is slower may still be in a collective of its own code."""
+        local = self._job.local
+        if local is None or local.role != "terminal":
+            self._groups.abort_shard(cause)
+
+    def interrupt(self, cause: str) -> None:
+        """Unwind the body of an inner step, if that is what is open."""
+        with self._gate:
+            if self._in_body:
+                self._watchers.interrupt(cause)
+
+    # --- the loop of the group's steps ---
+
+    def ready(self, plan: StartTxn) -> bool:
+        """Do what this scope's engine asks, until a step may begin. False: the job has a word."""
+        self._plan, self._entered = plan, True
+        while (command := self._next()) is not None:
+            if isinstance(command, StartTxn) and not self._groups.shard_is_void:
+                return True
+            self._obey(command)
+        return False
+
+    def leave(self) -> None:
+        """The main thread turns to the job's scope."""
+        self._entered = False
+
+    def begin(self) -> bool:
+        """A step begins. False: there is another word now."""
+        command = self._engine.wait_command()
+        if not isinstance(command, StartTxn):
+            return False
+        self._thread.obeys(command)
+        self._engine.take(command)
+        self._token = command.token
+        return True
+
+    def open_body(self) -> None:
+        """Its body begins."""
+        with self._gate:
+            self._in_body = True
+            if self._engine.superseded():  # rolled back before there was anything to unwind
+                self._watchers.interrupt("rolled back before it began")
+
+    def close_body(self) -> None:
+        """It has ended, however."""
+        with self._gate:
+            self._in_body = False
+
+    @property
+    def is_rolled_back(self) -> bool:
+        """Whether the step that is open here is void by the word of an engine."""
+        return self._engine.superseded() or self._job_speaks()
+
+    def fail(self, cause: str, source: str) -> None:
+        """The body is over without a vote: all ranks of the group roll the step back."""
+        self._thread.leaves("computing", "unwound")
+        self._engine.post(Fault(self._token, cause, source))
+
+    def vote(self, attempt: Attempt, skip: bool) -> None:
+        """Vote for the step, and carry out the decision, unless the job speaks before it comes:
+        then it is carried out when this scope is entered again."""
+        assert self._own is not None, "the job was joined"
+        self._attempt = attempt
+        manifest = ManifestBuilder()  # nobody sees what FSDP2 has reduced, but for what came of it
+        for parameter in self._state.updates.parameters():
+            if parameter.grad is not None:
+                manifest.add(local_of(parameter.grad), "gradient")
+        self._own.say(Prepared(self._token, True, manifest.build(), skip=skip))
+        while self._thread.role == "waiting" and (command := self._next()) is not None:
+            self._obey(command)
+
+    # --- words of this scope's engine ---
+
+    def _job_speaks(self) -> bool:
+        return self._job.engine is not None and self._job.engine.has_word()
+
+    def _next(self) -> Command | None:
+        """The next word of this scope's engine. None: the job's has one, which comes first."""
+        if self._job_speaks():
+            return None
+        with self._watchers.waiting():
+            self._engine.wait_for(self._job_speaks)
+            return None if self._job_speaks() else self._engine.wait_command()
+
+    def _obey(self, command: Command) -> None:
+        effects = self._thread.obeys(command)
+        self._engine.take(command)
+        for effect in effects:
+            self._work[effect](command)
+
+    def _refuse_txn(self, command: StartTxn) -> None:
+        """The shard group was aborted since it was built: build it anew, by a rollback."""
+        self._token = command.token
+        self.fail("the shard group was aborted with the job's txn", "job")
+
+    def _restore(self, command: Restore) -> None:
+        assert self._own is not None, "the job was joined"
+        step = self._step()
+        self._attempt = None
+        self._groups.unwind_shard(command.cause, self._watchers.waiting())
+        self._state.updates.forget()
+        try:
+            if step.captured:
+                step.restore()
+            else:  # before it began here, or the state that it was computed from is gone
+                step.unwind()
+        except TornState as error:
+            self._begin_anew(text_of(error))
+        self._own.say(Restored(command.token))
+
+    def _connect(self, command: Heal) -> None:
+        assert self._own is not None, "the job was joined"
+        epoch, synchronizer = command.record.epoch, self._state.synchronizer
+        assert synchronizer is not None, "looked at before"
+        mine = synchronizer.standing()
+        try:
+            with self._watchers.waiting():
+                notes = self._groups.build_shard(command.record, mine, self._job_speaks)
+        except Exception as error:  # noqa: BLE001 - the engine hears of it, and tries again
+            logger.warning("building the shard group of epoch %d failed: %s", epoch, error)
+            self._job.note_error(error)
+            self._own.say(HealFailed(epoch, text_of(error)))
+            return
+        if unlike := {rank: note for rank, note in notes.items() if note != mine}:
+            self._begin_anew(f"this rank stands at {mine}, others of its group at {unlike}")
+        self._own.say(Healed(epoch))
+
+    def _apply(self, command: Apply) -> None:
+        """Make the update of a step that the group has committed, unless its state is void."""
+        assert self._own is not None, "the job was joined"
+        attempt, self._attempt = self._attempt, None
+        is_due = attempt is not None and self._step().captured
+        if is_due and attempt is not None and not attempt.carry_out(lambda: command.skip):
+            # It begins anew. Mates may be in the synchronisation already: all come back here.
+            self._groups.abort_shard("the update of an inner step has failed on this rank")
+            assert self._plan is not None, "a txn of the job is open"
+            text = "the update of an inner step has failed; its group begins anew"
+            self._job.post(Fault(self._plan.token, text, "inner"))
+        if self._thread.leaves("applying", "applied"):
+            self._engine.post(Applied(self._engine.local.token))
+
+    def _begin_anew(self, why: str) -> None:
+        synchronizer, plan = self._state.synchronizer, self._plan
+        assert synchronizer is not None, "looked at before"
+        assert plan is not None, "a txn of the job is open"
+        logger.error("%s; this rank begins anew from the last synchronisation", why)
+        self._job.note("inner_torn", {"token": list(plan.token), "cause": why})
+        synchronizer.start_over()
+        synchronizer.lease = plan.lease
+
+    def _step(self) -> StepState:
+        assert self._state.step is not None, "looked at before"
+        return self._state.step
+
+    def _stop(self, command: Finish) -> None:
+        """Raises the error that the engine names: without this scope the group makes no step."""
+        if command.error is not None:
+            raise error_of(command)
+        raise FftError(f"the scope of this replica group has ended: {command.reason}")
+
+
+class _Host:
+    """What the engine of an inner scope asks of its process; see `fft.engine.host.Host`."""
+
+    def __init__(self, scope: InnerScope) -> None:
+        self._scope = weakref.ref(scope)
+
+    def cancel_futures(self, cause: str) -> None:
+        """The futures of the process are those of the job's reductions."""
+
+    def abort_groups(self, cause: str) -> None:
+        if (scope := self._scope()) is not None:
+            scope.abort_groups(cause)
+
+    def command(self, command: OperatorCommand) -> None:
+        """Operators speak to the job."""
+
+    def interrupt(self, cause: str) -> None:
+        if (scope := self._scope()) is not None:
+            scope.interrupt(cause)
+
+
+def inner_scope_of(
+    settings: Settings,
+    ranks: int,
+    job: Participation,
+    watchers: Watchers,
+    groups: EpochGroups,
+    state: RankState,
+    limits: Mapping[str, Timeout],
+) -> InnerScope | None:
+    """The scope of a replica group of so many ranks; None: it needs none.
+
+    Raises:
+        FftError: the ranks have no process group that they could meet in.
+    """
+    if not settings.spec.is_periodic or ranks == 1:
+        return None
+    if not groups.can_meet:
+        raise FftError(
+            f"spec {settings.spec.name!r} with {ranks} ranks in a replica group, which commit "
+            "their steps together: pass shard_pg=fft.ShardProcessGroupGloo(), and shard the model "
+            "over manager.shard_mesh()"
+        )
+    scope = InnerScope(job, watchers, groups, state, settings, limits)
+    state.inner, groups.shard_apart = scope, True
+    return scope
