@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,9 +131,17 @@ def streaming(job: Job) -> None:
 class Trouble:
     """What happens to a rank in one inner step, once: here nothing."""
 
-    def __init__(self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer) -> None:
-        self.scope = manager._parts.inner
-        self.engine = manager._parts.job
+    is_met = False
+    """Group 0 waits for it."""
+
+    def __init__(
+        self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer, meeting: Path
+    ) -> None:
+        self.manager, self.inner, self.meeting = manager, inner, meeting
+
+    def meet(self) -> None:
+        """It is there: group 0, which waits for that, goes on to its fault."""
+        self.meeting.write_bytes(b"here")
 
     def at(self, place: str) -> None:
         """The step is at ``place``: ``begin`` or ``end`` of its body."""
@@ -146,34 +156,41 @@ def _until_cut() -> None:
 class HeldInBody(Trouble):
     """It is in its body when the job rolls back; its mate waits in a collective."""
 
+    is_met = True
+
     def at(self, place: str) -> None:
         if place == "begin":
+            self.meet()
             _until_cut()
 
 
 class HeldBeforeVote(Trouble):
     """It has computed all when the job rolls back; its mate has voted."""
 
+    is_met = True
+
     def at(self, place: str) -> None:
         if place == "end":
+            self.meet()
             _until_cut()
 
 
 class Decided(Trouble):
     """The step is committed, and not carried out here, when the job rolls back."""
 
+    is_met = True
+
     def at(self, place: str) -> None:
-        scope: Any = self.scope
+        if place == "begin":
+            return
+        scope: Any = self.manager._parts.inner
         own = scope._next
 
         def both_have_a_word() -> Any:
             scope._next = own
-            for engine in (scope._engine, self.engine.engine):
-                deadline = time.monotonic() + 60
-                while not engine.has_word() and time.monotonic() < deadline:
-                    engine.wait_for(engine.has_word)
-                assert engine.has_word()
-            assert scope._thread.role == "waiting"
+            scope._engine.wait_command()
+            self.meet()
+            self.manager._parts.job.engine.wait_command()
             return own()
 
         scope._next = both_have_a_word
@@ -181,9 +198,6 @@ class Decided(Trouble):
 
 class Torn(Trouble):
     """Its update fails after the COMMIT."""
-
-    def __init__(self, manager: fft.ManagerFFT, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
 
     def at(self, place: str) -> None:
         def fail(*_: Any) -> None:
@@ -218,11 +232,17 @@ def _islands(
     last: list[Any] = []
     # not after the body: the decision of a step may come after a rollback of the job's
     manager.on_commit(lambda: job.committed(*last))
-    due = [trouble(manager, inner)] if (job.group, job.rank) == (1, 1) else []
+    meeting = job.folder / "meeting"
+    with suppress(FileExistsError):
+        os.mkfifo(meeting)
+    due = [trouble(manager, inner, meeting)] if (job.group, job.rank) == (1, 1) else []
+    waits = trouble.is_met and (job.group, job.rank) == (0, 0)
     job.own_seed()
     for txn in manager.transactions(loader, max_steps=job.steps):
         with txn:
             watch(txn.step, txn.inner_step)
+            if waits and (txn.step, txn.inner_step) == (2, inner_step):
+                waits = not meeting.read_bytes()
             now = due.pop() if due and (txn.step, txn.inner_step) == (2, inner_step) else None
             if now is not None:
                 now.at("begin")
