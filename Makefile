@@ -125,6 +125,7 @@ bench: setup $(NVRX)/.tried
 	@$(PIP) install --quiet -e ".[bench]"
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.whole_step --dir $(BENCH) --reps $(REPS) --write
+	$(BIN)/python -m benchmarks.diloco --dir $(BENCH)/diloco --write
 
 bench-quick: setup
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --quick

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.slices import slices
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.report import fired, incidents
 
@@ -38,6 +37,7 @@ EXAMPLES = (
     Example("hsdp", 2, "hsdp_char_lm.py", "hsdp_demo_faults.yaml"),
     Example("ddp", 1, "ddp_char_lm.py", "ddp_faults.yaml"),
     Example("pipeline", 2, "pipeline_char_lm.py", "pipeline_faults.yaml"),
+    Example("local_sgd", 1, "local_sgd_char_lm.py", "local_sgd_faults.yaml"),
     Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
     Example("hsdp_diloco", 2, "hsdp_diloco_char_lm.py", "hsdp_diloco_faults.yaml"),
 )
@@ -45,7 +45,7 @@ COLUMNS = (
     "committed steps",
     "faults",
     "rollbacks",
-    "samples once / twice / never",
+    "slices once / twice / never",
     "bytes healed",
     "ms to the next commit (median, max)",
     "audit",
@@ -67,44 +67,21 @@ def run(example: Example, folder: Path) -> bool:
     return done.returncode == 0
 
 
-def samples(traces: Path) -> tuple[int, int, int]:
-    """Slices of the data consumed once, more than once, and never, by any rank number of groups.
-
-    How many there must be is what the register says: the cursor of its last record, less what was
-    held by a lease then, or given back.
-    """
-    taken: dict[int, Counter[int]] = {}
-    newest: dict[str, Any] = {"n": 0, "cursor": 0, "leases": [], "returned": []}
-    for line in read_lines(traces):
-        taken.setdefault(line["rank"], Counter())
-        if record := (line.get("event") or {}).get("record"):
-            newest = max(newest, record, key=lambda each: each["n"])
-        if line.get("note") == "consumed" and (number := line["data"]["slice"]) is not None:
-            taken[line["rank"]][number] += 1
-    due = newest["cursor"] - len(newest["leases"]) - len(newest["returned"])
-    once = twice = never = 0
-    for counts in taken.values():
-        once += sum(count == 1 for count in counts.values())
-        twice += sum(count > 1 for count in counts.values())
-        never += due - len(counts)
-    return once, twice, never
-
-
 def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     """The columns of one run, and whether all is as it must be."""
     report, found = audit_dir(traces), incidents(traces)
     missing = fired(traces)
     all_fired = missing is not None and missing.startswith("all ")
-    once, twice, never = samples(traces)
+    data = slices(read_lines(traces))
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)
     middle = f"{delays[len(delays) // 2]:.0f}, {delays[-1]:.0f}" if delays else "-"
-    good = report.ok and all_fired and not twice and not never
-    inner = f" + {sum(scope.commits for scope in report.inner)} inner" if report.inner else ""
+    good = report.ok and all_fired and data.exact
+    inner = len(read_lines(traces, lambda line: line.get("note") == "inner_commit"))
     cells = [
-        f"{report.commits}{inner}",
+        f"{report.commits}" + (f" (job), {inner} (groups)" if inner else ""),
         f"{len(found)}" + ("" if all_fired else " (not all fired)"),
         f"{sum(i.attempts_lost for i in found)}",
-        f"{once} / {twice} / {never}",
+        f"{data}",
         f"{report.bytes_healed}",
         middle,
         "ok" if report.ok else "VIOLATION",

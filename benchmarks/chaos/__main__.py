@@ -12,17 +12,19 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos import matrix, page, soak
+from benchmarks.chaos.alone import TRAINERS
 from benchmarks.chaos.cases import LAYOUTS, Case, Layout, suites
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; ``words`` in its place."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("what", choices=("matrix", "random", "list"))
     parser.add_argument("--layout", choices=LAYOUTS, action="append", help="both if absent")
@@ -32,12 +34,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of a random run")
     parser.add_argument("--seed", type=int, default=1, help="of a random run")
     parser.add_argument(
-        "--trainer", choices=("gpt", "cnn", "pipeline"), help="of a random run: a real loop"
+        "--trainer",
+        choices=("gpt", "cnn", "pipeline", *sorted(TRAINERS)),
+        help="of a random run: a real loop",
     )
     parser.add_argument("--traces", type=Path, help="keep them there; else a folder in /tmp")
     parser.add_argument("--json", type=Path, help="rows and problems of a matrix, to this file")
     parser.add_argument("--write", action="store_true", help="put the results into docs/chaos.md")
-    return parser.parse_args()
+    args = parser.parse_args(words)
+    if args.trainer in TRAINERS:  # of one rank each
+        args.layout = args.layout or [name for name in LAYOUTS if LAYOUTS[name].ranks == 1]
+        if many := [name for name in args.layout if LAYOUTS[name].ranks > 1]:
+            parser.error(f"--trainer {args.trainer} has one rank a group, unlike {', '.join(many)}")
+    return args
 
 
 def run_matrix(layout: Layout, args: argparse.Namespace, traces: Path, console: Console) -> bool:

@@ -183,11 +183,16 @@ class Job:
     def bring_back(self, case: Case) -> None:
         """Start the groups that a case made leave, once their processes have ended."""
         for group in case.leaves:
-            ended = partial(self._has_ended, group)
+            ended = partial(self.has_ended, group)
             self.until(ended, f"group {group} leaves", RECOVERED_S)
-            drain.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
+            self.start_again(group)
 
-    def _has_ended(self, group: str) -> bool:
+    def start_again(self, group: str) -> None:
+        """Have the supervisor start a group that has left."""
+        drain.evict(self.desk, group, restart=True, grace=5, on_accepted=lambda _: None)
+
+    def has_ended(self, group: str) -> bool:
+        """Whether all its processes have left the job."""
         return all(rank.role == "terminal" for rank in self.tail.poll().of(group))
 
     def _incarnations(self) -> dict[tuple[str, int], int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.chaos.alone import FEW
 from benchmarks.chaos.matrix import Result
 from benchmarks.chaos.measure import Row
 from benchmarks.chaos.samples import UNITS
@@ -88,12 +89,26 @@ def soak_lines(soak: Soak) -> list[str]:
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(soak.faults.items()))
     checks = soak.checks.get("agreement", 0), soak.checks.get("replicas_equal", 0)
     divergent = sum(text.startswith("replicas_equal") for text in soak.splits)
+    data, inner = soak.data, soak.inner
+    alone = []
+    if inner is not None:
+        alone = [
+            f"- Inner steps: {inner.done} committed by their groups ({inner.steps} for a "
+            f"synchronisation), {inner.counted} in a synchronisation, {inner.repeated} repeated, "
+            f"begun anew {inner.torn} times; clean inner step {inner.clean_ms:.0f} ms; **goodput "
+            f"by inner steps {inner.goodput(soak.layout.groups, soak.wall_s):.1%}**.",
+            f"- Loss of an inner step, mean of the first and of the last {FEW}: "
+            f"{inner.first_loss:.2f}, {inner.last_loss:.2f}.",
+        ]
     return [
         f"- {soak.seconds:.0f} s, seed {soak.seed}: {sum(soak.faults.values())} faults ({kinds}); "
         f"{soak.missed} more were drawn for a group that was away just then.",
         f"- {soak.commits} commits, {soak.aborts} rollbacks, {soak.epochs} epochs in "
         f"{soak.wall_s:.0f} s; clean step {soak.clean_step_ms:.0f} ms; **goodput "
         f"{soak.goodput:.1%}**.",
+        *alone,
+        f"- Slices of the data consumed once / twice / never: **{data}**, of {data.granted} "
+        f"granted; {data.held} are held or returned at the end.",
         f"- Violations found by the audit: {len(soak.splits)}, divergent checksums: {divergent} "
         f"({checks[0]} and {checks[1]} checks of agreement and of equal replicas).",
         f"- Longest time between two commits {soak.longest_gap_s:.1f} s; hangs (more than "

@@ -7,21 +7,25 @@ an epoch that is just being formed.
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.alone import NOTES, TRAINERS, Inner, inner_of
 from benchmarks.chaos.cases import Layout
 from benchmarks.chaos.job import START_S, ChaosError, Job
 from benchmarks.chaos.matrix import Say
 from benchmarks.chaos.measure import median_step_ms
 from benchmarks.chaos.samples import Sampler, Series
-from fft.messages.fault_plans import AnyFault, FaultPlan
+from benchmarks.slices import Slices, slices
+from fft.messages.fault_plans import AnyFault, DrainFault, FaultPlan
 from fft.operate import inject
 from fft.operate.client import OperatorError
 from fft.trace.audit import audit_dir, read_lines
@@ -33,8 +37,10 @@ EVERY_S = 5.0
 SAMPLE_S = 2.0
 HUNG_S = 30.0
 """Without a commit for longer, the job counts as hung."""
-DEADLY = frozenset({"kill", "stop", "hang"})
+DEADLY = frozenset({"kill", "stop", "hang", "drain"})
 """A hang where no signal unwinds is ended by the monitor, too."""
+DRAIN_EVERY = 5
+"""Where groups step alone, every so manieth fault is a drain; the group is then started again."""
 TIMEOUTS = ("hang_grace=3",)
 """So that who is stopped for 5 s is ended by its monitor, and not waited for."""
 _TICK_S = 0.1
@@ -67,6 +73,9 @@ class Soak:
     """What the audit found violated."""
     checks: dict[str, int] = field(default_factory=dict)
     """How often the audit weighed each guarantee."""
+    data: Slices = field(default_factory=lambda: Slices(0, 0, 0, 0, 0))
+    inner: Inner | None = None
+    """Where groups step alone."""
     series: list[Series] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -83,7 +92,9 @@ class Soak:
     @property
     def ok(self) -> bool:
         """Whether it went as it must."""
-        return not (self.problems or self.splits or self.hangs) and self.steady
+        learned = self.inner is None or self.inner.learned
+        clean = not (self.problems or self.splits or self.hangs) and self.data.exact
+        return clean and self.steady and learned
 
 
 def run(
@@ -121,13 +132,16 @@ class _Driver:
         """The step from which a fault may end a process again."""
         self._whole: tuple[int | None, int] = (None, 0)
         """The epoch that the whole job was last seen at work in, and the step at which it began."""
+        self._leaving: str | None = None
+        """The group that is being drained."""
 
     def drive(self, seconds: float, seed: int) -> None:
         count = int(seconds / EVERY_S * 2) + 10
         state = self._job.desk.job()
-        plan = inject.drawn(state, "any", seed, count, 1, 0, {})
-        draw = random.Random(seed)
-        faults = iter(plan.faults)
+        drawn: Iterable[AnyFault] = inject.drawn(state, "any", seed, count, 1, 0, {}).faults
+        if self._soak.trainer in TRAINERS:
+            drawn = with_drains(drawn)
+        draw, faults = random.Random(seed), iter(drawn)
         began = now = time.monotonic()
         fault, due = next(faults), began + draw.expovariate(1 / EVERY_S)
         sample_at = began
@@ -137,6 +151,9 @@ class _Driver:
             if now >= sample_at:
                 self._sample()
                 sample_at = now + SAMPLE_S
+            if self._leaving is not None and self._job.has_ended(self._leaving):
+                self._job.start_again(self._leaving)
+                self._leaving = None
             if now >= due and self._may(fault):
                 self._inject(fault)
                 fault, due = next(faults), time.monotonic() + draw.expovariate(1 / EVERY_S)
@@ -163,6 +180,8 @@ class _Driver:
             said = inject.send(job.desk, state, FaultPlan(faults=[fault]))
         except OperatorError as error:
             said = [inject.Said(False, str(error))]
+        if fault.kind == "drain" and said[0].ok:
+            self._leaving = fault.group
         self._say(f"{soak.layout.name} step {job.tail.view.step}: {said[0].text}")
 
     def _sample(self) -> None:
@@ -170,6 +189,16 @@ class _Driver:
             return  # how many connections there are depends on how many processes there are
         keys = self._job.desk.bus.key_count(messages=False)
         self._sampler.sample(time.time(), keys)
+
+
+def with_drains(faults: Iterable[AnyFault]) -> Iterator[AnyFault]:
+    """The same, with a drain of its group in place of every `DRAIN_EVERY`-th."""
+    for number, fault in zip(itertools.count(1), faults, strict=False):
+        group = getattr(fault, "group", None)
+        if number % DRAIN_EVERY or group is None:
+            yield fault
+        else:
+            yield DrainFault(name=fault.name, kind="drain", step=fault.step, group=group)
 
 
 def _judge(soak: Soak, traces: Path) -> None:
@@ -182,6 +211,11 @@ def _judge(soak: Soak, traces: Path) -> None:
     lines = read_lines(traces, _tells)
     soak.clean_step_ms = median_step_ms(lines, soak.layout.groups)
     soak.faults = Counter(r["data"]["kind"] for r in lines if r.get("note") == "inject")
+    try:
+        soak.data = slices(lines)
+    except ValueError as error:
+        soak.problems.append(str(error))
+    soak.inner = inner_of(lines, soak.data)
     seen: dict[int, tuple[float, dict[str, Any]]] = {}
     for line in lines:
         if record := (line.get("event") or {}).get("record"):
@@ -198,5 +232,6 @@ def _judge(soak: Soak, traces: Path) -> None:
 
 def _tells(line: dict[str, Any]) -> bool:
     """Whether `_judge` wants it; a long run has too many lines to keep them all."""
-    is_applied, is_fault = line.get("on") == "applied", line.get("note") == "inject"
-    return is_applied or is_fault or "record" in (line.get("event") or {})
+    note = line.get("note")
+    is_told = note in ("inject", "consumed") or note in NOTES
+    return is_told or line.get("on") == "applied" or "record" in (line.get("event") or {})

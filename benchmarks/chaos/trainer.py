@@ -1,10 +1,10 @@
 """One rank of a job to be broken that trains as people do: a GPT, a convolutional network, a
-pipeline.
+pipeline; a GPT by LocalSGD and by DiLoCo.
 
-``trainer.py gpt|cnn|pipeline PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do
-beside loss and backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers.
+``trainer.py NAME PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do beside loss and
+backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers.
 Groups of several ranks shard the model by FSDP2, or hold a stage of the pipeline each. Replicas are
-compared every fourth step.
+compared every fourth step. Where groups step alone, PACE is that of a synchronisation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchft import ProcessGroupGloo
 
 import fft
+from benchmarks.chaos.alone import TRAINERS as ALONE
 from benchmarks.chaos.worker import LIMIT, LONELY_S
-from benchmarks.whole_step import GPT, Windows
+from benchmarks.whole_step import CONTEXT, GPT, VOCABULARY, Windows
 
 CHECK_EVERY = 4
+EVERY = 4
+"""Inner steps from one synchronisation to the next."""
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -47,7 +50,19 @@ class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return picture.roll(int(torch.randint(-2, 3, ())), 2), index % 10
 
 
-Body = Callable[[Any], None]
+class Progressions(torch.utils.data.Dataset[torch.Tensor]):
+    """Text that can be learned: each goes on by a stride of its own."""
+
+    def __len__(self) -> int:
+        return 1_000_000  # more than a run takes
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        first, stride = divmod(int(index) * 7919, 5)
+        return (first + (1 + stride) * torch.arange(CONTEXT)) % VOCABULARY
+
+
+Body = Callable[[Any], torch.Tensor | None]
+"""An attempt at a step; may give the loss."""
 
 
 def shard(manager: fft.ManagerFFT, model: nn.Module) -> nn.Module:
@@ -150,7 +165,52 @@ def _next_tokens(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
-TRAINERS = {"gpt": gpt, "cnn": cnn, "pipeline": pipeline}
+def alone(manager: fft.ManagerFFT, make: Callable[..., Any]) -> tuple[Body, fft.CursorLoader]:
+    """The GPT, each group for itself; ``make`` has them synchronise."""
+    model = GPT(2, 64)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager.register(model, inner)
+    make(manager, model, inner)
+
+    def body(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss.detach()
+
+    return body, fft.CursorLoader(Progressions(), batch_size=4, seed=5)
+
+
+def local_sgd(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
+    """The groups' parameters are averaged."""
+
+    def make(manager: fft.ManagerFFT, model: GPT, inner: torch.optim.Optimizer) -> fft.LocalSGD:
+        return fft.LocalSGD(manager, model, inner, EVERY)
+
+    return alone(manager, make)
+
+
+def diloco(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
+    """Streaming DiLoCo: two fragments in turn, each reduced beside one inner step."""
+
+    def make(manager: fft.ManagerFFT, model: GPT, inner: torch.optim.Optimizer) -> fft.DiLoCo:
+        halves = [
+            nn.ModuleList([model.token, model.place, model.blocks[0]]),
+            nn.ModuleList([model.blocks[1], model.norm, model.head]),
+        ]
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        return fft.DiLoCo(manager, halves, inner, outer, 2 * EVERY, fragment_sync_delay=1)
+
+    return alone(manager, make)
+
+
+TRAINERS = {
+    "gpt": gpt,
+    "cnn": cnn,
+    "pipeline": pipeline,
+    "local_sgd": local_sgd,
+    "diloco": diloco,
+}
 
 
 def main() -> None:
@@ -171,18 +231,20 @@ def main() -> None:
         digest="commit",
         check_replicas=CHECK_EVERY,
         shard_pg=fft.ShardProcessGroupGloo(timeout=LIMIT) if RANKS > 1 else None,
-        spec="pipeline" if name == "pipeline" else "hsdp",
+        spec="hsdp" if name in ("gpt", "cnn") else name,
     )
     torch.manual_seed(3)
     body, loader = TRAINERS[name](manager)
     torch.manual_seed(100 + int(group))
-    lonely = 0
+    pace, lonely = pace / (EVERY if name in ALONE else 1), 0
     try:
         for txn in manager.transactions(loader):
             with txn:
                 whole = manager.num_participants() == groups
                 time.sleep(pace if whole or not lonely else max(pace, LONELY_S))
-                body(txn.batch)
+                loss = body(txn.batch)
+                if loss is not None:
+                    txn.log(loss=loss.item())
             if txn.committed:
                 lonely = 0 if whole else lonely + 1
     finally:

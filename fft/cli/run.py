@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -133,7 +134,7 @@ def run(
             script=[str(script), *(arguments or [])],
             groups=groups,
             ranks=ranks,
-            trace_dir=trace_dir or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}"),
+            trace_dir=trace_dir or own_folder(Path("runs"), f"{datetime.now():%Y%m%d-%H%M%S}"),
             faults=faults,
             injectable=injectable,
             min_groups=min_groups,
@@ -209,3 +210,15 @@ def _supervise(
                 signal.signal(number, handler)
     finally:
         services.close()
+
+
+def own_folder(root: Path, name: str) -> Path:
+    """A new folder in ``root``: ``name``, or with a number behind it where another run has that."""
+    for number in itertools.count(1):
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("there is always a number")

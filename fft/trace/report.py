@@ -21,6 +21,8 @@ from fft.trace.audit import Trace, read_lines, read_trace, trace_files
 from fft.trace.tail import TraceTail
 
 _PLAN = "faults.json"
+_ALONE = ("inner_abort", "inner_torn")
+"""What a group says that repeats a step which it commits alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,11 @@ def incidents(directory: str | Path) -> list[Incident]:
     ends = _ends(lines)
     found: list[tuple[float, Incident]] = []
     explained = set()
-    for wall, name in _injected(lines):
+    for wall, name, who in _injected(lines):
         end = next((e for e in ends if e.wall >= wall), None)
+        if (alone := _alone(lines, name, wall, who)) is not None:
+            found.append((wall, alone))
+            continue
         if end is not None:
             explained.add(end.record["n"])
         found.append((wall, _incident(lines, name, wall, end)))
@@ -222,13 +227,34 @@ def _ends(lines: list[_Line]) -> list[_End]:
     return ends
 
 
-def _injected(lines: list[_Line]) -> list[tuple[float, str]]:
-    first: dict[str, float] = {}
+def _injected(lines: list[_Line]) -> list[tuple[float, str, tuple[str, int, int]]]:
+    first: dict[str, tuple[float, tuple[str, int, int]]] = {}
     for line in lines:
         if line.record.get("note") == "inject":
             data = line.record["data"]
-            first.setdefault(f"{data['name']} ({data['kind']}, step {data['step']})", line.wall)
-    return [(wall, name) for name, wall in first.items()]
+            name = f"{data['name']} ({data['kind']}, step {data['step']})"
+            first.setdefault(name, (line.wall, line.who))
+    return [(wall, name, who) for name, (wall, who) in first.items()]
+
+
+def _alone(
+    lines: list[_Line], name: str, wall: float, who: tuple[str, int, int]
+) -> Incident | None:
+    """A fault after which a group has repeated a step of its own; None: it was the job's."""
+    own = [x for x in lines if x.who == who and x.wall >= wall]
+    said = next((x for x in own if x.record.get("note") in _ALONE or x.event), None)
+    if said is None or said.event:
+        return None
+    done = (x.wall for x in own if x.record.get("note") == "inner_commit" and x.wall >= said.wall)
+    commit = next(done, None)
+    return Incident(
+        fault=name,
+        noticed=f"group {who[0]} alone: {said.record['data']['cause']}",
+        rolled_back_ms=(said.wall - wall) * 1e3,
+        next_commit_ms=None if commit is None else (commit - wall) * 1e3,
+        attempts_lost=1,
+        bytes_healed=0,
+    )
 
 
 def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> Incident:

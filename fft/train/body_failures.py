@@ -27,8 +27,12 @@ class BodyFailures:
         self._all = self._alike = 0
         self._last: Hashable = None
 
-    def failed(self, step: int, members: Hashable, error: Exception) -> str | None:
-        """Count one, in an epoch of ``members``. Why to try no more; None: try again."""
+    def failed(self, step: int, members: Hashable, error: Exception, where: str = "") -> str | None:
+        """Count one, in an epoch of ``members``. Why to try no more; None: try again.
+
+        ``where``: the step in words; empty: its number says it.
+        """
+        where = where or f"step {step}"
         if step != self._step:
             self.committed()
             self._step = step
@@ -37,7 +41,7 @@ class BodyFailures:
         self._alike = self._alike + 1 if this is not None and this == self._last else 1
         self._all, self._last = self._all + 1, this
         if this is not None and self._alike >= self._same:
-            return f"the body failed {self._alike} times in a row by the same error at step {step}"
+            return f"the body failed {self._alike} times in a row by the same error at {where}"
         if self._all >= self._any:
-            return f"the body failed {self._all} times in a row at step {step}"
+            return f"the body failed {self._all} times in a row at {where}"
         return None

@@ -177,7 +177,7 @@ class EpochGroups:
         text = (
             f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "
             f"{record.members[index].group} {note or 'nothing by sync_gradients'}: all groups must "
-            "have the same model, frozen alike, and call sync_gradients alike"
+            "have the same model, frozen alike, and average it alike (sync_gradients, …)"
         )
         is_right = held[command.index] and not all(held)
         raise RuntimeError(text) if is_right else UnlikeGroups(text)

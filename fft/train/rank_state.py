@@ -104,10 +104,14 @@ class RankState:
         """Raise FftError if gradients are not averaged in this job."""
         if self.synchronizer is not None:
             raise FftError(
-                f"sync_gradients() with {type(self.synchronizer).__name__}: groups that step alone "
-                "have no common backward pass in which gradients could be averaged; leave the call "
-                "out"
+                "gradients averaged by sync_gradients(), or by DistributedDataParallel, with fft."
+                f"{type(self.synchronizer).__name__}: groups that step alone have no common "
+                "backward pass in which they could be; leave the call, or the wrapper, out"
             )
+
+    def describe(self, models: str) -> str:
+        """What this rank reduces, in words; ``models``: by the reducers."""
+        return models if self.synchronizer is None else self.synchronizer.describe()
 
     @property
     def committed(self) -> Updates | Synchronizer:
@@ -203,8 +207,11 @@ class RankState:
         at = self.position  # not where the engine stands: it hears of an update when it is over
         lineage, cursor = (self.lineage, self.cursor) if at is None else (at.lineage, at.cursor)
         found: dict[str, Any] = {"lineage": lineage, "cursor": cursor}
-        if at is not None and at.leases:
-            found["returned"] = sorted([*at.returned, *(lease.slice for lease in at.leases)])
+        unused = self.returned
+        if at is not None:
+            unused = (*at.returned, *(lease.slice for lease in at.leases))
+        if unused:
+            found["returned"] = sorted(unused)
         if self.source is not None and not self.source.in_any_order:
             found["data"] = self.source.export(cursor * self._takers)
         return found

@@ -46,6 +46,8 @@ class TxnReductions:
         self._last: torch.Tensor | None = None
         """The last tensor reduced in this txn, where faults may be injected."""
         self._futures: set[_CancellableFuture] = set()
+        self._is_cancelled = False
+        """The txn is rolled back: a future that is made now would be waited for until its limit."""
 
     @property
     def models(self) -> str:
@@ -61,6 +63,7 @@ class TxnReductions:
     def begin(self) -> None:
         """A txn begins."""
         self._works.clear()
+        self._is_cancelled = False
         self.are_by_hand = False
         self._last = None
         self.manifest = ManifestBuilder()
@@ -156,6 +159,8 @@ class TxnReductions:
         outer = _CancellableFuture(default, self._futures.discard)
         self._futures.add(outer)
         wrap(future, default, timeout).add_done_callback(outer.settle)
+        if self._is_cancelled:  # asked for after it is in the set: `cancel` sees it, or this does
+            outer.cancel()
         return outer.future
 
     def _settled(self, fut: torch.futures.Future[Any], default: Any) -> torch.futures.Future[Any]:
@@ -174,7 +179,8 @@ class TxnReductions:
         return fut
 
     def cancel(self) -> None:
-        """Complete every pending future with its default. Engine thread."""
+        """Complete every pending future with its default, now and until `begin`. Engine thread."""
+        self._is_cancelled = True
         for future in list(self._futures):
             future.cancel()
 

@@ -6,6 +6,7 @@ For loops that are written for torchft. What each does is in the parts (`fft.tra
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchft.manager import Manager
 from fft.train.call_limit import Limit
 from fft.train.host import ShutDownAtExit
 from fft.train.parts import Parts
+from fft.train.torchft_diloco import refuse_dropping
 from fft.train.unsafe_places import guarded
 from fft.util.errors import Drained, FftError
 
@@ -161,6 +163,13 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Index of this group among the participating groups; None: a spare."""
         rank: int | None = self._participating_replica_rank
         return rank
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """As torchft's. Raises FftError: of a DiLoCo of torchft's that would drop parameters."""
+        refuse_dropping(state_dict)
+        super().register_state_dict_fn(key, load_state_dict, state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """torchft's, plus lineage, data cursor and, of a stateful loader, its state there."""

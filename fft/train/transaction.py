@@ -98,7 +98,7 @@ class TransactionLoop:
                 return
             while (plan := self.worker.begin()) is not None:
                 self.refuse_unlike_again(plan)
-                if max_steps is not None and plan.step >= max_steps:
+                if self.is_past(plan, max_steps):
                     return
                 if (drawn := inputs.draw(plan)) is None:
                     return
@@ -117,6 +117,15 @@ class TransactionLoop:
         finally:
             foreign.close()
             state.close_source()
+
+    def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
+        """Whether nothing is left to do. Says so where nothing has been done, either."""
+        if max_steps is None or plan.step < max_steps:
+            return False
+        if self.worker.is_first:
+            text = "this job is at step %d already, and max_steps is %d: nothing is left to do"
+            logger.warning(text, plan.step, max_steps)
+        return True
 
     def left(self) -> None:
         """The caller has left the loop; nothing that is raised here would reach it."""
@@ -162,6 +171,7 @@ class TransactionLoop:
     def open_body(self) -> None:
         """A body begins."""
         self._mistake = None
+        self.worker.has_reported = False
         self._state.updates.opened()
         # not before: by `txn.step` users unfreeze what it says is due
         self._voter.begin_reducers()
@@ -179,6 +189,12 @@ class TransactionLoop:
         if self._watchers.interrupter is not None:
             self._watchers.interrupter.leave()
 
+    @property
+    def reported(self) -> Exception | None:
+        """What was reported as failed in the job's txn; it is rolled back."""
+        error = self._manager._errored
+        return None if error is None else error.original_exception
+
     def unwound(self, plan: StartTxn, drawn: Drawn | None, error: BaseException) -> bool:
         """``error`` has left the body, which is over without a vote. Whether it is dealt with."""
         self.worker.body_unwound()
@@ -194,10 +210,20 @@ class TransactionLoop:
         self._manager.report_error(error)
 
     def give_up_if_hopeless(
-        self, plan: StartTxn, drawn: Drawn | None, error: Exception, number: int
+        self,
+        plan: StartTxn,
+        drawn: Drawn | None,
+        error: Exception,
+        number: int,
+        where: str = "",
+        in_update: bool = False,
     ) -> None:
-        """Raise BodyKeepsFailing if ``error`` keeps coming at the step of that ``number``."""
-        why = self.worker.body_failures.failed(number, plan.members, error)
+        """Raise BodyKeepsFailing if ``error`` keeps coming at the step of that ``number``.
+
+        ``where``: the step in words; ``in_update``: it was not the body's.
+        """
+        counted = self.worker.update_failures if in_update else self.worker.body_failures
+        why = counted.failed(number, plan.members, error, where)
         batch = "" if drawn is None else self._which_batch(plan, drawn)
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)

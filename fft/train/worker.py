@@ -7,6 +7,7 @@ after a vote (`Worker.prepare`). Nothing here decides: the core has the protocol
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -72,11 +73,18 @@ class Worker:
         self._injector = injector
         self._join = join
         self.body_failures = BodyFailures(max_body_failures)
+        self.update_failures = BodyFailures(max_body_failures)
+        """Of groups that step alone: updates that failed after a step of their own."""
+        self.has_reported = False
+        """The user has reported an error in the body that is open."""
         self._most_failures = ANY if max_body_failures is None else max_body_failures
         self.txn: StartTxn | None = None
         """The txn that is open; None: between two."""
         self.voted: Literal["step", "skip"] | None = None
         """What this rank has voted for in the open txn, whose decision it does not know."""
+        self.is_first = False
+        """The open txn is the first of this process."""
+        self._has_begun = False
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
@@ -117,6 +125,7 @@ class Worker:
             for effect in effects:
                 self._work[effect](command)
             if isinstance(command, StartTxn) and self._job.thread.role == "computing":
+                self.is_first, self._has_begun = not self._has_begun, True
                 return command
             if isinstance(command, Finish):
                 return None
@@ -141,7 +150,7 @@ class Worker:
             self._by_loop.forget()
             self._state.updates.loaded()
         with self._watchers.waiting():  # it has limits of its own
-            self._healer.heal(command, self._reductions.models)
+            self._healer.heal(command, self._state.describe(self._reductions.models))
 
     def _apply_too_late(self, command: Apply) -> None:
         """A decision for a body that has already raised out of its step."""
@@ -369,6 +378,8 @@ class Worker:
             self._apply_failed(error)
             return
         manager = self._manager
+        if self._state.updates.in_body and threading.get_ident() == self._watchers.main:
+            self.has_reported = True
         first, manager._errored = manager._errored is None, Reported(error)
         if self.txn is None:
             logger.warning("failed between two txns, which changes no state: %s", text_of(error))

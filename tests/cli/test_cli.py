@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from fft.bus import open_bus, serve_tcp
 from fft.bus.token import JobToken
 from fft.cli import app
+from fft.cli.run import own_folder
 
 FFT = [sys.executable, "-m", "fft.cli"]
 WAIT_S = 60.0
@@ -391,3 +392,9 @@ def test_watch_ends_cleanly_on_an_interrupt() -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=WAIT_S)
         assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_runs_that_begin_in_the_same_second_have_a_folder_each(tmp_path: Path) -> None:
+    made = [own_folder(tmp_path / "runs", "now") for _ in range(3)]
+    assert [folder.name for folder in made] == ["now", "now-2", "now-3"]
+    assert all(folder.is_dir() for folder in made)

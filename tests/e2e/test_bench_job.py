@@ -1,4 +1,4 @@
-"""One repetition of `make bench`, through its command: real processes, one of them killed."""
+"""Single jobs of `make bench`: real processes, one of them killed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.diloco.__main__ import measured
+from benchmarks.diloco.plan import KINDS, Schedule
 from benchmarks.side_by_side.events import lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,3 +39,23 @@ def test_a_killed_group_is_left_out_and_nothing_is_left_behind(tmp_path: Path) -
     pids = {event["pid"] for event in events if event["g"] >= 0}
     assert len(pids) == 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_a_diloco_job_goes_through_each_kind_of_fault(tmp_path: Path) -> None:
+    job = tmp_path / "fft"
+    found = measured("fft", Schedule(outer=46, every=8), job)
+    costs = {cost["kind"]: cost for cost in found["costs"]}
+    assert [kind for _, kind in found["faults"]] == [*KINDS, KINDS[0]][: len(found["faults"])]
+    assert len(found["faults"]) >= len(KINDS)
+    zeros = ("twice", "never", "splits", "unequal")
+    for kind in KINDS:
+        assert {name: costs[kind][name] for name in zeros} == dict.fromkeys(zeros, 0), found
+    assert costs["exception"]["lost_steps"] == costs["exception"]["faults"]
+    assert costs["one_sided"]["lost_steps"] == costs["one_sided"]["transfer_bytes"] == 0
+    assert costs["kill"]["transfer_bytes"] > 0
+    assert found["audit"].startswith("no violation")
+    steps, losses = zip(*found["curve"], strict=True)
+    assert list(steps) == list(range(1, 47))
+    assert losses[-1] < losses[0]

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.slices import slices
+from fft.trace.audit import read_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 280
 CASES = {  # of one suite for each layout: a second job would take longer than its cases
@@ -48,3 +51,19 @@ def test_a_job_is_whole_again_after_each_fault(tmp_path: Path, layout: str) -> N
         assert row["attempts_lost"] >= 1, (name, row)
         comes_back = row["kind"] in ("kill", "evict", "exception")
         assert (row["bytes_healed"] > 0) == comes_back, (name, row)
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("trainer", ["diloco", "local_sgd"])
+def test_groups_that_step_alone_live_through_faults_and_lose_no_data(
+    tmp_path: Path, trainer: str
+) -> None:
+    command = [sys.executable, "-m", "benchmarks.chaos", "random", "--trainer", trainer]
+    command += ["--seconds", "30", "--seed", "5", "--traces", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = slices(read_lines(tmp_path / "random-3x1" / "traces"))
+    assert data.exact and data.once > 0, done.stdout

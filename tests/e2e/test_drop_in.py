@@ -15,11 +15,13 @@ import torch
 from forked_run import fft
 from stage import Member, aborts, assert_in_order, fetches, job, parameters, records
 from torchft import DistributedDataParallel
-from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.local_sgd import DiLoCo, LocalSGD, _StreamingDiLoCoFragment
 from torchft.optim import OptimizerWrapper
 
 from fft.trace.audit import audit_dir
 from fft.trace.report import incidents
+from fft.train.torchft_diloco import packed
+from fft.util.errors import FftError
 
 LOOP = Path(__file__).parents[2] / "examples" / "torchft_loop.py"
 LIMIT_S = 120
@@ -184,6 +186,45 @@ def test_local_sgd_runs_under_it(tmp_path: Path, fails: bool) -> None:
     _run(tmp_path / "traces", work, transfers=1 + int(fails))
     lost = aborts(tmp_path / "traces")
     assert len(lost) == len(failed) == int(fails)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cap", "done"), [([6, 6], 10, 1), ([12, 3], 10, 0), ([5, 5], 10, 2)]
+)
+def test_what_torchfts_bucketizer_packs_is_known(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], cap: int, done: int
+) -> None:
+    reduced: list[int] = []
+
+    class Work:
+        def get_future(self) -> torch.futures.Future[Any]:
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            future.set_result([])
+            return future
+
+    class Manager:
+        def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Work:
+            reduced.append(int(tensor.count_nonzero()))
+            return Work()
+
+    fragment = object.__new__(_StreamingDiLoCoFragment)
+    fragment._manager, fragment._allreduce_work = Manager(), []
+    fragment.should_quantize = False
+    fragment._bucketize_and_allreduce([torch.ones(n) for n in sizes], 4 * cap)
+    assert sum(reduced) == sum(sizes[:done])
+    assert packed(sizes, cap) == done
+
+
+def test_a_diloco_of_torchft_that_would_drop_tensors_is_refused(tmp_path: Path) -> None:
+    with job(tmp_path / "traces", 1) as made:
+        net = _state_functions(_net(0))
+        member = made.member("0", **net, use_async_quorum=False)
+        outer = torch.optim.SGD(member.model.parameters(), lr=0.7)
+        settings = {"sync_every": 2, "use_bucketization": True}
+        with pytest.raises(FftError, match=r"would never reduce '0\.weight'.*or use fft\.DiLoCo"):
+            DiLoCo(member.manager, [member.model], member.optimizer, outer,
+                   bucket_cap_mb=1e-4, **settings)  # fmt: skip
+        DiLoCo(member.manager, [_net(1)], member.optimizer, outer, bucket_cap_mb=1, **settings)
 
 
 def test_diloco_runs_under_it(tmp_path: Path) -> None:

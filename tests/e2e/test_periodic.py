@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from torch import nn
 from torchft.optim import OptimizerWrapper
 
 import fft
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Token
 from fft.trace.audit import read_lines
+from fft.trace.report import incidents
 from fft.util.errors import BodyKeepsFailing, FftError
 
 EVERY = 3
@@ -49,7 +54,8 @@ def _outer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _diloco(member: Member, every: int = EVERY, **options: Any) -> fft.DiLoCo:
     model, manager = member.model, member.manager
-    return fft.DiLoCo(manager, [model], member.optimizer, _outer(model), every, **options)
+    outer = member.job.outer = _outer(model)  # type: ignore[attr-defined]
+    return fft.DiLoCo(manager, [model], member.optimizer, outer, every, **options)
 
 
 def _loader() -> fft.CursorLoader:
@@ -97,6 +103,38 @@ def _does_not_divide(m: Member) -> None:
     fft.DiLoCo(m.manager, parts, m.optimizer, _outer(m.model), 5)
 
 
+def _outer_over_a_copy(m: Member) -> None:
+    fft.DiLoCo(m.manager, [m.model], m.optimizer, _outer(copy.deepcopy(m.model)), 4)
+
+
+def _outer_swapped(m: Member) -> None:
+    parts = [m.model[0], m.model[1]]
+    fft.DiLoCo(m.manager, parts, m.optimizer, [_outer(parts[1]), _outer(parts[0])], 4)
+
+
+def _outer_of_more(m: Member) -> None:
+    outer = torch.optim.SGD([*m.model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    fft.DiLoCo(m.manager, [m.model], m.optimizer, outer, 4)
+
+
+def _frozen_part(m: Member) -> None:
+    m.model[0].requires_grad_(False)
+    fft.DiLoCo(m.manager, [m.model[0], m.model[1]], m.optimizer, _outer(m.model), 4)
+
+
+def _thawed(m: Member) -> None:
+    m.model[0].requires_grad_(False)
+    diloco = _diloco(m, 1)
+    m.model[0].requires_grad_(True)
+    diloco.begin(_plan(0, 0))
+    diloco.launch()
+
+
+def _too_few_items(m: Member) -> None:
+    _diloco(m)
+    next(m.manager.transactions([torch.arange(4)] * (EVERY - 1)))
+
+
 def _synced(m: Member) -> None:
     m.manager.sync_gradients(m.model)
     _diloco(m)
@@ -131,15 +169,21 @@ def test_ranks_of_a_group_cannot_have_unlike_weights(made: Job) -> None:
         (_one_is_forgotten, "put it into one, or freeze it"),
         (_empty_fragment, "leave it out"),
         (_foreign_fragment, "register the model that the fragments are parts of"),
-        (_outer_registered, "give it to diloco alone"),
+        (_outer_registered, r"give it to fft\.DiLoCo alone"),
         (_too_few_outer, "give one for each, or one for all"),
         (_not_a_list, r"\[model\]"),
         (_does_not_divide, "give a multiple of their number"),
         (lambda m: _diloco(m, fragment_sync_delay=EVERY), "give less"),
         (lambda m: _diloco(m, fragment_update_alpha=1.5), "give 0 to 1"),
         (lambda m: _diloco(m, should_quantize=True), "leave it out"),
-        (_synced, "leave the call out"),
-        (_synced_after, "leave the call out"),
+        (_outer_over_a_copy, "make the optimizer over the parameters of the fragment"),
+        (_outer_swapped, "in no parameter group of its outer optimizer"),
+        (_outer_of_more, "make it over the same model"),
+        (_frozen_part, "leave it out, or join it"),
+        (_thawed, "freeze it after that"),
+        (_too_few_items, "give more items, or synchronise more often"),
+        (_synced, "leave the call, or the wrapper, out"),
+        (_synced_after, "leave the call, or the wrapper, out"),
         (_changed_after, "when the model is complete"),
         (lambda m: next(m.manager.transactions(_loader())), "make fft.LocalSGD"),
     ],
@@ -177,6 +221,7 @@ def test_a_loader_that_is_read_from_its_beginning_is_refused(made: Job) -> None:
         (lambda m, txn: None, r"no backward\(\)"),
         (lambda m, txn: (_step(m, txn), txn.weigh(1.0)), "else never"),
         (lambda m, txn: txn.weigh(-1), "positive"),
+        (lambda m, txn: m.job.outer.step(), "take the call out"),  # type: ignore[attr-defined]
     ],
 )
 def test_what_no_inner_step_may_do_is_told(
@@ -197,6 +242,7 @@ def test_the_same_error_again_and_again_leaves_the_process(made: Job) -> None:
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 raise ValueError("of the user's")
+    assert "at step 0, inner step 0" in str(told.value)
     assert isinstance(told.value.__cause__, ValueError)
     assert any("item 0" in note for note in told.value.__cause__.__notes__)
 
@@ -222,7 +268,9 @@ def test_a_period_that_differs_between_groups_is_named(tmp_path: Path) -> None:
         for member in members:
             member.end()
     errors = [str(m.error) for m in members if m.error is not None]
-    assert any("sync_every is" in error and "give all groups the same" in error for error in errors)
+    assert any(
+        "sync_every=3" in e and "sync_every=4" in e and "average it alike" in e for e in errors
+    )
 
 
 def test_a_job_goes_on_from_a_checkpoint_with_the_slices_that_were_not_consumed(
@@ -255,6 +303,10 @@ def test_a_job_goes_on_from_a_checkpoint_with_the_slices_that_were_not_consumed(
 
     def second(member: Member) -> None:
         member.manager.load_state_dict(checkpoint["manager"])
+        assert member.manager.state_dict()["returned"] == [
+            4,
+            5,
+        ]  # saved again before the first step
         synchronizer = _diloco(member)
         synchronizer.load_state_dict(checkpoint["shared"])
         for txn in member.manager.transactions(_loader(), 4):
@@ -288,7 +340,9 @@ def _bytes(state: Any) -> Any:
 
 def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> None:
     """The optimizer raises half way: the parameters are the job's again, and no slice is lost."""
-    member = _registered(made)
+    member = _member(made)
+    schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 1, 0.5)
+    member.manager.register(member.model, member.optimizer, schedule)
     failed: list[int] = []
     before = member.optimizer.step
 
@@ -309,10 +363,290 @@ def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> 
             _step(member, txn)
     member.manager.shutdown()
     assert positions == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert schedule.last_epoch == 2 * EVERY
     made.audit()
     notes = [line["note"] for line in read_lines(tmp_path / "traces") if line.get("note")]
     assert notes.count("inner_torn") == notes.count("inner_void") == 1
     assert [r["kind"] for r in records(tmp_path / "traces")].count("abort") == 0
+
+
+def test_a_fault_of_an_inner_step_is_no_fault_of_the_job_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    fault = "{name: own, kind: exception, step: 1, group: 0, rank: 0, phase: backward}"
+    plan.write_text(f"faults:\n  - {fault}\n")
+    monkeypatch.setenv("FFT_FAULTS", str(plan))
+    with job(tmp_path / "traces", 1) as made:
+        member = _registered(made)
+        _train(member, 3)
+        member.manager.shutdown()
+    (found,) = [i for i in incidents(tmp_path / "traces") if "own" in i.fault]
+    assert "group 0 alone: InjectedFault" in found.noticed
+    assert found.next_commit_ms is not None and found.bytes_healed == 0
+
+
+def _plan(step: int, lease: int | None) -> StartTxn:
+    return StartTxn(Token(1, step + 1), step, "", 0, None, 1, ("0",), 0, lease=lease)
+
+
+def test_what_a_learner_has_reduced_is_no_contribution_of_its_first_lease(made: Job) -> None:
+    """Its first txn was rolled back after its state had come: it reduces anew, what it computes."""
+    member = _registered(made)
+    synchronizer = _diloco(member)
+    state = copy.deepcopy(synchronizer.state_dict())
+    reduced: list[torch.Tensor] = []
+    member.manager.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout, op: reduced.append(tensor.clone())
+    )
+    synchronizer.begin(_plan(0, None))
+    synchronizer.launch()
+    synchronizer.load(state, keep_gradients=True)
+    synchronizer.begin(_plan(0, 4))
+    with torch.no_grad():
+        member.model[1].bias.add_(1.0)
+    synchronizer.launch()
+    assert reduced[0].abs().sum() == 0 and reduced[1].abs().sum() > 0.5
+    synchronizer.begin(_plan(0, 4))  # rolled back
+    with torch.no_grad():
+        member.model[1].bias.add_(1.0)
+    synchronizer.launch()
+    assert torch.equal(reduced[1], reduced[2])  # what is repeated is the same
+
+
+def test_short_numbers_are_weighted_in_long_ones(made: Job) -> None:
+    member = _member(made)
+    member.model.half()
+    member.manager.register(member.model, member.optimizer)
+    synchronizer = _diloco(member, weighted=True)
+    synchronizer.shared.take()
+    made_of: list[torch.Tensor] = []
+
+    class Done:
+        def wait(self) -> bool:
+            return True
+
+    def reduce(tensor: torch.Tensor, layout: str, op: Any) -> Done:
+        made_of.append(tensor.clone())
+        return Done()
+
+    member.manager.reduce_gradients = reduce  # type: ignore[method-assign,assignment]
+    synchronizer.begin(_plan(0, 0))
+    with torch.no_grad():
+        member.model[1].bias.add_(-1.0)
+    synchronizer.stepped(1e6)
+    synchronizer.launch()
+    assert made_of[0].dtype == torch.float32 and made_of[0].isfinite().all()
+    before = member.model[1].bias.clone()
+    synchronizer.apply()
+    assert member.model[1].bias.isfinite().all() and not torch.equal(member.model[1].bias, before)
+
+
+@contextmanager
+def _raising(member: Member, at: Callable[[], bool]) -> Iterator[list[float]]:
+    """The inner optimizer raises half way, where ``at`` says so; what it was to apply."""
+    before, applied = member.optimizer.step, []
+
+    def step(*args: Any) -> Any:
+        applied.append(max(float(p.grad.abs().max()) for p in member.model.parameters()))
+        if at():
+            with torch.no_grad():
+                member.model[0].weight.add_(1.0)
+            raise ValueError("out of memory")
+        return before(*args)
+
+    member.optimizer.step = step  # type: ignore[method-assign]
+    yield applied
+    member.optimizer.step = before  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("inner_step", [EVERY - 1, 0])
+def test_a_step_that_is_torn_beside_a_reduction_voids_it(tmp_path: Path, inner_step: int) -> None:
+    """Else a COMMIT would apply what was reduced before, or nothing."""
+    at: dict[str, tuple[int, int]] = {}
+    torn: list[int] = []
+
+    def work(member: Member) -> None:
+        diloco = _diloco(member, fragment_sync_delay=1)
+
+        def is_due() -> bool:
+            due = member.group == "1" and at.get("1") == (2, inner_step) and not torn
+            torn.extend([1] * due)
+            return due
+
+        with _raising(member, is_due):
+            for txn in member.manager.transactions(_loader(), 6):
+                at[member.group] = (txn.step, txn.inner_step)  # type: ignore[attr-defined]
+                with txn:
+                    _step(member, txn)
+        member.consumed = [diloco.shared.fingerprint()]  # type: ignore[list-item]
+
+    with job(tmp_path / "traces", 2) as made:
+        members = [_registered(made, str(g), check_replicas=1) for g in (0, 1)]
+        for member in members:
+            member.start(work)
+        for member in members:
+            member.end()
+            assert member.error is None, repr(member.error)
+        made.audit()
+    assert torn and members[0].consumed == members[1].consumed
+    aborts = [r for r in records(tmp_path / "traces") if r["kind"] == "abort"]
+    assert len(aborts) == (inner_step == EVERY - 1)
+
+
+def test_an_update_that_always_fails_leaves_the_process(made: Job) -> None:
+    member = _registered(made)
+    _diloco(member)
+    with _raising(member, lambda: True) as applied, pytest.raises(BodyKeepsFailing) as told:
+        for txn in member.manager.transactions(_loader(), 2):
+            with txn:
+                _step(member, txn)
+    assert len(applied) == 2 and isinstance(told.value.__cause__, ValueError)
+
+
+def test_an_update_that_fails_once_in_a_window_late_leaves_the_process(made: Job) -> None:
+    """Such as a schedule that is over: the steps before it are committed again and again."""
+    member = _registered(made)
+    _diloco(member)
+    with _raising(member, lambda: txn.inner_step == 2), pytest.raises(BodyKeepsFailing):  # type: ignore[attr-defined]
+        for txn in member.manager.transactions(_loader(), 2):
+            with txn:
+                _step(member, txn)
+
+
+@pytest.mark.parametrize("fails", ["in the body", "in the update"])
+def test_a_scaler_has_unscaled_nothing_when_a_step_is_computed_again(made: Job, fails: str) -> None:
+    member = _member(made)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    member.manager.register(member.model, member.optimizer, scaler=scaler)
+    _diloco(member)
+    failed: list[int] = []
+
+    def once() -> bool:
+        due = not failed and txn.inner_step == 1  # type: ignore[attr-defined]
+        failed.extend([1] * due)
+        return due
+
+    with _raising(member, lambda: fails == "in the update" and once()) as applied:
+        for txn in member.manager.transactions(_loader(), 3):
+            with txn:
+                scaler.scale(member.model(batch_of(txn.batch)).square().mean()).backward()
+                scaler.unscale_(member.optimizer)
+                if fails == "in the body" and once():
+                    raise ValueError("after unscale_")
+    assert failed and max(applied) < 100 * min(applied)
+
+
+def test_who_begins_anew_has_what_was_synchronised_and_no_more(made: Job) -> None:
+    member = _member(made)
+    schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 1, 0.5)
+    counted = torch.nn.Linear(1, 1)
+    member.manager.register(member.model, member.optimizer, schedule, extra={"counted": counted})
+    diloco = _diloco(member)
+
+    def inner_step() -> None:
+        member.model(torch.ones(2, 8)).square().mean().backward()
+        member.optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            counted.bias.add_(1.0)
+
+    def stands() -> Any:
+        others = (schedule.last_epoch, float(counted.bias), member.optimizer.param_groups[0]["lr"])
+        return others, [p.detach().clone() for p in member.model.parameters()]
+
+    diloco.shared.take()
+    inner_step()
+    with torch.no_grad():
+        for fragment in diloco.shared.fragments:
+            for name, parameter in fragment.parameters.items():
+                fragment.globals[name].copy_(parameter)
+    diloco.skip()  # the end of a window
+    there = stands()
+    sent = copy.deepcopy(diloco.state_dict())
+    for begin in (diloco.start_over, lambda: diloco.load_state_dict(sent)):
+        inner_step()
+        begin()
+        now = stands()
+        assert now[0] == there[0]
+        assert all(map(torch.equal, now[1], there[1]))
+        assert not member.optimizer.state
+    inner_step()
+    diloco.skip()  # its own schedule is one further: that of the state that comes counts
+    diloco.load_state_dict(sent)
+    diloco.start_over()
+    assert stands()[0] == there[0]
+
+
+def test_a_bucket_says_what_lies_in_it(made: Job) -> None:
+    """So that votes of groups that reduce other parameters of equal size do not fit together."""
+    member = _registered(made)
+    parts, laid = [member.model[0], member.model[1]], []
+    diloco = fft.DiLoCo(
+        member.manager, parts, member.optimizer, _outer(member.model), 4, bucket_cap_mb=1e-4
+    )
+    diloco.shared.take()
+    member.manager.reduce_gradients = lambda tensor, layout, op: laid.append(layout)  # type: ignore[method-assign]
+    for step in (0, 1):
+        diloco.begin(_plan(step, step))
+        diloco.launch()
+        diloco.skip()
+    assert len(set(laid)) == len(laid) == 3  # the first part is too long for one bucket
+    names = [name for fragment in diloco.shared.fragments for name in fragment.trained]
+    assert all(sum(repr(name) in layout for layout in laid) == 1 for name in names)
+
+
+def test_each_fragment_has_the_weight_of_its_own_steps(made: Job) -> None:
+    member, taken = _registered(made), []
+    parts = [member.model[0], member.model[1]]
+    diloco = fft.DiLoCo(
+        member.manager, parts, member.optimizer, _outer(member.model), 4, weighted=True
+    )
+    diloco.shared.take()
+    member.manager.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout, op: taken.append(float(tensor[-1]))
+    )
+    for step in range(3):
+        diloco.begin(_plan(step, step))
+        diloco.stepped(10.0**step)
+        diloco.launch()
+        diloco.skip()
+    assert taken == [1.0, 11.0, 110.0]
+
+
+def test_frozen_parameters_do_not_move(made: Job) -> None:
+    member, reduced = _member(made), []
+    member.model[0].requires_grad_(False)
+    member.manager.register(member.model, member.optimizer)
+    diloco = _diloco(member)
+    diloco.shared.take()
+    member.manager.reduce_gradients = (  # type: ignore[method-assign]
+        lambda tensor, layout, op: reduced.append(tensor.numel())
+    )
+    diloco.begin(_plan(0, 0))
+    diloco.launch()
+    assert reduced == [sum(p.numel() for p in member.model[1].parameters())]
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_what_the_user_reports_in_a_body_is_not_committed(
+    made: Job, tmp_path: Path, delay: int
+) -> None:
+    """It rolls the job's txn back, as anywhere; and the inner step with it."""
+    member = _registered(made)
+    _diloco(member, fragment_sync_delay=delay)
+    positions = []
+    for txn in member.manager.transactions(_loader(), 2):
+        positions.append(txn.inner_step)  # type: ignore[attr-defined]
+        with txn:
+            _step(member, txn)
+            if len(positions) == 2:
+                member.manager.report_error(ValueError("not this one"))
+    member.manager.shutdown()
+    # once or twice again: the rollback of the job may come while it is computed again
+    assert positions in ([0, 1, *again, 2, 0, 1, 2] for again in ([1], [1, 1]))
+    made.audit()
+    assert [r["cause"] for r in records(tmp_path / "traces") if r["kind"] == "abort"]
 
 
 def test_the_audit_finds_an_inner_step_that_is_left_out(made: Job, tmp_path: Path) -> None:

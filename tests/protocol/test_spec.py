@@ -48,6 +48,16 @@ def changed(old: str, new: str, count: int = 1) -> Files:
     return {name: FILES[name].replace(old, new, count)}
 
 
+def two_scopes(more: str, sync: str = "every_step") -> Files:
+    """With a second parameter group, and a second scope that commits it."""
+    return changed(
+        "  model: {ranks: shards}\nscopes:\n"
+        "  step: {members: job, commits: [model], sync: every_step}",
+        "  model: {ranks: shards}\n  head: {ranks: shards}\nscopes:\n"
+        f"  step: {{members: job, commits: [model], sync: {sync}}}\n  more: {more}",
+    )
+
+
 LIMBO = """
   LIMBO:
     role: healing
@@ -106,7 +116,7 @@ BAD = {
         "scopes.inner.commits.0",
         "say ranks: one, or ranks: shards",
     ),
-    "two scopes": (
+    "two scopes that commit the same": (
         changed(
             "  step: {members: job, commits: [model], sync: every_step}",
             "  step: {members: job, commits: [model], sync: every_step}\n"
@@ -115,6 +125,27 @@ BAD = {
         "scopes.more.commits.0",
         "'model' is committed by 'step' already; take one away",
     ),
+    "two scopes of the job": (
+        two_scopes("{members: job, commits: [head], sync: every_step}"),
+        "scopes",
+        "one scope has the members `job`, not ['step', 'more']",
+    ),
+    "a scope of the group beside one of every step": (
+        two_scopes("{members: group, commits: [head], sync: every_step}"),
+        "scopes.step.sync",
+        "say periodic: it follows the commits of 'more'",
+    ),
+    "a scope of the group that is not of every step": (
+        two_scopes("{members: group, commits: [head], sync: periodic}", "periodic"),
+        "scopes.more.sync",
+        "say every_step",
+    ),
+    "a period of nothing": (
+        changed("sync: every_step", "sync: periodic"),
+        "scopes.step.sync",
+        "add one, or say every_step",
+    ),
+    "unknown members": (changed("members: job", "members: jobs"), "scopes.step.members", "'job'"),
     "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),
     "unknown state": (changed("to: PREPARED, eff", "to: PREPAERD, eff"), ".to", "'PREPARED'"),
@@ -337,11 +368,11 @@ def test_both_diagrams_have_every_state_and_every_edge() -> None:
         assert f'"{source}" -> "{target}"' in dot
 
 
-@pytest.mark.parametrize("name", ["ddp", "pipeline"])
+@pytest.mark.parametrize("name", ["ddp", "pipeline", "local_sgd", "diloco"])
 def test_what_is_proved_of_hsdp_holds_of_the_specs_that_only_hold_parameters_otherwise(
     name: str,
 ) -> None:
     """Their machine is hsdp's, row by row, and so are its timers and policies."""
-    own = {"name", "doc", "parameter_groups"}
+    own = {"name", "doc", "parameter_groups", "scopes"}
     assert load_spec(name).model_dump(exclude=own) == load_spec("hsdp").model_dump(exclude=own)
     assert load_spec(name).digest() != load_spec("hsdp").digest()

@@ -115,13 +115,18 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Have the main thread rebuild the groups, and fetch or send state."""
+    """Have the main thread rebuild the groups, and fetch or send state.
+
+    Who gives it takes turns from epoch to epoch: a state that was damaged unnoticed is not fetched
+    for ever.
+    """
     assert s.epoch is not None
     place = my_place(s, c)
     holds = [g.ranks[c.me.rank].current for g in members(s)]
     sources = [i for i, current in enumerate(holds) if current]
     behind = [i for i, current in enumerate(holds) if not current]
-    feeder = {dst: sources[i % len(sources)] for i, dst in enumerate(behind)}
+    turn = s.epoch.epoch
+    feeder = {dst: sources[(turn + i) % len(sources)] for i, dst in enumerate(behind)}
     yield Heal(
         record=s.epoch,
         index=place,

@@ -330,6 +330,15 @@ class LeasedInputs:
         """Whether there are items for all slices that are granted by now."""
         return self._hold(plan.cursor)
 
+    def too_few(self, plan: StartTxn) -> str:
+        """That there are not, with the mend."""
+        each = self._steps * self._ranks
+        return (
+            f"the data end before the first synchronisation: {plan.participants} groups take "
+            f"{each} items each, one for each step of each rank; give more items, or synchronise "
+            "more often"
+        )
+
     def suffice_after(self, plan: StartTxn) -> bool:
         """Whether there are items for those that ``plan``'s COMMIT grants."""
         return self._hold(plan.next_cursor)

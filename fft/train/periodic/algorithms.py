@@ -48,7 +48,7 @@ class LocalSGD(Synchronizer):
         super().__init__(manager, [model], optimizer, [], sync_every, {}, weighted=weighted)
 
     def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        return {name: local_of(p).detach().clone() for name, p in fragment.parameters.items()}
+        return {name: local_of(p).detach().clone() for name, p in fragment.trained.items()}
 
     def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
         for name, value in mean.items():
@@ -138,7 +138,7 @@ class DiLoCo(Synchronizer):
         """The pseudo-gradients: where the job was, less where this group is."""
         return {
             name: fragment.globals[name].to(p.device) - local_of(p)
-            for name, p in fragment.parameters.items()
+            for name, p in fragment.trained.items()
         }
 
     def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from fft.messages.effects import StartTxn
-from fft.train.data.source import DataSource, Drawn, LeasedInputs
+from fft.train.data.source import DataError, DataSource, Drawn, LeasedInputs
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
 from fft.train.periodic.inner_scope import InnerScope
@@ -34,9 +34,8 @@ from fft.util.errors import FftError
 logger = logging.getLogger(__name__)
 
 _IN_A_STEP = (
-    "manager.allreduce() in an inner step: the other groups are not in the same one, so that none "
-    "may ever answer. Groups meet when they synchronise; reduce metrics between two jobs, or log "
-    "them with txn.log()"
+    "manager.allreduce() while the groups step alone: the others are not at the same step, so that "
+    "none may ever answer. Groups meet when they synchronise; write metrics with txn.log()"
 )
 
 
@@ -67,11 +66,16 @@ class PeriodicLoop:
         """Yield inner steps until the job is over, or this group has left."""
         loop, synchronizer = self.loop, self.synchronizer
         inputs = self.state.leased_inputs(source, synchronizer.steps)
+        self.reductions.refused = _IN_A_STEP
         if not synchronizer.shared.is_taken:
             synchronizer.shared.take()
         while (plan := loop.worker.begin()) is not None:
             loop.refuse_unlike_again(plan)
-            if (max_steps is not None and plan.step >= max_steps) or not inputs.suffice(plan):
+            if loop.is_past(plan, max_steps):
+                return
+            if not inputs.suffice(plan):
+                if loop.worker.is_first and plan.step == 0:
+                    raise DataError(inputs.too_few(plan))
                 return
             synchronizer.begin(plan)
             is_last = max_steps is not None and plan.step + 1 >= max_steps
@@ -135,8 +139,15 @@ class PeriodicLoop:
         if synchronizer.is_launched or not is_due:
             return True
         with JobsPart(self.loop, plan) as part:
-            synchronizer.launch()
+            self._launch()
         return not part.failed
+
+    def _launch(self) -> None:
+        self.reductions.refused = ""
+        try:
+            self.synchronizer.launch()
+        finally:
+            self.reductions.refused = _IN_A_STEP
 
     def _synchronize(self, plan: StartTxn, is_last: bool, waited_ms: float) -> None:
         """The job's txn: all that is done in it across the groups, and its vote."""
@@ -144,10 +155,9 @@ class PeriodicLoop:
         drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
         with self.loop.transaction(plan, drawn, inner_steps=self.synchronizer.position):
             if not self.synchronizer.is_launched:
-                self.synchronizer.launch()
-            with (
-                self.watchers.waiting()
-            ):  # for the slowest group, as long as the process group does
+                self._launch()
+            # for the slowest group, as long as the process group does
+            with self.watchers.waiting():
                 self.synchronizer.finish()
 
 
@@ -204,8 +214,7 @@ class InnerTransaction(Transaction):
 
     @guarded
     def __enter__(self) -> Self:
-        self._periodic.reductions.refused = _IN_A_STEP
-        self._periodic.loop.open_body()
+        self._loop.open_body()
         return self
 
     @guarded
@@ -217,7 +226,6 @@ class InnerTransaction(Transaction):
     ) -> bool:
         loop = self._loop
         loop.close_body()
-        self._periodic.reductions.refused = ""
         self.closed = True
         if isinstance(error, Interrupted) or (error and not isinstance(error, Exception)):
             self.interrupted = True
@@ -230,9 +238,11 @@ class InnerTransaction(Transaction):
             self._commit()
         return True
 
-    def _left_undone(self) -> FftError | None:
-        """What a body that has ended well has left undone, placed at its ``with``."""
+    def _left_undone(self) -> Exception | None:
+        """What a body that has ended well has left undone, placed at its ``with``; or reported."""
         updates, text = self._periodic.state.updates, ""
+        if self._loop.worker.has_reported and (reported := self._loop.reported) is not None:
+            return reported  # not of a reduction that is made beside this step
         if updates.were_scheduled:
             text = (
                 "scheduler.step() inside `with txn:`: the transaction steps the registered "
@@ -284,8 +294,7 @@ class InnerTransaction(Transaction):
         """Put the start of the step back. Nobody else hears of it."""
         periodic, step = self._periodic, self._periodic.state.step
         assert step is not None, "looked at before"
-        number = self.step * periodic.synchronizer.steps + self.inner_step
-        periodic.loop.give_up_if_hopeless(self._plan, self._drawn, error, number)
+        self._give_up_if_hopeless(error)
         logger.warning("an inner step failed here and is computed again: %s", text_of(error))
         periodic.state.updates.forget()
         try:
@@ -297,15 +306,27 @@ class InnerTransaction(Transaction):
             periodic.job.note_error(error)
         periodic.watchers.txn_ended(committed=False)
 
+    def _give_up_if_hopeless(self, error: Exception, in_update: bool = False) -> None:
+        """Raise BodyKeepsFailing if ``error`` keeps coming here; of updates, in this window."""
+        number = self.step * self._periodic.synchronizer.steps
+        number += 0 if in_update else self.inner_step
+        where = f"step {self.step}, inner step {self.inner_step}"
+        self._loop.give_up_if_hopeless(
+            self._plan, self._drawn, error, number, where, in_update=in_update
+        )
+
     def _begin_anew(self, error: Exception) -> None:
-        """The state of the step is lost: take the one of the last synchronisation."""
+        """The state of the step is lost: take what was synchronised last."""
         periodic = self._periodic
+        self._give_up_if_hopeless(error, in_update=True)
         logger.error(
-            "%s; this group begins anew from the last synchronisation, %d inner steps ago, with "
-            "inner optimizers that have stepped nothing yet",
+            "%s; this group begins anew from what was synchronised last, with inner optimizers "
+            "that have stepped nothing yet: %d inner steps of this slice are computed again",
             text_of(error),
             self.inner_step,
         )
+        if periodic.synchronizer.is_launched:  # what is being reduced is void
+            periodic.loop.worker.report_error(error)
         self._note("inner_torn", cause=text_of(error))
         periodic.job.note_error(error)
         periodic.synchronizer.start_over()
@@ -345,7 +366,6 @@ class SharedInnerTransaction(InnerTransaction):
         periodic = self._periodic
         self._loop.close_body()
         self._inner.close_body()
-        periodic.reductions.refused = ""
         self.closed = True
         if error is not None and not isinstance(error, Exception | Interrupted):
             return self._loop.unwound(self._plan, self._drawn, error)
@@ -377,7 +397,6 @@ class SharedInnerTransaction(InnerTransaction):
         self._note("inner_abort", cause=text)
         if is_void or not isinstance(error, Exception) or isinstance(error, GroupAborted):
             return
-        number = self.step * periodic.synchronizer.steps + self.inner_step
-        periodic.loop.give_up_if_hopeless(self._plan, self._drawn, error, number)
+        self._give_up_if_hopeless(error)
         logger.warning("an inner step failed here and is computed again: %s", text)
         periodic.job.note_error(error)

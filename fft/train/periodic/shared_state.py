@@ -39,6 +39,17 @@ class Fragment:
     """By name: this group's own."""
     globals: dict[str, torch.Tensor] = field(default_factory=dict)
     """By name: the job's, as the last synchronisation has left them."""
+    trained: dict[str, nn.Parameter] = field(default_factory=dict)
+    """What is synchronised: all but what was frozen when this was made."""
+
+    def refuse_thawed(self) -> None:
+        """Raise FftError if a parameter is trained that was frozen then."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and name not in self.trained:
+                raise FftError(
+                    f"{name} is trained now and was frozen when the synchroniser was made, so that "
+                    "it is not synchronised: freeze it after that, or not at all"
+                )
 
     def put_globals(self) -> None:
         """Give this group's parameters the values of the job's."""
@@ -74,6 +85,7 @@ class SharedState:
         self._step = step
         self._names = step.names()
         self.fragments = _fragments(modules, self._names)
+        _refuse_unfit_outer(self.fragments, optimizers)
         self._optimizers = list(optimizers)
         self._plan = dict(plan)
         self._device, self._pin = device, pin and torch.accelerator.is_available()
@@ -192,6 +204,9 @@ def _fragments(modules: Sequence[nn.Module], names: Mapping[str, torch.Tensor]) 
             fragment.parameters[name] = parameter
         if not fragment.parameters:
             raise FftError(f"{where} has no parameters: leave it out")
+        fragment.trained = {n: p for n, p in fragment.parameters.items() if p.requires_grad}
+        if not fragment.trained:
+            raise FftError(f"{where} is frozen: leave it out, or join it with another one")
         found.append(fragment)
     for name, value in names.items():
         if name not in taken and value.requires_grad:
@@ -200,3 +215,31 @@ def _fragments(modules: Sequence[nn.Module], names: Mapping[str, torch.Tensor]) 
                 "groups for ever; put it into one, or freeze it"
             )
     return found
+
+
+def _refuse_unfit_outer(
+    fragments: Sequence[Fragment], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise if a fragment is not stepped by its outer optimizer, or anything else is.
+
+    One optimizer is for all fragments; several are for one each, in their order.
+    """
+    if not optimizers:
+        return
+    by_fragment = optimizers if len(optimizers) > 1 else list(optimizers) * len(fragments)
+    known = {id(p) for f in fragments for p in f.parameters.values()}
+    for fragment, optimizer in zip(fragments, by_fragment, strict=True):
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        kind = type(optimizer).__name__
+        for name, parameter in fragment.trained.items():
+            if id(parameter) not in stepped:
+                raise FftError(
+                    f"{name}, of {fragment.name}, is in no parameter group of its outer optimizer "
+                    f"({kind}), so that no synchronisation would change it: make the optimizer "
+                    "over the parameters of the fragment, or one over all of the model"
+                )
+        if stepped - known:
+            raise FftError(
+                f"the outer optimizer ({kind}) of {fragment.name} has {len(stepped - known)} "
+                "parameters that are in no fragment: make it over the same model"
+            )

@@ -72,7 +72,7 @@ class Synchronizer:
     ) -> None:
         self._refuse_unfit(manager, inner_optimizer, outer_optimizers)
         if not fragments:
-            raise FftError(f"{self.algorithm}: no model to synchronise")
+            raise FftError(f"{self._name}: no model to synchronise")
         if sync_every < 1 or sync_every % len(fragments):
             raise FftError(
                 f"sync_every={sync_every} with {len(fragments)} fragments: give a multiple of "
@@ -99,13 +99,14 @@ class Synchronizer:
         self.outer = list(outer_optimizers)
         """What is stepped with a COMMIT of the job."""
         self._manager = manager
+        self._turn = 0
         self._due: Fragment | None = None
         """What the open txn synchronises."""
         self._buckets: list[_Bucket] = []
         """Of it; empty until it is time to reduce."""
         self._is_weighted = weighted
-        self._weight = 0.0
-        """Of the steps that are not in a reduction yet."""
+        self._weights = [0.0] * len(fragments)
+        """Of the steps that are not in a reduction of the fragment yet."""
         self._history = _ANEW
         state.synchronize_by(self)
         if manager._parts.reductions.reducers:
@@ -120,19 +121,28 @@ class Synchronizer:
         parts = manager._parts
         if not parts.settings.spec.is_periodic:
             raise FftError(
-                f"{self.algorithm} needs a spec whose job's scope is periodic: ManagerFFT(…, "
-                f"spec={self.algorithm.lower()!r}), not {parts.settings.spec.name!r}"
+                f"{self._name} needs ManagerFFT(…, spec={self.algorithm!r}), not spec="
+                f"{parts.settings.spec.name!r}, by which all groups step together"
             )
         if parts.state.step is None or not parts.state.updates.has(inner):
             raise FftError(
-                f"call manager.register(model, inner_optimizer, …) before {self.algorithm}(…), so "
+                f"call manager.register(model, inner_optimizer, …) before {self._name}(…), so "
                 "that a failed inner step can be rolled back"
             )
         if any(map(parts.state.updates.has, outer)):
             raise FftError(
                 "the outer optimizer is registered, so it would be stepped after every inner step: "
-                f"give it to {self.algorithm} alone"
+                f"give it to {self._name} alone"
             )
+
+    @property
+    def _name(self) -> str:
+        return f"fft.{type(self).__name__}"
+
+    def describe(self) -> str:
+        """What must be alike in all groups, in words."""
+        told = ", ".join(f"{key}={value}" for key, value in self._plan.items())
+        return f"by {self._name} ({told})"
 
     # --- checkpoints of the user's ---
 
@@ -159,15 +169,15 @@ class Synchronizer:
         self.is_launched = False
         if self.lease is not None and self.lease != plan.lease:
             self.start_over()
+        if self.lease is None:  # what was reduced without one, as by who learns, is nothing of it
+            self._buckets = []
         self.lease = plan.lease
-        turn = plan.step % len(self.shared.fragments)
-        self._due = self.shared.fragments[turn]
+        self._turn = plan.step % len(self.shared.fragments)
+        self._due = self.shared.fragments[self._turn]
 
     def start_over(self) -> None:
         """The progress since the last synchronisation is void."""
-        state = self._manager._parts.state
-        reshard(state.models)
-        state.updates.loaded()
+        reshard(self._manager._parts.state.models)
         self.shared.start_over()
         self._forget_window()
 
@@ -183,11 +193,14 @@ class Synchronizer:
         self._buckets = buckets
 
     def _forget_window(self) -> None:
+        updates = self._manager._parts.state.updates
+        updates.loaded()  # schedules are where they were
+        updates.forget()  # no gradient is unscaled
         if self.position:
             void = {"slice": self.lease, "inner_steps": self.position}
             self._manager._parts.job.note("inner_void", void)
-        self.lease, self.position, self._weight = None, 0, 0.0
-        self._buckets = []
+        self.lease, self.position, self._buckets = None, 0, []
+        self._weights = [0.0] * len(self._weights)
         self._history = _ANEW
 
     def stepped(self, weight: float | None) -> None:
@@ -204,7 +217,7 @@ class Synchronizer:
             )
         self._history = _after(self._history, f"{self.lease}.{self.position}")
         self.position += 1
-        self._weight += weight or 0.0
+        self._weights = [sum_ + (weight or 0.0) for sum_ in self._weights]
 
     def standing(self) -> str:
         """Where this rank stands: equal on ranks of a group whose states belong together."""
@@ -214,18 +227,21 @@ class Synchronizer:
         """Begin to reduce: for the first time, or what the attempt before this has reduced."""
         assert self._due is not None, "a txn is open"
         self.is_launched = True
+        self._due.refuse_thawed()
         if not self._buckets:
             with torch.no_grad():
                 values = self._contribution(self._due)
-            self._buckets = list(self._in_buckets(values))
-            self._weight = 0.0  # what comes is in the next one
+            self._buckets = list(self._in_buckets(values, self._weights[self._turn]))
+            self._weights[self._turn] = 0.0  # what comes is in the next one
         for bucket in self._buckets:
             bucket.reduced = bucket.own.clone()
             layout = f"{self._plan}{self._due.name}{bucket.names}"
             bucket.work = self._manager.reduce_gradients(bucket.reduced, layout, ReduceOp.AVG)
 
     def finish(self) -> None:
-        """Wait for the reduction. Raises TxnAborted: it failed."""
+        """Wait for the reduction. Raises TxnAborted: it failed; FftError: it is void."""
+        if not self._buckets:
+            raise FftError("what was being reduced is void: this group has begun anew meanwhile")
         for bucket in self._buckets:
             assert bucket.work is not None, "it was launched"
             bucket.work.wait()
@@ -236,15 +252,15 @@ class Synchronizer:
     def apply(self) -> None:
         """The job's parameters take the step."""
         assert self._due is not None, "a txn is open"
-        names = [name for bucket in self._buckets for name in bucket.names]
-        flat = [
-            value.view_as(local_of(self._due.parameters[name]))
-            for bucket in self._buckets
-            for name, value in zip(bucket.names, self._parted(bucket), strict=True)
-        ]
+        assert self._buckets, "nothing was reduced"
+        mean = {}
+        for bucket in self._buckets:
+            for name, value in zip(bucket.names, self._parted(bucket), strict=True):
+                own = local_of(self._due.parameters[name])
+                mean[name] = value.view_as(own).to(own.dtype)
         reshard(self._manager._parts.state.models)  # what was gathered would hide the new values
         with torch.no_grad():
-            self._step(self._due, dict(zip(names, flat, strict=True)))
+            self._step(self._due, mean)
         self._end_window()
 
     def skip(self) -> None:
@@ -269,23 +285,24 @@ class Synchronizer:
         """Carry the average into the job's parameters, and this group's."""
         raise NotImplementedError
 
-    def _in_buckets(self, values: dict[str, torch.Tensor]) -> Iterator[_Bucket]:
+    def _in_buckets(self, values: dict[str, torch.Tensor], weight: float) -> Iterator[_Bucket]:
         """All of ``values``, in order: as many of one type in a bucket as go into it."""
         open_: list[str] = []
         size = 0
         for name, value in values.items():
             other = open_ and values[open_[0]].dtype != value.dtype
             if open_ and (other or size + value.nbytes > self._cap):
-                yield self._bucket(open_, values)
+                yield self._bucket(open_, values, weight)
                 open_, size = [], 0
             open_.append(name)
             size += value.nbytes
-        yield self._bucket(open_, values)
+        yield self._bucket(open_, values, weight)
 
-    def _bucket(self, names: list[str], values: dict[str, torch.Tensor]) -> _Bucket:
+    def _bucket(self, names: list[str], values: dict[str, torch.Tensor], weight: float) -> _Bucket:
         parts = [values[name].reshape(-1) for name in names]
         if self._is_weighted:
-            weight = self._weight
+            if parts[0].dtype in (torch.float16, torch.bfloat16):  # too short for products
+                parts = [part.float() for part in parts]
             parts = [*(part * weight for part in parts), parts[0].new_full((1,), weight)]
         own = torch.cat(parts)
         return _Bucket(list(names), own, own)

@@ -1,0 +1,57 @@
+"""The look at all objects of the process: what it finds, and that nobody else notices it."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import nn
+
+from fft.util.living import living
+
+
+class Kind(nn.Module):
+    """Looked for."""
+
+
+class Special(Kind):
+    """One of the kind."""
+
+
+class HalfMade(Kind):
+    """Looks for itself before it is made."""
+
+    def __init__(self) -> None:
+        self.__dict__["found"] = living((Kind,))
+
+
+def test_it_finds_instances_and_those_of_subclasses_and_no_other() -> None:
+    kept = [Kind(), Special(), nn.Linear(1, 1)]
+    assert sorted(map(id, living((Kind,)))) == sorted(map(id, kept[:2]))
+    assert [type(found) for found in living((Special,))] == [Special]
+    made = HalfMade()
+    assert made in made.found
+    assert living(()) == []
+
+
+def test_a_thread_that_builds_a_tuple_meanwhile_does_not_notice() -> None:
+    """``tuple(…)`` makes its tuple longer as it goes, which Python refuses if others hold it."""
+    heap: list[object] = [[] for _ in range(200_000)]  # so that the look takes a while
+    errors: list[SystemError] = []
+    over = threading.Event()
+
+    def build() -> None:
+        while not over.is_set():
+            try:
+                tuple(number for number in range(1000))
+            except SystemError as error:
+                errors.append(error)
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    try:
+        for _ in range(50):
+            living((Kind,))
+    finally:
+        over.set()
+        builder.join()
+    assert heap and not errors
