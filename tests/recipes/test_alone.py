@@ -67,14 +67,21 @@ def _assert_samples_once(run: Run) -> None:
         for line in _lines(run)
         if (record := (line.get("event") or {}).get("record"))
     }
-    last = records[max(records)]
+    last, consumed = records[max(records)], []
+    for number in sorted(records)[1:]:
+        if records[number]["kind"] == "commit":
+            consumed += [lease[0] for lease in records[number - 1]["leases"]]
     held = [lease[0] for lease in last["leases"]] + last["returned"]
+    assert sorted(consumed + held) == list(range(last["cursor"]))
     taken: dict[int, list[int]] = {rank: [] for _, rank in run.results[-1]}
     for line in _notes(run, "consumed"):
         if (number := line["data"]["slice"]) is not None:
             taken[line["rank"]].append(number)
-    for consumed in taken.values():
-        assert sorted(consumed + held) == list(range(last["cursor"]))
+    for numbers in taken.values():
+        # who is killed as it has voted does not live to tell that the COMMIT came
+        lacking = set(consumed) - set(numbers)
+        assert len(numbers) + len(lacking) == len(consumed)
+        assert len(lacking) <= len(run.restarts)
 
 
 # --- without a fault ------------------------------------------------------------------------------

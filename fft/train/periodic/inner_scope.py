@@ -324,6 +324,8 @@ class InnerScope:
         assert plan is not None, "a txn of the job is open"
         logger.error("%s; this rank begins anew from the last synchronisation", why)
         self._job.note("inner_torn", {"token": list(plan.token), "cause": why})
+        if synchronizer.is_launched:  # what is being reduced is void
+            self._job.post(Fault(plan.token, f"a group begins anew: {why}", "inner"))
         synchronizer.start_over()
         synchronizer.lease = plan.lease
 
