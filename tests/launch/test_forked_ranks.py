@@ -34,7 +34,8 @@ seen = {
     "files": sorted(opened.values()), "umask": os.umask(0o22),
     "parent": str(multiprocessing.parent_process()),
     "process": multiprocessing.current_process().name, "threads": threading.active_count(),
-    "signals": {int(n): str(signal.getsignal(n)) for n in signal.valid_signals() if n < 32},
+    "signals": {int(n): str(signal.getsignal(n)) for n in signal.valid_signals() if n < 32
+                and n != signal.SIGINT},  # a shell ignores it for what it runs in the background
     "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "through": [sys.stdout.write_through, sys.stdin.read()],
 }
