@@ -60,6 +60,7 @@ def seen(folder: Path, script: Path, new_ranks: bool) -> tuple[dict[str, Any], l
     return json.loads(found.replace(str(traces), "TRACES")), rest, done.stderr
 
 
+@pytest.mark.long  # of the tests' own tools
 def test_a_forked_rank_sees_what_a_new_one_sees(tmp_path: Path) -> None:
     script = tmp_path / "shows.py"
     script.write_text(SHOWS)
