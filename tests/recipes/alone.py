@@ -143,6 +143,10 @@ class Trouble:
         """It is there: group 0, which waits for that, goes on to its fault."""
         self.meeting.write_bytes(b"here")
 
+    @staticmethod
+    def mate(manager: fft.ManagerFFT, folder: Path) -> None:
+        """Before the loop, on the other rank of its group."""
+
     def at(self, place: str) -> None:
         """The step is at ``place``: ``begin`` or ``end`` of its body."""
 
@@ -173,6 +177,31 @@ class HeldBeforeVote(Trouble):
         if place == "end":
             self.meet()
             _until_cut()
+
+
+class HeldForMate(Trouble):
+    """It is in a section that is not interrupted, until its mate, which has voted, has come back to
+    the job. If the mate waited for the decision of this step first, both would wait for ever."""
+
+    is_met = True
+
+    @staticmethod
+    def mate(manager: fft.ManagerFFT, folder: Path) -> None:
+        state: Any = manager._parts.state
+        own = state.put_back
+
+        def tell() -> None:
+            state.put_back = own
+            own()
+            (folder / "restored").write_bytes(b"here")
+
+        state.put_back = tell
+
+    def at(self, place: str) -> None:
+        if place == "end":
+            with self.manager.atomic():
+                self.meet()
+                (self.meeting.parent / "restored").read_bytes()
 
 
 class Decided(Trouble):
@@ -233,8 +262,11 @@ def _islands(
     # not after the body: the decision of a step may come after a rollback of the job's
     manager.on_commit(lambda: job.committed(*last))
     meeting = job.folder / "meeting"
-    with suppress(FileExistsError):
-        os.mkfifo(meeting)
+    for pipe in (meeting, job.folder / "restored"):
+        with suppress(FileExistsError):
+            os.mkfifo(pipe)
+    if (job.group, job.rank) == (1, 0):
+        trouble.mate(manager, job.folder)
     due = [trouble(manager, inner, meeting)] if (job.group, job.rank) == (1, 1) else []
     waits = trouble.is_met and (job.group, job.rank) == (0, 0)
     job.own_seed()
@@ -269,6 +301,11 @@ def held_in_body(job: Job) -> None:
 def held_before_vote(job: Job) -> None:
     """The same, with trouble."""
     _islands(job, HeldBeforeVote)
+
+
+def held_for_mate(job: Job) -> None:
+    """The same, with trouble."""
+    _islands(job, HeldForMate)
 
 
 def decided(job: Job) -> None:
