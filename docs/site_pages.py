@@ -27,12 +27,7 @@ from fft.protocol.timeouts import resolve
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 EXAMPLES = (
-    "hsdp_char_lm.py",
-    "ddp_char_lm.py",
-    "pipeline_char_lm.py",
-    "local_sgd_char_lm.py",
-    "diloco_char_lm.py",
-    "torchft_loop.py",
+    *sorted(path.name for path in (ROOT / "examples").glob("*.py")),
     "hsdp_demo_faults.yaml",
 )
 
