@@ -285,6 +285,7 @@ class Transaction:
             in the txn in which it joins: its weights are not those of the job before the end of it.
         committed: after the body: whether the txn was committed; its data are consumed then.
         skipped: after the body: whether it was committed without an optimizer step.
+        inner_step: of groups that step alone: their steps since the last synchronisation; else 0.
     """
 
     def __init__(
@@ -302,6 +303,7 @@ class Transaction:
         self.epoch, self.attempt = plan.token
         self.committed = self.skipped = False
         self.closed = False
+        self.inner_step = 0
         self._loop = loop
         self._plan = plan
         self._is_last = last
@@ -311,6 +313,12 @@ class Transaction:
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""
         self._loop.job.note("metrics", metrics)
+
+    def weigh(self, weight: float) -> None:
+        """Of groups that step alone: count this step by ``weight``. Raises FftError: of others."""
+        raise FftError(
+            "txn.weigh() is for groups that step alone: fft.LocalSGD or fft.DiLoCo, weighted=True"
+        )
 
     @guarded
     def __enter__(self) -> Self:

@@ -201,6 +201,15 @@ def test_it_needs_a_periodic_spec(made: Job) -> None:
         fft.LocalSGD(member.manager, member.model, member.optimizer, 2)
 
 
+def test_groups_that_step_together_have_no_weights(made: Job) -> None:
+    member = made.member("0")
+    with pytest.raises(FftError, match="for groups that step alone"):
+        for txn in member.manager.transactions(_loader(), 1):
+            assert txn.inner_step == 0
+            with txn:
+                txn.weigh(2.0)
+
+
 def test_it_needs_the_inner_optimizer_registered(made: Job) -> None:
     member = _member(made)
     with pytest.raises(FftError, match=r"call manager\.register"):
@@ -281,7 +290,7 @@ def test_a_job_goes_on_from_a_checkpoint_with_the_slices_that_were_not_consumed(
     def first(member: Member) -> None:
         synchronizer = _diloco(member)
         for txn in member.manager.transactions(_loader(), 4):
-            if txn.step == 2 and txn.inner_step == 0 and member.group not in saved:  # type: ignore[attr-defined]
+            if txn.step == 2 and txn.inner_step == 0 and member.group not in saved:
                 saved[member.group] = {
                     "manager": member.manager.state_dict(),
                     "shared": torch.load(_bytes(synchronizer.state_dict()), weights_only=True),
@@ -347,7 +356,7 @@ def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> 
     before = member.optimizer.step
 
     def step(*args: Any) -> Any:
-        if not failed and txn.inner_step == 1:  # type: ignore[attr-defined]
+        if not failed and txn.inner_step == 1:
             failed.append(1)
             with torch.no_grad():
                 member.model[0].weight.add_(1.0)
@@ -358,7 +367,7 @@ def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> 
     _diloco(member)
     positions = []
     for txn in member.manager.transactions(_loader(), 2):
-        positions.append(txn.inner_step)  # type: ignore[attr-defined]
+        positions.append(txn.inner_step)
         with txn:
             _step(member, txn)
     member.manager.shutdown()
@@ -476,7 +485,7 @@ def test_a_step_that_is_torn_beside_a_reduction_voids_it(tmp_path: Path, inner_s
 
         with _raising(member, is_due):
             for txn in member.manager.transactions(_loader(), 6):
-                at[member.group] = (txn.step, txn.inner_step)  # type: ignore[attr-defined]
+                at[member.group] = (txn.step, txn.inner_step)
                 with txn:
                     _step(member, txn)
         member.consumed = [diloco.shared.fingerprint()]  # type: ignore[list-item]
@@ -508,7 +517,7 @@ def test_an_update_that_fails_once_in_a_window_late_leaves_the_process(made: Job
     """Such as a schedule that is over: the steps before it are committed again and again."""
     member = _registered(made)
     _diloco(member)
-    with _raising(member, lambda: txn.inner_step == 2), pytest.raises(BodyKeepsFailing):  # type: ignore[attr-defined]
+    with _raising(member, lambda: txn.inner_step == 2), pytest.raises(BodyKeepsFailing):
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 _step(member, txn)
@@ -523,7 +532,7 @@ def test_a_scaler_has_unscaled_nothing_when_a_step_is_computed_again(made: Job, 
     failed: list[int] = []
 
     def once() -> bool:
-        due = not failed and txn.inner_step == 1  # type: ignore[attr-defined]
+        due = not failed and txn.inner_step == 1
         failed.extend([1] * due)
         return due
 
@@ -637,7 +646,7 @@ def test_what_the_user_reports_in_a_body_is_not_committed(
     _diloco(member, fragment_sync_delay=delay)
     positions = []
     for txn in member.manager.transactions(_loader(), 2):
-        positions.append(txn.inner_step)  # type: ignore[attr-defined]
+        positions.append(txn.inner_step)
         with txn:
             _step(member, txn)
             if len(positions) == 2:
