@@ -44,7 +44,6 @@ def in_turn(groups: Sequence[GroupEntry], leases: Iterable[Lease]) -> list[Group
     return sorted(groups, key=lambda g: held.get((g.group, g.store), end))
 
 
-def lease_of(leases: Iterable[Lease], group: GroupEntry) -> int | None:
+def lease_of(leases: Iterable[Lease], group: str, store: str) -> int | None:
     """The slice that this instance of a group holds a lease on; None: it holds none."""
-    own = (lease.slice for lease in leases if lease[1:] == (group.group, group.store))
-    return next(own, None)
+    return next((lease.slice for lease in leases if lease[1:] == (group, store)), None)

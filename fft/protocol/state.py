@@ -223,20 +223,21 @@ class Base:
     returned: tuple[int, ...] = ()
 
 
-def committed(s: Local, c: Config, skip: bool = False, at: Local | Record | None = None) -> Base:
-    """The state that committing the present txn leads to, as a step or as a ``skip``.
+def data_after(s: Local, c: Config, at: Local | Record) -> Granted:
+    """Where the data are once the present txn, which begins with ``at``, is committed."""
+    if not c.leases:
+        return Granted(at.cursor + participants(s, c), (), ())
+    # who learns in this txn contributes to the next one
+    takers = in_turn(_contributing(members(s), (), c), at.leases)
+    return granted(Granted(at.cursor, (), at.returned), takers)
 
-    ``at``: what the txn begins with; None: my own state.
-    """
-    at, count = at or s, participants(s, c)
-    step, batches = at.step + (not skip), at.batches + (0 if skip else count)
-    if c.leases:  # who learns in this txn contributes to the next one
-        takers = in_turn(_contributing(members(s), (), c), at.leases)
-        data = granted(Granted(at.cursor, (), at.returned), takers)
-        after = Base(step, "", batches=batches, **data._asdict())
-    else:
-        after = Base(step, "", at.cursor + count, batches)
-    return replace(after, lineage=next_lineage(at.lineage, s.token, step, after.cursor, skip))
+
+def committed(s: Local, c: Config, skip: bool = False) -> Base:
+    """The state that committing the present txn leads to, as a step or as a ``skip``."""
+    step, data = s.step + (not skip), data_after(s, c, s)
+    lineage = next_lineage(s.lineage, s.token, step, data.cursor, skip)
+    batches = s.batches + (0 if skip else participants(s, c))
+    return Base(step, lineage, data.cursor, batches, data.leases, data.returned)
 
 
 def leavers(s: Local) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from fft.protocol.state import (
     Local,
     committed,
     contributors,
+    data_after,
     member_peers,
     members,
 )
@@ -22,7 +23,6 @@ from fft.protocol.state import (
 def _start(s: Local, c: Config, at: Local | Record) -> Effect:
     able = contributors(s, c)
     slices = {group: index for index, group in enumerate(able)}
-    own = next(g for g in members(s) if g.group == c.me.group)
     s.vote, s.proposed, s.skip, s.cause = None, False, False, ""
     return StartTxn(
         token=s.token,
@@ -33,8 +33,8 @@ def _start(s: Local, c: Config, at: Local | Record) -> Effect:
         participants=len(able),
         members=tuple(g.group for g in members(s)),
         commits=s.commits,
-        lease=lease_of(at.leases, own),
-        next_cursor=committed(s, c, at=at).cursor,
+        lease=lease_of(at.leases, c.me.group, c.store),
+        next_cursor=data_after(s, c, at).cursor,
     )
 
 

@@ -101,7 +101,7 @@ def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
     if epoch is None or not epoch.leases:
         return
     own = next(g for g in epoch.members if g.group == move.peer.group)
-    held = lease_of((epoch if token.txn == 1 else move.after).leases, own)
+    held = lease_of((epoch if token.txn == 1 else move.after).leases, own.group, own.store)
     text = f"{move.peer} takes slice {start.lease} in txn {token}, and holds a lease on {held}"
     yield Holds(start.lease == held and (held is None) == (mine is None), text)
     if held is not None:
