@@ -36,13 +36,15 @@ class ForeignSteps:
 
     def _look(self, optimizer: Any, *_: Any) -> None:
         updates, step = self._state.updates, self._state.step
-        is_outer = self._state.steps_optimizer(optimizer) and not updates.has(optimizer)
-        if is_outer and updates.in_body and threading.get_ident() == self._thread:
-            raise FftError(
-                f"{type(optimizer).__name__}.step() inside `with txn:`, of the outer optimizer: it "
-                "steps the job's parameters with each synchronisation; take the call out"
-            )
-        if threading.get_ident() != self._thread or self._state.steps_optimizer(optimizer):
+        if threading.get_ident() != self._thread or updates.has(optimizer):
+            return
+        if self._state.is_outer(optimizer):
+            if updates.in_body:
+                raise FftError(
+                    f"{type(optimizer).__name__}.step() inside `with txn:`, of the outer "
+                    "optimizer: it steps the job's parameters with each synchronisation; take the "
+                    "call out"
+                )
             return
         if step is not None and step.has_extra(optimizer) and not updates.in_body:
             return

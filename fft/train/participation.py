@@ -92,11 +92,9 @@ class Participation:
 
     def open_group_bus(self, store: str, token: JobToken | None, operation_s: float) -> None:
         """Make a bus on the group's own store, where its ranks vote first; without it, apart."""
-        host, _, port = store.rpartition(":")
-        reach = f"[{host}]" if ":" in host else host
         try:
             # Named after this life of the job's bus, whose epochs nobody else's votes can mean.
-            url = f"tcp://{reach}:{port}/{self.bus.generation}"
+            url = bus_url(store, self.bus.generation)
             self.group_bus = open_job_bus(url, token, operation_s, purpose="group bus")
         except BusError as error:
             logger.warning("every rank votes for itself: %s", error)
@@ -116,3 +114,9 @@ class Participation:
         else:
             self.bus.close()
         self.trace.close()
+
+
+def bus_url(store: str, name: str) -> str:
+    """URL of the bus ``name`` on a replica group's own store (``host:port``)."""
+    host, _, port = store.rpartition(":")
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}/{name}"

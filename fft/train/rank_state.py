@@ -123,10 +123,10 @@ class RankState:
         """What all groups have in common."""
         return self.step if self.synchronizer is None else self.synchronizer.shared
 
-    def steps_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is one that FFT steps."""
+    def is_outer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is one that steps what the groups share."""
         outer = () if self.synchronizer is None else self.synchronizer.outer
-        return self.updates.has(optimizer) or any(each is optimizer for each in outer)
+        return any(each is optimizer for each in outer)
 
     def put_back(self) -> None:
         """After a rollback of the job's: put back the start of the step, if it has begun here.

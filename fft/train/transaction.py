@@ -242,11 +242,8 @@ class TransactionLoop:
                 "backward()? no sync_gradients(model)?): a body must come to its backward() for "
                 "every batch; multiply the loss by 0 where one is not to count"
             )
-        if self._state.updates.were_scheduled:
-            return FftError(
-                "scheduler.step() inside `with txn:`: the transaction steps the registered "
-                "schedulers itself, after COMMIT; take the call out of the body"
-            )
+        if (mistake := self._state.updates.scheduled_in_body()) is not None:
+            return mistake
         for reducer in self._reductions.reducers:
             if (why := reducer.unfinished) is not None:
                 return FftError(f"{why}: such gradients are not those of the other groups")

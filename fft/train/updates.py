@@ -91,10 +91,14 @@ class Updates:
         """The state, that of schedulers included, comes from elsewhere."""
         self._left_at = None
 
-    @property
-    def were_scheduled(self) -> bool:
-        """Whether the body has stepped a scheduler, which the commit does again."""
-        return self._epochs != self._epochs_now()
+    def scheduled_in_body(self) -> FftError | None:
+        """What to say if the body has stepped a scheduler, which the commit does again."""
+        if self._epochs == self._epochs_now():
+            return None
+        return FftError(
+            "scheduler.step() inside `with txn:`: the transaction steps the registered schedulers "
+            "itself, after COMMIT; take the call out of the body"
+        )
 
     def _epochs_now(self) -> list[Any]:
         return [getattr(each, "last_epoch", None) for each in self._schedulers]

@@ -49,7 +49,7 @@ from fft.trace.writer import TraceWriter, header
 from fft.train.epoch_groups import EpochGroups
 from fft.train.local_tensors import local_of
 from fft.train.main_thread import MainThread
-from fft.train.participation import Participation
+from fft.train.participation import Participation, bus_url
 from fft.train.rank_state import RankState
 from fft.train.reductions import ManifestBuilder
 from fft.train.reported import error_of, text_of
@@ -112,10 +112,8 @@ class InnerScope:
 
     def start(self, config: Config) -> None:
         """Join the inner job; ``config``: of this participant in the job. Raises BusError."""
-        host, _, port = config.store.rpartition(":")
-        reach = f"[{host}]" if ":" in host else host
         # named after this life of the job's bus, like the bus of the group's votes
-        url = f"tcp://{reach}:{port}/{self._job.bus.generation}-inner"
+        url = bus_url(config.store, f"{self._job.bus.generation}-inner")
         operation_s = self._limits["bus_operation"].seconds
         bus = open_job_bus(url, self._settings.token, operation_s, purpose="inner bus")
         peer, spec = self._job.peer, self._settings.spec.inner
@@ -323,11 +321,7 @@ class InnerScope:
         assert synchronizer is not None, "looked at before"
         assert plan is not None, "a txn of the job is open"
         logger.error("%s; this rank begins anew from the last synchronisation", why)
-        self._job.note("inner_torn", {"token": list(plan.token), "cause": why})
-        if synchronizer.is_launched:  # what is being reduced is void
-            self._job.post(Fault(plan.token, f"a group begins anew: {why}", "inner"))
-        synchronizer.start_over()
-        synchronizer.lease = plan.lease
+        synchronizer.begin_anew(plan, why)
 
     def _step(self) -> StepState:
         assert self._state.step is not None, "looked at before"

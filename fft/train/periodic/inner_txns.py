@@ -20,7 +20,6 @@ from fft.train.reported import text_of
 from fft.train.state.step_state import TornState
 from fft.train.transaction import Transaction
 from fft.train.unsafe_places import guarded
-from fft.util.error_places import traceback_of_caller
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
@@ -55,11 +54,6 @@ class InnerTransaction(Transaction):
         self._weight = float(weight)
 
     @guarded
-    def __enter__(self) -> Self:
-        self._loop.open_body()
-        return self
-
-    @guarded
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -82,23 +76,17 @@ class InnerTransaction(Transaction):
 
     def _left_undone(self) -> Exception | None:
         """What a body that has ended well has left undone, placed at its ``with``; or reported."""
-        updates, text = self._periodic.state.updates, ""
+        updates = self._periodic.state.updates
         if self._loop.worker.has_reported and (reported := self._loop.reported) is not None:
             return reported  # not of a reduction that is made beside this step
-        if updates.were_scheduled:
-            text = (
-                "scheduler.step() inside `with txn:`: the transaction steps the registered "
-                "schedulers itself; take the call out of the body"
-            )
-        elif not updates.have_gradients:
-            text = (
+        mistake = updates.scheduled_in_body()
+        if mistake is None and not updates.have_gradients:
+            mistake = FftError(
                 "no registered optimizer has a gradient at the end of the body (no backward()? "
                 "zero_grad() after it?): the step would change nothing"
             )
-        if not text:
-            return None
-        mistake = FftError(text).with_traceback(traceback_of_caller())
-        self._periodic.loop.note_mistake(mistake)
+        if mistake is not None:
+            self._loop.note_mistake(mistake)
         return mistake
 
     def _commit(self) -> None:
@@ -167,16 +155,17 @@ class InnerTransaction(Transaction):
             text_of(error),
             self.inner_step,
         )
-        if periodic.synchronizer.is_launched:  # what is being reduced is void
-            periodic.loop.worker.report_error(error)
-        self._note("inner_torn", cause=text_of(error))
+        periodic.synchronizer.begin_anew(self._plan, text_of(error), **self._place())
         periodic.job.note_error(error)
-        periodic.synchronizer.start_over()
-        periodic.synchronizer.lease = self._plan.lease
 
     def _note(self, name: str, **more: object) -> None:
-        at = {"token": list(self._plan.token), "slice": self._drawn.slice, "item": self._drawn.item}
-        self._periodic.job.note(name, {**at, "inner_step": self.inner_step, **more})
+        at = {"token": list(self._plan.token), **self._place()}
+        self._periodic.job.note(name, {**at, **more})
+
+    def _place(self) -> dict[str, object]:
+        """Of the step in the data, for the trace."""
+        drawn = self._drawn
+        return {"slice": drawn.slice, "item": drawn.item, "inner_step": self.inner_step}
 
 
 class SharedInnerTransaction(InnerTransaction):

@@ -58,8 +58,7 @@ class PeriodicLoop:
         loop, synchronizer = self.loop, self.synchronizer
         inputs = self.state.leased_inputs(source, synchronizer.steps)
         self.reductions.refused = _IN_A_STEP
-        if not synchronizer.shared.is_taken:
-            synchronizer.shared.take()
+        synchronizer.shared.take()
         while (plan := loop.worker.begin()) is not None:
             loop.refuse_unlike_again(plan)
             if loop.is_past(plan, max_steps):

@@ -92,16 +92,13 @@ class SharedState:
         self._progress: dict[str, Any] = {}
         """Of the group, at the last synchronisation."""
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the job's parameters are known here."""
-        return bool(self._progress)
-
     def take(self) -> None:
-        """This group's parameters are the job's, before its first step.
+        """This group's parameters are the job's, before its first step. Once; then it is known.
 
         Raises FftError: the model has changed since it was registered.
         """
+        if self._progress:
+            return
         if self._step.names().keys() != self._names.keys():
             changed = sorted(self._step.names().keys() ^ self._names.keys())
             raise FftError(

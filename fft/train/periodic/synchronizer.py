@@ -8,6 +8,7 @@ thread; touches the modules and optimizers that it was given.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +19,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 
 from fft.messages.effects import StartTxn
+from fft.messages.protocol import Fault
 from fft.train.local_tensors import local_of
 from fft.train.periodic.shared_state import Fragment, SharedState
 from fft.train.state.sharded import reshard
@@ -42,7 +44,7 @@ class _Bucket:
     work: Work | None = None
 
 
-class Synchronizer:
+class Synchronizer(ABC):
     """What LocalSGD and DiLoCo have in common. Made after ``manager.register``, before the loop.
 
     Attributes:
@@ -148,8 +150,7 @@ class Synchronizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What the groups share, as the last synchronisation left it: live tensors, plain data."""
-        if not self.shared.is_taken:
-            self.shared.take()
+        self.shared.take()
         return self.shared.export()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,8 +159,7 @@ class Synchronizer:
 
         Raises StateMismatch: it is that of another job; names what differs.
         """
-        if not self.shared.is_taken:
-            self.shared.take()
+        self.shared.take()
         self.load(state, keep_gradients=False)
 
     # --- a txn of the job ---
@@ -180,6 +180,18 @@ class Synchronizer:
         reshard(self._manager._parts.state.models)
         self.shared.start_over()
         self._forget_window()
+
+    def begin_anew(self, plan: StartTxn, cause: str, **at: Any) -> None:
+        """The state of a step is lost: take what was synchronised last, with the same lease.
+
+        ``at``: what the trace tells of the step besides.
+        """
+        job = self._manager._parts.job
+        job.note("inner_torn", {"token": list(plan.token), **at, "cause": cause})
+        if self.is_launched:  # what is being reduced is void
+            job.post(Fault(plan.token, f"a group begins anew: {cause}", "inner"))
+        self.start_over()
+        self.lease = plan.lease
 
     def load(self, state: Mapping[str, Any], keep_gradients: bool) -> None:
         """Take over what the groups share from another one, and begin anew.
@@ -267,7 +279,7 @@ class Synchronizer:
         """The window is over without a step of the job's parameters."""
         self._end_window()
 
-    def done(self) -> None:
+    def done(self) -> None:  # noqa: B027 - nothing is left to do
         """The user's functions follow the inner steps."""
 
     def _end_window(self) -> None:
@@ -277,13 +289,13 @@ class Synchronizer:
 
     # --- what is reduced ---
 
+    @abstractmethod
     def _contribution(self, fragment: Fragment) -> dict[str, torch.Tensor]:
         """What this group brings to the average, by parameter: new tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step(self, fragment: Fragment, mean: dict[str, torch.Tensor]) -> None:
         """Carry the average into the job's parameters, and this group's."""
-        raise NotImplementedError
 
     def _in_buckets(self, values: dict[str, torch.Tensor], weight: float) -> Iterator[_Bucket]:
         """All of ``values``, in order: as many of one type in a bucket as go into it."""
