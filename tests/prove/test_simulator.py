@@ -173,6 +173,12 @@ def test_states_that_differ_end_a_job_in_good_order_at_any_time(seed: int) -> No
     assert not run_seed(seed, HSDP).violations
 
 
+def test_who_leaves_is_left_out_rightly_by_a_proposal_that_comes_late() -> None:
+    """Its writer applies the commit when the others are nine records further, and hears of them in
+    the same move: a member that left with that commit was taken for one that was forgotten."""
+    assert not run_seed(50119, HSDP).violations
+
+
 def test_a_batch_breaks_nothing() -> None:
     """Fresh seeds each time; what fails is told with the command that replays it."""
     first = int(time.time()) // 60 * 100

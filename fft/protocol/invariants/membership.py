@@ -28,7 +28,7 @@ def live_set(move: Move) -> Iterator[Claim]:
         yield Holds(inside, f"{peer} entered epoch {new.epoch} uninvited")
     for effect in move.out.effects:
         if isinstance(effect, Decide) and effect.proposal.kind == "epoch":
-            left = sorted(_left_out(after, effect.proposal))
+            left = sorted(_left_out(after, effect))
             names = ", ".join(map(str, left))
             text = f"{peer} leaves {names} out of epoch {effect.proposal.epoch}, and nothing is"
             yield Holds(not left, text + " said against them")
@@ -44,14 +44,18 @@ def live_set(move: Move) -> Iterator[Claim]:
             yield Given((("in barrier", epoch, member),), text)
 
 
-def _left_out(s: Local, proposal: Record) -> Iterator[Peer]:
-    """Members whose group is not in the next epoch, though none of it was lost, or leaves."""
-    gone, inside = s.dead | s.suspected | s.joining, proposal.peer_set
+def _left_out(s: Local, decide: Decide) -> Iterator[Peer]:
+    """Members whose group is not in the next epoch, though none of it was lost, or leaves.
+
+    It leaves with the record that the proposal follows. My head may be further on by the end of the
+    move, in which what was put off is heard, too.
+    """
+    gone, inside = s.dead | s.suspected | s.joining, decide.proposal.peer_set
     for group in s.epoch.members if s.epoch else ():
         peers = group.peers()
         said = [s.hellos.get((p.group, p.rank)) for p in peers]
         stuck = any(h is not None and h.unwinding for h in said)
-        leaves = s.head is not None and group.group in leavers_of(s.head)
+        leaves = decide.after is not None and group.group in leavers_of(decide.after)
         if not (stuck or leaves or gone & set(peers) or inside & set(peers)):
             yield from peers
 
