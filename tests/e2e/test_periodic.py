@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -653,8 +654,9 @@ def test_what_the_user_reports_in_a_body_is_not_committed(
             if len(positions) == 2:
                 member.manager.report_error(ValueError("not this one"))
     member.manager.shutdown()
-    # once or twice again: the rollback of the job may come while it is computed again
-    assert positions in ([0, 1, *again, 2, 0, 1, 2] for again in ([1], [1, 1]))
+    # it is computed again; and so may any be that the job's rollback finds in the middle
+    assert [at for at, _ in itertools.groupby(positions)] == [0, 1, 2] * 2
+    assert positions[:3] == [0, 1, 1]
     made.audit()
     assert [r["cause"] for r in records(tmp_path / "traces") if r["kind"] == "abort"]
 
