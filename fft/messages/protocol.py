@@ -53,6 +53,16 @@ class Lease(NamedTuple):
     """Of that instance; see ``Hello``."""
 
 
+class Seen(NamedTuple):
+    """What a voter knows of another scope, and how far its own may be ahead of that."""
+
+    scope: Name
+    version: Count
+    """Committed steps there."""
+    ahead: Count
+    """A step up to ``version + ahead`` may be committed; 0: this scope follows that one."""
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class Manifest:
     """The reductions one rank took part in during a txn.
@@ -80,6 +90,8 @@ class Vote:
     """The user applies nothing in this txn: committed, it is a skip for all."""
     digest: str | None = None
     """Of the voter's parameters and optimizer state as the txn began, where it was taken."""
+    seen: tuple[Seen, ...] = ()
+    """Of the scopes that the flow of the data binds the voter's to."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -168,6 +180,8 @@ class Record:
     """Held after this record, by slice; empty in a paradigm without leases."""
     returned: tuple[Count, ...] = ()
     """Slices whose holders were lost before they were consumed, in order; granted first."""
+    seen: tuple[Seen, ...] = ()
+    """Commit records only: what the voters have seen of the scopes that theirs is bound to."""
     cause: Text = ""
 
     @property
@@ -300,6 +314,19 @@ class Decision:
     record: Record | None
     won: bool = False
     type: Literal["decision"] = "decision"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class ScopeRecord:
+    """The newest record of another scope: heard, or read."""
+
+    scope: Name
+    n: Count
+    version: Count
+    """Committed steps there."""
+    groups: tuple[Name, ...] = ()
+    """Those in its epoch, but for those that leave it with this record."""
+    type: Literal["scope_record"] = "scope_record"
 
 
 # --- events: from this process --------------------------------------------------------------
@@ -450,6 +477,7 @@ class Timer:
 BusMessage = Join | Ack | Ready | Begin | Here | Leave | Death | Suspect | Drain | Decision
 Event = (
     BusMessage
+    | ScopeRecord
     | Start
     | Prepared
     | Ballot

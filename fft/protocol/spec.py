@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fft.protocol.roles import Role
-from fft.protocol.scopes import ParameterGroups, Ranks, Samples, Scopes, Strict
+from fft.protocol.scopes import Flow, ParameterGroups, Ranks, Samples, Scopes, Strict
+from fft.protocol.state import Elsewhere
 
 
 class Part(Strict):
@@ -225,6 +226,9 @@ class FsmSpec(MachineSpec):
     machine: Literal["engine"] = "engine"
     parameter_groups: ParameterGroups
     scopes: Scopes
+    flow: Flow = Field(
+        default_factory=list, description="which stage's steps are the input of which other one"
+    )
     policies: Policies
     timers: dict[str, TimerSpec]
 
@@ -246,11 +250,29 @@ class FsmSpec(MachineSpec):
     @property
     def inner(self) -> FsmSpec:
         """The scope inside each replica group, if there is one, as a job of the group alone."""
-        name, scope = next((n, s) for n, s in self.scopes.items() if s.members == "group")
+        return self._alone(next(n for n, s in self.scopes.items() if s.members == "group"))
+
+    @property
+    def stages(self) -> list[str]:
+        """The scopes of stages, by the ranks that they are of; empty: stages share a step."""
+        return [name for name, scope in self.scopes.items() if scope.members == "stage"]
+
+    def stage(self, rank: int) -> FsmSpec:
+        """The scope of the stage that ``rank`` is of, as a job of that rank of all groups."""
+        return self._alone(self.stages[rank])
+
+    def bound_to(self, scope: str) -> tuple[Elsewhere, ...]:
+        """The scopes that the flow binds ``scope`` to, of which nothing is known yet."""
+        follows = [Elsewhere(edge.source, 0) for edge in self.flow if edge.to == scope]
+        leads = [Elsewhere(edge.to, edge.ahead) for edge in self.flow if edge.source == scope]
+        return (*follows, *leads)
+
+    def _alone(self, name: str) -> FsmSpec:
+        scope = self.scopes[name]
         own = {group: self.parameter_groups[group] for group in scope.commits}
         whole = {name: scope.model_copy(update={"members": "job"})}
         update = {"name": f"{self.name}-{name}", "parameter_groups": own, "scopes": whole}
-        return self.model_copy(update=update)
+        return self.model_copy(update={**update, "flow": []})
 
 
 class ThreadSpec(MachineSpec):

@@ -62,7 +62,7 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
                 yield ("states", name, "timers", i), unknown("timer", timer, spec.timers)
     yield from _timers(spec)
     if isinstance(spec, FsmSpec):
-        yield from scope_problems(spec.parameter_groups, spec.scopes)
+        yield from scope_problems(spec.parameter_groups, spec.scopes, spec.flow)
 
 
 def _timers(spec: MachineSpec) -> Iterator[Problem]:

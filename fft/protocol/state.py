@@ -20,6 +20,7 @@ from fft.messages.protocol import (
     Peer,
     RankEntry,
     Record,
+    Seen,
     Suspect,
     Token,
     Vote,
@@ -32,6 +33,20 @@ FREE_ROLLBACKS = 3
 """So many in a row are not paused after."""
 GENESIS = "genesis"
 """Lineage of a state that every group built alike (``init_sync=False``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another scope that the flow of the data binds mine to, as far as I know it."""
+
+    scope: str
+    ahead: int
+    """My scope may commit up to so many steps more than that one has; 0: it follows that one."""
+    n: int = 0
+    """Of its newest record that I know; 0: none."""
+    version: int = 0
+    groups: tuple[str, ...] = ()
+    """Groups in it, but for those that leave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +67,20 @@ class Config:
     on_divergence: Literal["stop", "heal"] = "stop"
     leases: bool = False
     """A group keeps its slice of the data from txn to txn, until it is consumed."""
+    first_rank: int = 0
+    """Of its group in this scope; ``world`` ranks from it on are."""
+    flow: tuple[Elsewhere, ...] = ()
+    """Scopes that the flow of the data binds this one to."""
+
+    @property
+    def ranks(self) -> range:
+        """Of each group in this scope."""
+        return range(self.first_rank, self.first_rank + self.world)
+
+    @property
+    def index(self) -> int:
+        """My place among these."""
+        return self.me.rank - self.first_rank
 
 
 @dataclass(slots=True)
@@ -90,6 +119,7 @@ class Local:
     suspected: frozenset[Peer] = frozenset()
     """Silent in a window; cleared by any word from them."""
     leaving: frozenset[Peer] = frozenset()
+    elsewhere: tuple[Elsewhere, ...] = ()
     vote: Vote | None = None
     restoring: Token | None = None
     """The txn that the main thread was told to unwind, and has not come back from."""
@@ -240,6 +270,31 @@ def committed(s: Local, c: Config, skip: bool = False) -> Base:
     return Base(step, lineage, data.cursor, batches, data.leases, data.returned)
 
 
+def next_version(s: Local) -> int:
+    """Committed steps after the present txn, if it is no skip."""
+    at = s.epoch if s.epoch is not None and s.token.txn == 1 else s
+    return at.step + 1
+
+
+def seen(s: Local) -> tuple[Seen, ...]:
+    """What my vote tells of other scopes."""
+    return tuple(Seen(e.scope, e.version, e.ahead) for e in s.elsewhere)
+
+
+def held_for(s: Local) -> Elsewhere | None:
+    """The scope that must commit more before the present txn may be computed; None: none."""
+    version = next_version(s)
+    return next((e for e in s.elsewhere if version > e.version + e.ahead), None)
+
+
+def may_leave(s: Local, group: str) -> bool:
+    """Whether a group that is asked to leave may: it leaves scopes in the order of the flow.
+
+    Those that it follows may need steps of this one before they can commit their last.
+    """
+    return not any(group in e.groups for e in s.elsewhere if e.ahead == 0)
+
+
 def leavers(s: Local) -> tuple[str, ...]:
     """Groups that leave with the last decision."""
     return s.head.leavers if s.head and s.head.kind == "commit" else ()
@@ -296,8 +351,7 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
     return [
         ranks
         for group, ranks in sorted(by_group.items(), key=lambda kv: _group_order(kv[0]))
-        if [h.peer.rank for h in ranks] == list(range(c.world))
-        and len({h.store for h in ranks}) == 1
+        if [h.peer.rank for h in ranks] == list(c.ranks) and len({h.store for h in ranks}) == 1
     ]
 
 
@@ -310,7 +364,7 @@ def missing_mates(s: Local, c: Config) -> list[int]:
             return False
         return h.peer not in s.dead and h.peer not in s.suspected
 
-    return [rank for rank in range(c.world) if not asks(rank)]
+    return [rank for rank in c.ranks if not asks(rank)]
 
 
 def joiners(s: Local, c: Config) -> list[str]:

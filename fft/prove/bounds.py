@@ -60,6 +60,9 @@ class Bounds:
     """Votes bring digests of the states."""
     heals: bool = False
     """Whose state differs from most fetches it anew; else the job ends where states differ."""
+    stage: int | None = None
+    """Search the scope of that stage, and let those that the flow binds it to commit at any time
+    that their own bounds allow. None: no other scope holds anybody."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -68,6 +71,7 @@ class Bounds:
         least = f", {self.least} at least" if self.least > 1 else ""
         least += ", states compared" if self.digests else ""
         least += " and healed" if self.heals else ""
+        least += f", stage {self.stage}" if self.stage is not None else ""
         return (
             f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
             f"{self.faults} faults of: {what or 'none'}"

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from fft.messages.protocol import Drain, Peer, Record
-from fft.protocol.state import Local
+from fft.messages.protocol import Drain, Peer, Record, ScopeRecord
+from fft.protocol.state import Elsewhere, Local
 
 T = TypeVar("T", bound=Hashable)
 
@@ -123,7 +123,7 @@ class Renamer:
             changes["members"] = tuple(sorted(changes["members"], key=lambda g: g.group))
         if isinstance(value, Record) and "leavers" in changes:
             changes["leavers"] = tuple(sorted(changes["leavers"]))
-        if "groups" in changes and isinstance(value, Drain):
+        if "groups" in changes and isinstance(value, Drain | ScopeRecord | Elsewhere):
             changes["groups"] = tuple(sorted(changes["groups"]))
         return dataclasses.replace(value, **changes) if changes else value
 

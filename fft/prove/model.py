@@ -25,6 +25,7 @@ from fft.messages.effects import (
     Decide,
     Finish,
     ReadHead,
+    ReadScope,
     Restore,
     Tell,
 )
@@ -51,6 +52,7 @@ from fft.messages.protocol import (
     Ready,
     Record,
     Restored,
+    ScopeRecord,
     Start,
     Stop,
     Suspect,
@@ -69,6 +71,7 @@ from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bar
 from fft.prove.bits import Bits
 from fft.prove.bounds import GIVES_UP, KINDS, REAL, UNQUIET, Bounds, World
 from fft.prove.intern import Interner, Renamer, can_matter, freeze, thaw
+from fft.prove.other_scopes import OtherScopes
 from fft.util.errors import ProtocolError
 
 GROUPS = "ABCDEFGH"
@@ -111,6 +114,8 @@ class Shared(NamedTuple):
     ballots: tuple[tuple[Token, tuple[Vote, ...]], ...] = ()
     bus: str = "up"
     """``up``, ``down`` (out of reach) or ``gone`` (its memory is lost)."""
+    scopes: tuple[ScopeRecord, ...] = ()
+    """Newest records of the scopes that the flow binds this one to."""
 
 
 Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
@@ -198,6 +203,7 @@ class Model:
     ) -> None:
         self.spec, self.bounds, self.world, self.only = spec, bounds, world, only
         self.thread = thread or shipped_thread()
+        self.beside = OtherScopes(spec, bounds)
         self._class, self._table = participant, Table(spec)
         self.places = bounds.groups * bounds.ranks
         twin = dict(bounds.budget).get("twin", 0) > 0
@@ -255,6 +261,7 @@ class Model:
                 min_reductions=self.spec.policies.min_reductions,
                 leases=self.spec.is_periodic,
                 on_divergence="heal" if self.bounds.heals else "stop",
+                flow=self.beside.bounds,
             )
             found = self._participants[who, inc] = self._class(self._table, config)
         return found
@@ -284,7 +291,7 @@ class Model:
         left = dict(self.bounds.budget)
         budget = (self.bounds.faults, *(left.get(kind, 0) for kind in KINDS))
         nodes = [self._born(i, 1) for i in range(self.places)] + [Node(0)] * self.bounds.ranks
-        nodes, shared = nodes[: self.size], Shared()
+        nodes, shared = nodes[: self.size], Shared(scopes=self.beside.first)
         for i, node in enumerate(nodes[: self.places]):
             turn = _Turn(node, shared)
             self._handle(turn, i, self.events.id(Start()))
@@ -322,6 +329,10 @@ class Model:
                 idle = idle and act.cost is not None
                 yield self._close(who, act, state)
         shared = self.shared[shared_id]
+        if self.beside.bounds and shared.bus == "up":
+            for act in self._elsewhere(state, shared):
+                idle = False
+                yield self._close(-1, act, state)
         if shared.bus == "down":
             idle = False
             yield self._close(-1, self._to_bus("bus back", shared._replace(bus="up")), state)
@@ -453,8 +464,17 @@ class Model:
             act = self._to_bus("bus away", shared._replace(bus="down"), "outage")
             yield self._close(-1, act, state)
         if left[1 + KINDS.index("forget")]:
-            empty = Shared(bus="gone" if self.world.generations else "up")
+            empty = Shared(bus="gone" if self.world.generations else "up", scopes=shared.scopes)
             yield self._close(-1, self._to_bus("bus forgets", empty, "forget"), state)
+
+    def _elsewhere(self, state: State, shared: Shared) -> Iterator[Act]:
+        """What scopes that are not modelled may do next."""
+        locals_ = [self.nodes[i].local for i in state[: self.size]]
+        asked = {p.group for n in locals_ if n >= 0 for p in thaw(self.locals[n]).leaving}
+        for what, record in self.beside.moves(shared.head, shared.scopes, asked):
+            newer = tuple(record if s.scope == record.scope else s for s in shared.scopes)
+            after = self.shared.id(shared._replace(scopes=newer))
+            yield Act(what, None, -1, after, (self.events.id(record),))
 
     def _to_bus(self, what: str, shared: Shared, cost: str | None = None) -> Act:
         return Act(what, cost, -1, self.shared.id(shared))
@@ -661,6 +681,8 @@ class Model:
                 turn.told = (to, self.events.id(message))
             case ReadHead():
                 return Decision(shared.head)
+            case ReadScope(scope=scope):
+                return next(s for s in shared.scopes if s.scope == scope)
             case Decide(after=after, proposal=proposal):
                 if shared.head == after or not self.world.write_once:
                     turn.shared = shared._replace(head=proposal)
@@ -842,13 +864,13 @@ class _Turned:
         return self._nodes[number]
 
     def _bus(self, number: int) -> int:
-        head, ballots, bus = self._model.shared[number]
+        head, ballots, bus, scopes = self._model.shared[number]
         rename = self._rename
         turned = tuple(
             (token, tuple(sorted((rename(v) for v in votes), key=lambda v: v.peer)))
             for token, votes in ballots
         )
-        new = self._model.shared.id(Shared(rename(head), turned, bus))
+        new = self._model.shared.id(Shared(rename(head), turned, bus, rename(scopes)))
         self._shared[number] = new
         return new
 
@@ -918,7 +940,7 @@ class _Here:
         self, effect: AnyEffect, cost: str | None, outcomes: tuple[bool, ...]
     ) -> Iterator[Act]:
         for done in outcomes:
-            if not (done and isinstance(effect, ReadHead)):
+            if not (done and isinstance(effect, ReadHead | ReadScope)):
                 text = f"fails at {type(effect).__name__}{', which was done' if done else ''}"
                 yield self._operate(text, done, False, cost)
 

@@ -117,6 +117,46 @@ DEFAULT = (
 )
 """Takes some five minutes on one core."""
 
+
+def flow(stages: int) -> tuple[Bounds, ...]:
+    """The bounds for each stage of a spec whose stages have scopes of their own."""
+    return tuple(
+        bounds
+        for stage in range(stages)
+        for bounds in (
+            Bounds(
+                f"stage {stage}, processes",
+                commits=2,
+                faults=1,
+                budget=budget("fault", "crash", "restart", "torn"),
+                stage=stage,
+            ),
+            Bounds(
+                f"stage {stage}, leaving",
+                commits=1,
+                faults=2,
+                budget=budget("drain", "crash"),
+                stage=stage,
+            ),
+            Bounds(
+                f"stage {stage}, messages",
+                commits=2,
+                faults=1,
+                budget=budget("lose", "early", "overrun", "lapse"),
+                stage=stage,
+            ),
+            Bounds(
+                f"stage {stage}, start",
+                commits=1,
+                faults=1,
+                formed=False,
+                budget=budget("crash", "lapse", "skip"),
+                stage=stage,
+            ),
+        )
+    )
+
+
 DEEP = (
     *DEFAULT,
     Bounds(

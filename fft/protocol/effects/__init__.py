@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fft.protocol.effects import (
     ending,
+    flow,
     hearing,
     recovery,
     register,
@@ -25,6 +26,7 @@ __all__ = [
     "Action",
     "arm",
     "ending",
+    "flow",
     "hearing",
     "recovery",
     "register",

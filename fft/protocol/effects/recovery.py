@@ -122,7 +122,7 @@ def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """
     assert s.epoch is not None
     place = my_place(s, c)
-    holds = [g.ranks[c.me.rank].current for g in members(s)]
+    holds = [g.ranks[c.index].current for g in members(s)]
     sources = [i for i, current in enumerate(holds) if current]
     behind = [i for i, current in enumerate(holds) if not current]
     turn = s.epoch.epoch

@@ -14,6 +14,7 @@ from fft.protocol.state import (
     Local,
     committed,
     joiners,
+    may_leave,
     member_peers,
     members,
     next_epoch,
@@ -106,7 +107,8 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
     leavers = {v.peer.group for v in votes if v.leaving or (v.last and not skip)}
-    leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
+    asked = {p.group for p in s.leaving if p in set(member_peers(s))}
+    leavers |= {group for group in asked if may_leave(s, group)}
     return _successor(
         s,
         c,
@@ -121,6 +123,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
         last=leavers >= present,
+        seen=tuple(max(of_one) for of_one in zip(*(v.seen for v in votes), strict=True)),
     )
 
 

@@ -15,8 +15,10 @@ from fft.protocol.state import (
     committed,
     contributors,
     data_after,
+    may_leave,
     member_peers,
     members,
+    seen,
 )
 
 
@@ -59,8 +61,8 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """My vote is YES, with what the body has done."""
     assert isinstance(event, Prepared)
     s.edits = event.edited
-    leaves = c.me in s.leaving
-    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest)
+    leaves = c.me in s.leaving and may_leave(s, c.me.group)
+    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest, seen(s))
     return ()
 
 

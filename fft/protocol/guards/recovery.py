@@ -155,7 +155,7 @@ def misjudged(s: Local, c: Config, event: Event) -> bool:
     if record is None or record.kind != "epoch" or record.lineage == held:
         return False
     mine = [g for g in record.members if c.me in g.peers()]
-    return bool(mine) and mine[0].ranks[c.me.rank].current
+    return bool(mine) and mine[0].ranks[c.index].current
 
 
 @guard

@@ -34,6 +34,7 @@ from fft.prove.simulator.faults import DEFAULT, Weather
 from fft.prove.simulator.groups import Group
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.process import Process
+from fft.trace.flow import judge_flow
 from fft.trace.live_sets import judge_live_sets
 from fft.trace.writer import TraceWriter, header, trace_path
 
@@ -148,6 +149,7 @@ class _Seen:
     faults: Counter[str] = field(default_factory=Counter)
     rows: set[tuple[str, int]] = field(default_factory=set)
     violations: list[Violation] = field(default_factory=list)
+    held: int = 0
 
 
 class World:
@@ -161,12 +163,21 @@ class World:
         weather: Weather,
         trace_dir: Path | None,
         participant: type[Participant],
+        stage: str = "",
+        clock: Clock | None = None,
     ) -> None:
+        """``stage``: of a spec whose stages have scopes: the one that this is; each is a world of
+        its own, on a ``clock`` that they share."""
         self.spec = spec
-        self.rng = rng = random.Random(seed)
-        self.clock = Clock()
+        self.name = stage
+        self.beside: dict[str, World] = {}
+        """The worlds of the other stages."""
+        self.rng = rng = random.Random(f"{stage} of {seed}" if stage else seed)
+        self.clock = clock or Clock()
         self.latency = Latency(rng)
         self.count_groups, self.ranks = rng.choice(_SHAPES)
+        if stage:
+            self.ranks = 1
         self.group_timeout = rng.choice([1.0, 3.0, 10.0])
         """Seconds until a reduction that somebody does not enter fails by itself."""
         self.awaits_reductions = rng.random() < 0.5
@@ -179,6 +190,8 @@ class World:
         self.outage_until = 0.0
         self.burst_until = 0.0
         self.is_calm = self.is_ending = self.hopeless = False
+        self.leavers: list[Process] = []
+        """Who was asked to leave at the end."""
         self.seen = _Seen()
         self._table = table
         self._participant = participant
@@ -238,6 +251,7 @@ class World:
             min_reductions=self.spec.policies.min_reductions,
             leases=self.spec.is_periodic,
             on_divergence=self._on_divergence,
+            flow=self.spec.bound_to(self.name) if self.name else (),
         )
         participant = self._participant(self._table, config)
         lineage = GENESIS if self._alike else f"fresh:{group.name}:{store}"
@@ -303,6 +317,18 @@ class World:
             text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
             self.violated("protocol_error", text, place)
         return out.effects
+
+    def tell_beside(self) -> None:
+        """The register has a new value: the processes of the scopes bound to this one hear of it."""
+        for world in self.beside.values():
+            if any(e.scope == self.name for e in self.spec.bound_to(world.name)):
+                record = self.bus.scope_record()
+                assert record is not None, "it was written"
+                self.clock.after(self.latency.hop(), None, world.bus.publish, record)
+
+    def count_held(self) -> None:
+        """A process has told that it is held by another scope."""
+        self.seen.held += 1
 
     def violated(self, name: str, text: str, place: str = "") -> NoReturn:
         """Something does not hold that must: the run ends."""
@@ -410,34 +436,31 @@ class World:
 
     # --- the run ---
 
-    def run(self) -> float | None:
-        """The whole life of the job. Returns how long it took to settle when it was calm."""
-        settled: float | None = None
-        try:
-            for group in self.groups.values():
-                group.start()
-            self.chaos.begin()
-            self._until_calm()
-            settled = self._calm()
-            if settled is not None:
-                self._drain()
-        except _Stop:
-            pass
-        finally:
-            for trace in self._traces.values():
-                trace.close()
-        return settled
+    def begin(self) -> None:
+        """All groups start, and faults strike from now on."""
+        for group in self.groups.values():
+            group.start()
+        self.chaos.begin()
 
-    def _until_calm(self) -> None:
-        first = self.clock.now
-        while (
-            self._step() < self.target
-            and self.seen.events < _LIMIT_EVENTS
-            and self.clock.now < first + _LIMIT_SECONDS
-            and not self.hopeless
-        ):
-            if not self.clock.turn():
-                return
+    def is_due(self, since: float) -> bool:
+        """Whether the weather has lasted long enough, ``since`` the job began."""
+        return (
+            self._step() >= self.target
+            or self.seen.events >= _LIMIT_EVENTS
+            or self.clock.now >= since + _LIMIT_SECONDS
+            or self.hopeless
+        )
+
+    def calm_down(self) -> None:
+        """Faults stop."""
+        self.is_calm = True
+        self.latency.calm_work = 0.4
+        self.chaos.end()
+
+    def close(self) -> None:
+        """The traces are whole. Idempotent."""
+        for trace in self._traces.values():
+            trace.close()
 
     def _step(self) -> int:
         return self.bus.head.step if self.bus.head else 0
@@ -458,11 +481,8 @@ class World:
         waits = sum(t.get(name, 0.0) for name in windows)
         return 2 * waits + 64 * t.get("pause", 0.1) + 20 * t.get("ack_window", 1.0) + 30.0
 
-    def _calm(self) -> float | None:
-        """Faults have stopped: see that the job gets well. None: it is lost, as it must be."""
-        self.is_calm = True
-        self.latency.calm_work = 0.4
-        self.chaos.end()
+    def settle(self) -> float | None:
+        """See that the calm job gets well. None: it is lost, as it must be."""
         begun, deadline = self.clock.now, self.clock.now + self.bound()
         self._pass(1.0)  # what was on its way arrives
         can = self.holds_state()
@@ -472,8 +492,11 @@ class World:
             if can and self._state_left(begun):
                 can = False
                 self.hopeless = True
+            if any(world._is_lost(begun) for world in self.beside.values()):
+                return None  # who waits for them waits for ever
             if can:
-                self._mend_groups()
+                for world in (self, *self.beside.values()):
+                    world._mend_groups()
                 if self._step() >= step + 2 and self._is_well():
                     return self.clock.now - begun
             elif not self._in_doubt():
@@ -485,6 +508,11 @@ class World:
             f"{what} {self.clock.now - begun:.0f} s after the last fault: {self._where()}",
         )
         return None
+
+    def _is_lost(self, begun: float) -> bool:
+        """Whether the scope cannot go on, as it must not."""
+        self.hopeless |= not self.holds_state()
+        return self.hopeless or self._state_left(begun)
 
     def _state_left(self, begun: float) -> bool:
         """Whether the state is gone because who held it left by its own word, or states differ.
@@ -534,14 +562,17 @@ class World:
     def _in_doubt(self) -> bool:
         return any(p.local.vote is not None and p.local.role != "terminal" for p in self.live())
 
-    def _drain(self) -> None:
-        """Everyone leaves; everyone must be out in good order."""
+    def ask_all_to_leave(self) -> None:
+        """Everyone is to leave."""
         self.is_ending = True
-        leaving, groups = self.live(), self.groups
+        self.leavers, groups = self.live(), self.groups
         self.announce(Drain(groups=tuple(groups), by="supervisor"))
         if self.rng.random() < 0.5:  # and passes a SIGTERM on
             for group in groups.values():
                 group.drain(by_signal=True)
+
+    def see_all_leave(self) -> None:
+        """Everyone must be out in good order."""
         deadline = self.clock.now + self.bound()
         while self.live():
             if self.clock.now > deadline:
@@ -550,8 +581,8 @@ class World:
         if self.bus.head is not None and self.bus.head.diverged:
             return  # noticed only now, and the end of everyone
         # Who has lost its place in the message order can only be ended, and its group with it.
-        deaf = {p.peer.group for p in leaving if p.local.deaf}
-        badly = [p for p in leaving if p.code != 0 and p.peer.group not in deaf]
+        deaf = {p.peer.group for p in self.leavers if p.local.deaf}
+        badly = [p for p in self.leavers if p.code != 0 and p.peer.group not in deaf]
         if bad := [f"{p.peer} ({p.code})" for p in badly]:
             self.violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
 
@@ -592,26 +623,82 @@ def run_seed(
         SpecError: the spec cannot be used.
     """
     loaded = load_spec(spec) if isinstance(spec, str) else spec
-    world = World(seed, loaded, _table(loaded), weather, trace_dir, participant)
-    settled = world.run()
-    history = world.told()
-    findings = [*judge(history), judge_live_sets(history)]
-    told = [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
-    kinds = Counter(record.kind for record in world.bus.history)
+    clock, table = Clock(), _table(loaded)
+    worlds = [
+        World(seed, loaded, table, weather, _place(trace_dir, stage), participant, stage, clock)
+        for stage in loaded.stages or [""]
+    ]
+    for world in worlds:
+        world.beside = {other.name: other for other in worlds if other is not world}
+        world.target = worlds[0].target
+    settled = _live(worlds, clock)
+    return _judged(seed, loaded, worlds, settled)
+
+
+def _place(trace_dir: Path | None, stage: str) -> Path | None:
+    return trace_dir / stage if trace_dir is not None and stage else trace_dir
+
+
+def _live(worlds: list[World], clock: Clock) -> float | None:
+    """The whole life of a job. Returns how long it took to settle when it was calm; None: it is
+    lost, as it must be."""
+    settled: float | None = None
+    try:
+        for world in worlds:
+            world.begin()
+        begun = clock.now
+        while not all(w.is_due(begun) for w in worlds) and not any(w.hopeless for w in worlds):
+            if not clock.turn():
+                return None
+        for world in worlds:
+            world.calm_down()
+        for world in worlds:
+            if (took := world.settle()) is None:
+                return None
+            settled = max(settled or 0.0, took)
+        for world in worlds:
+            world.ask_all_to_leave()
+        for world in worlds:
+            world.see_all_leave()
+    except _Stop:
+        pass
+    finally:
+        for world in worlds:
+            world.close()
+    return settled
+
+
+def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None) -> Result:
+    """What the seed did, and what is wrong with it."""
+    first, told, checks = worlds[0], list[Violation](), 0
+    kinds: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    rows: frozenset[str] = frozenset()
+    for world in worlds:
+        history = world.told()
+        findings = [*judge(history), judge_live_sets(history)]
+        told += [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
+        checks += sum(f.checks for f in findings)
+        kinds += Counter(record.kind for record in world.bus.history)
+        faults += world.seen.faults
+        rows |= _names(spec, world.seen.rows)
+        told += world.seen.violations
+    flow = judge_flow({world.name: world.bus.history for world in worlds}, spec.flow)
+    told += [Violation(flow.name, flow.violation, flow.place)] if flow.violation else []
     return Result(
         seed=seed,
-        groups=world.count_groups,
-        ranks=world.ranks,
-        violations=(*told, *world.seen.violations),
-        faults=dict(world.seen.faults),
-        events=world.seen.events,
+        groups=first.count_groups,
+        ranks=first.ranks,
+        violations=tuple(told),
+        faults=dict(faults),
+        events=sum(world.seen.events for world in worlds),
         commits=kinds["commit"],
         aborts=kinds["abort"],
         epochs=kinds["epoch"],
-        seconds=world.clock.now,
+        seconds=first.clock.now,
         settled_in=settled,
-        checks=sum(f.checks for f in findings),
-        rows=_names(loaded, world.seen.rows),
+        checks=checks + flow.checks,
+        rows=rows,
     )
 
 
