@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
+    from fft.train.flow import StageInput, StageOutput
     from fft.train.manager import ManagerFFT, Transaction
     from fft.train.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.preemption import FileNotice, HttpNotice, Notice
@@ -28,6 +29,8 @@ _HOME = {
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
+    "StageInput": "fft.train.flow",
+    "StageOutput": "fft.train.flow",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }
@@ -43,6 +46,8 @@ __all__ = [
     "ManagerFFT",
     "Notice",
     "ShardProcessGroupGloo",
+    "StageInput",
+    "StageOutput",
     "StreamLoader",
     "Transaction",
 ]

@@ -143,6 +143,10 @@ class GroupEntry:
         """The group's participants in rank order."""
         return tuple(Peer(self.group, r.rank, r.inc) for r in self.ranks)
 
+    def entry(self, rank: int) -> RankEntry:
+        """That of the rank with this number."""
+        return next(r for r in self.ranks if r.rank == rank)
+
 
 @dataclass(frozen=True, config=_CONFIG)
 class Record:

@@ -11,9 +11,9 @@ the group has committed meanwhile is not undone by a rollback of the job's. Wher
 several ranks, they commit each of its steps together: their scope is one more instance of the
 protocol, a job of one group.
 
-Or each rank number of the groups is a **stage** with a scope of its own, an instance of the protocol
-over that rank of all groups. The **flow** of the data binds two stages: the later one never passes
-the earlier one, which may be so many steps ahead.
+Or each rank number of the groups is a **stage** with a scope of its own, an instance of the
+protocol over that rank of all groups. The **flow** of the data binds two stages: the later one
+never passes the earlier one, which may be so many steps ahead.
 """
 
 from __future__ import annotations

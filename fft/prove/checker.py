@@ -22,7 +22,7 @@ from fft.protocol.invariants import INVARIANTS, Know
 from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, Part, SubState
-from fft.protocol.state import Local
+from fft.protocol.state import Local, next_version
 from fft.prove.bounds import REAL, Bounds, World
 from fft.prove.intern import thaw
 from fft.prove.model import Model, State, Step
@@ -175,10 +175,16 @@ class Search:
         return [(i, thaw(model.locals[n.local])) for i, n in enumerate(nodes) if n.local >= 0]
 
     def _gives_up(self, state: State, step: Step) -> bool:
-        """Ending for want of an epoch is no way out while those who live could form one."""
+        """Ending for want of an epoch is no way out while those who live could form one; nor for
+        want of another scope whose register says that it has committed enough."""
+        shared = self.model.shared[state[self.model.size]]
+        if step.what == "timer flow_limit":
+            at = {scope.scope: scope.version for scope in shared.scopes}
+            held = thaw(self.model.locals[self.model.node(state, step.who).local])
+            needs = next_version(held)
+            return all(needs <= at[e.scope] + e.ahead for e in held.elsewhere)
         if step.what != "timer quorum":
             return False
-        shared = self.model.shared[state[self.model.size]]
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:

@@ -141,6 +141,8 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
             return bool(key[1] >= record)
         case "data from":
             return bool(key[1] >= cursor)
+        case "version":
+            return True  # of another scope; there are few
         case "digest" | "held" | "leases":
             return key[1] in lineages
     raise ValueError(f"how long does fact {key} matter?")

@@ -469,9 +469,11 @@ class Model:
 
     def _elsewhere(self, state: State, shared: Shared) -> Iterator[Act]:
         """What scopes that are not modelled may do next."""
-        locals_ = [self.nodes[i].local for i in state[: self.size]]
-        asked = {p.group for n in locals_ if n >= 0 for p in thaw(self.locals[n]).leaving}
-        for what, record in self.beside.moves(shared.head, shared.scopes, asked):
+        nodes = [self.nodes[i] for i in state[: self.size]]
+        there = [thaw(self.locals[node.local]) for node in nodes if node.local >= 0]
+        asked = {peer.group for s in there for peer in s.leaving}
+        inside = {g.group for s in there if s.role in AT_WORK and s.epoch for g in s.epoch.members}
+        for what, record in self.beside.moves(shared.head, shared.scopes, asked, inside):
             newer = tuple(record if s.scope == record.scope else s for s in shared.scopes)
             after = self.shared.id(shared._replace(scopes=newer))
             yield Act(what, None, -1, after, (self.events.id(record),))

@@ -28,6 +28,7 @@ from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
 from fft.prove.bounds import World
+from fft.prove.flow_mutants import FLOW
 from fft.prove.lease_mutants import LEASES
 from fft.prove.mutant import Mutant
 from fft.prove.planting import (
@@ -810,4 +811,5 @@ MUTANTS: tuple[Mutant, ...] = (
         without("give_up_proposal"),
     ),
     *LEASES,
+    *FLOW,
 )

@@ -33,7 +33,7 @@ class OtherScopes:
         self.first = tuple(ScopeRecord(e.scope, 1, 0, groups) for e in self.bounds)
 
     def moves(
-        self, head: Record | None, at: tuple[ScopeRecord, ...], asked: Set[str]
+        self, head: Record | None, at: tuple[ScopeRecord, ...], asked: Set[str], inside: Set[str]
     ) -> Iterator[tuple[str, ScopeRecord]]:
         """What they can do next: in words, and the record of it.
 
@@ -41,14 +41,18 @@ class OtherScopes:
             head: of the searched scope.
             at: their newest records.
             asked: groups that are asked to leave.
+            inside: groups in the searched scope.
         """
         version = head.step if head is not None else 0
         for bound, record in zip(self.bounds, at, strict=True):
             # it follows this scope, or leads it by as much as it may
             furthest = version if bound.ahead else version + _AHEAD
-            if record.version < furthest:
-                newer = replace(record, n=record.n + 1, version=record.version + 1)
-                yield f"{record.scope} commits", newer
-            stay = tuple(group for group in record.groups if group not in asked)
+            if record.version >= furthest or not record.groups:
+                continue
+            newer = replace(record, n=record.n + 1, version=record.version + 1)
+            yield f"{record.scope} commits", newer
+            # a group leaves the scopes in the order of the flow
+            gone = {group for group in asked if not bound.ahead or group not in inside}
+            stay = tuple(group for group in record.groups if group not in gone)
             if stay != record.groups:
-                yield f"{record.scope} is left", replace(record, n=record.n + 1, groups=stay)
+                yield f"{record.scope} commits and is left", replace(newer, groups=stay)

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fft.messages.protocol import Record
 from fft.protocol.invariants import Finding
-from fft.protocol.scopes import Edge
 
 
-def judge_flow(registers: Mapping[str, Sequence[Record]], flow: Sequence[Edge]) -> Finding:
-    """Whether each scope has kept to what the others had committed.
+@dataclass(frozen=True)
+class Register:
+    """The records of one scope, as far as they are known."""
 
-    That a commit keeps to the versions that it names is judged scope by scope (``data_flow``). Here:
-    the versions were committed, and in an order that can be: a step was not committed before one
-    that was committed after it.
+    scope: str
+    bounds: Mapping[str, int]
+    """Other scope → how many steps this one may have committed more than that one."""
+    records: Sequence[Record]
+    is_whole: bool = True
+    """No record is missing that a trace could have had."""
 
-    Args:
-        registers: scope → its records, in order, as far as they are known.
-        flow: the spec's.
+    @property
+    def commits(self) -> list[Record]:
+        """Of its records."""
+        return [record for record in self.records if record.kind == "commit"]
+
+
+def judge_flow(registers: Iterable[Register]) -> Finding:
+    """6: each scope has kept to what the others had committed.
+
+    That a commit keeps to the versions that it names is judged scope by scope (``data_flow``).
+    Here: each names all that it is bound to, and versions that were committed.
     """
     found = Finding("flow_order")
-    commits = {
-        name: [r for r in records if r.kind == "commit"] for name, records in registers.items()
-    }
-    furthest = {name: max((r.step for r in rs), default=0) for name, rs in commits.items()}
-    bounds = {(e.to, e.source): 0 for e in flow} | {(e.source, e.to): e.ahead for e in flow}
-    for name, records in commits.items():
-        for record in records:
-            place = f"record {record.n} of scope {name}"
-            named = {seen.scope: seen for seen in record.seen}
-            for (mine, other), ahead in bounds.items():
-                if mine != name:
-                    continue
-                seen = named.get(other)
-                text = f"{place} does not say what it has seen of {other}, with {ahead} ahead"
-                found.expect(seen is not None and seen.ahead == ahead, text, place)
-                if seen is not None:
-                    text = f"{place} has seen version {seen.version} of {other}, which came to"
-                    reached = furthest.get(other, 0)
-                    found.expect(seen.version <= reached, f"{text} {reached} only", place)
+    by_name = {register.scope: register for register in registers}
+    for register in by_name.values():
+        for other, ahead in register.bounds.items():
+            _judge(found, register, other, ahead, by_name.get(other))
     return found
+
+
+def _judge(
+    found: Finding, register: Register, name: str, ahead: int, other: Register | None
+) -> None:
+    reached = max((r.step for r in other.commits), default=0) if other is not None else 0
+    for record in register.commits:
+        place = f"record {record.n} of scope {register.scope}"
+        seen = next((s for s in record.seen if s.scope == name), None)
+        text = f"{place} does not say what it has seen of {name}, with {ahead} ahead"
+        found.expect(seen is not None and seen.ahead == ahead, text, place)
+        if seen is not None and (other is None or other.is_whole):
+            text = f"{place} has seen version {seen.version} of {name}, which came to {reached}"
+            found.expect(seen.version <= reached, text, place)

@@ -23,6 +23,7 @@ from fft.train.periodic.inner_scope import InnerScope, inner_scope_of
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.settings import Settings, refuse_ranks
+from fft.train.stage_scope import scope_of_stage
 from fft.train.state.transfer import StateTransfer
 from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
@@ -55,7 +56,18 @@ class Parts:
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
-        trace = TraceWriter(settings.trace_dir, peer)
+        self.stage = stage = scope_of_stage(
+            settings.spec,
+            manager._group_rank,
+            manager._group_world_size,
+            settings.bus_url,
+            bus,
+            settings.token,
+            operation_s,
+        )
+        if stage is not None:
+            undo.callback(stage.close)
+        trace = TraceWriter(stage.traces(traces) if stage is not None else traces, peer)
         undo.callback(trace.close)
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
@@ -140,6 +152,8 @@ class Parts:
         if self.quorums is not None:
             self.quorums.close()
         self.healer.stop_learning()
+        if self.worker.output is not None:
+            self.worker.output.close()
         self.leaving.close()
         self.state.close_source()
         self.commands.close()
@@ -150,4 +164,6 @@ class Parts:
         if self.injector is not None:
             self.injector.detach()
         self.watchers.close()
+        if self.stage is not None:
+            self.stage.close()
         self.job.close()

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchft.manager import Manager
 
@@ -35,6 +35,9 @@ from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
+
+if TYPE_CHECKING:
+    from fft.train.flow import StageOutput
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +96,8 @@ class Worker:
         """Of the last commit, if its update failed here."""
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
+        self.output: StageOutput | None = None
+        """What this stage gives to the next one, where each steps by itself."""
         self._by_loop = LoopUpdates()
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
@@ -164,12 +169,19 @@ class Worker:
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
         left = None if limit is None else limit.left()
+        if (output := self.output) is not None:
+            while not engine.has_word() and self._waits_for(engine, output.is_due):
+                output.make()
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)
         except TimeoutError:
             text = waiting_for(engine.local, engine.participant.config, time.monotonic())
             raise TimeoutError(f"{limit}: {text}") from None
+
+    def _waits_for(self, engine: Engine, done: Callable[[], bool]) -> bool:
+        with self._watchers.waiting():
+            return engine.wait_for(done)
 
     def _stop(self, command: Finish) -> None:
         """The engine's last word. Raises the error that it names, if it names one."""
@@ -306,7 +318,7 @@ class Worker:
         self._by_loop.forget()
         self._state.stands_at(record)
         self.body_failures.committed()
-        self._watchers.committed(record.step, len(plan.members) * manager._group_world_size)
+        self._watchers.committed(record.step, len(plan.members) * self._job.world)
         if self._state.step is not None:
             self._state.step.forget()
         if self._state.checks is not None:

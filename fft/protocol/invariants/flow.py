@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fft.messages.effects import StartTxn
-from fft.protocol.invariants.claims import Claim, Holds, Move
+from fft.messages.protocol import ScopeRecord
+from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move
+from fft.protocol.state import may_leave
 
 
 def data_flow(move: Move) -> Iterator[Claim]:
@@ -30,7 +32,11 @@ def data_flow(move: Move) -> Iterator[Claim]:
         for scope, version, ahead in record.seen:
             text = f"record {record.n} commits {record.step}, but {scope!r} had {version} + {ahead}"
             yield Holds(record.step <= version + ahead, text)
+    if isinstance(move.event, ScopeRecord):
+        yield Know(("version", move.event.scope, move.event.version))
     if (vote := move.after.vote) is not None and move.entered("voting"):
-        known = {e.scope: e.version for e in move.after.elsewhere}
-        text = f"{move.peer} votes with versions of other scopes that it has not seen"
-        yield Holds(all(s.version <= known.get(s.scope, -1) for s in vote.seen), text)
+        for scope, version, _ in vote.seen:
+            text = f"{move.peer} votes with version {version} of {scope!r}, which nobody has heard"
+            yield Given((("version", scope, version),), text) if version else Holds(True, text)
+        text = f"{move.peer} leaves before its group has left the scopes that this one follows"
+        yield Holds(not vote.leaving or may_leave(move.after, move.peer.group), text)

@@ -34,7 +34,7 @@ from fft.prove.simulator.faults import DEFAULT, Weather
 from fft.prove.simulator.groups import Group
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.process import Process
-from fft.trace.flow import judge_flow
+from fft.trace.flow import Register, judge_flow
 from fft.trace.live_sets import judge_live_sets
 from fft.trace.writer import TraceWriter, header, trace_path
 
@@ -319,7 +319,7 @@ class World:
         return out.effects
 
     def tell_beside(self) -> None:
-        """The register has a new value: the processes of the scopes bound to this one hear of it."""
+        """The register has a new value: who is bound to this scope hears of it."""
         for world in self.beside.values():
             if any(e.scope == self.name for e in self.spec.bound_to(world.name)):
                 record = self.bus.scope_record()
@@ -683,7 +683,14 @@ def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None
         faults += world.seen.faults
         rows |= _names(spec, world.seen.rows)
         told += world.seen.violations
-    flow = judge_flow({world.name: world.bus.history for world in worlds}, spec.flow)
+    flow = judge_flow(
+        Register(
+            world.name,
+            {e.scope: e.ahead for e in spec.bound_to(world.name)},
+            world.bus.history,
+        )
+        for world in worlds
+    )
     told += [Violation(flow.name, flow.violation, flow.place)] if flow.violation else []
     return Result(
         seed=seed,
