@@ -82,7 +82,7 @@ class StageOutput:
         self._taken = 0
         """All before it are committed by who takes them."""
         self._takers: list[_Taker] = []
-        self._was_taken = self._closed = False
+        self._was_taken = self._leaves = self._closed = False
         self._source: DataSource | None = None
         self._key = _key_of(self._parts)
         self._listener = Listener(("", 0), "AF_INET", authkey=self._key)
@@ -138,9 +138,16 @@ class StageOutput:
                 self._wanted.discard(number)
                 self._changed.notify_all()
 
-    def finish(self) -> None:
-        """The loop is over: give what is left, until the next stage has ended, too."""
+    def finish(self, leaves: bool) -> None:
+        """The loop is over: give what is left, until the next stage has ended, too.
+
+        Args:
+            leaves: this group leaves the job, which goes on; the next stage leaves it as well.
+        """
         limit_s = self._parts.limits["flow_limit"].seconds
+        with self._changed:
+            self._leaves = leaves
+            self._changed.notify_all()
         while True:
             with self._changed:
                 came = self._changed.wait_for(
@@ -225,16 +232,22 @@ class StageOutput:
         """The next one that it has asked for and that is there; None: it needs none any more."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or taker.is_gone or bool(taker.asked & self._entries.keys())
+                lambda: (
+                    self._closed
+                    or taker.is_gone
+                    or taker.is_told < self._leaves
+                    or bool(taker.asked & self._entries.keys())
+                )
             )
             if self._closed or taker.is_gone:
                 return None
+            if taker.is_told < self._leaves:
+                taker.is_told = True
+                return _packed({"leaves": True})
             number = min(taker.asked & self._entries.keys())
             taker.asked.discard(number)
             entry = self._entries[number]
-        packed = io.BytesIO()
-        torch.save({"slice": number, "version": entry.version, "value": entry.value}, packed)
-        return packed.getvalue()
+        return _packed({"slice": number, "version": entry.version, "value": entry.value})
 
     def _forget(self, done: int) -> None:
         """The slices before ``done`` are committed by who takes them."""
@@ -254,6 +267,8 @@ class _Taker:
     connection: Connection
     asked: set[int] = field(default_factory=set)
     is_gone: bool = False
+    is_told: bool = False
+    """That the group leaves."""
 
 
 class StageInput:
@@ -337,6 +352,9 @@ class StageInput:
         try:
             while True:
                 found = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True)
+                if "leaves" in found:
+                    self._manager.drain(reason=f"stage {self.scope} of this group has left")
+                    continue
                 self._asked.pop(found["slice"], None)
                 self._got[found["slice"]] = found
                 self._nudge()
@@ -384,6 +402,12 @@ def _key_of(parts: Parts) -> bytes:
 def _place(scope: str) -> str:
     """In the group's store: where the rank of that stage can be reached."""
     return f"fft/flow/{scope}"
+
+
+def _packed(value: dict[str, Any]) -> bytes:
+    packed = io.BytesIO()
+    torch.save(value, packed)
+    return packed.getvalue()
 
 
 def _copied(value: Any) -> Any:

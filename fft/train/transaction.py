@@ -99,7 +99,7 @@ class TransactionLoop:
             yield from self._txns(source, inputs, max_steps)
             if self.worker.output is not None:
                 with self._watchers.waiting():
-                    self.worker.output.finish()
+                    self.worker.output.finish(leaves=not self.is_over)
         finally:
             foreign.close()
             state.close_source()
