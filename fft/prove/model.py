@@ -54,6 +54,7 @@ from fft.messages.protocol import (
     Start,
     Stop,
     Suspect,
+    Synchronise,
     Timer,
     Token,
     Vote,
@@ -254,6 +255,8 @@ class Model:
                 expected_groups=self.bounds.groups,
                 min_reductions=self.spec.policies.min_reductions,
                 leases=self.spec.is_periodic,
+                bound=self.spec.bound,
+                quorum=self.spec.policies.quorum,
                 on_divergence="heal" if self.bounds.heals else "stop",
             )
             found = self._participants[who, inc] = self._class(self._table, config)
@@ -935,6 +938,11 @@ class _Here:
             yield from self._restore(*node.task)
         elif at == "computing" and self._step() < model.bounds.commits:
             yield from self._body(*node.task)
+        elif at == "idle" and self._stands_apart() and self._step() < model.bounds.commits:
+            yield self.event("asks to synchronise", node, Synchronise())
+
+    def _stands_apart(self) -> bool:
+        return bool(thaw(self.model.locals[self.node.local]).role == "apart")
 
     def _step(self) -> int:
         """The step that the txn begins at."""

@@ -26,7 +26,8 @@ from fft.messages.protocol import (
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
+from fft.protocol.forming import next_epoch
+from fft.protocol.state import Config, Local, committed, learners, member_peers
 from fft.prove.bounds import World
 from fft.prove.lease_mutants import LEASES
 from fft.prove.mutant import Mutant

@@ -237,6 +237,8 @@ class World:
             expected_groups=self.count_groups,
             min_reductions=self.spec.policies.min_reductions,
             leases=self.spec.is_periodic,
+            bound=self.spec.bound,
+            quorum=self.spec.policies.quorum,
             on_divergence=self._on_divergence,
         )
         participant = self._participant(self._table, config)
