@@ -62,6 +62,14 @@ def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
     ]
 
 
+def first(s: Local, c: Config) -> Peer | None:
+    """Who proposes where all could: of those who ask, who holds the lowest lease."""
+    held = {lease[1:]: lease.slice for lease in s.head.leases} if s.head is not None else {}
+    end = max(held.values(), default=0) + 1
+    ready = sorted(ready_groups(s, c), key=lambda ranks: held.get(_said_by(ranks), end))
+    return ready[0][0].peer if ready else None
+
+
 def absent(s: Local, groups: Groups) -> list[Standing]:
     """Living groups of the job that are not among ``groups``."""
     there = {_said_by(ranks) for ranks in groups}

@@ -20,6 +20,8 @@ KINDS = (
     "drain",  # a group is asked to leave
     "hang",  # a monitor says of a process, rightly or not, that its main thread does not move
     "early",  # a timer fires before its time: false suspicion
+    "late",  # a wait for groups ends (join_window) before all have asked, but not before those
+    # who have are heard
     "lose",  # a message never reaches one listener
     "twice",  # a message reaches one listener twice
     "swap",  # two messages reach one listener in the other order
@@ -61,6 +63,9 @@ class Bounds:
     heals: bool = False
     """Whose state differs from most fetches it anew; else the job ends where states differ."""
 
+    behind: int = 0
+    """Of an asynchronous job: by how many steps a contribution may be behind; 0: as the spec says."""
+
     def describe(self) -> str:
         """One line for people."""
         what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
@@ -68,6 +73,7 @@ class Bounds:
         least = f", {self.least} at least" if self.least > 1 else ""
         least += ", states compared" if self.digests else ""
         least += " and healed" if self.heals else ""
+        least += f", {self.behind} behind at most" if self.behind else ""
         return (
             f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
             f"{self.faults} faults of: {what or 'none'}"

@@ -255,7 +255,7 @@ class Model:
                 expected_groups=self.bounds.groups,
                 min_reductions=self.spec.policies.min_reductions,
                 leases=self.spec.is_periodic,
-                bound=self.spec.bound,
+                bound=self.bounds.behind if self.spec.bound and self.bounds.behind else self.spec.bound,
                 quorum=self.spec.policies.quorum,
                 on_divergence="heal" if self.bounds.heals else "stop",
             )
@@ -1093,6 +1093,9 @@ class _Here:
                 if name == GIVES_UP:
                     continue
                 yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
+        if self.may("late") and local.role == "joining" and "join_window" in local.timers:
+            due = Timer("join_window", local.timers["join_window"])
+            yield self.event("waits no longer for others", node, due, "late")
         behind = node._replace(inbox=())
         if self.may("deaf") and not local.deaf:
             yield self.event("is deaf from now on", behind, BusDown("listen", ""), "deaf")

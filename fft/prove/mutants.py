@@ -28,6 +28,7 @@ from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.forming import next_epoch
 from fft.protocol.state import Config, Local, committed, learners, member_peers
+from fft.prove.apart_mutants import APART
 from fft.prove.bounds import World
 from fft.prove.lease_mutants import LEASES
 from fft.prove.mutant import Mutant
@@ -811,4 +812,5 @@ MUTANTS: tuple[Mutant, ...] = (
         without("give_up_proposal"),
     ),
     *LEASES,
+    *APART,
 )

@@ -6,6 +6,7 @@ process start, so that no single set of bounds can have everything; each of thes
 
 from __future__ import annotations
 
+from fft.protocol.spec import FsmSpec
 from fft.prove.bounds import Bounds
 
 
@@ -117,6 +118,40 @@ DEFAULT = (
 )
 """Takes some five minutes on one core."""
 
+ASYNC = (
+    Bounds(
+        "processes",
+        commits=1,
+        faults=2,
+        budget=budget("no", "misfit", "torn", "heal", "silent", "drain", fault=2, crash=2),
+    ),
+    Bounds("steps", commits=2, faults=2, budget=budget("torn", "no", "drain", "crash")),
+    Bounds("restart", commits=1, faults=3, budget=budget("crash", "restart", "heal")),
+    Bounds("messages", commits=1, faults=3, budget=budget("fault", "lose", "twice", "swap", "quit")),
+    Bounds("apart", commits=2, faults=1, budget=budget("lose", "twice", "swap", "quit", "early")),
+    Bounds("bus", commits=1, faults=2, budget=budget("fault", "lapse", "outage", "forget")),
+    Bounds("mixed", commits=1, faults=2, budget=budget("torn", "drain", "lose", "lapse", "early")),
+    Bounds("missed", commits=1, faults=3, budget=budget("torn", "lose", "fault")),
+    Bounds("storm", commits=1, faults=4, budget=budget(no=4)),
+    Bounds("start", commits=1, faults=1, formed=False, budget=budget("torn", "crash", "lose")),
+    Bounds("unlike", commits=1, faults=1, formed=False, alike=False, budget=budget("heal")),
+    Bounds("left behind", groups=3, commits=2, faults=1, budget=budget("late"), behind=2),
+    Bounds("held", groups=3, commits=2, faults=1, budget=budget("late"), behind=1),
+    Bounds("held, lost", groups=3, commits=1, faults=2, budget=budget("late", "crash"), behind=1),
+    Bounds("shards", ranks=2, commits=1, faults=1, budget=budget("silent", "lose")),
+    Bounds("hang", commits=1, faults=2, budget=budget("hang", "crash")),
+    Bounds("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
+    Bounds("skips", commits=1, faults=2, budget=budget("lose", "crash", skip=2)),
+    Bounds(
+        "diverged", commits=1, faults=2, budget=budget("corrupt", "lose", "silent"), digests=True
+    ),
+    Bounds("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
+    Bounds("deaf", commits=1, faults=1, budget=budget("deaf", "overrun")),
+    Bounds("twin", commits=1, faults=1, budget=budget("twin")),
+)
+"""Of a spec whose scope is bounded: between two synchronisations any number of groups ask to be in
+the next one, in any order, so that each fault costs more than in ``DEFAULT``."""
+
 DEEP = (
     *DEFAULT,
     Bounds(
@@ -175,3 +210,10 @@ DEEP = (
     Bounds("shards, fault", ranks=2, commits=1, faults=1, budget=budget("fault")),
 )
 """Ten million states and more."""
+
+
+def sets_for(spec: FsmSpec, deep: bool = False) -> tuple[Bounds, ...]:
+    """What ``fft check`` searches of a spec."""
+    if spec.bound:
+        return ASYNC
+    return DEEP if deep else DEFAULT

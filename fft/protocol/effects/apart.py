@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fft.messages.effects import Effect, Tell
+from fft.messages.effects import Broadcast, Effect, Tell
 from fft.messages.protocol import Event, Here, Join
 from fft.protocol import apart
 from fft.protocol.effects.base import action
 from fft.protocol.effects.timing import arm
-from fft.protocol.state import Config, Local
+from fft.protocol.state import Config, Local, hello
 
 
 @action
@@ -20,6 +20,15 @@ def stand_apart(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert s.head is not None, "it ended an epoch"
     s.token = s.head.token
     return ()
+
+
+@action
+def ask_to_come_in(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Ask to be in the next epoch, and count myself among those who do."""
+    word = hello(s, c)
+    s.hellos = {**s.hellos, (c.me.group, c.me.rank): word}
+    s.joining |= {c.me}
+    yield Broadcast(Join(word))
 
 
 @action

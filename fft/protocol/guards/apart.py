@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fft.messages.protocol import Event, Here
+from fft.messages.protocol import Event, Here, Join
 from fft.protocol import apart
 from fft.protocol.guards.base import guard
 from fft.protocol.state import Config, Local
@@ -27,9 +27,30 @@ def all_are_ready(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def is_newest_word(s: Local, c: Config, event: Event) -> bool:
+    """Nothing was heard from who speaks that it has said after this."""
+    if not isinstance(event, Join):
+        return False
+    said = s.hellos.get((event.hello.peer.group, event.hello.peer.rank))
+    return said is None or said.peer != event.hello.peer or said.head <= event.hello.head
+
+
+@guard
 def awaits_groups(s: Local, c: Config, event: Event) -> bool:
     """Groups that stand apart are needed: for the quorum, or because they are at the bound."""
     return bool(apart.awaited(s, c))
+
+
+@guard
+def i_am_first(s: Local, c: Config, event: Event) -> bool:
+    """Of those who ask to synchronise I come first, so that not all propose the same."""
+    return apart.first(s, c) == c.me
+
+
+@guard
+def i_am_awaited(s: Local, c: Config, event: Event) -> bool:
+    """My group is needed by those who ask to synchronise: it is alive, and will come."""
+    return any(c.me in each.entry.peers() for each in apart.awaited(s, c))
 
 
 @guard
