@@ -58,10 +58,15 @@ class PlanWatch:
         expected = tuple(sorted(set(self._groups) - gone))
         ranks = [rank for group in expected for rank in view.of(group)]
         epochs = {rank.epoch for rank in ranks}
-        if len(epochs) != 1 or any(not view.of(group) for group in expected):
+        if any(not view.of(group) for group in expected):
             return False
-        together = all(rank.role in AT_WORK and rank.members == expected for rank in ranks)
-        step, epoch = min(rank.step for rank in ranks), epochs.pop()
+        if any(rank.role == "apart" for rank in ranks):  # each is in an epoch now and then
+            together = all(rank.role not in ("leaving", "terminal") for rank in ranks)
+        else:
+            together = len(epochs) == 1 and all(
+                rank.role in AT_WORK and rank.members == expected for rank in ranks
+            )
+        step, epoch = min(rank.step for rank in ranks), min(epochs, default=0)
         return together and all(
             _recovered(injected, step, epoch) for injected in view.injected.values()
         )
