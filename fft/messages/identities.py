@@ -74,4 +74,5 @@ class Standing(NamedTuple):
     base: Count
     """Committed steps of the state that it was last given: its contribution is against that."""
     since: Count
-    """Number of the record since which it is so; what it has said before is void."""
+    """Number of the record that it was last a member by, or that ended that with a COMMIT: what it
+    has said before that is void."""

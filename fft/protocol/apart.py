@@ -53,7 +53,7 @@ def is_lost(s: Local, entry: GroupEntry) -> bool:
 
 
 def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
-    """Groups that ask to come in. What one has said before its last COMMIT is void."""
+    """Groups that ask to come in. What one said before it was last in an epoch is void."""
     since = {_key(each.entry): each.since for each in standing(s)}
     return [
         ranks
@@ -127,6 +127,7 @@ def terms(
     ]
     lost = [lease.slice for lease in base.leases if lease not in kept]
     data = Granted(base.cursor, tuple(kept), tuple(sorted((*base.returned, *lost))))
+    alive |= {key: alive[key]._replace(since=n) for key in brings.keys() & alive.keys()}
     if not any(lease[1:] in brings for lease in kept):
         data = _granted_besides(data, entries)
         alive |= {_key(entry): Standing(entry, base.step, n) for entry in entries}

@@ -125,10 +125,12 @@ ASYNC = (
         faults=2,
         budget=budget("no", "misfit", "torn", "heal", "silent", "drain", fault=2, crash=2),
     ),
-    Bounds("steps", commits=2, faults=2, budget=budget("torn", "no", "drain", "crash")),
-    Bounds("restart", commits=1, faults=3, budget=budget("crash", "restart", "heal")),
-    Bounds("messages", commits=1, faults=3, budget=budget("fault", "lose", "twice", "swap", "quit")),
+    Bounds("steps", commits=2, faults=1, budget=budget("torn", "no", "drain", "crash", "skip")),
+    Bounds("restart", commits=1, faults=2, budget=budget("crash", "restart")),
+    Bounds("messages", commits=1, faults=3, budget=budget("fault", "lose", "twice", "quit")),
     Bounds("apart", commits=2, faults=1, budget=budget("lose", "twice", "swap", "quit", "early")),
+    Bounds("unheard", commits=1, faults=3, budget=budget("fault", lose=2)),
+    Bounds("settled", commits=2, faults=2, budget=budget("lose", "hang")),
     Bounds("bus", commits=1, faults=2, budget=budget("fault", "lapse", "outage", "forget")),
     Bounds("mixed", commits=1, faults=2, budget=budget("torn", "drain", "lose", "lapse", "early")),
     Bounds("missed", commits=1, faults=3, budget=budget("torn", "lose", "fault")),
@@ -138,16 +140,28 @@ ASYNC = (
     Bounds("left behind", groups=3, commits=2, faults=1, budget=budget("late"), behind=2),
     Bounds("held", groups=3, commits=2, faults=1, budget=budget("late"), behind=1),
     Bounds("held, lost", groups=3, commits=1, faults=2, budget=budget("late", "crash"), behind=1),
-    Bounds("shards", ranks=2, commits=1, faults=1, budget=budget("silent", "lose")),
-    Bounds("hang", commits=1, faults=2, budget=budget("hang", "crash")),
-    Bounds("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
-    Bounds("skips", commits=1, faults=2, budget=budget("lose", "crash", skip=2)),
+    Bounds("shards", ranks=2, commits=1, faults=1, budget=budget("silent")),
     Bounds(
-        "diverged", commits=1, faults=2, budget=budget("corrupt", "lose", "silent"), digests=True
+        "mates", groups=1, ranks=2, commits=1, faults=1, formed=False, budget=budget("quit", "lose")
+    ),
+    Bounds("hang", commits=1, faults=1, budget=budget("hang")),
+    Bounds("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
+    Bounds("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
+    Bounds("skips", commits=1, faults=2, budget=budget("lose", "crash", "misfit", skip=2)),
+    Bounds("compared, missed", commits=1, faults=3, budget=budget("no", lose=2), digests=True),
+    Bounds(
+        "diverged",
+        commits=1,
+        faults=3,
+        budget=budget("corrupt", "bare", "silent", "restart"),
+        digests=True,
+    ),
+    Bounds(
+        "healed", groups=3, commits=1, faults=1, budget=budget("corrupt"), digests=True, heals=True
     ),
     Bounds("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
     Bounds("deaf", commits=1, faults=1, budget=budget("deaf", "overrun")),
-    Bounds("twin", commits=1, faults=1, budget=budget("twin")),
+    Bounds("twin", commits=1, faults=2, budget=budget("twin", "lose")),
 )
 """Of a spec whose scope is bounded: between two synchronisations any number of groups ask to be in
 the next one, in any order, so that each fault costs more than in ``DEFAULT``."""

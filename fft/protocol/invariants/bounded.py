@@ -67,11 +67,12 @@ def _keeps_the_bound(was: Record, now: Record) -> bool:
 
 
 def _keeps_standings(was: Record, now: Record) -> bool:
-    """All but those that begin in the job, with the state of the epoch."""
-    before = _by_key(was.standing)
+    """Who is no member has what it had. A member's base is that, too, or it begins in the job."""
+    before, inside = _by_key(was.standing), _inside(now)
     return all(
-        before.get(key) == each
-        or (key in _inside(now) and (each.base, each.since) == (now.step, now.n))
+        each.since == now.n and (each.base == now.step or before[key].base == each.base)
+        if key in inside
+        else before.get(key) == each
         for key, each in _by_key(now.standing).items()
     )
 
