@@ -213,6 +213,11 @@ class Worker:
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
+    def stands_apart(self, step: int, groups: int) -> None:
+        """The group goes on alone from ``step``; so many were in its last epoch."""
+        if self._injector is not None:
+            self._injector.begin(step, groups, 0)
+
     def _compare_updates(self, plan: StartTxn) -> None:
         """Have the vote say that no optimizer step has followed the last commit here.
 
