@@ -32,6 +32,7 @@ class Example:
     ranks: int
     script: str
     plan: str
+    groups: int = 2
 
 
 EXAMPLES = (
@@ -42,6 +43,7 @@ EXAMPLES = (
     Example("local_sgd", 1, "local_sgd_char_lm.py", "local_sgd_faults.yaml"),
     Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
     Example("hsdp_diloco", 2, "hsdp_diloco_char_lm.py", "hsdp_diloco_faults.yaml"),
+    Example("async", 1, "async_char_lm.py", "async_faults.yaml", groups=3),
 )
 COLUMNS = (
     "committed steps",
@@ -57,7 +59,7 @@ COLUMNS = (
 def run(example: Example, folder: Path) -> bool:
     """Train it to the end of its plan; whether it ended well. Its output goes to ``job.log``."""
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2"]
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", f"{example.groups}"]
     command += ["--ranks", str(example.ranks)]
     command += ["--faults", f"examples/{example.plan}", "--trace-dir", f"{folder}/traces"]
     command += ["--stop-after-plan", "10", "--min-steps", "60", "--timeout", f"{LIMIT_S}"]

@@ -49,7 +49,9 @@ def check_spec(spec: Annotated[str, SPEC]) -> None:
     if loaded.doc:
         lines.append(loaded.doc.strip())
     if isinstance(loaded, FsmSpec):
-        lines += in_words(loaded.parameter_groups, loaded.scopes)
+        policies = loaded.policies
+        groups, scopes = loaded.parameter_groups, loaded.scopes
+        lines += in_words(groups, scopes, loaded.bound, policies.quorum)
         lines += flow_in_words(loaded.flow)
     sys.stdout.write("\n".join(lines) + "\n")
 

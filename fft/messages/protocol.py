@@ -10,57 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cache, cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from fft.messages.identities import CONFIG
+from fft.messages.identities import Count as Count
+from fft.messages.identities import GroupEntry as GroupEntry
+from fft.messages.identities import Lease as Lease
+from fft.messages.identities import Name as Name
+from fft.messages.identities import Peer as Peer
+from fft.messages.identities import RankEntry as RankEntry
+from fft.messages.identities import Seen as Seen
+from fft.messages.identities import Standing as Standing
+from fft.messages.identities import Text as Text
+from fft.messages.identities import Token as Token
 from fft.util.errors import FftError
 
 MAX_MESSAGE = 1024 * 1024
 """Bytes; a longer message is refused unread."""
 
-_CONFIG = ConfigDict(strict=True, extra="forbid")
-Text = Annotated[str, Field(max_length=2000)]
-Name = Annotated[str, Field(min_length=1, max_length=64)]
-Count = Annotated[int, Field(ge=0)]
-
-
-class Peer(NamedTuple):
-    """A participant: one training process."""
-
-    group: Name
-    rank: Count
-    inc: Count
-
-    def __str__(self) -> str:
-        return f"{self.group}/{self.rank}#{self.inc}"
-
-
-class Token(NamedTuple):
-    """Where a participant stands in the decision order: (epoch, txn). Older is fenced."""
-
-    epoch: int
-    txn: int
-
-
-class Lease(NamedTuple):
-    """A slice of the data that an instance of a group holds until a COMMIT with it consumes it."""
-
-    slice: Count
-    group: Name
-    store: str
-    """Of that instance; see ``Hello``."""
-
-
-class Seen(NamedTuple):
-    """What a voter knows of another scope, and how far its own may be ahead of that."""
-
-    scope: Name
-    version: Count
-    """Committed steps there."""
-    ahead: Count
-    """A step up to ``version + ahead`` may be committed; 0: this scope follows that one."""
+_CONFIG = CONFIG
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -117,35 +88,8 @@ class Hello:
     """Its main thread has not come back since the rollback before this one."""
     returned: tuple[Count, ...] = ()
     """Of a checkpoint: slices before its cursor that were not consumed."""
-
-
-@dataclass(frozen=True, config=_CONFIG)
-class RankEntry:
-    """A member rank as an epoch record lists it. ``current``: it holds the head's state."""
-
-    rank: int
-    inc: int
-    current: bool
-    transport: str
-    pid: int
-    host: str
-
-
-@dataclass(frozen=True, config=_CONFIG)
-class GroupEntry:
-    """A member group as an epoch record lists it."""
-
-    group: Name
-    store: str
-    ranks: tuple[RankEntry, ...]
-
-    def peers(self) -> tuple[Peer, ...]:
-        """The group's participants in rank order."""
-        return tuple(Peer(self.group, r.rank, r.inc) for r in self.ranks)
-
-    def entry(self, rank: int) -> RankEntry:
-        """That of the rank with this number."""
-        return next(r for r in self.ranks if r.rank == rank)
+    lease: Count | None = None
+    """Of an asynchronous job: the slice that its group's contribution is computed from."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -186,6 +130,11 @@ class Record:
     """Slices whose holders were lost before they were consumed, in order; granted first."""
     seen: tuple[Seen, ...] = ()
     """Commit records only: what the voters have seen of the scopes that theirs is bound to."""
+    bound: Count = 0
+    """Of an asynchronous job: by how many steps a contribution may be behind; else 0."""
+    standing: tuple[Standing, ...] = ()
+    """Of an asynchronous job: its groups after this record, in order of their names. Members of an
+    epoch that were not in the job before are in it with their first COMMIT."""
     cause: Text = ""
 
     @property
@@ -344,6 +293,13 @@ class Start:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Synchronise:
+    """Of a group that stands apart: its contribution is computed, it asks to be in the next epoch."""
+
+    type: Literal["synchronise"] = "synchronise"
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Prepared:
     """The body is finished. ``yes``: every reduction completed, none can still write.
 
@@ -483,6 +439,7 @@ Event = (
     BusMessage
     | ScopeRecord
     | Start
+    | Synchronise
     | Prepared
     | Ballot
     | Applied

@@ -50,6 +50,8 @@ _MEMBERS = {
 _SYNC = {
     "every_step": "in every step",
     "periodic": "after as many commits of each group's own scope as the training script says",
+    "bounded": "after as many commits of its own scope as the training script says, and without "
+    "those who are not ready",
 }
 
 
@@ -81,8 +83,9 @@ class Scope(Strict):
         "rank of all groups: that of the first such scope is rank 0, and so on"
     )
     commits: Annotated[list[str], Field(min_length=1)] = Field(description="parameter groups")
-    sync: Literal["every_step", "periodic"] = Field(
-        description="when they vote: in every step, or after some commits of the group's own scope"
+    sync: Literal["every_step", "periodic", "bounded"] = Field(
+        description="when they vote: in every step; after some commits of the group's own scope; "
+        "or the same, and whoever is not ready within a bound is in a later one"
     )
 
 
@@ -149,11 +152,11 @@ def _unfit_scopes(
         yield ("scopes", name), f"{inner[0]!r} is the scope of the group already; join the two"
     for name in outer:
         sync: Place = ("scopes", name, "sync")
-        if scopes[name].sync == "periodic" and not inner:
-            text = "periodic counts the commits of a scope with members `group`, and there is none"
+        if scopes[name].sync != "every_step" and not inner:
+            text = f"{scopes[name].sync} counts the commits of a scope with members `group`, and there is none"
             yield sync, f"{text}: add one, or say every_step"
         if scopes[name].sync == "every_step" and inner:
-            yield sync, f"say periodic: it follows the commits of {inner[0]!r}"
+            yield sync, f"say periodic: it follows the commits of {inner[0]!r}; or bounded"
     for name in inner:
         if scopes[name].sync != "every_step":
             text = "a group commits its own steps one by one: say every_step"
@@ -240,8 +243,13 @@ def flow_in_words(flow: Sequence[Edge]) -> Iterator[str]:
         )
 
 
-def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) -> Iterator[str]:
-    """A line for each parameter group, and for each scope."""
+def in_words(
+    groups: Mapping[str, ParameterGroup],
+    scopes: Mapping[str, Scope],
+    bound: int = 0,
+    quorum: float = 0.5,
+) -> Iterator[str]:
+    """A line for each parameter group, and some for each scope; ``bound``, ``quorum``: policies."""
     for name, group in groups.items():
         yield f"parameter group {name}: {_HELD[group.ranks]}; {_TAKE[group.samples]}"
     for name, scope in scopes.items():
@@ -250,8 +258,19 @@ def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) 
             f"scope {name}: {_MEMBERS[scope.members]} vote {_SYNC[scope.sync]}; a COMMIT steps "
             f"{what} on all of them, an ABORT on none"
         )
-        if scope.sync == "periodic":
+        if scope.sync != "every_step":
             yield (
                 f"scope {name}: a group holds a lease on the data of its next steps, until a "
                 "COMMIT has consumed them; the lease of a group that is lost is given to another"
+            )
+        if scope.sync == "bounded":
+            yield (
+                f"scope {name}: a synchronisation takes those who are ready when all are, or when "
+                f"the join_window ends with more than {quorum:g} of the job's groups; the others "
+                "compute on, and are in a later one"
+            )
+            yield (
+                f"scope {name}: held back is whoever is ready while a living group would be more "
+                f"than {bound} behind otherwise; what that group brings is then at most {bound} "
+                "behind"
             )

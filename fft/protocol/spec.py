@@ -99,6 +99,18 @@ class Policies(Strict):
         "stop",
         description="replicas differ: end the job, or have whoever differs from most fetch anew",
     )
+    bound: int | None = Field(
+        None,
+        ge=1,
+        description="with sync: bounded: by how many steps of the job a contribution may be behind",
+    )
+    quorum: float = Field(
+        0.5,
+        ge=0.5,
+        lt=1,
+        description="with sync: bounded: more than this part of the job's groups synchronise "
+        "together; at least half, so that of two such parts one group is in both",
+    )
 
 
 class TimerRule(Strict):
@@ -245,7 +257,13 @@ class FsmSpec(MachineSpec):
     @property
     def is_periodic(self) -> bool:
         """Whether the job's transactions follow several steps that each group commits alone."""
-        return any(scope.sync == "periodic" for scope in self.scopes.values())
+        return any(scope.sync != "every_step" for scope in self.scopes.values())
+
+    @property
+    def bound(self) -> int:
+        """By how many steps of the job a contribution may be behind; 0: all step together."""
+        is_bounded = any(scope.sync == "bounded" for scope in self.scopes.values())
+        return (self.policies.bound or 0) if is_bounded else 0
 
     @property
     def inner(self) -> FsmSpec:

@@ -121,6 +121,8 @@ class Renamer:
                 changes[name] = new
         if isinstance(value, Record) and "members" in changes:
             changes["members"] = tuple(sorted(changes["members"], key=lambda g: g.group))
+        if isinstance(value, Record) and "standing" in changes:
+            changes["standing"] = tuple(sorted(changes["standing"], key=lambda g: g.entry.group))
         if isinstance(value, Record) and "leavers" in changes:
             changes["leavers"] = tuple(sorted(changes["leavers"]))
         if "groups" in changes and isinstance(value, Drain | ScopeRecord | Elsewhere):

@@ -56,6 +56,7 @@ from fft.messages.protocol import (
     Start,
     Stop,
     Suspect,
+    Synchronise,
     Timer,
     Token,
     Vote,
@@ -260,6 +261,10 @@ class Model:
                 expected_groups=self.bounds.groups,
                 min_reductions=self.spec.policies.min_reductions,
                 leases=self.spec.is_periodic,
+                bound=self.bounds.behind
+                if self.spec.bound and self.bounds.behind
+                else self.spec.bound,
+                quorum=self.spec.policies.quorum,
                 on_divergence="heal" if self.bounds.heals else "stop",
                 flow=self.beside.bounds,
             )
@@ -959,6 +964,11 @@ class _Here:
             yield from self._restore(*node.task)
         elif at == "computing" and self._step() < model.bounds.commits:
             yield from self._body(*node.task)
+        elif at == "idle" and self._stands_apart() and self._step() < model.bounds.commits:
+            yield self.event("asks to synchronise", node, Synchronise())
+
+    def _stands_apart(self) -> bool:
+        return bool(thaw(self.model.locals[self.node.local]).role == "apart")
 
     def _step(self) -> int:
         """The step that the txn begins at."""
@@ -1109,6 +1119,9 @@ class _Here:
                 if name == GIVES_UP:
                     continue
                 yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
+        if self.may("late") and local.role == "joining" and "join_window" in local.timers:
+            due = Timer("join_window", local.timers["join_window"])
+            yield self.event("waits no longer for others", node, due, "late")
         behind = node._replace(inbox=())
         if self.may("deaf") and not local.deaf:
             yield self.event("is deaf from now on", behind, BusDown("listen", ""), "deaf")

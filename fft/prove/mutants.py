@@ -24,9 +24,11 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.effects import EFFECTS, Action
+from fft.protocol.forming import next_epoch
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
+from fft.protocol.state import Config, Local, committed, learners, member_peers
+from fft.prove.apart_mutants import APART
 from fft.prove.bounds import World
 from fft.prove.flow_mutants import FLOW
 from fft.prove.lease_mutants import LEASES
@@ -812,4 +814,5 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *LEASES,
     *FLOW,
+    *APART,
 )

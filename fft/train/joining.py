@@ -102,6 +102,8 @@ def _config(manager: Manager, parts: Parts) -> Config:
         expected_groups=settings.expected_groups,
         min_reductions=settings.spec.policies.min_reductions,
         leases=settings.spec.is_periodic,
+        bound=settings.spec.bound,
+        quorum=settings.spec.policies.quorum,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
     )

@@ -225,6 +225,11 @@ class Worker:
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
+    def stands_apart(self, step: int, groups: int) -> None:
+        """The group goes on alone from ``step``; so many were in its last epoch."""
+        if self._injector is not None:
+            self._injector.begin(step, groups, 0)
+
     def _compare_updates(self, plan: StartTxn) -> None:
         """Have the vote say that no optimizer step has followed the last commit here.
 
@@ -355,6 +360,11 @@ class Worker:
             return False
         return True
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the update of the last commit went well here."""
+        return self._apply_error is None
+
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
         self._job.thread.obeys(command)
@@ -408,7 +418,9 @@ class Worker:
         come by itself: else the barrier of that epoch would wait for it. Who has a collective under
         way may only be waiting for the one that hangs, and is not left out.
         """
-        plan = self.txn
+        plan, local = self.txn, self._job.local
+        if local is not None and local.role == "apart":  # who waits for this group goes on
+            self._job.say_stuck(reason)
         if plan is None or self._job.thread.role == "applying":
             return
         waits = self._groups.pending()

@@ -61,14 +61,19 @@ class PlanWatch:
         for (group, number), rank in view.ranks.items():
             if group in expected:  # ranks of one number are in one scope
                 epochs.setdefault(number, set()).add(rank.epoch)
-        if any(len(of_one) != 1 for of_one in epochs.values()):
-            return False
         if not epochs or any(not view.of(group) for group in expected):
             return False
-        together = all(rank.role in AT_WORK and rank.members == expected for rank in ranks)
+        if any(rank.role == "apart" for rank in ranks):  # each is in an epoch now and then
+            together = all(rank.role not in ("leaving", "terminal") for rank in ranks)
+        else:
+            together = all(len(of_one) == 1 for of_one in epochs.values()) and all(
+                rank.role in AT_WORK and rank.members == expected for rank in ranks
+            )
         step = min(rank.step for rank in ranks)
         return together and all(
-            _recovered(injected, step, min(epochs.get(injected.rank) or min(epochs.values())))
+            _recovered(
+                injected, step, min(epochs.get(injected.rank) or min(epochs.values(), key=min))
+            )
             for injected in view.injected.values()
         )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
+from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -151,6 +152,7 @@ def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.step, s.lineage = after.step, after.lineage
     s.cursor, s.batches = after.cursor, after.batches
     s.leases, s.returned = after.leases, after.returned
+    s.lease = own_lease(after.leases, c)
     s.commits += 1
     s.vote, s.skip, s.rollbacks = None, False, 0
     return ()
@@ -160,7 +162,7 @@ def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """The committed step could not be applied: this state is lost."""
     assert isinstance(event, ApplyFailed)
-    s.lineage = ""
+    s.lineage, s.lease = "", None
     s.vote, s.skip = None, False
     s.cause = f"optimizer step failed after COMMIT: {event.cause}"
     return ()

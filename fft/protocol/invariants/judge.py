@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from fft.messages.protocol import Peer, Token
+from fft.protocol.invariants.bounded import bounded
 from fft.protocol.invariants.claims import (
     Claim,
     Given,
@@ -40,6 +41,7 @@ INVARIANTS: dict[str, Invariant] = {
         live_set,
         drain,
         join,
+        bounded,
         decided,
     )
 }

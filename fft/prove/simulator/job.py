@@ -207,6 +207,10 @@ class World:
         """Whether votes bring digests."""
         self._on_divergence: Literal["stop", "heal"] = whims.choice(["stop", "heal"])
         self._whims = whims
+        self.behind = whims.choice([1, 2, 4]) if spec.bound else 0
+        """By how many steps contributions of an asynchronous job may be behind."""
+        self._pace: dict[str, float] = {}
+        """Of its groups: how many times longer than others they take."""
         self._timeouts = self._draw_timeouts()
         self._alike = rng.random() < 0.5
         """Whether all groups start with equal states (``init_sync=False``)."""
@@ -228,6 +232,8 @@ class World:
             "join_window": rng.choice([1.0, 5.0]),
             "drain_window": rng.choice([2.0, 5.0]),
         }
+        if self.spec.bound:  # about as long as groups stand apart
+            drawn["join_window"] = self._whims.choice([0.05, 0.3, 1.0])
         mine = {name: value for name, value in drawn.items() if name in self.spec.timeouts}
         return {**self.spec.timeouts, **mine}
 
@@ -250,6 +256,8 @@ class World:
             expected_groups=self.count_groups,
             min_reductions=self.spec.policies.min_reductions,
             leases=self.spec.is_periodic,
+            bound=self.behind,
+            quorum=self.spec.policies.quorum,
             on_divergence=self._on_divergence,
             flow=self.spec.bound_to(self.name) if self.name else (),
         )
@@ -414,6 +422,12 @@ class World:
         """Every how many steps a process takes a digest for its vote."""
         return self._whims.choice([1, 1, 2, 4])
 
+    def apart_for(self, peer: Peer) -> float:
+        """How long a group of an asynchronous job computes between two synchronisations."""
+        if peer.group not in self._pace:
+            self._pace[peer.group] = self._whims.choice([1.0, 1.0, 3.0, 10.0])
+        return self.latency.compute() * self._pace[peer.group]
+
     def holds_state(self, without: Group | None = None) -> bool:
         """Whether the job could go on with the whole groups that are there.
 
@@ -552,6 +566,9 @@ class World:
         head = self.bus.head
         if head is None or any(g.coming for g in self.groups.values()):
             return False
+        if self.spec.bound:
+            inside = {p for each in head.standing for p in each.entry.peers()}
+            return all(p.peer in inside for p in self.live())
         return all(
             p.local.epoch is not None
             and p.local.token.epoch == head.epoch
