@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
-    from fft.train.flow import StageInput, StageOutput
     from fft.train.manager import ManagerFFT, Transaction
     from fft.train.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.preemption import FileNotice, HttpNotice, Notice
     from fft.train.process_group.shard import ShardProcessGroupGloo
+    from fft.train.stages.input import StageInput
+    from fft.train.stages.output import StageOutput
 
 __version__ = "0.1.0"
 
@@ -29,8 +30,8 @@ _HOME = {
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
-    "StageInput": "fft.train.flow",
-    "StageOutput": "fft.train.flow",
+    "StageInput": "fft.train.stages.input",
+    "StageOutput": "fft.train.stages.output",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }

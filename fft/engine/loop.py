@@ -34,6 +34,7 @@ from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscript
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.host import Host
 from fft.engine.other_scopes import Heard, OtherScope
+from fft.engine.votes import Ballots
 from fft.messages.commands import (
     COMMANDS,
     Answer,
@@ -64,7 +65,6 @@ from fft.messages.effects import (
     TellHeld,
 )
 from fft.messages.protocol import (
-    Ballot,
     BusDown,
     BusMessage,
     Death,
@@ -76,9 +76,7 @@ from fft.messages.protocol import (
     Stop,
     Suspect,
     Timer,
-    Token,
     UnreadableMessage,
-    Vote,
 )
 from fft.messages.wire import (
     EPOCH,
@@ -87,10 +85,8 @@ from fft.messages.wire import (
     Wire,
     decode,
     decode_packed,
-    decode_votes,
     encode_members,
     encode_packed,
-    encode_votes,
     inbox_name,
     list_name,
 )
@@ -103,8 +99,6 @@ from fft.util.log_sampler import LogSampler
 
 logger = logging.getLogger(__name__)
 
-_SLOTS = 8
-"""Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
 _READS = 16
 """How often the head may move on while its members are looked up."""
 _SHOWN = 200
@@ -144,7 +138,6 @@ class Engine:
         """
         self.participant = participant
         self.bus = bus
-        self._group_bus = group_bus if participant.config.world > 1 else None
         self._job_bus = job_bus or bus
         self._others = {other.name: other for other in others}
         self.trace = trace
@@ -155,6 +148,9 @@ class Engine:
         """Answers of the bus to this thread's own calls; handled before anything else."""
         self._chores: deque[Callable[[], None]] = deque()
         """What tidies up; done when no event waits, so that nobody waits for it."""
+        world = participant.config.world
+        mates = group_bus if world > 1 else None
+        self._ballots = Ballots(bus, mates, world, self._chores.append)
         self._timers: list[tuple[float, int, Timer]] = []
         self._slot: Command | None = None
         self._changed = threading.Condition()
@@ -500,9 +496,10 @@ class Engine:
                 case Decide(after=after, proposal=proposal):
                     self._decide(after, proposal)
                 case CastVote():
-                    self._cast(effect)
+                    if (ballot := self._ballots.cast(effect)) is not None:
+                        self._next.append(ballot)
                 case DropBallot(token=token):
-                    self.bus.delete(_old_slot(token))
+                    self._ballots.drop(token)
                 case _:
                     assert_never(effect)
         except (BusError, UnreadableMessage) as error:
@@ -622,70 +619,8 @@ class Engine:
         except BusError as error:
             self._next.append(self._down("tidy", error))
 
-    # --- votes ---
-
-    def _cast(self, effect: CastVote) -> None:
-        """Vote in my group; who completes its votes carries them to the job's ballot."""
-        votes = self._group_votes(effect)
-        if not votes:
-            return
-        word = encode_votes(votes)
-        slot, tag = _slot(effect.token), _tag(effect.token)
-        words = self.bus.ballot(slot, tag, word, effect.voters, weight=len(votes))
-        by_peer = _by_peer(words or [])
-        if len(by_peer) >= effect.voters:  # else a vote counted twice; who votes last gets all
-            self._next.append(Ballot(effect.token, tuple(by_peer.values())))
-
-    def _group_votes(self, effect: CastVote) -> list[Vote]:
-        """The votes that I must carry to the job's ballot: my group's, mine alone, or none.
-
-        In the first txn of an epoch everyone votes for himself. So a group in which one rank has
-        lost the group's bus, and the others wait for its vote there, commits all the same.
-        """
-        bus, world = self._group_bus, self.participant.config.world
-        if bus is None or effect.token.txn <= 1:
-            return [effect.vote]
-        try:
-            slot, tag = _slot(effect.token), _tag(effect.token)
-            cast = bus.ballot(slot, tag, encode_votes([effect.vote]), world) or []
-        except BusError as error:
-            self._lose_group_bus(error)
-            return [effect.vote]
-        if effect.vote.peer.rank == 0:
-            self._chores.append(partial(self._drop_group_ballot, effect.token))
-        by_peer = _by_peer(cast)
-        return list(by_peer.values()) if len(by_peer) >= world else []
-
-    def _drop_group_ballot(self, token: Token) -> None:
-        try:
-            if self._group_bus is not None:
-                self._group_bus.delete(_old_slot(token))
-        except BusError as error:
-            self._lose_group_bus(error)
-
-    def _lose_group_bus(self, error: BusError) -> None:
-        logger.warning("votes of the group go to the job's bus from now on: %s", error)
-        self._group_bus = None
-
 
 def _of_all_scopes(payload: bytes) -> Event | None:
     """What the job's bus tells all scopes; the rest is the first one's."""
     word = decode(payload)
     return word if isinstance(word, Death | Suspect | Drain) else None
-
-
-def _by_peer(words: list[bytes]) -> dict[Peer, Vote]:
-    return {vote.peer: vote for word in words for vote in decode_votes(word)}
-
-
-def _slot(token: Token) -> str:
-    return f"ballot{(token.epoch + token.txn) % _SLOTS}"
-
-
-def _old_slot(token: Token) -> str:
-    """Not this txn's: a voter of it may still be adding to that one."""
-    return _slot(Token(token.epoch, token.txn + _SLOTS // 2))
-
-
-def _tag(token: Token) -> str:
-    return f"{token.epoch}.{token.txn}"

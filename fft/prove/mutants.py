@@ -812,7 +812,5 @@ MUTANTS: tuple[Mutant, ...] = (
         small(crash=1, lapse=1),
         without("give_up_proposal"),
     ),
-    *LEASES,
-    *FLOW,
-    *APART,
+    *(*LEASES, *FLOW, *APART),
 )

@@ -23,7 +23,7 @@ from fft.train.periodic.inner_scope import InnerScope, inner_scope_of
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.settings import Settings, refuse_ranks
-from fft.train.stage_scope import scope_of_stage
+from fft.train.stages.scope import scope_of_stage
 from fft.train.state.transfer import StateTransfer
 from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
@@ -56,18 +56,8 @@ class Parts:
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
-        self.stage = stage = scope_of_stage(
-            settings.spec,
-            manager._group_rank,
-            manager._group_world_size,
-            settings.bus_url,
-            bus,
-            settings.token,
-            operation_s,
-        )
-        if stage is not None:
-            undo.callback(stage.close)
-        trace = TraceWriter(stage.traces(traces) if stage is not None else traces, peer)
+        self.stage = scope_of_stage(settings, manager, bus, operation_s, undo)
+        trace = TraceWriter(traces if self.stage is None else self.stage.traces(traces), peer)
         undo.callback(trace.close)
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()

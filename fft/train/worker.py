@@ -37,7 +37,7 @@ from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
 
 if TYPE_CHECKING:
-    from fft.train.flow import StageOutput
+    from fft.train.stages.output import StageOutput
 
 logger = logging.getLogger(__name__)
 
@@ -169,19 +169,14 @@ class Worker:
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
         left = None if limit is None else limit.left()
-        if (output := self.output) is not None:
-            while not engine.has_word() and self._waits_for(engine, output.is_due):
-                output.make()
+        if self.output is not None:
+            self.output.give_until_command(engine, self._watchers)
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)
         except TimeoutError:
             text = waiting_for(engine.local, engine.participant.config, time.monotonic())
             raise TimeoutError(f"{limit}: {text}") from None
-
-    def _waits_for(self, engine: Engine, done: Callable[[], bool]) -> bool:
-        with self._watchers.waiting():
-            return engine.wait_for(done)
 
     def _stop(self, command: Finish) -> None:
         """The engine's last word. Raises the error that it names, if it names one."""

@@ -12,30 +12,27 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from fft.messages.effects import Effect
 from fft.messages.protocol import BusMessage, Drain, Event, Peer, Record, Timer, Token
-from fft.protocol.invariants import History, Move, judge
-from fft.protocol.load import load_spec
+from fft.protocol.invariants import History, Move
 from fft.protocol.participant import Participant
 from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, committed
-from fft.protocol.table import EXIT_ROWS, Table
+from fft.protocol.table import Table
 from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.bus import SimBus
 from fft.prove.simulator.chaos import Chaos
-from fft.prove.simulator.faults import DEFAULT, Weather
+from fft.prove.simulator.faults import Weather
 from fft.prove.simulator.groups import Group
+from fft.prove.simulator.latency import Latency
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.process import Process
-from fft.trace.flow import Register, judge_flow
-from fft.trace.live_sets import judge_live_sets
 from fft.trace.writer import TraceWriter, header, trace_path
 
 _WALL = 1_700_000_000.0
@@ -61,83 +58,7 @@ class Violation:
     place: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one seed did. Seconds are virtual."""
-
-    seed: int
-    groups: int
-    ranks: int
-    violations: tuple[Violation, ...]
-    faults: Mapping[str, int]
-    events: int
-    commits: int
-    aborts: int
-    epochs: int
-    seconds: float
-    settled_in: float | None
-    """From calm until everyone was in one epoch and had committed again; None: no state is left,
-    and the job has stopped as it must."""
-    checks: int
-    rows: frozenset[str]
-    """Rows of the table that were taken."""
-
-
-class Latency:
-    """How long things take, in virtual seconds, before a process's own slowness."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._hop, self._jitter = rng.choice(
-            [(0.0003, 0.2), (0.001, 1.0), (0.001, 5.0), (0.005, 1.0)]
-        )
-        self._work = rng.choice([0.02, 0.05, 0.1])
-        self.handling = 0.00005
-        self.calm_work = 0.0
-        """Of a body, once it is calm: long, so that waiting for others costs few events."""
-
-    def _about(self, base: float) -> float:
-        return base * (0.5 + self._rng.random())
-
-    def hop(self) -> float:
-        """One way over the network."""
-        u = self._rng.random()
-        return self._hop * (0.5 + u * self._jitter if u < 0.98 else 20.0 * self._jitter)
-
-    def operation(self, slow: float) -> float:
-        """From the begin of an operation to its arrival at the bus."""
-        return self.hop() * slow
-
-    def compute(self) -> float:
-        """Forward and backward pass."""
-        return self._about(self.calm_work or self._work)
-
-    def apply(self) -> float:
-        """The optimizer step."""
-        return self._about(self._work * 0.2)
-
-    def restore(self) -> float:
-        """Unwinding, waiting for the groups to be quiet, putting back."""
-        return self._about(self._work * 0.2)
-
-    def transfer(self) -> float:
-        """Fetching a state."""
-        return self._about(self._work * 2.0)
-
-    def notice(self) -> float:
-        """Until somebody sees a process or a connection end."""
-        return self._about(0.005)
-
-    def boot(self) -> float:
-        """From the start of a process to its first message."""
-        return self._about(0.2)
-
-    def exit(self) -> float:
-        """From the last command to the end of the process."""
-        return self._about(0.01)
-
-
-class _Stop(Exception):
+class RunEnds(Exception):
     """A violation that makes going on pointless."""
 
 
@@ -341,7 +262,7 @@ class World:
     def violated(self, name: str, text: str, place: str = "") -> NoReturn:
         """Something does not hold that must: the run ends."""
         self.seen.violations.append(Violation(name, text[:1000], place))
-        raise _Stop
+        raise RunEnds
 
     def consumed(self, process: Process, token: Token, number: int, step: int) -> None:
         """The data loader notes that a slice went into a committed txn."""
@@ -620,132 +541,3 @@ def _holds(process: Process, head: Record) -> bool:
     config = process.participant.config
     ways = (committed(s, config).lineage, committed(s, config, skip=True).lineage)
     return s.vote is not None and head.lineage in ways
-
-
-def run_seed(
-    seed: int,
-    spec: FsmSpec | str = "hsdp",
-    weather: Weather = DEFAULT,
-    trace_dir: Path | None = None,
-    participant: type[Participant] = Participant,
-) -> Result:
-    """Live one seed and judge it.
-
-    Args:
-        spec: the table everyone runs, or the name or path of one.
-        trace_dir: where every participant's trace goes; None: none is written.
-        participant: the core; another class plants a bug.
-
-    Raises:
-        SpecError: the spec cannot be used.
-    """
-    loaded = load_spec(spec) if isinstance(spec, str) else spec
-    clock, table = Clock(), _table(loaded)
-    worlds = [
-        World(seed, loaded, table, weather, _place(trace_dir, stage), participant, stage, clock)
-        for stage in loaded.stages or [""]
-    ]
-    for world in worlds:
-        world.beside = {other.name: other for other in worlds if other is not world}
-        world.target = worlds[0].target
-    settled = _live(worlds, clock)
-    return _judged(seed, loaded, worlds, settled)
-
-
-def _place(trace_dir: Path | None, stage: str) -> Path | None:
-    return trace_dir / stage if trace_dir is not None and stage else trace_dir
-
-
-def _live(worlds: list[World], clock: Clock) -> float | None:
-    """The whole life of a job. Returns how long it took to settle when it was calm; None: it is
-    lost, as it must be."""
-    settled: float | None = None
-    try:
-        for world in worlds:
-            world.begin()
-        begun = clock.now
-        while not all(w.is_due(begun) for w in worlds) and not any(w.hopeless for w in worlds):
-            if not clock.turn():
-                return None
-        for world in worlds:
-            world.calm_down()
-        for world in worlds:
-            if (took := world.settle()) is None:
-                return None
-            settled = max(settled or 0.0, took)
-        for world in worlds:
-            world.ask_all_to_leave()
-        for world in worlds:
-            world.see_all_leave()
-    except _Stop:
-        pass
-    finally:
-        for world in worlds:
-            world.close()
-    return settled
-
-
-def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None) -> Result:
-    """What the seed did, and what is wrong with it."""
-    first, told, checks = worlds[0], list[Violation](), 0
-    kinds: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    rows: frozenset[str] = frozenset()
-    for world in worlds:
-        history = world.told()
-        findings = [*judge(history), judge_live_sets(history)]
-        told += [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
-        checks += sum(f.checks for f in findings)
-        kinds += Counter(record.kind for record in world.bus.history)
-        faults += world.seen.faults
-        rows |= _names(spec, world.seen.rows)
-        told += world.seen.violations
-    flow = judge_flow(
-        Register(
-            world.name,
-            {e.scope: e.ahead for e in spec.bound_to(world.name)},
-            world.bus.history,
-        )
-        for world in worlds
-    )
-    told += [Violation(flow.name, flow.violation, flow.place)] if flow.violation else []
-    return Result(
-        seed=seed,
-        groups=first.count_groups,
-        ranks=first.ranks,
-        violations=tuple(told),
-        faults=dict(faults),
-        events=sum(world.seen.events for world in worlds),
-        commits=kinds["commit"],
-        aborts=kinds["abort"],
-        epochs=kinds["epoch"],
-        seconds=first.clock.now,
-        settled_in=settled,
-        checks=checks + flow.checks,
-        rows=rows,
-    )
-
-
-_tables: list[tuple[FsmSpec, Table]] = []
-
-
-def _table(spec: FsmSpec) -> Table:
-    """Tables are costly to build and can be shared; the newest is kept."""
-    if not _tables or _tables[0][0] is not spec:
-        _tables[:] = [(spec, Table(spec))]
-    return _tables[0][1]
-
-
-def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
-    """Every row by state and its own identity: ``STATE event 1``; 1 is the first row."""
-    names: dict[tuple[str, int], str] = {}
-    for state, leaf in spec.leaves.items():
-        for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
-            for number, row in enumerate(rows, 1):
-                names[(state, id(row))] = f"{state} {event} {number}"
-    return names
-
-
-def _names(spec: FsmSpec, taken: set[tuple[str, int]]) -> frozenset[str]:
-    names = row_names(spec)
-    return frozenset(names[key] for key in taken)

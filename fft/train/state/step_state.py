@@ -16,7 +16,6 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -215,17 +214,6 @@ class StepState:
     def forget(self) -> None:
         """The step was committed, or another state was loaded: the last `capture` is void."""
         self._captured = None
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Put buffers and random generators back at the end: what runs in it is no step."""
-        rng, buffers = _capture_rng(self._generators), list(_capture_buffers(self._models))
-        try:
-            yield
-        finally:
-            _restore_buffers(buffers)
-            for put_back in rng:
-                put_back()
 
     def unwind(self) -> None:
         """Take FSDP2 and pipelines out of the middle of a step and drop all gradients."""
