@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
+from fft.durable.plan import Checkpointing
 from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
@@ -79,13 +80,15 @@ class ManagerFFT(TorchftInterface):
             one is given (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``), only gets heartbeats.
             ``lighthouse``: no txn commits without a quorum of it that names every group; give all
             groups the same (``FFT_MEMBERSHIP``, else ``register``).
+        checkpoint: where durable checkpoints are kept, or an ``fft.Checkpointing``; `fft run
+            --checkpoint` comes first. None: none are taken.
 
     Raises:
         TypeError: an argument that is neither torchft's nor FFT's; names the nearest one.
         SpecError: the spec cannot be used.
         TimeoutsError: timeouts that contradict each other; says which would work.
         TokenError: the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used.
-        BusUnreachable: nobody answers at ``bus``.
+        BusUnreachable: nobody answers at ``bus``. CheckpointError: none can be taken as asked.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class ManagerFFT(TorchftInterface):
         monitor: bool | None = None,
         progress_interval: float | None = None,
         membership: Membership | None = None,
+        checkpoint: Checkpointing | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_unknown(ManagerFFT.__init__, kwargs)
@@ -130,6 +134,7 @@ class ManagerFFT(TorchftInterface):
             monitor=monitor,
             progress_interval=progress_interval,
             membership=membership,
+            checkpoint=checkpoint,
         )
         with ExitStack() as undo:
             if settings.alone is not None:
@@ -254,9 +259,8 @@ class ManagerFFT(TorchftInterface):
     def no_sync(self) -> Iterator[None]:
         """Within it ``backward()`` only accumulates gradients; the next one outside reduces all.
 
-        As ``DistributedDataParallel.no_sync``. Saves the reductions between; without it the result
-        is that of the same mean. Under FSDP2 shards are still reduced within the group, unless you
-        also use ``set_requires_gradient_sync(False)``.
+        As ``DistributedDataParallel.no_sync``. Under FSDP2 shards are still reduced within the
+        group, unless you also use ``set_requires_gradient_sync(False)``.
         """
         before = [(reducer, reducer.quiet(True)) for reducer in self._parts.reductions.reducers]
         try:
@@ -371,10 +375,9 @@ class ManagerFFT(TorchftInterface):
 
         Args:
             source: a signal, on the main thread only; a handler that was there is called too. Or
-                whatever has ``poll``, such as ``fft.train.preemption.FileNotice`` and
-                ``HttpNotice``. within: seconds that a signal leaves; the notices of a source say it
-                themselves. interval_s: seconds between two polls of a source, on a thread of its
-                own.
+                whatever has ``poll``, such as ``fft.FileNotice`` and ``fft.HttpNotice``.
+            within: seconds that a signal leaves; the notices of a source say it themselves.
+            interval_s: seconds between two polls of a source, on a thread of its own.
         """
         if isinstance(source, int):
             self._parts.leaving.on_signal(self.drain, source, within)

@@ -11,6 +11,7 @@ from torchft.process_group import ProcessGroup
 from fft.bus import open_job_bus
 from fft.operate.entering import enter
 from fft.trace.writer import TraceWriter
+from fft.train.checkpoint.checkpointer import Checkpointer, refuse_periodic
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.host import EngineHost, LighthouseDoubter
@@ -65,6 +66,7 @@ class Parts:
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
         self.exchange = StateExchange(manager, self.state, transfer)
+        self.checkpointer = self._make_checkpointer(manager)
         self.inner = self._make_inner(manager)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)
@@ -97,6 +99,7 @@ class Parts:
             self.quorums,
             self.injector,
             settings.max_body_failures,
+            self.checkpointer.resume if self.checkpointer is not None else lambda: None,
             lambda: join(manager, self),
         )
         self.loop = TransactionLoop(
@@ -109,6 +112,14 @@ class Parts:
             self.worker,
             settings.spec,
         )
+
+    def _make_checkpointer(self, manager: TorchftInterface) -> Checkpointer | None:
+        """What takes durable checkpoints, and resumes from one, if that is wanted."""
+        settings, ranks = self.settings, manager._group_world_size
+        if settings.checkpoint is None:
+            return None
+        refuse_periodic(settings.spec)
+        return Checkpointer(settings.checkpoint, self.job, self.state, settings.spec, ranks)
 
     def _make_inner(self, manager: TorchftInterface) -> InnerScope | None:
         """The scope of this replica group, if it has several ranks that step alone."""
@@ -142,6 +153,8 @@ class Parts:
         self.healer.stop_learning()
         self.leaving.close()
         self.state.close_source()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
         self.commands.close()
         self.reductions.close()
         self.state.close()
