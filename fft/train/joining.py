@@ -49,6 +49,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     participant = Participant(Table(settings.spec), config)
     local = _initial(manager, parts, participant)
     job.trace.write("header", header(settings.spec, config, local))
+    if parts.checkpointer is not None:
+        parts.checkpointer.joined()
     _warn_of_strangers(parts)
     if manager._group_world_size > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)

@@ -1,7 +1,7 @@
 """A small FSDP2 job for test_durable.py; `fft run` starts it. Leaves a digest of its last state.
 
-``durable_script.py STEPS OUT [PAUSE_S [STAGE]]``: PAUSE_S is what a body takes longer. Each rank
-that comes to STAGE of a checkpoint for the first time in this job ends as by a power cut.
+``durable_script.py STEPS OUT [PAUSE_S [STAGE STEP]]``: PAUSE_S is what a body takes longer. When
+a checkpoint from STEP on comes to STAGE, all ranks end, as in a power cut; once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,30 +19,44 @@ import torch.nn.functional as F
 from ranks import Samples, sharded_rank
 
 import fft
+from fft.durable.manifest import step_of
+from fft.durable.stores import LocalStore
 from fft.train.checkpoint.writer import RankWriter
 
 
-def cut_at(stage: str, marks: Path) -> None:
-    """Have this process, and all others of the job, SIGKILLed when a checkpoint comes there."""
-    before = RankWriter._at
+def cut_at(stage: str, step: int, marks: Path) -> None:
+    """Have all processes of the job SIGKILLed as one, when a checkpoint from ``step`` on is at
+    ``stage``; once."""
+    begin, rename = RankWriter._at, LocalStore.rename
 
     def at(self: RankWriter, came: str) -> None:
-        before(self, came)
-        if came != stage:
-            return
-        try:
-            (marks / f"cut-{stage}").touch(exist_ok=False)
-        except FileExistsError:
-            return
-        for mark in marks.glob("pid-*"):
-            if (pid := int(mark.name.removeprefix("pid-"))) != os.getpid():
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-        os.kill(os.getpid(), signal.SIGKILL)
+        begin(self, came)
+        if came == stage and self._attempt.record.step >= step:
+            cut(stage, marks)
+
+    def renaming(self: LocalStore, old: str, new: str) -> None:
+        due = (step_of(new) or 0) >= step
+        if due and stage == "renaming":
+            cut(stage, marks)
+        rename(self, old, new)
+        if due and stage == "renamed":
+            cut(stage, marks)
 
     RankWriter._at = at  # type: ignore[method-assign]
+    LocalStore.rename = renaming  # type: ignore[method-assign]
+
+
+def cut(stage: str, marks: Path) -> None:
+    """End this process and all others of the job, the first time."""
+    try:
+        (marks / f"cut-{stage}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    for mark in marks.glob("pid-*"):
+        if (pid := int(mark.name.removeprefix("pid-"))) != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -49,8 +64,8 @@ def main() -> None:
     steps, out = int(sys.argv[1]), Path(sys.argv[2])
     pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     (out / f"pid-{os.getpid()}").touch()
-    if len(sys.argv) > 4:
-        cut_at(sys.argv[4], out)
+    if len(sys.argv) > 5:
+        cut_at(sys.argv[4], int(sys.argv[5]), out)
     rank = sharded_rank(2, {"quorum": 60.0})
     try:
         loader = fft.CursorLoader(Samples(), batch_size=8, seed=5)

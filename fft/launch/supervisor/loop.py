@@ -35,6 +35,7 @@ from fft.launch.supervisor.hang_reports import HangReports
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import JobOutcome, Judgement
 from fft.launch.supervisor.links import Links
+from fft.launch.supervisor.losses import ALL_DIED, loss_of
 from fft.launch.supervisor.mistakes import Mistake, Mistakes
 from fft.messages.commands import (
     BY_SUPERVISOR,
@@ -55,7 +56,6 @@ from fft.messages.fault_plans import (
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.report import save_plan
 from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
-from fft.util.errors import InDoubt, NoState
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
@@ -330,22 +330,15 @@ class Supervisor:
         self._give_up(group, f"group {group.name} was given up after its last restart")
 
     def _look_whether_state_is_lost(self, group: Group) -> None:
-        """``group`` has ended: if it was for want of the state, or of the bus, or if no process is
-        left, end the others, unless one of them has the state."""
-        words, can_resume = group.last_words, self._config.can_resume
-        lacks = {NoState.__name__, *((InDoubt.__name__,) if can_resume else ())}
-        all_died = can_resume and self._tail.view.committed and not self._living()
-        all_died = all_died and not any(other.finished for other in self._groups.values())
-        if all_died:
+        """After ``group`` ended: end the others if none has the state, nor can get it."""
+        loss = loss_of(group, self._groups.values(), self._config, self._tail.view)
+        if loss is None:
+            return
+        if loss == ALL_DIED:  # perhaps with the last step
             self._look_whether_over(at_once=True)
-        if self._over:
-            return
-        if not all_died and (words is None or words.type not in lacks):
-            return
-        going_on = (g for g in self._groups.values() if g.living and self._has_committed(g))
-        if self._config.groups_in_all == len(self._groups) and not any(going_on):
-            self._lost = "no process has the state any more"
-            self._end_in_vain(self._lost, in_order=not can_resume)
+        if not self._over:
+            self._lost = loss
+            self._end_in_vain(loss, in_order=not self._config.can_resume)
 
     def _end_in_vain(self, reason: str, in_order: bool) -> None:
         """Nobody can go on: end all, those who do not leave in time by force. ``in_order``: there

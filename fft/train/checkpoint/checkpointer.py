@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Set
 from functools import partial
+from typing import Any
 
 import fft
 from fft.bus import BusError
@@ -70,6 +71,7 @@ class Checkpointer:
         self._closing = threading.Event()
         self._changed_late: frozenset[str] = frozenset()
         self._has_resumed = False
+        self._resumed: dict[str, Any] | None = None
         state.before_change = self.before_change
         state.after_commit = self.committed
 
@@ -92,7 +94,7 @@ class Checkpointer:
         seconds = time.monotonic() - began
         told = {"step": manifest.step, "lineage": manifest.lineage, "as": found.lineage}
         told |= {"place": self.checkpoints.store.url, "seconds": round(seconds, 3)}
-        self._job.note("resumed", told)
+        self._resumed = told
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
         if manifest.spec_digest != self._spec_digest or manifest.fft_version != fft.__version__:
             logger.warning(
@@ -104,6 +106,11 @@ class Checkpointer:
                 fft.__version__,
                 self._spec,
             )
+
+    def joined(self) -> None:
+        """The trace has its header: it can tell what the job has begun with."""
+        if self._resumed is not None:
+            self._job.note("resumed", self._resumed)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """The state is that of ``record`` as a whole. ``epoch``: of its members."""
