@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
@@ -95,7 +95,12 @@ class LocalStore:
             entries = list(os.scandir(self._root / directory))
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return {e.name: e.stat().st_size for e in entries if e.is_file()}
+        found: dict[str, int] = {}
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it was being written, or removed
+                if entry.is_file() and not entry.name.startswith("."):
+                    found[entry.name] = entry.stat().st_size
+        return found
 
     def read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
