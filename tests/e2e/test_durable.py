@@ -53,10 +53,15 @@ def ends(root: Path) -> dict[str, list[object]]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
     """The ends of a run without kills."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    done = fft(*arguments(root, STEPS, root / "out"), folder=root, within=LIMIT_S)
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
+
+
+def run_undisturbed(root: Path, steps: int) -> dict[str, list[object]]:
+    """The ends of such a run."""
+    done = fft(*arguments(root, steps, root / "out"), folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(found := ends(root)) == 4
+    found = ends(root)
+    assert len(found) == 4
     return found
 
 
@@ -71,30 +76,30 @@ def began_at(folder: Path) -> int:
     return max(head["start"]["step"] for head in heads)
 
 
-def consumed(root: Path) -> dict[int, list[int]]:
+def consumed(root: Path, steps: int) -> dict[int, list[int]]:
     """Slices that each rank number consumed on the lineage that results, all groups together."""
     starts, found = folders(root), dict[int, list[int]]()
-    until = [*map(began_at, starts[1:]), STEPS]
-    for folder, end in zip(starts, until, strict=True):
-        least = min(until[starts.index(folder) :])  # a later start may have gone back further
+    begins = [*map(began_at, starts[1:]), steps]
+    for number, folder in enumerate(starts):
+        until = min(begins[number:])  # a later start may have gone back further
         for line in read_lines(folder, lambda line: line.get("note") == "consumed"):
             data = line["data"]
-            if data["step"] < min(end, least) and data["slice"] is not None:
+            if data["step"] < until and data["slice"] is not None:
                 found.setdefault(line["rank"], []).append(data["slice"])
     return found
 
 
-def judge(root: Path, expected: dict[str, list[object]], starts: int) -> None:
+def judge(root: Path, expected: dict[str, list[object]], starts: int, steps: int = STEPS) -> None:
     """Equal bits, each slice once, and an audit without findings."""
     assert ends(root) == expected
     assert len(folders(root)) >= starts
-    for slices in consumed(root).values():
-        assert sorted(slices) == list(range(2 * STEPS))
+    for slices in consumed(root, steps).values():
+        assert sorted(slices) == list(range(2 * steps))
     report = audit_job(root / "traces")
     assert report.ok, report.render()
     whole = Checkpoints(open_store(str(root / "checkpoints")))
     newest, problems = whole.newest()
-    assert newest is not None and newest.step == STEPS and not problems
+    assert newest is not None and newest.step == steps and not problems
 
 
 @pytest.mark.parametrize(
@@ -159,22 +164,24 @@ def kill_now_and_then(root: Path, process: FftRun, times: int, dice: random.Rand
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(2, STEPS), pytest.param(20, STEPS, marks=pytest.mark.long)]
+    ("kills", "steps"), [(2, STEPS), pytest.param(20, 100, marks=pytest.mark.long)]
 )
 def test_all_ranks_are_killed_at_random_moments(
     kills: int, steps: int, undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
-    """Half of the times with the supervisor, which is then started by the same command again."""
+    """Every other time with the supervisor, which is then started by the same command again."""
     dice, done = random.Random(kills), 0
     command = arguments(tmp_path, steps, tmp_path / "out", 0.15)
     while not ends(tmp_path):
         with running(*command, folder=tmp_path) as process:
-            here = min(kills - done, 2)
-            done += kill_now_and_then(tmp_path, process, here, dice)
+            done += kill_now_and_then(tmp_path, process, min(kills - done, 2), dice)
             if done < kills:
                 process.end()  # and with it its ranks
                 continue
             code = process.wait(LIMIT_S)
             assert code == 0, process.tail()
     assert done == kills, "it was through before it was killed so often"
-    judge(tmp_path, undisturbed, starts=2)
+    if steps != STEPS:
+        (tmp_path / "undisturbed").mkdir()
+        undisturbed = run_undisturbed(tmp_path / "undisturbed", steps)
+    judge(tmp_path, undisturbed, starts=2, steps=steps)
