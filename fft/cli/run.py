@@ -179,13 +179,13 @@ def run(
         )
         if resume and not checkpoint:
             raise FftError("--resume needs --checkpoint, the place of the checkpoints")
-        config = begun(config)
+        traces, config = config.trace_dir, begun(config)
         config.check()
         total = config.groups_in_all
         plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
         serve = None if join else (bus, cluster, lighthouse)
         starts = Resumptions(lambda c, p: _supervise(c, p, progress, serve), _say)
-        verdict, config = starts.run(config, plan)
+        verdict, config = starts.run(config, plan, traces)
     for line in verdict.lines:
         _say(line)
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")

@@ -65,12 +65,14 @@ class Resumptions:
         self._in_vain = 0
         """Starts in a row that have got no further."""
 
-    def run(self, config: RunConfig, plan: FaultPlan) -> tuple[JobOutcome, RunConfig]:
+    def run(self, config: RunConfig, plan: FaultPlan, traces: Path) -> tuple[JobOutcome, RunConfig]:
         """All starts. The outcome of the last, and what that was asked to do.
+
+        ``traces``: the folder that has those of all starts.
 
         Raises StoreError, CheckpointError: it cannot go on from a checkpoint.
         """
-        began, root = time.monotonic(), config.trace_dir
+        began = time.monotonic()
         if config.resume_step is not None:
             self._say(f"resuming from step {config.resume_step}")
         while True:
@@ -80,7 +82,7 @@ class Resumptions:
                 return found, config
             for line in found.lines:
                 self._say(line)
-            again = begun(replace(config, checkpoint=_resuming(given), trace_dir=root))
+            again = begun(replace(config, checkpoint=_resuming(given), trace_dir=traces))
             is_stuck = again.resume_step == config.resume_step
             self._in_vain = self._in_vain + 1 if is_stuck else 0
             if self._in_vain > config.max_restarts:

@@ -76,7 +76,8 @@ def main() -> None:
         digest = [rank.manager.digest(), rank.manager.current_step()]
         own = [int(x) for x in torch.get_rng_state().sum().reshape(1)]
         path = out / f"final-{rank.group}-{rank.number}.json"
-        path.write_text(json.dumps([*digest, *own]))
+        path.with_suffix(".new").write_text(json.dumps([*digest, *own]))
+        path.with_suffix(".new").rename(path)
     finally:
         rank.shutdown()
 

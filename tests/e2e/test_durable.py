@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,8 +73,9 @@ def folders(root: Path) -> list[Path]:
 
 def began_at(folder: Path) -> int:
     """The step that a start began with."""
-    heads = (json.loads(path.open().readline()) for path in trace_files(folder))
-    return max(head["start"]["step"] for head in heads)
+    lines = [path.open().readline() for path in trace_files(folder)]
+    heads = [json.loads(line) for line in lines if line.endswith("\n")]  # else killed at once
+    return max((head["start"]["step"] for head in heads), default=sys.maxsize)
 
 
 def consumed(root: Path, steps: int) -> dict[int, list[int]]:
