@@ -115,11 +115,12 @@ class Parts:
 
     def _make_checkpointer(self, manager: TorchftInterface) -> Checkpointer | None:
         """What takes durable checkpoints, and resumes from one, if that is wanted."""
-        settings, ranks = self.settings, manager._group_world_size
+        settings = self.settings
         if settings.checkpoint is None:
             return None
         refuse_periodic(settings.spec)
-        return Checkpointer(settings.checkpoint, self.job, self.state, settings.spec, ranks)
+        size = settings.expected_groups, manager._group_world_size
+        return Checkpointer(settings.checkpoint, self.job, self.state, settings.spec, *size)
 
     def _make_inner(self, manager: TorchftInterface) -> InnerScope | None:
         """The scope of this replica group, if it has several ranks that step alone."""

@@ -50,15 +50,22 @@ class Checkpointer:
     """Of one rank. Main thread, unless it says otherwise."""
 
     def __init__(
-        self, plan: Checkpointing, job: Participation, state: RankState, spec: FsmSpec, ranks: int
+        self,
+        plan: Checkpointing,
+        job: Participation,
+        state: RankState,
+        spec: FsmSpec,
+        groups: int,
+        ranks: int,
     ) -> None:
+        """``groups``: of the job, as far as it was announced; ``ranks``: of each."""
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
         self.origin: Origin | None = None
         """The checkpoint that this job has begun with."""
         self._job, self._state = job, state
         self._spec, self._spec_digest = spec.name, spec_digest(spec)
-        self._ranks = ranks
+        self._groups, self._ranks = groups, ranks
         self._staging = Staging()
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -83,10 +90,8 @@ class Checkpointer:
         if self._has_resumed or self._job.engine is not None:
             return
         self._has_resumed = True
-        began, loader = (
-            time.monotonic(),
-            Loader(self.plan, self.checkpoints, self._job, self._ranks),
-        )
+        began = time.monotonic()
+        loader = Loader(self.plan, self.checkpoints, self._job, self._groups, self._ranks)
         if (manifest := loader.choose()) is None:
             return
         found = loader.load(manifest, self._state)

@@ -41,12 +41,19 @@ class Loader:
     """Loads for one rank. Main thread.
 
     Args:
+        groups: of this job, as far as it was announced.
         ranks: of each group of this job.
     """
 
     def __init__(
-        self, plan: Checkpointing, checkpoints: Checkpoints, job: Participation, ranks: int
+        self,
+        plan: Checkpointing,
+        checkpoints: Checkpoints,
+        job: Participation,
+        groups: int,
+        ranks: int,
     ) -> None:
+        self._is_only_group = groups == 1
         self._plan = plan
         self._checkpoints = checkpoints
         self._job = job
@@ -92,6 +99,8 @@ class Loader:
 
     def _own(self, manifest: Manifest, group: str, rank: int) -> dict[str, Any] | None:
         """What only this rank had; None: no such rank wrote the checkpoint."""
+        if self._is_only_group and len(manifest.groups) == 1:
+            (group,) = manifest.groups  # which may have had a name of its own in each start
         if group not in manifest.groups:
             logger.warning(
                 "%s has no buffers and random states of group %s: the buffers of group %s are "
