@@ -174,11 +174,9 @@ def run(
             host_limit=host_limit,
             first_group=first_group,
             all_groups=all_groups,
-            checkpoint=Checkpointing(checkpoint, every, keep, resume) if checkpoint else None,
+            checkpoint=_checkpointing(checkpoint, every, keep, resume),
             auto_resume=auto_resume,
         )
-        if resume and not checkpoint:
-            raise FftError("--resume needs --checkpoint, the place of the checkpoints")
         traces, config = config.trace_dir, begun(config)
         config.check()
         total = config.groups_in_all
@@ -190,6 +188,13 @@ def run(
         _say(line)
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
     raise typer.Exit(0 if verdict.ok else 1)
+
+
+def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
+    """As asked for on the command line. Raises FftError."""
+    if resume and not place:
+        raise FftError("--resume needs --checkpoint, the place of the checkpoints")
+    return Checkpointing(place, every, keep, resume) if place else None
 
 
 def _say(line: str) -> None:

@@ -43,7 +43,7 @@ def identify(manager: Manager, bus: ErrorBus) -> Peer:
 def join(manager: TorchftInterface, parts: Parts) -> Engine:
     """Start the engine of ``manager``, on the thread that trains."""
     job, watchers, settings = parts.job, parts.watchers, parts.settings
-    parts.worker.resume()
+    parts.state.resume()
     config = _config(manager, parts)
     parts.state.refuse_unsendable()
     participant = Participant(Table(settings.spec), config)

@@ -56,8 +56,7 @@ class ManagerFFT(TorchftInterface):
             and ``quorum_timeout`` (``quorum``, ``ready_window``). ``fft config`` shows them all.
         digest: ``commit``: trace a digest of this rank's parameters and optimizer state after
             every commit, so that the audit can compare replicas bit by bit. Hashes all of them in
-            every step: for audits, not for long runs. (Module buffers may differ between
-            replicas: batch-norm statistics are local.)
+            every step: for audits, not for long runs. Buffers, which may differ, are left out.
         check_replicas: every so many steps replicas compare a fingerprint of parameters and
             optimizer state in their votes; a power of 2. None: as often as costs 1 % of the time;
             0: never. Needs ``register``.
@@ -80,8 +79,7 @@ class ManagerFFT(TorchftInterface):
             one is given (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``), only gets heartbeats.
             ``lighthouse``: no txn commits without a quorum of it that names every group; give all
             groups the same (``FFT_MEMBERSHIP``, else ``register``).
-        checkpoint: where durable checkpoints are kept, or an ``fft.Checkpointing``; `fft run
-            --checkpoint` comes first. None: none are taken.
+        checkpoint: a place for durable ones, or ``fft.Checkpointing``; `fft run`'s comes first.
 
     Raises:
         TypeError: an argument that is neither torchft's nor FFT's; names the nearest one.
@@ -322,8 +320,7 @@ class ManagerFFT(TorchftInterface):
                 iterator), a sequence of batches, a ``fft.DataSource`` of yours, or any loader with
                 ``state_dict``/``load_state_dict``, which every rank draws in full.
             max_steps: leave, with all groups, after this many committed steps.
-            replay_only: take any iterable: a group that joins cannot go on, and the job cannot
-                be resumed.
+            replay_only: take any iterable: no group can join later, and nothing can be resumed.
 
         Raises:
             DataError: ``loader`` could not be restored.

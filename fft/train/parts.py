@@ -72,8 +72,9 @@ class Parts:
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)
         undo.callback(self.leaving.close)
         self.quorums = self._make_quorums(manager)
-        learners = settings.learners
-        self.healer = Healer(manager, self.job, self.state, self.groups, self.exchange, learners)
+        self.healer = Healer(
+            manager, self.job, self.state, self.groups, self.exchange, settings.learners
+        )
         self.voter = Voter(
             manager,
             self.job,
@@ -83,7 +84,7 @@ class Parts:
             self.healer,
             self.quorums,
             self.injector,
-            learners,
+            settings.learners,
         )
         self.worker = Worker(
             manager,
@@ -99,19 +100,10 @@ class Parts:
             self.quorums,
             self.injector,
             settings.max_body_failures,
-            self.checkpointer.resume if self.checkpointer is not None else lambda: None,
             lambda: join(manager, self),
         )
-        self.loop = TransactionLoop(
-            manager,
-            self.job,
-            self.watchers,
-            self.state,
-            self.reductions,
-            self.voter,
-            self.worker,
-            settings.spec,
-        )
+        own = self.job, self.watchers, self.state, self.reductions
+        self.loop = TransactionLoop(manager, *own, self.voter, self.worker, settings.spec)
 
     def _make_checkpointer(self, manager: TorchftInterface) -> Checkpointer | None:
         """What takes durable checkpoints, and resumes from one, if that is wanted."""

@@ -66,6 +66,8 @@ class RankState:
         """Of the checkpoint that was loaded, if one was."""
         self._resume_at: Any = None
         """Where a stateful loader resumes."""
+        self.resume: Callable[[], object] = lambda: None
+        """Begins with a durable checkpoint, if the job is to, before it is joined; once."""
         self.before_change: Callable[[], object] = lambda: None
         """Called before what a commit has left is changed by anything but a body."""
         self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
@@ -233,7 +235,7 @@ class RankState:
             found["data"] = self.source.export(cursor * self._takers)
         return found
 
-    def resume(self, checkpoint: Mapping[str, Any]) -> None:
+    def continue_from(self, checkpoint: Mapping[str, Any]) -> None:
         """Take those fields over, before the job is joined."""
         self.lineage = checkpoint.get("lineage", "")
         self.cursor = checkpoint.get("cursor", checkpoint["batches_committed"])

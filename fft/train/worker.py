@@ -57,7 +57,6 @@ class Worker:
         quorums: Quorums | None,
         injector: Injector | None,
         max_body_failures: int | None,
-        resume: Callable[[], object],
         join: Callable[[], Engine],
     ) -> None:
         self._manager = manager
@@ -72,7 +71,6 @@ class Worker:
         self._leaving = leaving
         self._quorums = quorums
         self._injector = injector
-        self.resume = resume  # from a checkpoint, if that is wanted; again: does nothing
         self._join = join
         self.body_failures = BodyFailures(max_body_failures)
         self.update_failures = BodyFailures(max_body_failures)

@@ -79,7 +79,7 @@ class Checkpointer:
         self._changed_late: frozenset[str] = frozenset()
         self._has_resumed = False
         self._resumed: dict[str, Any] | None = None
-        state.before_change = self.before_change
+        state.resume, state.before_change = self.resume, self.before_change
         state.after_commit = self.committed
 
     def resume(self) -> None:
