@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fft.durable.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
     from fft.train.manager import ManagerFFT, Transaction
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpointing": "fft.durable.plan",
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
     "DiLoCo": "fft.train.periodic.algorithms",
@@ -37,6 +39,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Checkpointing",
     "CursorLoader",
     "DataSource",
     "DiLoCo",

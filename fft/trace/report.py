@@ -161,12 +161,14 @@ def place_table(directory: str | Path) -> Table | None:
     return table if table.rows else None
 
 
-def save_plan(directory: Path, plan: FaultPlan) -> None:
-    """Keep the fault plan of a run beside its traces, for `fired`."""
+def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
+    """Keep the fault plan of a run beside its traces, for `fired`. Its file; None: it is empty."""
     path = directory / _PLAN
     path.unlink(missing_ok=True)
-    if plan.faults:
-        path.write_text(plan.model_dump_json(exclude_none=True, indent=1))
+    if not plan.faults:
+        return None
+    path.write_text(plan.model_dump_json(exclude_none=True, indent=1))
+    return path
 
 
 def fired(directory: str | Path) -> str | None:

@@ -43,6 +43,7 @@ def identify(manager: Manager, bus: ErrorBus) -> Peer:
 def join(manager: TorchftInterface, parts: Parts) -> Engine:
     """Start the engine of ``manager``, on the thread that trains."""
     job, watchers, settings = parts.job, parts.watchers, parts.settings
+    parts.state.resume()
     config = _config(manager, parts)
     parts.state.refuse_unsendable()
     spec, stage = settings.spec, parts.stage
@@ -51,6 +52,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     participant = Participant(Table(spec), config)
     local = _initial(manager, parts, participant)
     job.trace.write("header", header(spec, config, local))
+    if parts.checkpointer is not None:
+        parts.checkpointer.joined()
     _warn_of_strangers(parts)
     if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)

@@ -11,6 +11,7 @@ from torchft.process_group import ProcessGroup
 from fft.bus import open_job_bus
 from fft.operate.entering import enter
 from fft.trace.writer import TraceWriter
+from fft.train.checkpoint.checkpointer import Checkpointer, refuse_periodic
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.host import EngineHost, LighthouseDoubter
@@ -67,13 +68,15 @@ class Parts:
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
         self.exchange = StateExchange(manager, self.state, transfer)
+        self.checkpointer = self._make_checkpointer(manager)
         self.inner = self._make_inner(manager)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)
         undo.callback(self.leaving.close)
         self.quorums = self._make_quorums(manager)
-        learners = settings.learners
-        self.healer = Healer(manager, self.job, self.state, self.groups, self.exchange, learners)
+        self.healer = Healer(
+            manager, self.job, self.state, self.groups, self.exchange, settings.learners
+        )
         self.voter = Voter(
             manager,
             self.job,
@@ -83,7 +86,7 @@ class Parts:
             self.healer,
             self.quorums,
             self.injector,
-            learners,
+            settings.learners,
         )
         self.worker = Worker(
             manager,
@@ -101,16 +104,17 @@ class Parts:
             settings.max_body_failures,
             lambda: join(manager, self),
         )
-        self.loop = TransactionLoop(
-            manager,
-            self.job,
-            self.watchers,
-            self.state,
-            self.reductions,
-            self.voter,
-            self.worker,
-            settings.spec,
-        )
+        own = self.job, self.watchers, self.state, self.reductions
+        self.loop = TransactionLoop(manager, *own, self.voter, self.worker, settings.spec)
+
+    def _make_checkpointer(self, manager: TorchftInterface) -> Checkpointer | None:
+        """What takes durable checkpoints, and resumes from one, if that is wanted."""
+        settings = self.settings
+        if settings.checkpoint is None:
+            return None
+        refuse_periodic(settings.spec)
+        size = settings.expected_groups, manager._group_world_size
+        return Checkpointer(settings.checkpoint, self.job, self.state, settings.spec, *size)
 
     def _make_inner(self, manager: TorchftInterface) -> InnerScope | None:
         """The scope of this replica group, if it has several ranks that step alone."""
@@ -146,6 +150,8 @@ class Parts:
             self.worker.output.close()
         self.leaving.close()
         self.state.close_source()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
         self.commands.close()
         self.reductions.close()
         self.state.close()

@@ -83,6 +83,7 @@ class TransactionLoop:
                 "with the total of steps; what is done between epochs fits between two txns"
             )
         self._reductions.raises = True
+        state.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only)
         inputs = state.inputs_from(source)
         foreign = ForeignSteps(state, self._reductions)

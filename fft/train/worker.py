@@ -94,6 +94,7 @@ class Worker:
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._apply_error: BaseException | None = None
         """Of the last commit, if its update failed here."""
+        self._committed: tuple[Record, Record | None] | None = None  # and its epoch
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
         self.output: StageOutput | None = None
@@ -316,6 +317,7 @@ class Worker:
         manager._errored = None  # it came after the decision: the next reduction is one on all
         manager._commit_failures = 0
         self._by_loop.forget()
+        self._committed = record, self._job.local.epoch if self._job.local else None
         self._state.stands_at(record)
         self.body_failures.committed()
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
@@ -348,6 +350,7 @@ class Worker:
         try:
             if self._injector is not None:
                 self._injector.at("apply")
+            self._state.before_change()
             update()
         except Exception as error:
             logger.exception("optimizer step failed after COMMIT; this state is torn")
@@ -363,6 +366,7 @@ class Worker:
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
         self._job.thread.obeys(command)
+        self._state.before_change()
         self._by_loop.begin()
 
     def finish_apply(self) -> None:
@@ -377,6 +381,8 @@ class Worker:
             return
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
+        if self._committed is not None:
+            self._state.after_commit(*self._committed)
 
     def _apply_failed(self, error: BaseException) -> None:
         local = self._job.local

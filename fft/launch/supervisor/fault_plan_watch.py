@@ -82,3 +82,18 @@ def _recovered(injected: Injected, step: int, epoch: int) -> bool:
     """A step was committed since; and a group that left did so and came back."""
     is_back = epoch > injected.epoch or injected.kind not in _LEAVES_EPOCH
     return step > injected.step and is_back
+
+
+def return_step(plan: FaultPlan, group: str, view: JobView, seen: set[str]) -> int | None:
+    """At which step of the job a group that a planned drain took away is to come back; None: a
+    drain did not, or it stays away. ``seen``: drains that were answered; it is added to."""
+    step = None
+    for fault in plan.faults:
+        if not isinstance(fault, DrainFault) or fault.group != group:
+            continue
+        if fault.name in view.injected and fault.name not in seen:
+            seen.add(fault.name)
+            left_at = max((rank.step for rank in view.of(group)), default=view.step)
+            if fault.return_after_steps is not None:
+                step = left_at + fault.return_after_steps
+    return step

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataError, DataSource, Due
 from fft.train.stages.link import JOIN_S, LOST, cut, kept_of, key_of, packed, parts_of, place
-from fft.train.state.step_state import _capture_buffers, _capture_rng, _restore_buffers
+from fft.train.state.random_states import capture_random
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
@@ -273,11 +273,13 @@ class _Taker:
 def _preserved(state: RankState) -> Iterator[None]:
     """Put buffers and random generators back at the end: what runs in it is no step."""
     assert state.step is not None, "asked before"
-    rng = _capture_rng(state.step._generators)
-    buffers = list(_capture_buffers(state.models))
+    rng = capture_random(state.step.generators)
+    buffers = [(b, b.clone()) for model in state.models for b in model.buffers()]
     try:
         yield
     finally:
-        _restore_buffers(buffers)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
         for put_back in rng:
             put_back()
