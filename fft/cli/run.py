@@ -38,6 +38,13 @@ _LIGHTHOUSE = Annotated[
 _PROGRESS = Annotated[
     bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
 ]
+_ALL_GROUPS = Annotated[
+    int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
+]
+_TAKE_OVER = Annotated[
+    bool,
+    typer.Option("--take-over", help="Have the supervisor that has these groups hand them over."),
+]
 
 
 def _calm_lighthouse() -> None:
@@ -117,9 +124,8 @@ def run(
         bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
     ] = False,
     first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
-    all_groups: Annotated[
-        int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
-    ] = None,
+    all_groups: _ALL_GROUPS = None,
+    take_over: _TAKE_OVER = False,
     host_limit: Annotated[
         float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
     ] = HOST_LIMIT_S,
@@ -148,6 +154,7 @@ def run(
             host_limit=host_limit,
             first_group=first_group,
             all_groups=all_groups,
+            take_over=take_over,
         )
         config.check()
         total = config.groups_in_all

@@ -41,6 +41,8 @@ class RunConfig:
     """Its groups are numbered from here; others have other hosts."""
     all_groups: int | None = None
     """Of the whole job, on all hosts; None: these."""
+    take_over: bool = False
+    """Have another supervisor of these groups hand them over; else it is left alone."""
 
     def check(self) -> None:
         """Raise SupervisorError unless the job can be started."""

@@ -6,11 +6,14 @@ Starts processes and the group's rendezvous store (one fresh TCPStore per start)
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fft.launch.supervisor.children import Child
+from fft.launch.supervisor.claims import Loss
 from fft.messages.commands import Evict
 from fft.util.error_places import Place
 
@@ -61,6 +64,8 @@ class Group:
         """When to end those that have not, on the monotonic clock in seconds."""
         self.evicted = False
         """Ended on an operator's word, and not to be started by anybody else's."""
+        self.loss: Loss | None = None
+        """Another supervisor has it now, or will when its processes here have ended."""
         self.known_incs: dict[int, int] = {}
         """The ranks' newest incarnations that were on record when it was started last."""
         self._store: Any = None
@@ -83,6 +88,8 @@ class Group:
 
     def doing(self) -> str:
         """The state of its processes, for the screen."""
+        if self.loss is not None:
+            return "being handed over" if self.living else "taken over"
         if self.evicted and not self.living:
             return "evicted"
         if self.eviction is not None:
@@ -136,6 +143,13 @@ class Group:
             child = Child(self.name, rank, self.starts, script, own, log, inherits)
             self.children.append(child)
         return self.children
+
+    def ask_to_leave(self, grace: float, whom: Sequence[Child] | None = None) -> None:
+        """SIGTERM to ``whom`` (None: all), and SIGKILL to all that are left after so long, in s."""
+        self.kill_at = time.monotonic() + grace
+        for child in self.living if whom is None else whom:
+            child.signal(signal.SIGCONT)  # who is stopped hears nothing else
+            child.signal(signal.SIGTERM)
 
     def close(self) -> None:
         """Let go of the store; its server ends with it."""

@@ -31,6 +31,8 @@ class Judgement:
     """Whether the services of the job are hosted here."""
     problems: list[str] = field(default_factory=list)
     """Each of them is why the job has not ended well."""
+    remarks: list[str] = field(default_factory=list)
+    """What else there is to say."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Errors whose traceback is among what there is to say."""
     hopeless: bool = False
@@ -60,7 +62,7 @@ class Judgement:
 
     def _ends(self, view: JobView, is_over: bool) -> tuple[list[str], list[str]]:
         """Problems and remarks, with those that are in how the processes ended."""
-        lines, remarks = list(self.problems), list[str]()
+        lines, remarks = list(self.problems), list(self.remarks)
         for group in self.groups:
             if group.evicted or self.hopeless:  # as asked; or it is said already
                 continue

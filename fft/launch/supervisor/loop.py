@@ -25,6 +25,8 @@ from fft.bus.token import JobToken
 from fft.health.hosts import Process
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.claims import GRACE_S, Loss
+from fft.launch.supervisor.commands import why_not_evict
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import last_epoch
@@ -99,10 +101,9 @@ class Supervisor:
             if config.stop_after_plan is not None
             else None
         )
-        limit = config.host_limit
-        self._links = Links(token, limit, lambda: self._wake(b"?"))
-        self._mistakes = Mistakes(names, config.groups_in_all)
         has_services = not isinstance(services, Joined)
+        self._links = Links(token, config.host_limit, lambda: self._wake(b"?"), has_services)
+        self._mistakes = Mistakes(names, config.groups_in_all)
         self._judgement = Judgement(self._groups.values(), plan, has_services)
         self._over = False
         """All who had the state have left, or ended, well: nobody is started again."""
@@ -136,6 +137,7 @@ class Supervisor:
         self._tail = TraceTail(self._config.trace_dir)
         try:
             self._links.open(self._services.bus_url)
+            self._links.claims.take(self._groups, self._config.take_over)
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
@@ -313,10 +315,12 @@ class Supervisor:
         self._forget_mistakes()
         if self._has_committed(group):
             group.pauses.progressed()
+        if group.loss is not None:
+            self._links.claims.yielded(group.loss)
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
             return
-        if self._drain_until is not None or self._forgot or self._over:
+        if self._drain_until is not None or self._forgot or self._over or group.evicted:
             return
         if group.finished:
             self._plan_return(group)
@@ -428,11 +432,8 @@ class Supervisor:
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             waiting = [child for child in group.living if child.pid not in inside]
-            for child in waiting:
-                child.signal(signal.SIGCONT)
-                child.signal(signal.SIGTERM)
             if waiting:
-                group.kill_at = time.monotonic() + _LEAVE_S
+                group.ask_to_leave(_LEAVE_S, waiting)
 
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
@@ -455,7 +456,8 @@ class Supervisor:
         """Ask all groups to leave together after a commit; nothing is started any more."""
         logger.info("draining the job: %s", reason)
         self._drain_until = time.monotonic() + min(within, self._config.drain_timeout)
-        self._links.broadcast(Drain(tuple(self._groups), by="supervisor"))
+        ours = (group.name for group in self._groups.values() if group.loss is None)
+        self._links.broadcast(Drain(tuple(ours), by="supervisor"))
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             for child in group.living if forward else ():
@@ -477,13 +479,14 @@ class Supervisor:
     # --- commands of operators ---------------------------------------------------------
 
     def _obey(self) -> None:
+        for loss in self._links.claims.losses():
+            self._hand_over(self._groups[loss.group], loss)
         for command in self._links.commands.take():
             if command.id in self._told or isinstance(command, Check):  # that is for the ranks
                 continue
             if self._is_anothers(command):
                 continue
-            refusal = self._refusal(command)
-            if refusal is not None:
+            if (refusal := self._refusal(command)) is not None:
                 self._links.commands.answer(command, "refused", refusal)
             elif isinstance(command, Evict):
                 self._evict(command)
@@ -503,16 +506,20 @@ class Supervisor:
         if isinstance(command, Inject):
             is_refused = isinstance(command.fault, ServiceFault) and not self._config.may_inject
             return "it runs without --injectable" if is_refused else None
-        group = self._groups.get(command.group)
-        if group is None:
-            return f"no group {command.group!r} here; the groups: {', '.join(self._groups)}"
-        if command.rank is not None and command.rank >= group.ranks:
-            return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
-        if self._drain_until is not None:
-            return "the job is ending"
-        if group.eviction is not None:
-            return f"group {group.name} is being evicted already"
-        return None
+        return why_not_evict(command, self._groups, is_ending=self._drain_until is not None)
+
+    def _hand_over(self, group: Group, loss: Loss) -> None:
+        """Another supervisor has the group from now on, or when its processes here have ended."""
+        text = f"group {group.name} was taken over by {loss.by}"
+        logger.warning("%s", text)
+        self._judgement.remarks.append(text)
+        group.loss, group.evicted, group.restart_at, group.return_at_step = loss, True, None, None
+        if not group.living:
+            self._links.claims.yielded(loss)
+        elif loss.claim is None:  # its new processes run: a word to leave would reach these
+            self._kill(group.living, text)
+        else:
+            group.ask_to_leave(GRACE_S)
 
     def _evict(self, command: Evict) -> None:
         """Ask the processes to end; `_check_deadlines` ends them, `_on_group_down` goes on."""
@@ -527,16 +534,13 @@ class Supervisor:
         if not group.living:
             self._finish_eviction(group, command)
             return
-        group.kill_at = time.monotonic() + command.grace
-        for child in living:
-            child.signal(signal.SIGCONT)  # who is stopped hears nothing else
-            child.signal(signal.SIGTERM)
+        group.ask_to_leave(command.grace, living)
 
     def _finish_eviction(self, group: Group, command: Evict) -> None:
         group.eviction, group.kill_at, group.evicted = None, None, True
         ends = "; ".join(f"rank {child.rank}: {cause_of(child.code)}" for child in group.children)
         after = "it is not started again"
-        if command.restart and self._drain_until is None and not self._forgot:
+        if command.restart and not (self._drain_until or self._forgot or group.loss):
             group.restart_at, after = time.monotonic(), "it is started again"
         self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
 
