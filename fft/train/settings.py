@@ -16,7 +16,7 @@ from typing import Literal
 from torchft.manager import Manager
 
 from fft.bus.token import JobToken
-from fft.health.monitor import MonitorConfig
+from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.timeouts import (

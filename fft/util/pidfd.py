@@ -30,3 +30,13 @@ def is_there(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped by a signal. One that a debugger holds is not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b") ")[2][:1]
+    except OSError:  # it has ended
+        return False
+    return state == b"T"
