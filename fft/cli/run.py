@@ -6,9 +6,12 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,11 +48,50 @@ _TAKE_OVER = Annotated[
     bool,
     typer.Option("--take-over", help="Have the supervisor that has these groups hand them over."),
 ]
+_HOST_LIMIT = Annotated[
+    float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
+]
 
 
 def _calm_lighthouse() -> None:
     """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
     os.environ.setdefault("RUST_LOG", "error")
+
+
+class Interrupts:
+    """SIGINT and SIGTERM, from before there is anybody to be told of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._tell: Callable[[], None] | None = None
+
+    def go_to(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` for each that came, and for each that comes."""
+        self._tell = tell
+        for _ in range(self._count):
+            tell()
+
+    def take(self, number: int, _frame: FrameType | None) -> None:
+        """The handler. A second signal, while nobody is told yet, ends the process."""
+        self._count += 1
+        if self._tell is not None:
+            self._tell()
+        elif self._count > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        else:
+            sys.stderr.write("fft: interrupted; what is being started is ended first\n")
+
+
+@contextmanager
+def _interrupts() -> Iterator[Interrupts]:
+    made = Interrupts()
+    previous = {n: signal.signal(n, made.take) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield made
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def serve(
@@ -126,16 +168,14 @@ def run(
     first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
     all_groups: _ALL_GROUPS = None,
     take_over: _TAKE_OVER = False,
-    host_limit: Annotated[
-        float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
-    ] = HOST_LIMIT_S,
+    host_limit: _HOST_LIMIT = HOST_LIMIT_S,
     lighthouse: _LIGHTHOUSE = True,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
-    from fft.launch.supervisor import RunConfig
-    from fft.messages.fault_plans import FaultPlan, load_plan
+    with _interrupts() as interrupts, plain_errors():
+        from fft.launch.supervisor import RunConfig
+        from fft.messages.fault_plans import FaultPlan, load_plan
 
-    with plain_errors():
         config = RunConfig(
             script=[str(script), *(arguments or [])],
             groups=groups,
@@ -159,7 +199,8 @@ def run(
         config.check()
         total = config.groups_in_all
         plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
-        verdict = _supervise(config, plan, progress, None if join else (bus, cluster, lighthouse))
+        serve = None if join else (bus, cluster, lighthouse)
+        verdict = _supervise(config, plan, progress, serve, interrupts)
     for line in verdict.lines:
         sys.stderr.write(f"fft: {line}\n")
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
@@ -171,8 +212,9 @@ def _supervise(
     plan: FaultPlan,
     progress: bool,
     serve: tuple[BusKind, int, bool] | None,
+    interrupts: Interrupts,
 ) -> JobOutcome:
-    """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills.
+    """Serve and supervise in this process; ``interrupts`` drain, a second one kills.
 
     ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
     """
@@ -198,10 +240,7 @@ def _supervise(
     try:
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)
-        previous = {
-            number: signal.signal(number, lambda *_: supervisor.interrupt())
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        interrupts.go_to(supervisor.interrupt)
         config.trace_dir.mkdir(parents=True, exist_ok=True)
         path = config.trace_dir / "job.token"  # for who wants to say something to the job
         try:
@@ -213,8 +252,6 @@ def _supervise(
             return supervisor.run()
         finally:
             path.unlink(missing_ok=True)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
     finally:
         services.close()
 

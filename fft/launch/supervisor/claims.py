@@ -109,10 +109,13 @@ class Claims:
         self._inbox = f"supervisor/{self._me.id}"
         self._listener = bus.listen(self._inbox, self._hear, self._on_lost)
 
-    def take(self, groups: Iterable[str], take_over: bool) -> None:
+    def take(
+        self, groups: Iterable[str], take_over: bool, is_asked: Callable[[], bool] = lambda: False
+    ) -> None:
         """Claim the groups. A holder that lives yields if ``take_over``; one that is gone anyway.
 
-        Raises SupervisorError: somebody else has one of them. Blocks for 35 s at most, then.
+        ``is_asked``: whether to end the wait for others, with whatever was claimed. Raises
+        SupervisorError: somebody else has one of them. Blocks for 35 s at most, then.
         """
         others = self._claimed_by_others(groups)
         if not others:
@@ -121,7 +124,7 @@ class Claims:
         ear = Ear()
         listener = self._bus.listen(answer_inbox(claim.id), ear.hear, ear.lose)
         try:
-            self._ask(claim, others, ear)
+            self._ask(claim, others, ear, is_asked)
         finally:
             listener.close()
             self._bus.delete(answer_inbox(claim.id))
@@ -187,10 +190,16 @@ class Claims:
                 "job's token: set FFT_TOKEN_FILE; `fft serve` prints it"
             ) from None
 
-    def _ask(self, claim: Claim, others: dict[str, tuple[bytes, Holder]], ear: Ear) -> None:
+    def _ask(
+        self,
+        claim: Claim,
+        others: dict[str, tuple[bytes, Holder]],
+        ear: Ear,
+        is_asked: Callable[[], bool],
+    ) -> None:
         asked: set[str] = set()
         deadline = 0.0
-        while others:
+        while others and not is_asked():
             holders = {holder.id: holder for _, holder in others.values()}
             for holder in holders.values():
                 if holder.id not in asked:

@@ -38,6 +38,15 @@ class Judgement:
     hopeless: bool = False
     """The script itself is wrong: how its groups were ended then says nothing."""
 
+    def note_lost_work(self, view: JobView) -> None:
+        """Whoever leaves now leaves in good order, and yet without what the job had committed."""
+        going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
+        if view.committed and not any(g.finished for g in self.groups) and not any(going):
+            self.problems.append(
+                "when it was interrupted, all groups had been started again since step "
+                f"{view.step} was committed, and none had committed since"
+            )
+
     def outcome(self, view: JobView, is_over: bool, unfinished: str | None) -> JobOutcome:
         """Judge the job, all of whose processes have ended.
 
@@ -62,7 +71,7 @@ class Judgement:
 
     def _ends(self, view: JobView, is_over: bool) -> tuple[list[str], list[str]]:
         """Problems and remarks, with those that are in how the processes ended."""
-        lines, remarks = list(self.problems), list(self.remarks)
+        lines, remarks = list(self.problems), list[str]()
         for group in self.groups:
             if group.evicted or self.hopeless:  # as asked; or it is said already
                 continue
@@ -70,7 +79,9 @@ class Judgement:
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
-                if child.came_too_late and self._took_part(group, view):
+                if child.ended_as_asked and not view.joined_since(group.name, group.known_incs):
+                    self.remarks.append(f"group {group.name} was asked to end while it started")
+                elif child.came_too_late and self._took_part(group, view):
                     remarks.append(f"group {group.name} came back when the job was over")
                 elif not is_over or child.failed_by_itself:
                     lines.append(child.verdict(self.shown))
@@ -78,7 +89,7 @@ class Judgement:
                     remarks.append(_cut_short(child))
         if remarks and self.has_services and not any(group.finished for group in self.groups):
             lines.append("no group ended by itself after the last step")
-        return lines, remarks
+        return lines, [*self.remarks, *remarks]
 
     def _is_ours(self, fault: AnyFault) -> bool:
         """Whether it happens on this host, so that its traces tell."""

@@ -122,11 +122,13 @@ class Supervisor:
         self._selector.register(self._hangs.socket, selectors.EVENT_READ)
         self._began = time.monotonic()
         self._drain_until: float | None = None
+        self._interrupted = False
 
     # --- from outside ------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Drain the whole job; called a second time, kill it. From any thread or handler."""
+        self._interrupted = True
         self._wake(b"!")
 
     def run(self) -> JobOutcome:
@@ -137,7 +139,9 @@ class Supervisor:
         self._tail = TraceTail(self._config.trace_dir)
         try:
             self._links.open(self._services.bus_url)
-            self._links.claims.take(self._groups, self._config.take_over)
+            self._links.claims.take(self._groups, self._config.take_over, lambda: self._interrupted)
+            if self._interrupted:
+                return JobOutcome(True, ("interrupted before anything was started",))
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
@@ -438,19 +442,10 @@ class Supervisor:
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._drain_until is None:
-                self._note_lost_work()
+                self._judgement.note_lost_work(self._tail.view)
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")
-
-    def _note_lost_work(self) -> None:
-        """Whoever leaves now leaves in good order, and yet without what the job had committed."""
-        view, groups = self._tail.view, self._groups.values()
-        if view.committed and not any(g.finished or self._has_committed(g) for g in groups):
-            self._judgement.problems.append(
-                "when it was interrupted, all groups had been started again since step "
-                f"{view.step} was committed, and none had committed since"
-            )
 
     def _drain(self, reason: str, *, forward: bool, within: float = math.inf) -> None:
         """Ask all groups to leave together after a commit; nothing is started any more."""
