@@ -19,6 +19,7 @@ from rich.console import Console
 
 from fft.cli.shared import plain_errors
 from fft.protocol.timeouts import HOST_LIMIT_S
+from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.launch.supervisor import JobOutcome, RunConfig
@@ -197,6 +198,7 @@ def run(
             take_over=take_over,
         )
         config.check()
+        config.make_place()
         total = config.groups_in_all
         plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
         serve = None if join else (bus, cluster, lighthouse)
@@ -241,7 +243,6 @@ def _supervise(
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)
         interrupts.go_to(supervisor.interrupt)
-        config.trace_dir.mkdir(parents=True, exist_ok=True)
         path = config.trace_dir / "job.token"  # for who wants to say something to the job
         try:
             reach = services.settings()
@@ -264,5 +265,9 @@ def own_folder(root: Path, name: str) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise FftError(
+                f"{folder} cannot be made: {error.strerror}; name a --trace-dir"
+            ) from error
         return folder
     raise AssertionError("there is always a number")

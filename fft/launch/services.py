@@ -165,7 +165,7 @@ def start_services(
             return _start_bus(bus_kind, host, at, job, cluster)
         except BusError as error:
             raise ServiceError(f"the bus was not started: {error}") from error
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, OverflowError) as error:  # the latter: no such port
             raise ServiceError(_not_started("bus", host, at, error)) from error
 
     def make_lighthouse(at: int | None) -> _Lighthouse:

@@ -142,7 +142,7 @@ def topic_of(text: bytes) -> Topic:
     """Where to say ``text``: commands have a topic of their own, by their ``type``."""
     try:
         kind = json.loads(text).get("type")
-    except (ValueError, AttributeError):  # --raw
+    except (ValueError, AttributeError, RecursionError):  # --raw
         kind = None
     return "commands" if kind in _COMMANDS else "protocol"
 

@@ -149,7 +149,7 @@ class TraceTail:
     def _take(self, key: tuple[str, int], inc: int, line: bytes) -> None:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(record, dict):
             return

@@ -47,6 +47,19 @@ class Judgement:
                 f"{view.step} was committed, and none had committed since"
             )
 
+    def have_all_finished(self, view: JobView, groups_in_all: int) -> bool:
+        """Whether all who had the state have ended well, as after a loop of torchft's, which has
+        no last commit; who is being started again would find nobody."""
+        done = [group for group in self.groups if group.finished and not group.evicted]
+        rest = [group for group in self.groups if not group.finished]
+        return (
+            groups_in_all == len(self.groups)
+            and view.committed
+            and any(rank.step == view.step for group in done for rank in view.of(group.name))
+            and not any(group.return_at_step is not None for group in done)
+            and not any(view.joined_since(group.name, group.known_incs) for group in rest)
+        )
+
     def outcome(self, view: JobView, is_over: bool, unfinished: str | None) -> JobOutcome:
         """Judge the job, all of whose processes have ended.
 

@@ -27,11 +27,11 @@ from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, cause_of
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.commands import why_not_evict
-from fft.launch.supervisor.config import RunConfig
+from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import last_epoch
 from fft.launch.supervisor.fault_plan_watch import PlanWatch
-from fft.launch.supervisor.groups import Group, base_env
+from fft.launch.supervisor.groups import Group, base_env, why_not_started
 from fft.launch.supervisor.hang_reports import HangReports
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import JobOutcome, Judgement
@@ -133,8 +133,7 @@ class Supervisor:
 
     def run(self) -> JobOutcome:
         """Start all groups, look after them until the job has ended, and judge it."""
-        logs = self._config.trace_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        self._config.make_place()
         save_plan(self._config.trace_dir, self._plan)
         self._tail = TraceTail(self._config.trace_dir)
         try:
@@ -256,9 +255,23 @@ class Supervisor:
         env, own_end = base_env(services), [self._hangs.fd]
         total = config.groups_in_all
         address = self._links.address
-        for child in group.start(list(config.script), env, logs, total, own_end, address):
+        try:
+            children = group.start(list(config.script), env, logs, total, own_end, address)
+        except (OSError, BusError) as error:
+            self._on_no_start(group, why_not_started(group, error))
+            return
+        for child in children:
             self._selector.register(child.fd, selectors.EVENT_READ, child)
             child.watch(partial(self._is_dying, child))
+
+    def _on_no_start(self, group: Group, text: str) -> None:
+        """Nothing of the group runs. At the beginning that ends the job; later it is tried again.
+
+        Raises SupervisorError."""
+        if group.starts == 1:
+            raise SupervisorError(text)
+        logger.error("%s", text)
+        self._start_later(group, text)
 
     # --- deaths ------------------------------------------------------------------------
 
@@ -340,10 +353,14 @@ class Supervisor:
         self._look_whether_over(at_once=True)
         if self._over:
             return
+        self._start_later(group, f"group {group.name} was given up after its last restart")
+
+    def _start_later(self, group: Group, problem: str) -> None:
+        """After a pause, unless it was the last time; then the group is given up."""
         if group.pauses.restarts < self._config.max_restarts:
             group.restart_at = time.monotonic() + group.pauses.next()
-            return
-        self._give_up(group, f"group {group.name} was given up after its last restart")
+        else:
+            self._give_up(group, problem)
 
     def _look_whether_state_is_lost(self) -> None:
         """After a group ended for want of the state: end the others, unless one of them has it."""
@@ -412,22 +429,8 @@ class Supervisor:
             here = socket.gethostname()
             inside = {r.pid for entry in last.members for r in entry.ranks if r.host == here}
             self._end_who_waits(inside)
-        elif self._have_all_finished():
+        elif self._judgement.have_all_finished(self._tail.view, self._config.groups_in_all):
             self._end_who_waits(set())
-
-    def _have_all_finished(self) -> bool:
-        """Whether all who had the state have ended well, as after a loop of torchft's, which has
-        no last commit; who is being started again would find nobody."""
-        view = self._tail.view
-        done = [group for group in self._groups.values() if group.finished and not group.evicted]
-        rest = [group for group in self._groups.values() if not group.finished]
-        return (
-            self._config.groups_in_all == len(self._groups)
-            and view.committed
-            and any(rank.step == view.step for group in done for rank in view.of(group.name))
-            and not any(group.return_at_step is not None for group in done)
-            and not any(view.joined_since(group.name, group.known_incs) for group in rest)
-        )
 
     def _end_who_waits(self, inside: set[int]) -> None:
         """The job is over. ``inside``: processes that are leaving it by themselves."""
