@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -225,6 +225,7 @@ def _supervise(
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.tail import open_display
+    from fft.util.remove_after_death import vanishing
 
     token = JobToken.from_env()
     services: Services | Joined
@@ -244,15 +245,14 @@ def _supervise(
         supervisor = Supervisor(config, plan, services, display, token)
         interrupts.go_to(supervisor.interrupt)
         path = config.trace_dir / "job.token"  # for who wants to say something to the job
-        try:
+        with ExitStack() as undo:
             reach = services.settings()
             if token is not None:
                 token.save(path)
+                undo.enter_context(vanishing(path))
                 reach["FFT_TOKEN_FILE"] = str(path)
             sys.stderr.write(f"fft: to watch and to steer this job: {in_words(reach)}\n")
             return supervisor.run()
-        finally:
-            path.unlink(missing_ok=True)
     finally:
         services.close()
 
