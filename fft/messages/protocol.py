@@ -227,8 +227,8 @@ class _Seen:
     """What somebody saw of a process: who, as it was started, who says so, and why."""
 
     group: Name
-    rank: int
-    pid: int
+    rank: Count
+    pid: Annotated[int, Field(ge=1)]
     host: str
     by: str
     cause: Text = ""

@@ -79,7 +79,7 @@ def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
     try:
         text = piece.decode()
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: lists within lists, 1000 deep
         return f"not JSON ({error}); the line was changed after it was written"
     if not isinstance(record, dict) or not isinstance(record.get("h"), str):
         return "no chain digest; the line is not from a trace"

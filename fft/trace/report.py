@@ -104,6 +104,17 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
     return found
 
 
+def damages(directory: str | Path) -> list[str]:
+    """What of the traces cannot be read, or was not written: the report knows nothing of it."""
+    found = []
+    for path in trace_files(directory):
+        trace = read_trace(path)
+        if trace.damage is not None:
+            found.append(f"{trace.damage}; the report leaves out this line and those after it")
+        found += trace.gaps
+    return found
+
+
 def fault_table(directory: str | Path) -> Table:
     """The incidents as a table."""
     table = Table(title="faults and what they cost")

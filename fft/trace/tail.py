@@ -157,7 +157,7 @@ class TraceTail:
     def _take(self, name: str, key: tuple[str, int], inc: int, line: bytes) -> None:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(record, dict):
             return

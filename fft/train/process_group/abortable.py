@@ -319,7 +319,7 @@ class AbortableGroup:
         """Abort, drop the backend, delete this member's rendezvous keys, unhook the object."""
         self.abort("the process group is closed")
         self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
-        if self._worker is not None:
+        if self._worker is not None and self._worker.is_alive():
             self._worker.join(_CLOSE_LIMIT)
         for era in (*self._take_past(), self._era):
             self._retire(era, everyone=False)
