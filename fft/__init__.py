@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT, Transaction
     from fft.train.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.preemption import FileNotice, HttpNotice, Notice
+    from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ _HOME = {
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
+    "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "ManagerFFT",
     "Notice",
     "ShardProcessGroupGloo",
+    "ShardProcessGroupNCCL",
     "StreamLoader",
     "Transaction",
 ]

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fft.train import accelerator
 from fft.train.local_tensors import edit_count, local_of, same_bits
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.serial import (
@@ -99,7 +100,7 @@ class StepState:
         lr_schedulers: anything with ``state_dict`` and ``load_state_dict``.
         extra: whatever else belongs to the state, by name.
         generators: the random generators a step draws from. None means the process's own: torch
-            CPU, the current CUDA device if in use, NumPy's global one, and `random`. Where several
+            CPU, all accelerators if in use, NumPy's global one, and `random`. Where several
             ranks live in one process as threads, give each its own.
         pipelines: what keeps parts of a step until its end; more may be added later.
 
@@ -290,8 +291,8 @@ class StepState:
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
     def digest(self, buffers: bool = True) -> str:
-        """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers.
-
+        """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers; of
+        tensors on a device over their fingerprints, so that the same bits on CPU have another one.
         ``buffers=False``: without buffers, which replicas need not have in common.
         """
         reshard(self._models)
@@ -432,8 +433,7 @@ def _capture_rng(generators: Sequence[torch.Generator] | None) -> list[Callable[
         _bind(torch.set_rng_state, torch.get_rng_state()),
         _bind(random.setstate, random.getstate()),
     ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found.append(_bind(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    found += [_bind(put, state) for put, state in accelerator.rng_states()]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found.append(_bind(numpy.random.set_state, numpy.random.get_state()))
