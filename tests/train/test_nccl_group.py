@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed.distributed_c10d import Store, Work
 
 import fft
-from fft.train.process_group import AbortableGroup, GroupAborted
 from fft.train.nccl_library import TorchNccl
+from fft.train.process_group import AbortableGroup, GroupAborted
 from fft.util.errors import FftError
 
 LIMIT = timedelta(seconds=30)
@@ -222,11 +222,13 @@ def test_what_could_not_connect_is_aborted_once(pair: Pair) -> None:
 
 def test_what_was_built_for_nobody_is_aborted(pair: Pair) -> None:
     """The rollback comes when the communicator is connected, and the group has it not yet."""
+    both = threading.Barrier(2)  # who aborts takes back the id, which the other would wait for
     for group in pair.groups:
         build = group._target._create_pg
 
         def late(*args: Any, build: Any = build, group: Any = group) -> Any:
             made = build(*args)
+            both.wait(LIMIT.total_seconds())
             group.abort("rolled back meanwhile")
             return made
 
@@ -253,9 +255,9 @@ def test_the_members_notes_are_exchanged(pair: Pair) -> None:
 def test_its_mesh_is_of_the_device_and_stays_good(pair: Pair) -> None:
     pair.build("1")
     meshes = [group.pg.mesh("shard") for group in pair.groups]
-    assert [(m.device_type, m.size(), m.get_coordinate()) for m in meshes] == [
-        ("cuda", 2, [0]),
-        ("cuda", 2, [1]),
+    assert [(m.device_type, m.size(), tuple(m.get_coordinate())) for m in meshes] == [
+        ("cuda", 2, (0,)),
+        ("cuda", 2, (1,)),
     ]
     pair.build("2")
     for group in pair.groups:
