@@ -1,7 +1,7 @@
 """What is on this machine: device, driver, torch, NCCL, packages.
 
-``python -m benchmarks.gpu.machine`` prints one JSON object. Run in a process of its own, because any
-of it may fail to load.
+``python -m benchmarks.gpu.machine`` prints one JSON object. Run in a process of its own: any of it
+may fail to load.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def run(
     done = _fft(words, limit_s + 20)
     audit = _fft(["audit", str(folder / "traces")], 60)
     ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
-    logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("traces/*.log")))
+    logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("traces/logs/*.log")))
     return Ended(done.returncode, done.stdout + logs, ends, audit.returncode, audit.stdout.strip())
 
 

@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=0, help="0: until it is drained")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--digest", choices=["commit", "never"], default="commit")
     parser.add_argument("--breaks", default="", help="STEP=WAY,…: how the device fails group 1")
     args = parser.parse_args()
     group = os.environ["REPLICA_GROUP_ID"]
@@ -40,12 +42,12 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 40.0},
-        digest="commit",
+        digest=args.digest,
     )
     breaker = Breaker(args.breaks if group == "1" else "", args.device, args.out)
     torch.manual_seed(0)
     width = nets.width_of(args.small)
-    model = nets.Net(width).to(args.device)
+    model = nets.Net(width, dropout=args.dropout).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     manager.register(model, optimizer)
     manager.sync_gradients(model)
@@ -57,6 +59,7 @@ def main() -> None:
                 loss = nets.loss_of(model, txn.batch[0].to(args.device))
                 breaker.at(txn.step)
                 loss.backward()
+            nets.synchronize(args.device)
             if txn.committed:
                 took.append(time.perf_counter() - before)
             before = time.perf_counter()
