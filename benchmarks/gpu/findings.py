@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,11 @@ class Pen:
         """This machine cannot try it."""
         self._write("not here", what, why, {})
 
+    def pass_on(self, findings: Iterable[dict[str, Any]]) -> None:
+        """What another process of this part has found."""
+        for line in findings:
+            self._write(line.pop("status"), line.pop("what"), line.pop("text"), line)
+
     @contextmanager
     def trial(self, what: str) -> Iterator[None]:
         """An error within it is a finding, and the part goes on after it.
@@ -51,7 +56,7 @@ class Pen:
             self._write("failed", what, _last_lines(traceback.format_exc()), {})
 
     def _write(self, status: Status, what: str, text: str, figures: dict[str, Any]) -> None:
-        line = {"part": self._part, "status": status, "what": what, "text": text, **figures}
+        line = {**figures, "part": self._part, "status": status, "what": what, "text": text}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, default=str) + "\n")
 

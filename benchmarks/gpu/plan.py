@@ -29,10 +29,10 @@ PARTS = (
     Part(3, "random_state", "random numbers of the device, and kernels that vary", 40),
     Part(4, "compiled", "AMP with a scaler, torch.compile, CUDA graphs", 110),
     Part(5, "transfer", "state from and to device memory", 50),
-    Part(6, "nccl_rebuild", "NCCL, one rank: abort and build anew, many times", 70, on_cpu=False),
-    Part(7, "nccl_pair", "NCCL, two ranks on one GPU", 90, on_cpu=False),
-    Part(8, "device_errors", "out of memory, an assert on the device, an ECC error", 80),
-    Part(9, "ratios", "steps beside torch's DDP and torchft; the cost of a vote", 90),
+    Part(6, "nccl_rebuild", "NCCL, one rank: abort and build anew, many times", 70),
+    Part(7, "nccl_pair", "NCCL, two ranks on one GPU", 90),
+    Part(8, "device_errors", "out of memory, an assert on the device, an ECC error", 100),
+    Part(9, "ratios", "steps beside torch's DDP and torchft", 120),
 )
 
 

@@ -121,7 +121,7 @@ def _run(part: Part, command: list[str], own: Path, limit: float) -> dict[str, A
     if stays:
         why += f"; processes {stays} do not end, killed as they are"
     if status in ("crashed", "hung"):
-        why += f"\n{log.read_text(errors='replace')[-_LOG_TAIL:]}"
+        why += f"\n{_last_words(log.read_text(errors='replace'))}"
     return {**_about(part), "status": status, "why": why, "findings": findings} | {
         "seconds": round(time.monotonic() - began, 1)
     }
@@ -139,6 +139,12 @@ def _judge(code: int | None, limit: float, findings: list[dict[str, Any]]) -> tu
     if "failed" in statuses:
         return "failed", ""
     return ("not run" if statuses == {"not here"} else "ok"), ""
+
+
+def _last_words(log: str) -> str:
+    """The end of it; where a part was stopped by its limit, where its threads were."""
+    at = log.rfind("Timeout (")
+    return log[-_LOG_TAIL:] if at < 0 else log[at : at + _LOG_TAIL]
 
 
 def _not_run(part: Part, why: str, status: str = "not run") -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _aborted(pen: Pen, setting: Setting) -> None:
 
     from fft.train.process_group import AbortableGroup
 
-    rounds, count = (8, 1 << 16) if setting.small else (60, 1 << 24)
+    rounds, count = (8, 1 << 16) if setting.small else (60, 1 << 22)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     groups = [AbortableGroup(torchft.ProcessGroupGloo(LIMIT)) for _ in range(2)]
     written, ended, quiet_ms = 0, 0, []
@@ -85,8 +85,7 @@ def _aborted(pen: Pen, setting: Setting) -> None:
             for each in made:
                 each.result()
             tensors = [torch.ones(count, device=setting.device) for _ in groups]
-            if setting.device == "cuda":
-                torch.cuda._sleep(20_000_000)  # about 10 ms, in which the copies to gloo wait
+            nets.keep_busy(setting.device, 20_000_000)  # the copies to gloo wait so long
             works = [_reduce(g, t) for g, t in zip(groups, tensors, strict=True)]
             time.sleep(0.03 * number / rounds)
             ended += all(work.is_completed() for work in works)

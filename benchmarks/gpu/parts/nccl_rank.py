@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.findings import Pen
 from benchmarks.gpu.parts import nets
-from benchmarks.gpu.parts.rings import LIMIT, RINGS, LibraryRing
+from benchmarks.gpu.parts.rings import LIMIT, RINGS
 
 FREED_MS = 100.0
 """From the abort to when a rank that waited is free (the guarantee that is tried here)."""
@@ -23,18 +23,19 @@ def main() -> None:
     """One trial."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trial", choices=["connects", "blocked", "fsdp"], required=True)
-    parser.add_argument("--ring", choices=list(RINGS))
+    parser.add_argument("--device", choices=list(RINGS), required=True)
+    parser.add_argument("--ring", required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
-    torch.cuda.set_device(0)
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
     store = dist.TCPStore("localhost", args.port, wait_for_workers=False, timeout=LIMIT)
     pen = Pen(args.folder / f"rank{args.rank}.jsonl", "nccl_pair")
-    kind = RINGS[args.ring] if args.ring else LibraryRing
-    ring = kind(args.port, args.rank, 2)
+    ring = RINGS[args.device][args.ring](args.port, args.rank, 2)
     {"connects": _connects, "blocked": _blocked, "fsdp": _fsdp}[args.trial](
-        pen, ring, args.rank, store
+        pen, ring, args.rank, store, args.device
     )
     ring.close()
 
@@ -49,24 +50,24 @@ def _meet(store: Any, place: str) -> None:
         time.sleep(0.002)
 
 
-def _connects(pen: Pen, ring: Any, rank: int, store: Any) -> None:
+def _connects(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
     ring.build(0)
-    tensor = torch.full((1024,), float(rank + 1), device="cuda")
+    tensor = torch.full((1024,), float(rank + 1), device=device)
     ring.reduce(tensor).wait()
-    torch.cuda.synchronize()
+    nets.synchronize(device)
     assert float(tensor[0]) == 3.0, f"the sum of 1 and 2 is {float(tensor[0])}"
     _meet(store, "connected")
     ring.abort()
     ring.quiet()
 
 
-def _blocked(pen: Pen, ring: Any, rank: int, store: Any) -> None:
+def _blocked(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
     """Rank 0 reduces, rank 1 does not; rank 0's main thread waits for the device meanwhile."""
     for record in range(3):
         ring.build(record)
-        tensor = torch.ones(1 << 22, device="cuda")
+        tensor = torch.ones(1 << 22, device=device)
         ring.reduce(tensor).wait()
-        torch.cuda.synchronize()
+        nets.synchronize(device)
         _meet(store, f"built/{record}")
         at: dict[str, float] = {}
         if rank == 0:
@@ -74,8 +75,11 @@ def _blocked(pen: Pen, ring: Any, rank: int, store: Any) -> None:
             work = ring.reduce(tensor)
             killer = threading.Thread(target=_abort_later, args=(ring, at))
             killer.start()
-            work.wait()
-            torch.cuda.synchronize()
+            try:
+                work.wait()  # of NCCL: has the stream wait; of gloo: waits
+                nets.synchronize(device)
+            except RuntimeError as error:
+                pen.measured("what the waiting rank hears", str(error))
             freed = time.perf_counter()
             killer.join()
             took = 1e3 * (freed - at["asked"])
@@ -84,7 +88,7 @@ def _blocked(pen: Pen, ring: Any, rank: int, store: Any) -> None:
             ring.quiet()
             tensor.fill_(7.0)
             time.sleep(0.2)
-            torch.cuda.synchronize()
+            nets.synchronize(device)
             stays = bool((tensor == 7.0).all())
             pen.check(f"and its tensor is not written afterwards (epoch {record})", stays)
         _meet(store, f"over/{record}")
@@ -99,14 +103,14 @@ def _abort_later(ring: Any, at: dict[str, float]) -> None:
     ring.abort()
 
 
-def _fsdp(pen: Pen, ring: Any, rank: int, store: Any) -> None:
+def _fsdp(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
     """Four steps, without and with a rollback in the third, over one group and its mesh."""
-    plain = _train(ring, store, rank, 0, rolled_back=False)
-    faulty = _train(ring, store, rank, 10, rolled_back=True)
+    plain = _train(ring, store, rank, device, 0, rolled_back=False)
+    faulty = _train(ring, store, rank, device, 10, rolled_back=True)
     pen.check(f"FSDP2 rolled back in a step (rank {rank})", plain == faulty, f"{plain} {faulty}")
 
 
-def _train(ring: Any, store: Any, rank: int, record: int, rolled_back: bool) -> str:
+def _train(ring: Any, store: Any, rank: int, device: str, record: int, rolled_back: bool) -> str:
     from torch.distributed.fsdp import fully_shard
 
     from fft.train.local_tensors import local_of
@@ -114,7 +118,7 @@ def _train(ring: Any, store: Any, rank: int, record: int, rolled_back: bool) -> 
 
     ring.build(record)
     torch.manual_seed(0)
-    model = nets.Net(256, dropout=0.0).cuda()
+    model = nets.Net(256, dropout=0.0).to(device)
     mesh = ring.pg.mesh()
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -122,7 +126,7 @@ def _train(ring: Any, store: Any, rank: int, record: int, rolled_back: bool) -> 
     step = 0
     while step < 4:
         state.capture()
-        loss = nets.loss_of(model, nets.batch(256, "cuda", seed=10 * step + rank))
+        loss = nets.loss_of(model, nets.batch(256, device, seed=10 * step + rank))
         if rolled_back and step == 2 and rank == 1:
             rolled_back = False
             _meet(store, f"failed/{record}")  # the other is in its backward pass
@@ -135,7 +139,7 @@ def _train(ring: Any, store: Any, rank: int, record: int, rolled_back: bool) -> 
             killer.start()
             try:
                 loss.backward()
-                torch.cuda.synchronize()
+                nets.synchronize(device)
             except RuntimeError:  # the collectives that come after the abort are refused
                 pass
             killer.join()
@@ -145,7 +149,7 @@ def _train(ring: Any, store: Any, rank: int, record: int, rolled_back: bool) -> 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-    torch.cuda.synchronize()
+    nets.synchronize(device)
     found = nets.bits(local_of(p) for p in model.parameters())
     _meet(store, f"trained/{record}")
     ring.abort()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.findings import Pen
 from benchmarks.gpu.part import Setting
+from benchmarks.gpu.parts import nets
 from benchmarks.gpu.parts.rings import RINGS, Ring
 
 WARM = 10
@@ -24,37 +25,39 @@ SLACK_MB = 16
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """With each sort of group; on a GPU only."""
-    torch.cuda.set_device(0)
-    torch.cuda.init()
-    for name, make in RINGS.items():
+    """With each sort of group."""
+    if setting.device == "cuda":
+        torch.cuda.set_device(0)
+        torch.cuda.init()
+    for name, make in RINGS[setting.device].items():
         with pen.trial(f"one rank, by {name}"):
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             ring = make(store.port, 0, 1)
-            _rounds(pen, name, ring, 20 if setting.small else 200)
+            _rounds(pen, name, ring, setting)
             ring.close()
 
 
-def _rounds(pen: Pen, name: str, ring: Ring, count: int) -> None:
-    tensor = torch.ones(1 << 22, device="cuda")
+def _rounds(pen: Pen, name: str, ring: Ring, setting: Setting) -> None:
+    count, device = 20 if setting.small else 200, setting.device
+    tensor = torch.ones(1 << 22, device=device)
     before: dict[str, int] = {}
     built, aborted, right = [], [], 0
     for record in range(count + WARM):
         if record == WARM:
-            before = _held()
+            before = _held(device)
         began = time.perf_counter()
         ring.build(record)
         built.append(1e3 * (time.perf_counter() - began))
         tensor.fill_(1.0)
         ring.reduce(tensor).wait()
         right += float(tensor[0]) == 1.0
-        torch.cuda._sleep(4_000_000)  # about 2 ms: what is reduced next waits behind it
+        nets.keep_busy(device, 4_000_000)  # what is reduced next waits behind it
         ring.reduce(tensor)
         began = time.perf_counter()
         ring.abort()
         aborted.append(1e3 * (time.perf_counter() - began))
         ring.quiet()
-    after = _held()
+    after = _held(device)
     grown = {key: after[key] - before[key] for key in before}
     pen.check(f"by {name}: every group reduces", right == count + WARM, groups=count + WARM)
     holds = grown["threads"] <= 2 and grown["descriptors"] <= 2 and grown["device_mb"] <= SLACK_MB
@@ -68,10 +71,10 @@ def _rounds(pen: Pen, name: str, ring: Ring, count: int) -> None:
     )
 
 
-def _held() -> dict[str, Any]:
+def _held(device: str) -> dict[str, Any]:
     gc.collect()
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
+    nets.synchronize(device)
+    free, total = torch.cuda.mem_get_info() if device == "cuda" else (0, 0)
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {

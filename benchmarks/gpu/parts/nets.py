@@ -61,6 +61,12 @@ def state_bits(model: nn.Module) -> str:
     return bits([*model.parameters(), *model.buffers()])
 
 
+def keep_busy(device: str, cycles: int) -> None:
+    """Queue a kernel that does nothing for so many cycles, 2 million of them a millisecond."""
+    if device == "cuda":
+        torch.cuda._sleep(cycles)
+
+
 def synchronize(device: str) -> None:
     """Wait for the whole device."""
     if device == "cuda":

@@ -22,7 +22,7 @@ from benchmarks.gpu.part import Setting
 from benchmarks.gpu.parts import jobs
 
 WARM = 5
-_LIMIT_S = 60.0
+_LIMIT_S = 35.0
 
 
 def run(pen: Pen, setting: Setting) -> None:

@@ -1,6 +1,5 @@
-"""NCCL groups as FFT builds them for an epoch, and by the library alone where torchft is not there.
-
-Both have the same methods, so that a trial can be made of either.
+"""Groups as FFT builds them for an epoch: of NCCL, and by its library alone where torchft is not
+there; of gloo, to try the trials themselves without a GPU. A trial can be made of any.
 """
 
 from __future__ import annotations
@@ -65,13 +64,15 @@ class LibraryRing:
 
 
 class GroupRing:
-    """By ``fft.ShardProcessGroupNCCL``, held as the manager holds it."""
+    """By a shard group of FFT's, held as the manager holds it."""
+
+    kind = "ShardProcessGroupNCCL"
 
     def __init__(self, port: int, rank: int, size: int) -> None:
         import fft
         from fft.train.process_group import AbortableGroup
 
-        self.pg = fft.ShardProcessGroupNCCL(LIMIT)
+        self.pg = getattr(fft, self.kind)(LIMIT)
         self._group = AbortableGroup(self.pg, "shard")
         self._port, self._rank, self._size = port, rank, size
 
@@ -93,7 +94,14 @@ class GroupRing:
         self._group.close()
 
 
-RINGS: dict[str, type[LibraryRing] | type[GroupRing]] = {
-    "the library alone": LibraryRing,
-    "ShardProcessGroupNCCL": GroupRing,
+class GlooRing(GroupRing):
+    """The same on CPU."""
+
+    kind = "ShardProcessGroupGloo"
+
+
+RINGS: dict[str, dict[str, type[LibraryRing] | type[GroupRing]]] = {
+    "cuda": {"the library alone": LibraryRing, GroupRing.kind: GroupRing},
+    "cpu": {GlooRing.kind: GlooRing},
 }
+"""By device and name."""

@@ -50,18 +50,17 @@ def _loop(
     loader: Any,
     optimizer: Any,
     took: list[float],
-    stepped: Callable[[], bool] = lambda: True,
+    count: Callable[[], int] | None = None,
 ) -> None:
-    """Steps until enough have counted."""
+    """So many steps; ``count``: how many all have made together, else how many were made here."""
     for (x,) in loader:
         began = time.perf_counter()
         optimizer.zero_grad()
         nets.loss_of(model, x.to(args.device)).backward()
         optimizer.step()
         nets.synchronize(args.device)
-        if stepped():
-            took.append(1e3 * (time.perf_counter() - began))
-        if len(took) == args.steps:
+        took.append(1e3 * (time.perf_counter() - began))
+        if (len(took) if count is None else count()) >= args.steps:
             return
 
 
@@ -92,13 +91,8 @@ def _torchft(args: argparse.Namespace, model: nn.Module, loader: Any, took: list
     try:
         wrapped = torchft.DistributedDataParallel(manager, model)
         optimizer = torchft.Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
-        at = [manager.current_step()]
-
-        def stepped() -> bool:
-            before, at[0] = at[0], manager.current_step()
-            return at[0] > before
-
-        _loop(args, wrapped, loader, optimizer, took, stepped)
+        # both leave after the same step: one that stayed would wait for the other's quorum
+        _loop(args, wrapped, loader, optimizer, took, manager.current_step)
     finally:
         manager.shutdown(wait=False)
 
