@@ -38,7 +38,7 @@ class Pen:
     def pass_on(self, findings: Iterable[dict[str, Any]]) -> None:
         """What another process of this part has found."""
         for line in findings:
-            self._write(line.pop("status"), line.pop("what"), line.pop("text"), line)
+            self._write(line["status"], line["what"], line["text"], line)
 
     @contextmanager
     def trial(self, what: str) -> Iterator[None]:

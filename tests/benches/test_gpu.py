@@ -162,7 +162,7 @@ def test_a_real_part_that_hangs_tells_where(
     (tmp_path / "torch.py").write_text(text)
     runner.find_packages()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    slow = Part(3, "random_state", "a real one", 6.0)
+    slow = Part(3, "random_state", "a real one", 8.0)
     (result,) = runner.run([slow], "cpu", True, tmp_path / "run", LIMIT_S, print)
     assert result["status"] == "hung"
     assert "most recent call first" in result["why"], "the stacks of its threads"
