@@ -90,11 +90,14 @@ def in_words(machine: dict[str, Any]) -> list[str]:
     """Lines for people."""
     packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     memory = f", {machine['memory_gib']} GiB" if "memory_gib" in machine else ""
+    lacks = [name for name, number in machine["packages"].items() if number == "not installed"]
+    mend = "bring them along, as docs/gpu.md says (make gpu-packages)"
     return [
         f"device: {machine['device'] or 'none'}{memory}; driver {machine['driver'] or 'none'}; "
         f"CUDA {machine['cuda'] or 'none'}; NCCL {machine['nccl'] or 'none'}",
         f"Python {machine['python']}, Linux {machine['kernel']}; {packages}; "
         f"FFT at commit {machine['commit']}",
+        *([f"not installed: {', '.join(lacks)}; {mend}"] if lacks else []),
         *(f"cannot be loaded: {name}: {why}" for name, why in machine["fails"].items()),
     ]
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from rollback_harness import store_server
 from torch import nn
+from torchft import ProcessGroupGloo
 
 from fft.train import accelerator
-from fft.train.process_group import StepState
+from fft.train.process_group import AbortableGroup, StepState
 from fft.train.state.fingerprint import fingerprint
 from fft.util.error_places import place_of
 from fft.util.errors import DeviceLost
@@ -195,6 +197,40 @@ def test_random_states_of_all_devices_are_put_back(device: Device) -> None:
     device.rng = [torch.tensor([7]), torch.tensor([8])]
     state.restore()
     assert [int(s) for s in device.rng] == [1, 2]
+
+
+# --- process groups ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group() -> Iterator[AbortableGroup]:
+    server = store_server()
+    made = AbortableGroup(ProcessGroupGloo(SOON))
+    made.configure(f"localhost:{server.port}/e", "0", 0, 1, timeout=SOON)
+    yield made
+    made.close()
+
+
+def test_a_group_is_not_quiet_before_the_streams_are(group: AbortableGroup, device: Device) -> None:
+    """As when gloo has reduced a tensor of the device, and its copy back is queued."""
+    stream = device.pools[-1][0]
+    stream.queued = 1
+    group.abort("rollback")
+    with pytest.raises(TimeoutError, match="streams are still busy"):
+        group.quiesce(NEVER)
+    device.on_look = lambda: setattr(stream, "done", 1)
+    group.quiesce(SOON)
+
+
+def test_a_group_is_closed_without_its_device(
+    group: AbortableGroup, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.error = failure("device-side assert triggered", 710)
+    group.abort("rollback")
+    with pytest.raises(DeviceLost):
+        group.quiesce(SOON)
+    group.close()
+    assert "is closed without its device: a device is lost" in caplog.text
 
 
 # --- a device that is lost ------------------------------------------------------------------------

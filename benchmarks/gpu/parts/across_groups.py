@@ -45,6 +45,8 @@ def run(pen: Pen, setting: Setting) -> None:
     """All of it."""
     with pen.trial("nothing of an aborted reduction writes afterwards"):
         _aborted(pen, setting)
+    with pen.trial("a reduction's future"):
+        _future(pen, setting)
     with pen.trial("two groups, transient faults"):
         _transient(pen, setting)
     with pen.trial("two groups, SIGKILL"):
@@ -65,39 +67,73 @@ def _transient(pen: Pen, setting: Setting) -> None:
     pen.check("the same bits with and without these faults", same, f"{plain.bits} {faulty.bits}")
 
 
-def _aborted(pen: Pen, setting: Setting) -> None:
-    """Abort after a random time; then write into the tensors, and see whether that stays."""
-    import torchft
+class _Pair:
+    """Two ranks of a gloo group in this process."""
 
-    from fft.train.process_group import AbortableGroup
+    def __init__(self) -> None:
+        import torchft
 
-    rounds, count = (8, 1 << 16) if setting.small else (60, 1 << 22)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    groups = [AbortableGroup(torchft.ProcessGroupGloo(LIMIT)) for _ in range(2)]
-    written, ended, quiet_ms = 0, 0, []
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(rounds):
-            address = f"localhost:{store.port}/round{number}"
+        from fft.train.process_group import AbortableGroup
+
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.groups = [AbortableGroup(torchft.ProcessGroupGloo(LIMIT)) for _ in range(2)]
+
+    def build(self, number: int) -> None:
+        """For an epoch."""
+        address = f"localhost:{self._store.port}/round{number}"
+        with ThreadPoolExecutor(2) as pool:
             made = [
                 pool.submit(group.configure, address, str(r), r, 2, timeout=LIMIT)
-                for r, group in enumerate(groups)
+                for r, group in enumerate(self.groups)
             ]
             for each in made:
                 each.result()
-            tensors = [torch.ones(count, device=setting.device) for _ in groups]
-            nets.keep_busy(setting.device, 20_000_000)  # the copies to gloo wait so long
-            works = [_reduce(g, t) for g, t in zip(groups, tensors, strict=True)]
-            time.sleep(0.03 * number / rounds)
-            ended += all(work.is_completed() for work in works)
-            began = time.perf_counter()
-            for group in groups:
-                group.abort("planned")
-            for group in groups:
-                group.quiesce(LIMIT)
-            quiet_ms.append(1e3 * (time.perf_counter() - began))
-            written += _writes(tensors, setting.device)
-    for group in groups:
-        group.close()
+
+    def close(self) -> None:
+        """Both."""
+        for group in self.groups:
+            group.close()
+
+
+def _future(pen: Pen, setting: Setting) -> None:
+    """What waits for a reduction by its future, as DDP does, finds the result in the tensor."""
+    pair, stale = _Pair(), 0
+    pair.build(0)
+    rounds, count = (4, 1 << 16) if setting.small else (20, 1 << 24)
+    for _ in range(rounds):
+        tensors = [torch.ones(count, device=setting.device) for _ in pair.groups]
+        nets.keep_busy(setting.device, 4_000_000)
+        works = [_reduce(g, t) for g, t in zip(pair.groups, tensors, strict=True)]
+        for work, tensor in zip(works, tensors, strict=True):
+            work.get_future().wait()
+            stale += not bool((tensor == 2.0).all())
+            work.wait()
+    pair.close()
+    what = "a reduction that was waited for by its future is in the tensor"
+    pen.check(what, stale == 0, rounds=2 * rounds, stale=stale)
+
+
+def _aborted(pen: Pen, setting: Setting) -> None:
+    """Abort after a random time; then write into the tensors, and see whether that stays."""
+    rounds, count = (8, 1 << 16) if setting.small else (60, 1 << 22)
+    pair = _Pair()
+    groups = pair.groups
+    written, ended, quiet_ms = 0, 0, []
+    for number in range(rounds):
+        pair.build(number)
+        tensors = [torch.ones(count, device=setting.device) for _ in groups]
+        nets.keep_busy(setting.device, 20_000_000)  # the copies to gloo wait so long
+        works = [_reduce(g, t) for g, t in zip(groups, tensors, strict=True)]
+        time.sleep(0.03 * number / rounds)
+        ended += all(work.is_completed() for work in works)
+        began = time.perf_counter()
+        for group in groups:
+            group.abort("planned")
+        for group in groups:
+            group.quiesce(LIMIT)
+        quiet_ms.append(1e3 * (time.perf_counter() - began))
+        written += _writes(tensors, setting.device)
+    pair.close()
     pen.check(
         "no reduction, copy or kernel of an aborted attempt writes afterwards",
         written == 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -54,7 +55,12 @@ def run(
     limit_s: float = 60.0,
     **options: str,
 ) -> Ended:
-    """Train with the faults to so many steps; 0: until all faults have fired, and a little on."""
+    """Train with the faults to so many steps; 0: until all faults have fired, and a little on.
+
+    Raises ModuleNotFoundError: what the processes of the job need is not installed.
+    """
+    for room in ("fft.train.manager", "fft.launch.supervisor", "fft.cli.run"):
+        importlib.import_module(room)
     folder = setting.folder / name
     folder.mkdir()
     words = ["run", "--groups", "2", "--no-progress", "--no-lighthouse"]

@@ -35,6 +35,8 @@ def run(pen: Pen, setting: Setting) -> None:
     with pen.trial("steps under FFT"):
         ended = jobs.run(setting, "fft", [], steps=steps, dropout="0", digest="never")
         pen.check("the job under FFT is whole", ended.is_whole, ended.in_words())
+        if not ended.words:
+            return
         found["FFT"] = _median(ended.words)
         ratios = {f"to {s}": round(found["FFT"] / found[s], 3) for s in found if s != "FFT"}
         times = {f"{system} (ms)": round(ms, 3) for system, ms in found.items()}
