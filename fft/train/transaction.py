@@ -16,6 +16,7 @@ from torchft.manager import Manager
 
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
+from fft.train import accelerator
 from fft.train.data.source import DataSource, Drawn, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
@@ -30,7 +31,7 @@ from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
 from fft.util.error_places import place_of, traceback_of_caller
-from fft.util.errors import BodyKeepsFailing, FftError, TxnAborted
+from fft.util.errors import BodyKeepsFailing, DeviceLost, FftError, TxnAborted
 
 logger = logging.getLogger(__name__)
 
@@ -225,10 +226,20 @@ class TransactionLoop:
 
     def body_failed(self, plan: StartTxn, drawn: Drawn | None, error: Exception) -> None:
         """An exception left the body: report it; give up if it keeps coming at one step."""
+        self._refuse_lost_device(error)
         if isinstance(error, (TxnAborted, GroupAborted)) or self._manager._errored is not None:
             return
         self.give_up_if_hopeless(plan, drawn, error, plan.step)
         self._manager.report_error(error)
+
+    def _refuse_lost_device(self, error: Exception) -> None:
+        """Raise DeviceLost where no replay can be computed on this process's device any more."""
+        try:
+            accelerator.refuse_lost(error)
+        except DeviceLost as lost:
+            self._mistake = None  # it is raised here
+            self.job.note_error(lost)
+            raise
 
     def give_up_if_hopeless(
         self,

@@ -59,6 +59,10 @@ class BodyKeepsFailing(FftError):
     """The body of the same step failed on this rank too many times in a row."""
 
 
+class DeviceLost(FftError):
+    """An accelerator has failed for good in this process, which must end and start again."""
+
+
 class TxnAborted(FftError):
     """The txn of the caller was rolled back. Unwinds the body; it is not a fault of the body."""
 
