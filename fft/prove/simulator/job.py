@@ -34,7 +34,7 @@ from fft.prove.simulator.faults import DEFAULT, Weather
 from fft.prove.simulator.groups import Group
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.process import Process
-from fft.trace.live_sets import judge_live_sets
+from fft.trace.barriers import judge_live_sets
 from fft.trace.writer import TraceWriter, header, trace_path
 
 _WALL = 1_700_000_000.0
