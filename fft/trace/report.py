@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.messages.fault_plans import FaultPlan, in_words, load_plan
-from fft.trace.audit import Trace, read_lines, read_trace, trace_files
 from fft.trace.format import scope_folders
+from fft.trace.read import Trace, read_lines, read_trace, trace_files
 from fft.trace.tail import TraceTail
 
 _PLAN = "faults.json"
