@@ -14,7 +14,7 @@ most one committed record, whatever was missed or said twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from fft.messages.protocol import GroupEntry, Hello, Lease, Peer, Record, Standing
 from fft.protocol.leases import Granted, granted, lease_of
@@ -140,7 +140,9 @@ def _granted_besides(data: Granted, entries: Sequence[GroupEntry]) -> Granted:
     return new._replace(leases=tuple(sorted((*new.leases, *data.leases))))
 
 
-def standing_after(epoch: Record, n: int, step: int, leavers: Sequence[str]) -> tuple[Standing, ...]:
+def standing_after(
+    epoch: Record, n: int, step: int, leavers: Sequence[str]
+) -> tuple[Standing, ...]:
     """Who is in the job after the COMMIT with number ``n`` of an epoch's txn, to ``step``."""
     inside = {_key(entry) for entry in epoch.members}
     away = [each for each in epoch.standing if _key(each.entry) not in inside]
@@ -179,7 +181,7 @@ def state_stays(s: Local, c: Config) -> bool:
     return not stay or any(each.base == newest for each in stay)
 
 
-def _in_order(them: Iterator[Standing] | Sequence[Standing]) -> tuple[Standing, ...]:
+def _in_order(them: Iterable[Standing]) -> tuple[Standing, ...]:
     return tuple(sorted(them, key=lambda each: each.entry.group))
 
 
@@ -189,5 +191,3 @@ def _key(entry: GroupEntry) -> tuple[str, str]:
 
 def _said_by(ranks: Sequence[Hello]) -> tuple[str, str]:
     return ranks[0].peer.group, ranks[0].store
-
-

@@ -12,6 +12,7 @@ from fft.protocol.guards import GUARDS
 from fft.protocol.participant import Participant
 from fft.protocol.state import Config, Local
 from fft.prove.bounds import Bounds
+from fft.prove.lease_mutants import LEASES
 from fft.prove.mutant import Mutant
 from fft.prove.planting import planted, proposing, small
 
@@ -22,7 +23,9 @@ _AWAY = replace(small(groups=3, commits=2, late=1), behind=2)
 def _apart(
     name: str, what: str, bounds: Bounds, participant: type[Participant], expected: str = "bounded"
 ) -> Mutant:
-    return Mutant(name, what, expected, bounds, participant=participant, base="async", sound="async")
+    return Mutant(
+        name, what, expected, bounds, participant=participant, base="async", sound="async"
+    )
 
 
 def _forms(**other: float) -> type[Participant]:
@@ -131,3 +134,6 @@ APART: tuple[Mutant, ...] = (
         planted(actions=proposing("propose_abort", _none_standing)),
     ),
 )
+
+BESIDES = (*LEASES, *APART)
+"""What is planted where groups step alone."""

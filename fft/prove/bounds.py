@@ -64,7 +64,7 @@ class Bounds:
     """Whose state differs from most fetches it anew; else the job ends where states differ."""
 
     behind: int = 0
-    """Of an asynchronous job: by how many steps a contribution may be behind; 0: as the spec says."""
+    """Of an asynchronous job: steps that a contribution may be behind; 0: as the spec says."""
 
     def describe(self) -> str:
         """One line for people."""

@@ -135,7 +135,9 @@ def test_a_slow_group_does_not_hold_the_others_up_within_the_bound(
     _run(members, 7, body)
     steps = _synchronisations(made)
     assert [set(steps[n]) for n in (1, 2, 3, 4)] == [{"0", "1", "2"}, *3 * [{"0", "1"}]]
-    assert max(late for told in steps.values() for late in told.values()) == 4, "it came, and counts"
+    assert max(late for told in steps.values() for late in told.values()) == 4, (
+        "it came, and counts"
+    )
     assert made.audit().findings
     _assert_exactly_once(made)
     final = [member for member in members if member.manager.current_step() == 7]
@@ -166,9 +168,7 @@ def test_who_is_ready_is_held_at_the_bound_and_says_for_whom(made: Job, tmp_path
     _assert_exactly_once(made)
 
 
-def test_the_average_is_of_what_each_has_done_since_its_own_base(
-    made: Job, tmp_path: Path
-) -> None:
+def test_the_average_is_of_what_each_has_done_since_its_own_base(made: Job, tmp_path: Path) -> None:
     """Plain arithmetic: each group moves its parameters by a number of its own in every step."""
     by = {"0": 1.0, "1": 10.0, "2": 100.0}
     members = _members(made, tmp_path, outer_lr=1.0, inner=_Moves)
@@ -268,9 +268,7 @@ def test_who_was_left_out_takes_the_state_and_counts_from_its_next_steps(
             "give one fragment, and no delay",
         ),
         (
-            lambda m, o: fft.DiLoCo(
-                m.manager, [m.model], m.optimizer, o, 2, fragment_sync_delay=1
-            ),
+            lambda m, o: fft.DiLoCo(m.manager, [m.model], m.optimizer, o, 2, fragment_sync_delay=1),
             "give one fragment, and no delay",
         ),
     ],

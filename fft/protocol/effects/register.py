@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from fft.messages.effects import Decide, Effect, ReadHead
 from fft.messages.protocol import Ballot, Decision, Event, Record, Vote
-from fft.protocol.effects.base import action
 from fft.protocol import apart
+from fft.protocol.effects.base import action
 from fft.protocol.equality import differing, odd_ones, tell
 from fft.protocol.forming import next_epoch
 from fft.protocol.state import (

@@ -1,4 +1,4 @@
-"""Guarantee 13, of an asynchronous job: who synchronises, with what, and who is left behind. Pure."""
+"""Guarantee 13, of an asynchronous job: who synchronises with what, who is left behind. Pure."""
 
 from __future__ import annotations
 
