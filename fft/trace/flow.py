@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from fft.messages.protocol import Record, Seen
 from fft.protocol.invariants import Finding
+from fft.protocol.invariants.facts import Numbers
 
 
 class Flow:
@@ -26,8 +27,7 @@ class Flow:
         """Other scope → the record that names the furthest version of it."""
         self.unnamed: dict[str, Record] = {}
         """Other scope → a record that does not say what was seen of it."""
-        self.commits = 0
-        self._last = 0
+        self._commits = Numbers()
 
     def take(self, record: Record) -> None:
         """A record of the scope; of all of one number the first counts."""
@@ -41,8 +41,12 @@ class Flow:
                 self.seen[other], other
             ):
                 self.seen[other] = record
-        if record.n > self._last:
-            self._last, self.commits = record.n, self.commits + 1
+        self._commits.add(record.n)
+
+    @property
+    def commits(self) -> int:
+        """How many it has."""
+        return len(self._commits)
 
 
 def judge_flow(flows: Iterable[Flow]) -> Finding:
