@@ -78,6 +78,7 @@ from fft.messages.protocol import (
     Timer,
     UnreadableMessage,
 )
+from fft.messages.speed import HeldReport, encode_report
 from fft.messages.wire import (
     EPOCH,
     MissingList,
@@ -468,6 +469,10 @@ class Engine:
             held.version,
         )
         self.trace.note("held", asdict(held), self.local)
+        me, step, version = self.participant.config.me, held.step, held.version
+        report = HeldReport(me.group, me.rank, me.inc, step, held.scope, version, held.needed)
+        with contextlib.suppress(BusError):  # for who watches; it is in the trace
+            self._job_bus.broadcast(encode_report(report), "progress")
 
     def _use_bus(self, effect: BusEffect) -> None:
         begun = time.monotonic()

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from specs import whole_text
 
-from fft.protocol.graph import edges, in_mermaid, to_dot, to_mermaid
+from fft.protocol.graph import (
+    edges,
+    in_mermaid,
+    scopes_to_dot,
+    scopes_to_mermaid,
+    to_dot,
+    to_mermaid,
+)
 from fft.protocol.load import find_spec, json_schema, load_machine, load_spec, parse_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
@@ -434,3 +441,12 @@ def test_what_is_proved_of_hsdp_holds_of_the_specs_that_only_hold_parameters_oth
     own = {"name", "doc", "parameter_groups", "scopes"}
     assert load_spec(name).model_dump(exclude=own) == load_spec("hsdp").model_dump(exclude=own)
     assert load_spec(name).digest() != load_spec("hsdp").digest()
+
+
+def test_scopes_and_what_flows_between_them_are_drawn() -> None:
+    ahead, guide = load_spec("pipeline_ahead"), ROOT / "docs" / "guides" / "paradigms.md"
+    assert scopes_to_mermaid(ahead) in guide.read_text(), (
+        "put in: fft graph pipeline_ahead --scopes"
+    )
+    assert '"stage0" -> "stage1" [label="at most 2 ahead"];' in scopes_to_dot(ahead)
+    assert 'inner -->|"after some commits"| outer' in scopes_to_mermaid(load_spec("diloco"))
