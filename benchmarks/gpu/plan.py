@@ -31,7 +31,7 @@ PARTS = (
     Part(5, "transfer", "state from and to device memory", 50),
     Part(6, "nccl_rebuild", "NCCL, one rank: abort and build anew, many times", 70),
     Part(7, "nccl_pair", "NCCL, two ranks on one GPU", 90),
-    Part(8, "device_errors", "out of memory, an assert on the device, an ECC error", 100),
+    Part(8, "device_errors", "out of memory, an assert on the device, an ECC error", 110),
     Part(9, "ratios", "steps beside torch's DDP and torchft", 120),
 )
 
