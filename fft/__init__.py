@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fft.durable.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
     from fft.train.manager import ManagerFFT, Transaction
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
     from fft.train.preemption import FileNotice, HttpNotice, Notice
     from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
+    from fft.train.stages.input import StageInput
+    from fft.train.stages.output import StageOutput
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpointing": "fft.durable.plan",
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
     "DiLoCo": "fft.train.periodic.algorithms",
@@ -30,11 +34,14 @@ _HOME = {
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
     "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
+    "StageInput": "fft.train.stages.input",
+    "StageOutput": "fft.train.stages.output",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }
 
 __all__ = [
+    "Checkpointing",
     "CursorLoader",
     "DataSource",
     "DiLoCo",
@@ -46,6 +53,8 @@ __all__ = [
     "Notice",
     "ShardProcessGroupGloo",
     "ShardProcessGroupNCCL",
+    "StageInput",
+    "StageOutput",
     "StreamLoader",
     "Transaction",
 ]

@@ -6,16 +6,22 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from fft.cli.shared import plain_errors
+from fft.durable.plan import EVERY, KEEP, Checkpointing
 from fft.protocol.timeouts import HOST_LIMIT_S
+from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.launch.supervisor import JobOutcome, RunConfig
@@ -35,14 +41,83 @@ _LIGHTHOUSE = Annotated[
     bool,
     typer.Option(help="Serve torchft's lighthouse and its dashboard."),
 ]
+_ALL_GROUPS = Annotated[
+    int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
+]
+_HOST_LIMIT = Annotated[
+    float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
+]
+_JOIN = Annotated[
+    bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
+]
+_EVICT_STRAGGLERS = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
+    ),
+]
+_CHECKPOINT = Annotated[
+    str | None, typer.Option(metavar="DIR|URL", help="Where durable checkpoints are kept.")
+]
+_EVERY = Annotated[
+    str,
+    typer.Option(metavar="STEPS|SECONDS", help="How often: 100 is steps; 90s, 10m, 2h is time."),
+]
+_KEEP = Annotated[int, typer.Option(min=0, help="Keep so many of the newest; 0: all.")]
+_RESUME = Annotated[
+    bool, typer.Option("--resume", help="Begin with the newest checkpoint that verifies, if any.")
+]
+_AUTO_RESUME = Annotated[
+    bool, typer.Option(help="Go on from it when the job has lost its bus or all its groups.")
+]
 _PROGRESS = Annotated[
     bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
+]
+_TAKE_OVER = Annotated[
+    bool,
+    typer.Option("--take-over", help="Have the supervisor that has these groups hand them over."),
 ]
 
 
 def _calm_lighthouse() -> None:
     """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
     os.environ.setdefault("RUST_LOG", "error")
+
+
+class Interrupts:
+    """SIGINT and SIGTERM, from before there is anybody to be told of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._tell: Callable[[], None] | None = None
+
+    def go_to(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` for each that came, and for each that comes."""
+        self._tell = tell
+        for _ in range(self._count):
+            tell()
+
+    def take(self, number: int, _frame: FrameType | None) -> None:
+        """The handler. A second signal, while nobody is told yet, ends the process."""
+        self._count += 1
+        if self._tell is not None:
+            self._tell()
+        elif self._count > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        else:
+            sys.stderr.write("fft: interrupted; what is being started is ended first\n")
+
+
+@contextmanager
+def _interrupts() -> Iterator[Interrupts]:
+    made = Interrupts()
+    previous = {n: signal.signal(n, made.take) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield made
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def serve(
@@ -101,35 +176,31 @@ def run(
     ] = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the job is killed.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds until a drain is killed.")] = 60.0,
-    evict_stragglers: Annotated[
-        float | None,
-        typer.Option(
-            metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
-        ),
-    ] = None,
+    evict_stragglers: _EVICT_STRAGGLERS = None,
     progress: _PROGRESS = True,
     diagnose_after: Annotated[
         int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
     ] = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
-    join: Annotated[
-        bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
-    ] = False,
+    join: _JOIN = False,
     first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
-    all_groups: Annotated[
-        int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
-    ] = None,
-    host_limit: Annotated[
-        float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
-    ] = HOST_LIMIT_S,
+    all_groups: _ALL_GROUPS = None,
+    take_over: _TAKE_OVER = False,
+    host_limit: _HOST_LIMIT = HOST_LIMIT_S,
     lighthouse: _LIGHTHOUSE = True,
+    checkpoint: _CHECKPOINT = None,
+    every: _EVERY = EVERY,
+    keep: _KEEP = KEEP,
+    resume: _RESUME = False,
+    auto_resume: _AUTO_RESUME = True,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
-    from fft.launch.supervisor import RunConfig
-    from fft.messages.fault_plans import FaultPlan, load_plan
+    with _interrupts() as interrupts, plain_errors():
+        from fft.launch.resuming import Resumptions, begun
+        from fft.launch.supervisor import RunConfig
+        from fft.messages.fault_plans import FaultPlan, load_plan
 
-    with plain_errors():
         config = RunConfig(
             script=[str(script), *(arguments or [])],
             groups=groups,
@@ -148,15 +219,36 @@ def run(
             host_limit=host_limit,
             first_group=first_group,
             all_groups=all_groups,
+            checkpoint=_checkpointing(checkpoint, every, keep, resume),
+            auto_resume=auto_resume,
+            take_over=take_over,
         )
+        traces, config = config.trace_dir, begun(config)
         config.check()
-        total = config.groups_in_all
-        plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
-        verdict = _supervise(config, plan, progress, None if join else (bus, cluster, lighthouse))
+        config.make_place()
+        plan = load_plan(faults, config.groups_in_all, ranks) if faults else FaultPlan(faults=[])
+        serve = None if join else (bus, cluster, lighthouse)
+        supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
+        verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
+    _tell(verdict, config.trace_dir)
+
+
+def _tell(verdict: JobOutcome, traces: Path) -> NoReturn:
     for line in verdict.lines:
-        sys.stderr.write(f"fft: {line}\n")
-    sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
+        _say(line)
+    sys.stdout.write(f"traces and logs: {traces}\n")
     raise typer.Exit(0 if verdict.ok else 1)
+
+
+def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
+    """As asked for on the command line. Raises FftError."""
+    if resume and not place:
+        raise FftError("--resume needs --checkpoint, the place of the checkpoints")
+    return Checkpointing(place, every, keep, resume) if place else None
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"fft: {line}\n")
 
 
 def _supervise(
@@ -164,8 +256,9 @@ def _supervise(
     plan: FaultPlan,
     progress: bool,
     serve: tuple[BusKind, int, bool] | None,
+    interrupts: Interrupts,
 ) -> JobOutcome:
-    """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills.
+    """Serve and supervise in this process; ``interrupts`` drain, a second one kills.
 
     ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
     """
@@ -174,6 +267,7 @@ def _supervise(
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.tail import open_display
+    from fft.util.remove_after_death import vanishing
 
     token = JobToken.from_env()
     services: Services | Joined
@@ -191,23 +285,16 @@ def _supervise(
     try:
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)
-        previous = {
-            number: signal.signal(number, lambda *_: supervisor.interrupt())
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        config.trace_dir.mkdir(parents=True, exist_ok=True)
+        interrupts.go_to(supervisor.interrupt)
         path = config.trace_dir / "job.token"  # for who wants to say something to the job
-        try:
+        with ExitStack() as undo:
             reach = services.settings()
             if token is not None:
                 token.save(path)
+                undo.enter_context(vanishing(path))
                 reach["FFT_TOKEN_FILE"] = str(path)
             sys.stderr.write(f"fft: to watch and to steer this job: {in_words(reach)}\n")
             return supervisor.run()
-        finally:
-            path.unlink(missing_ok=True)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
     finally:
         services.close()
 
@@ -220,5 +307,9 @@ def own_folder(root: Path, name: str) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise FftError(
+                f"{folder} cannot be made: {error.strerror}; name a --trace-dir"
+            ) from error
         return folder
     raise AssertionError("there is always a number")

@@ -175,7 +175,7 @@ class EpochGroups:
         unlike = {r: note for r, note in self.replicate.notes.items() if note != mine}
         if not unlike:
             return
-        held = [entry.ranks[self._manager._group_rank].current for entry in record.members]
+        held = [entry.entry(self._manager._group_rank).current for entry in record.members]
         index, note = next(iter(unlike.items()))
         text = (
             f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "

@@ -47,6 +47,10 @@ class NotEnoughGroups(NoEpoch):
     """Fewer than ``min_replica_size`` replica groups came within the quorum timeout."""
 
 
+class FlowStalled(FftError):
+    """Another scope, which this one's next step waits for, has committed nothing in time."""
+
+
 class NoQuorum(FftError):
     """With ``membership="lighthouse"``: torchft's lighthouse had no quorum for the txn in time."""
 

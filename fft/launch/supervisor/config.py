@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fft.durable.plan import Checkpointing
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
 from fft.util.errors import FftError
@@ -41,6 +43,25 @@ class RunConfig:
     """Its groups are numbered from here; others have other hosts."""
     all_groups: int | None = None
     """Of the whole job, on all hosts; None: these."""
+    checkpoint: Checkpointing | None = None
+    """Durable checkpoints; None: what the script says."""
+    auto_resume: bool = True
+    """Go on from the newest of them when the job has lost its state."""
+    resume_step: int | None = None
+    """The checkpoint that the job begins with; None: with none."""
+    take_over: bool = False
+    """Have another supervisor of these groups hand them over; else it is left alone."""
+
+    def make_place(self) -> None:
+        """Make the folder of traces and logs. Raises SupervisorError: it cannot be written."""
+        try:
+            (self.trace_dir / "logs").mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.trace_dir):
+                pass
+        except OSError as error:
+            raise SupervisorError(
+                f"--trace-dir {self.trace_dir} cannot be written: {error.strerror}; name another"
+            ) from error
 
     def check(self) -> None:
         """Raise SupervisorError unless the job can be started."""
@@ -87,7 +108,15 @@ class RunConfig:
             found["FFT_FAULTS"] = str(self.faults.resolve())
         if self.may_inject:
             found["FFT_INJECT"] = "1"
+        if self.checkpoint is not None:
+            found |= self.checkpoint.to_env(self.resume_step)
         return found
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a job that has lost its state is to go on from a checkpoint; on one host."""
+        is_whole = self.groups_in_all == self.groups
+        return self.checkpoint is not None and self.auto_resume and is_whole
 
     @property
     def may_inject(self) -> bool:

@@ -327,7 +327,7 @@ class AbortableGroup:
             self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
         except DeviceLost as lost:  # it writes nothing any more, and nobody reads it
             logger.warning("the %s group is closed without its device: %s", self.name, lost)
-        if self._worker is not None:
+        if self._worker is not None and self._worker.is_alive():
             self._worker.join(_CLOSE_LIMIT)
         for era in (*self._take_past(), self._era):
             self._retire(era, everyone=False)
