@@ -191,7 +191,7 @@ BAD = {
         "flow.0",
         "'s_one' would wait for itself: s_one → s_two → s_one",
     ),
-    "a bound of nothing": (
+    "an edge that lets nobody go on": (
         stages("[{from: s_one, to: s_two, ahead: 0}]"),
         "flow.0.ahead",
         "greater than or equal to 1",
@@ -209,6 +209,42 @@ BAD = {
         stages("[{from: s_one, to: s_two, ahead: 1}]", "three"),
         "scopes.s_three",
         "no edge of the flow leads to this stage",
+    ),
+    "a bounded scope without a bound": (
+        changed(
+            "  model: {ranks: shards}\nscopes:\n"
+            "  step: {members: job, commits: [model], sync: every_step}",
+            "  copy: {ranks: shards}\n  model: {ranks: shards}\nscopes:\n"
+            "  inner: {members: group, commits: [copy], sync: every_step}\n"
+            "  outer: {members: job, commits: [model], sync: bounded}",
+        ),
+        "policies",
+        "scope 'outer' is bounded, and nothing says by what: give policies a bound",
+    ),
+    "a bound of nothing": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  bound: 4\n"),
+        "policies.bound",
+        "no scope has sync: bounded; remove the bound",
+    ),
+    "a bound below 1": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  bound: 0\n"),
+        "policies.bound",
+        "greater than or equal to 1",
+    ),
+    "a quorum that is no majority": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  quorum: 0.4\n"),
+        "policies.quorum",
+        "greater than or equal to 0.5",
+    ),
+    "a quorum of more than all": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  quorum: 1.0\n"),
+        "policies.quorum",
+        "less than 1",
+    ),
+    "bounded steps of nothing": (
+        changed("sync: every_step", "sync: bounded"),
+        "scopes.step.sync",
+        "bounded counts the commits of a scope with members `group`, and there is none",
     ),
     "unknown members": (changed("members: job", "members: jobs"), "scopes.step.members", "'job'"),
     "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),
