@@ -8,16 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fft.durable.plan import Checkpointing
     from fft.train.data.loaders import CursorLoader, StreamLoader
     from fft.train.data.source import DataSource, Due
     from fft.train.manager import ManagerFFT, Transaction
     from fft.train.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.preemption import FileNotice, HttpNotice, Notice
+    from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
+    from fft.train.stages.input import StageInput
+    from fft.train.stages.output import StageOutput
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpointing": "fft.durable.plan",
     "CursorLoader": "fft.train.data.loaders",
     "DataSource": "fft.train.data.source",
     "DiLoCo": "fft.train.periodic.algorithms",
@@ -28,11 +33,15 @@ _HOME = {
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
+    "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
+    "StageInput": "fft.train.stages.input",
+    "StageOutput": "fft.train.stages.output",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }
 
 __all__ = [
+    "Checkpointing",
     "CursorLoader",
     "DataSource",
     "DiLoCo",
@@ -43,6 +52,9 @@ __all__ = [
     "ManagerFFT",
     "Notice",
     "ShardProcessGroupGloo",
+    "ShardProcessGroupNCCL",
+    "StageInput",
+    "StageOutput",
     "StreamLoader",
     "Transaction",
 ]

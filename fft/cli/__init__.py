@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from fft.cli import operate, prove, run, specs, traces
+from fft.cli import checkpoints, operate, prove, run, specs, traces
 
 app = typer.Typer(
     help="Fast Fault Tolerance: every PyTorch training step is a transaction.",
@@ -20,6 +20,7 @@ app = typer.Typer(
 # `fft --help` lists them in this order.
 app.command()(run.serve)
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.add_typer(checkpoints.app, name="checkpoint")
 app.command()(traces.audit)
 app.command()(traces.report)
 app.command()(prove.simulate)

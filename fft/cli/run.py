@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from fft.cli.shared import plain_errors
+from fft.durable.plan import EVERY, KEEP, Checkpointing
 from fft.protocol.timeouts import HOST_LIMIT_S
 from fft.util.errors import FftError
 
@@ -39,18 +41,41 @@ _LIGHTHOUSE = Annotated[
     bool,
     typer.Option(help="Serve torchft's lighthouse and its dashboard."),
 ]
-_PROGRESS = Annotated[
-    bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
-]
 _ALL_GROUPS = Annotated[
     int | None, typer.Option(help="Groups on all hosts; up to the last one here if absent.")
+]
+_HOST_LIMIT = Annotated[
+    float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
+]
+_JOIN = Annotated[
+    bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
+]
+_EVICT_STRAGGLERS = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
+    ),
+]
+_CHECKPOINT = Annotated[
+    str | None, typer.Option(metavar="DIR|URL", help="Where durable checkpoints are kept.")
+]
+_EVERY = Annotated[
+    str,
+    typer.Option(metavar="STEPS|SECONDS", help="How often: 100 is steps; 90s, 10m, 2h is time."),
+]
+_KEEP = Annotated[int, typer.Option(min=0, help="Keep so many of the newest; 0: all.")]
+_RESUME = Annotated[
+    bool, typer.Option("--resume", help="Begin with the newest checkpoint that verifies, if any.")
+]
+_AUTO_RESUME = Annotated[
+    bool, typer.Option(help="Go on from it when the job has lost its bus or all its groups.")
+]
+_PROGRESS = Annotated[
+    bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
 ]
 _TAKE_OVER = Annotated[
     bool,
     typer.Option("--take-over", help="Have the supervisor that has these groups hand them over."),
-]
-_HOST_LIMIT = Annotated[
-    float, typer.Option(help="Seconds of silence until other hosts continue without this one.")
 ]
 
 
@@ -151,29 +176,28 @@ def run(
     ] = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the job is killed.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds until a drain is killed.")] = 60.0,
-    evict_stragglers: Annotated[
-        float | None,
-        typer.Option(
-            metavar="FACTOR", help="Restart a group if one of its ranks is so many times slower."
-        ),
-    ] = None,
+    evict_stragglers: _EVICT_STRAGGLERS = None,
     progress: _PROGRESS = True,
     diagnose_after: Annotated[
         int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
     ] = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
-    join: Annotated[
-        bool, typer.Option("--join", help="Serve nothing; join the job that FFT_BUS names.")
-    ] = False,
+    join: _JOIN = False,
     first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
     all_groups: _ALL_GROUPS = None,
     take_over: _TAKE_OVER = False,
     host_limit: _HOST_LIMIT = HOST_LIMIT_S,
     lighthouse: _LIGHTHOUSE = True,
+    checkpoint: _CHECKPOINT = None,
+    every: _EVERY = EVERY,
+    keep: _KEEP = KEEP,
+    resume: _RESUME = False,
+    auto_resume: _AUTO_RESUME = True,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
     with _interrupts() as interrupts, plain_errors():
+        from fft.launch.resuming import Resumptions, begun
         from fft.launch.supervisor import RunConfig
         from fft.messages.fault_plans import FaultPlan, load_plan
 
@@ -195,18 +219,36 @@ def run(
             host_limit=host_limit,
             first_group=first_group,
             all_groups=all_groups,
+            checkpoint=_checkpointing(checkpoint, every, keep, resume),
+            auto_resume=auto_resume,
             take_over=take_over,
         )
+        traces, config = config.trace_dir, begun(config)
         config.check()
         config.make_place()
-        total = config.groups_in_all
-        plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
+        plan = load_plan(faults, config.groups_in_all, ranks) if faults else FaultPlan(faults=[])
         serve = None if join else (bus, cluster, lighthouse)
-        verdict = _supervise(config, plan, progress, serve, interrupts)
+        supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
+        verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
+    _tell(verdict, config.trace_dir)
+
+
+def _tell(verdict: JobOutcome, traces: Path) -> NoReturn:
     for line in verdict.lines:
-        sys.stderr.write(f"fft: {line}\n")
-    sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
+        _say(line)
+    sys.stdout.write(f"traces and logs: {traces}\n")
     raise typer.Exit(0 if verdict.ok else 1)
+
+
+def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
+    """As asked for on the command line. Raises FftError."""
+    if resume and not place:
+        raise FftError("--resume needs --checkpoint, the place of the checkpoints")
+    return Checkpointing(place, every, keep, resume) if place else None
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"fft: {line}\n")
 
 
 def _supervise(

@@ -13,14 +13,14 @@ from fft.cli.shared import console, plain_errors
 
 
 def audit(
-    directory: Annotated[Path, typer.Argument(help="A trace directory.")],
+    directory: Annotated[Path, typer.Argument(help="A trace directory, with all its starts.")],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Replay traces against the spec and all invariants; exit 1 on a violation."""
-    from fft.trace.audit import audit_dir
+    from fft.trace.resumed import audit_job
 
     with plain_errors():
-        found = audit_dir(directory)
+        found = audit_job(directory)
         text = json.dumps(found.to_json(), indent=2) if as_json else found.render()
     sys.stdout.write(text.rstrip("\n") + "\n")
     raise typer.Exit(0 if found.ok else 1)

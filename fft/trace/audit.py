@@ -17,7 +17,8 @@ from fft.messages.protocol import Peer, Token
 from fft.protocol.invariants import Finding, Judge, Move
 from fft.trace.barriers import Barriers
 from fft.trace.ends import Ends
-from fft.trace.format import INNER, inner_folder
+from fft.trace.flow import Flow, judge_flow
+from fft.trace.format import INNER, SCOPES, inner_folder
 from fft.trace.inner_steps import InnerSteps
 from fft.trace.read import GAP, AuditError, TraceFile, has_gap, read_lines, read_trace, trace_files
 from fft.trace.replay import Note, Replay, participant_of, replay
@@ -63,11 +64,16 @@ class AuditReport:
     """What is to be said of an end with ``NoState``."""
     inner: list[AuditReport] = field(default_factory=list)
     """Of the scopes inside of replica groups, each a job of its own; by group and its store."""
+    stages: list[AuditReport] = field(default_factory=list)
+    """Of the scopes of further stages."""
+    flow: Flow | None = None
+    """What the scopes that this one is bound to are compared with."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found, and nothing is missing."""
-        whole = not self.gaps and not self.diverged and all(scope.ok for scope in self.inner)
+        scopes = (*self.inner, *self.stages)
+        whole = not self.gaps and not self.diverged and all(scope.ok for scope in scopes)
         return whole and all(f.violation is None for f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -86,6 +92,7 @@ class AuditReport:
             "diverged": self.diverged,
             "no_state": self.no_state,
             "inner": [scope.to_json() for scope in self.inner],
+            "stages": [scope.to_json() for scope in self.stages],
             "invariants": [
                 {
                     "name": f.name,
@@ -115,17 +122,24 @@ class AuditReport:
         lines += [f"  replicas differed: {text}" for text in self.divergences]
         lines += [f"  the end: {self.no_state}"] if self.no_state is not None else []
         for scope in self.inner:
-            told = f"  inside of group {scope.directory.name}: {scope.commits} commits, "
-            lines.append(told + f"{scope.epochs} epochs: {scope._verdict()}")
-            lines += [] if scope.ok else [f"    {line}" for line in scope.render().splitlines()]
+            lines += scope._as_part(f"inside of group {scope.directory.name}")
+        for scope in self.stages:
+            lines += scope._as_part(f"scope {scope.directory.name}")
         lines.append(f"verdict: {self._verdict()}")
         return "\n".join(lines)
+
+    def _as_part(self, name: str) -> list[str]:
+        """Of a larger report; whole if something is odd."""
+        told = f"  {name}: {self.commits} commits, {self.epochs} epochs: {self._verdict()}"
+        return [told, *([] if self.ok else [f"    {line}" for line in self.render().splitlines()])]
 
     def _verdict(self) -> str:
         if any(f.violation is not None for f in self.findings):
             return "VIOLATION"
         if odd := [scope.directory.name for scope in self.inner if not scope.ok]:
             return f"VIOLATION or INCOMPLETE inside of group {', '.join(odd)}"
+        if odd := [scope.directory.name for scope in self.stages if not scope.ok]:
+            return f"VIOLATION or INCOMPLETE in scope {', '.join(odd)}"
         kept = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
         if self.diverged:
             return f"DIVERGED: the job ended because its replicas differ; {kept} of the protocol"
@@ -216,11 +230,14 @@ def audit_dir(directory: str | Path) -> AuditReport:
     traced = {line.peer for line in lines if line.peer is not None and line.has_moves}
     cut = {line.peer for line in lines if line.peer is not None and has_gap(line.file.path)}
     judge, barriers, ends = Judge(traced=traced, cut=cut, window=_WINDOW), Barriers(traced), Ends()
+    flow = _flow_of(lines)
     for line, item in _side_by_side(lines, judge):
         if isinstance(item, Move):
             judge.feed(item)
             barriers.take(item)
             ends.take(item)
+            if flow is not None and item.record is not None:
+                flow.take(item.record)
             continue
         line.inner.take(item.place, item.line)
         data = item.line["data"]
@@ -235,6 +252,12 @@ def audit_dir(directory: str | Path) -> AuditReport:
     findings += [barriers.finding(is_whole=not cut and not judge.truncated), steps]
     inner = [audit_dir(folder) for folder in sorted((root / INNER).glob("*"))]
     findings.append(_judge_inner_scopes(root, lines, {scope.directory: scope for scope in inner}))
+    if flow is not None:
+        flow.is_whole = not cut and not judge.truncated
+    stages = [audit_dir(folder) for folder in sorted((root / SCOPES).glob("*"))]
+    if flow is not None and flow.bounds and root.parent.name != SCOPES:
+        flows = (scope.flow for scope in stages)
+        findings.append(judge_flow([flow, *(other for other in flows if other is not None)]))
     return AuditReport(
         directory=root,
         files=len(paths),
@@ -249,7 +272,18 @@ def audit_dir(directory: str | Path) -> AuditReport:
         diverged=ends.diverged,
         no_state=ends.without_state(),
         inner=inner,
+        stages=stages,
+        flow=flow,
     )
+
+
+def _flow_of(lines: list[_Line]) -> Flow | None:
+    """Of the scope that the traces are of; None: no trace says which it is."""
+    heads = (line.replay.head for line in lines if line.replay.head)
+    if (head := next(heads, None)) is None:
+        return None
+    bounds = {other["scope"]: other["ahead"] for other in head["config"].get("flow", ())}
+    return Flow(next(iter(head["spec"]["scopes"])), bounds)
 
 
 def _judge_inner_scopes(

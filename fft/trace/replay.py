@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from fft.messages.protocol import Peer, UnreadableMessage, event_from_json
+from fft.protocol.flow import Elsewhere
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
@@ -33,9 +34,14 @@ def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
     """
     if head.get("kind") != "header" or head["format"] != FORMAT:
         raise ValueError(f"the first line is no header of trace format {FORMAT}")
-    values = {**head["config"], "me": Peer(*head["config"]["me"])}
+    flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
+    values = {**head["config"], "me": Peer(*head["config"]["me"]), "flow": flow}
     table = Table(FsmSpec.model_validate(head["spec"]))
     return Participant(table, Config(**values)), head["start"]
+
+
+def _elsewhere(told: dict[str, Any]) -> Elsewhere:
+    return Elsewhere(**{**told, "groups": tuple(told["groups"])})
 
 
 class Replay:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.messages.fault_plans import FaultPlan, in_words, load_plan
+from fft.trace.format import scope_folders
 from fft.trace.read import Trace, read_lines, read_trace, trace_files
 from fft.trace.tail import TraceTail
 
@@ -71,7 +72,17 @@ class _End:
 
 
 def incidents(directory: str | Path) -> list[Incident]:
-    """Every fault of a run: injected ones, and ends of epochs that nobody injected."""
+    """Every fault of a run: injected ones, and ends of epochs that nobody injected.
+
+    Of each scope by itself, where stages have scopes of their own.
+    """
+    folders = scope_folders(Path(directory))
+    found = [timed for folder in folders for timed in _incidents(folder)]
+    return [incident for _, incident in sorted(found, key=lambda timed: timed[0])]
+
+
+def _incidents(directory: Path) -> list[tuple[float, Incident]]:
+    """Those of one scope, and when they were."""
     paths = trace_files(directory)
     traces = [read_trace(path) for path in paths]
     lines = sorted(_lines(traces), key=lambda x: x.wall)
@@ -83,6 +94,9 @@ def incidents(directory: str | Path) -> list[Incident]:
         if (alone := _alone(lines, name, wall, who)) is not None:
             found.append((wall, alone))
             continue
+        if (apart := _while_apart(lines, name, wall, who, end)) is not None:
+            found.append((wall, apart))
+            continue
         if end is not None:
             explained.add(end.record["n"])
         found.append((wall, _incident(lines, name, wall, end)))
@@ -90,7 +104,7 @@ def incidents(directory: str | Path) -> list[Incident]:
         if end.record["n"] not in explained:
             name = end.what if end.record["kind"] == "commit" else "not injected"
             found.append((end.wall, _incident(lines, name, end.wall, end)))
-    return [incident for _, incident in sorted(found, key=lambda f: f[0])]
+    return found
 
 
 def damages(directory: str | Path) -> list[str]:
@@ -139,7 +153,7 @@ class OwnError:
 def own_errors(directory: str | Path) -> list[OwnError]:
     """Where the errors of the ranks came from, in the order in which they came."""
     found: Counter[tuple[str, int, int, str, str, str]] = Counter()
-    for line in read_lines(directory, lambda line: line.get("note") == "fault"):
+    for line in _notes(directory, "fault"):
         data = line["data"]
         error = f"{data['type']}: {data['message']}"
         place = (error, data["where"], data["operation"])
@@ -161,12 +175,14 @@ def place_table(directory: str | Path) -> Table | None:
     return table if table.rows else None
 
 
-def save_plan(directory: Path, plan: FaultPlan) -> None:
-    """Keep the fault plan of a run beside its traces, for `fired`."""
+def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
+    """Keep the fault plan of a run beside its traces, for `fired`. Its file; None: it is empty."""
     path = directory / _PLAN
     path.unlink(missing_ok=True)
-    if plan.faults:
-        path.write_text(plan.model_dump_json(exclude_none=True, indent=1))
+    if not plan.faults:
+        return None
+    path.write_text(plan.model_dump_json(exclude_none=True, indent=1))
+    return path
 
 
 def fired(directory: str | Path) -> str | None:
@@ -194,9 +210,9 @@ def fired(directory: str | Path) -> str | None:
 def input_wait(directory: str | Path) -> str:
     """How long committed steps waited for their input, on all ranks, and which rank longest."""
     waits: dict[tuple[str, int], list[float]] = {}
-    for line in _lines(map(read_trace, trace_files(directory))):
-        if line.record.get("note") == "consumed" and "input_ms" in line.record["data"]:
-            waits.setdefault(line.who[:2], []).append(line.record["data"]["input_ms"])
+    for line in _notes(directory, "consumed"):
+        if "input_ms" in line["data"]:
+            waits.setdefault((line["group"], line["rank"]), []).append(line["data"]["input_ms"])
     if not waits:
         return "input waited: no step has measured it"
     ranked = sorted((_share(found, 0.99), who) for who, found in waits.items())
@@ -206,6 +222,13 @@ def input_wait(directory: str | Path) -> str:
         f"input waited: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
         f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
     )
+
+
+def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:
+    """The notes of that name, of all scopes, in the order of time."""
+    folders = scope_folders(Path(directory))
+    found = [n for f in folders for n in read_lines(f, lambda line: line.get("note") == name)]
+    return sorted(found, key=lambda line: line["wall"])
 
 
 def _share(values: list[float], share: float) -> float:
@@ -232,7 +255,8 @@ def _ends(lines: list[_Line]) -> list[_End]:
             known.setdefault(record["n"], (line.wall, record))
     ends = []
     for n, (wall, record) in sorted(known.items()):
-        if record["kind"] == "abort" or record["change"]:
+        apart = record.get("bound") and not record["leavers"]  # each epoch ends with its commit
+        if record["kind"] == "abort" or (record["change"] and not apart):
             following = known.get(n + 1, (0.0, None))[1]
             ends.append(_End(wall, record, following))
     return ends
@@ -266,6 +290,26 @@ def _alone(
         attempts_lost=1,
         bytes_healed=0,
     )
+
+
+def _while_apart(
+    lines: list[_Line], name: str, wall: float, who: tuple[str, int, int], end: _End | None
+) -> Incident | None:
+    """A fault that ends a process of an asynchronous job between two synchronisations: the others
+    commit, and roll nothing back. None: it was another one."""
+    moves = [x for x in lines if x.who == who and "roles" in x.record]
+    if not moves or moves[-1].wall > wall or moves[-1].record["roles"][1] != "apart":
+        return None
+    commits = (
+        x.wall
+        for x in lines
+        if x.wall >= wall and x.event.get("type") == "applied" and x.who != who
+    )
+    commit = next(commits, None)
+    if commit is None or (end is not None and end.wall < commit):
+        return None
+    told = f"group {who[0]} is left out of the next synchronisation"
+    return Incident(name, told, None, (commit - wall) * 1e3, 0, 0)
 
 
 def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> Incident:

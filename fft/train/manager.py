@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
+from fft.durable.plan import Checkpointing
 from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
@@ -55,8 +56,7 @@ class ManagerFFT(TorchftInterface):
             and ``quorum_timeout`` (``quorum``, ``ready_window``). ``fft config`` shows them all.
         digest: ``commit``: trace a digest of this rank's parameters and optimizer state after
             every commit, so that the audit can compare replicas bit by bit. Hashes all of them in
-            every step: for audits, not for long runs. (Module buffers may differ between
-            replicas: batch-norm statistics are local.)
+            every step: for audits, not for long runs. Buffers, which may differ, are left out.
         check_replicas: every so many steps replicas compare a fingerprint of parameters and
             optimizer state in their votes; a power of 2. None: as often as costs 1 % of the time;
             0: never. Needs ``register``.
@@ -79,13 +79,14 @@ class ManagerFFT(TorchftInterface):
             one is given (``lighthouse_addr``, ``TORCHFT_LIGHTHOUSE``), only gets heartbeats.
             ``lighthouse``: no txn commits without a quorum of it that names every group; give all
             groups the same (``FFT_MEMBERSHIP``, else ``register``).
+        checkpoint: a place for durable ones, or ``fft.Checkpointing``; `fft run`'s comes first.
 
     Raises:
         TypeError: an argument that is neither torchft's nor FFT's; names the nearest one.
         SpecError: the spec cannot be used.
         TimeoutsError: timeouts that contradict each other; says which would work.
         TokenError: the job token (``FFT_TOKEN``, ``FFT_TOKEN_FILE``) cannot be used.
-        BusUnreachable: nobody answers at ``bus``.
+        BusUnreachable: nobody answers at ``bus``. CheckpointError: none can be taken as asked.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class ManagerFFT(TorchftInterface):
         monitor: bool | None = None,
         progress_interval: float | None = None,
         membership: Membership | None = None,
+        checkpoint: Checkpointing | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_unknown(ManagerFFT.__init__, kwargs)
@@ -130,6 +132,7 @@ class ManagerFFT(TorchftInterface):
             monitor=monitor,
             progress_interval=progress_interval,
             membership=membership,
+            checkpoint=checkpoint,
         )
         with ExitStack() as undo:
             if settings.alone is not None:
@@ -254,9 +257,8 @@ class ManagerFFT(TorchftInterface):
     def no_sync(self) -> Iterator[None]:
         """Within it ``backward()`` only accumulates gradients; the next one outside reduces all.
 
-        As ``DistributedDataParallel.no_sync``. Saves the reductions between; without it the result
-        is that of the same mean. Under FSDP2 shards are still reduced within the group, unless you
-        also use ``set_requires_gradient_sync(False)``.
+        As ``DistributedDataParallel.no_sync``. Under FSDP2 shards are still reduced within the
+        group, unless you also use ``set_requires_gradient_sync(False)``.
         """
         before = [(reducer, reducer.quiet(True)) for reducer in self._parts.reductions.reducers]
         try:
@@ -318,8 +320,7 @@ class ManagerFFT(TorchftInterface):
                 iterator), a sequence of batches, a ``fft.DataSource`` of yours, or any loader with
                 ``state_dict``/``load_state_dict``, which every rank draws in full.
             max_steps: leave, with all groups, after this many committed steps.
-            replay_only: take any iterable: a group that joins cannot go on, and the job cannot
-                be resumed.
+            replay_only: take any iterable: no group can join later, and nothing can be resumed.
 
         Raises:
             DataError: ``loader`` could not be restored.
@@ -371,10 +372,9 @@ class ManagerFFT(TorchftInterface):
 
         Args:
             source: a signal, on the main thread only; a handler that was there is called too. Or
-                whatever has ``poll``, such as ``fft.train.preemption.FileNotice`` and
-                ``HttpNotice``. within: seconds that a signal leaves; the notices of a source say it
-                themselves. interval_s: seconds between two polls of a source, on a thread of its
-                own.
+                whatever has ``poll``, such as ``fft.FileNotice`` and ``fft.HttpNotice``.
+            within: seconds that a signal leaves; the notices of a source say it themselves.
+            interval_s: seconds between two polls of a source, on a thread of its own.
         """
         if isinstance(source, int):
             self._parts.leaving.on_signal(self.drain, source, within)

@@ -11,6 +11,7 @@ from torchft.process_group import ProcessGroup
 from fft.bus import open_job_bus
 from fft.operate.entering import enter
 from fft.trace.writer import TraceWriter
+from fft.train.checkpoint.checkpointer import Checkpointer, refuse_periodic
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.host import EngineHost, LighthouseDoubter
@@ -23,6 +24,7 @@ from fft.train.periodic.inner_scope import InnerScope, inner_scope_of
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.settings import Settings, refuse_ranks
+from fft.train.stages.scope import scope_of_stage
 from fft.train.state.transfer import StateTransfer
 from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
@@ -55,7 +57,8 @@ class Parts:
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
-        trace = TraceWriter(settings.trace_dir, peer)
+        self.stage = scope_of_stage(settings, manager, bus, operation_s, undo)
+        trace = TraceWriter(traces if self.stage is None else self.stage.traces(traces), peer)
         undo.callback(trace.close)
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
@@ -65,13 +68,15 @@ class Parts:
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings)
         self.exchange = StateExchange(manager, self.state, transfer)
+        self.checkpointer = self._make_checkpointer(manager)
         self.inner = self._make_inner(manager)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds
         self.leaving = Leaving(self.job, self.watchers, host, margin_s)
         undo.callback(self.leaving.close)
         self.quorums = self._make_quorums(manager)
-        learners = settings.learners
-        self.healer = Healer(manager, self.job, self.state, self.groups, self.exchange, learners)
+        self.healer = Healer(
+            manager, self.job, self.state, self.groups, self.exchange, settings.learners
+        )
         self.voter = Voter(
             manager,
             self.job,
@@ -81,7 +86,7 @@ class Parts:
             self.healer,
             self.quorums,
             self.injector,
-            learners,
+            settings.learners,
         )
         self.worker = Worker(
             manager,
@@ -99,16 +104,17 @@ class Parts:
             settings.max_body_failures,
             lambda: join(manager, self),
         )
-        self.loop = TransactionLoop(
-            manager,
-            self.job,
-            self.watchers,
-            self.state,
-            self.reductions,
-            self.voter,
-            self.worker,
-            settings.spec,
-        )
+        own = self.job, self.watchers, self.state, self.reductions
+        self.loop = TransactionLoop(manager, *own, self.voter, self.worker, settings.spec)
+
+    def _make_checkpointer(self, manager: TorchftInterface) -> Checkpointer | None:
+        """What takes durable checkpoints, and resumes from one, if that is wanted."""
+        settings = self.settings
+        if settings.checkpoint is None:
+            return None
+        refuse_periodic(settings.spec)
+        size = settings.expected_groups, manager._group_world_size
+        return Checkpointer(settings.checkpoint, self.job, self.state, settings.spec, *size)
 
     def _make_inner(self, manager: TorchftInterface) -> InnerScope | None:
         """The scope of this replica group, if it has several ranks that step alone."""
@@ -140,8 +146,12 @@ class Parts:
         if self.quorums is not None:
             self.quorums.close()
         self.healer.stop_learning()
+        if self.worker.output is not None:
+            self.worker.output.close()
         self.leaving.close()
         self.state.close_source()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
         self.commands.close()
         self.reductions.close()
         self.state.close()
@@ -150,4 +160,6 @@ class Parts:
         if self.injector is not None:
             self.injector.detach()
         self.watchers.close()
+        if self.stage is not None:
+            self.stage.close()
         self.job.close()

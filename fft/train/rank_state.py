@@ -6,13 +6,14 @@ Main thread. Touches models, optimizers and data source by reference, and no pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torchft.manager import Manager
 
+from fft.durable.manifest import Manifest
 from fft.messages.protocol import Record
 from fft.train.data.source import DataSource, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
@@ -65,6 +66,12 @@ class RankState:
         """Of the checkpoint that was loaded, if one was."""
         self._resume_at: Any = None
         """Where a stateful loader resumes."""
+        self.resume: Callable[[], object] = lambda: None
+        """Begins with a durable checkpoint, if the job is to, before it is joined; once."""
+        self.before_change: Callable[[], object] = lambda: None
+        """Called before what a commit has left is changed by anything but a body."""
+        self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
+        """Called when the state is that of a committed record; with the epoch that made it."""
 
     def register(
         self,
@@ -140,6 +147,7 @@ class RankState:
         self.updates.forget()
         if self.step is None:
             return
+        self.before_change()
         if not self.step.captured:  # aborted before: the state is that of the last commit
             self.step.unwind()
             return
@@ -194,6 +202,17 @@ class RankState:
             self._resume_at = None
         return self.source
 
+    def export_data(self) -> Any:
+        """Of the data source, where the state stands; None: there is none."""
+        if self.source is None or self.position is None:
+            return None
+        return self.source.export(self.position.cursor * self._takers)
+
+    @property
+    def items_per_slice(self) -> int:
+        """Items of the data that a slice has: one for each rank of a group that takes its own."""
+        return self._takers
+
     # --- where it stands ---
 
     def stands_at(self, record: Record) -> None:
@@ -201,6 +220,11 @@ class RankState:
         self.position = record
         self._manager._step = record.step
         self._manager._batches_committed = record.batches
+
+    def stands_apart(self, step: int, groups: int) -> None:
+        """The group goes on alone from ``step``; so many were in its last epoch."""
+        if self._injector is not None:
+            self._injector.begin(step, groups, 0)
 
     def checkpoint_fields(self) -> dict[str, Any]:
         """What belongs into a checkpoint besides torchft's own fields."""
@@ -216,12 +240,30 @@ class RankState:
             found["data"] = self.source.export(cursor * self._takers)
         return found
 
-    def resume(self, checkpoint: Mapping[str, Any]) -> None:
+    def continue_from(self, checkpoint: Mapping[str, Any]) -> None:
         """Take those fields over, before the job is joined."""
         self.lineage = checkpoint.get("lineage", "")
         self.cursor = checkpoint.get("cursor", checkpoint["batches_committed"])
         self.returned = tuple(checkpoint.get("returned", ()))
         self._resume_at = checkpoint.get("data")
+
+    @property
+    def users(self) -> dict[str, Callable[[], Any]]:
+        """The functions of the user that export a state, by name."""
+        return dict(self._manager._user_state_dicts)
+
+    @property
+    def loads(self) -> dict[str, Callable[[Any], None]]:
+        """Those that take a state over."""
+        return dict(self._manager._load_state_dict_fns)
+
+    def resume_at(self, manifest: Manifest, lineage: str, cursor: int, data: Any) -> None:
+        """The state is that of a checkpoint; before the job is joined. ``data``: what the source
+        had exported, which takes it over once it is there."""
+        self._manager._step = manifest.step
+        self._manager._batches_committed = manifest.batches
+        self.lineage, self.cursor, self.returned = lineage, cursor, manifest.returned
+        self._resume_at = data
 
     # --- from rank to rank ---
 
@@ -248,6 +290,7 @@ class RankState:
                 "this rank must fetch state, but has nothing to load it into: pass state_dict and "
                 "load_state_dict, or call manager.register(model, optimizer)"
             )
+        self.before_change()
         for key, load in loads.items():
             load(payload["user"][key])
         if self.synchronizer is not None:

@@ -16,6 +16,7 @@ from typing import Literal
 from torchft.manager import Manager
 
 from fft.bus.token import JobToken
+from fft.durable.plan import Checkpointing, checkpointing_of
 from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
@@ -63,6 +64,8 @@ class Settings:
     monitor: bool
     progress_interval: float
     membership: Membership
+    checkpoint: Checkpointing | None
+    """Durable checkpoints; None: none are taken."""
 
     def timeout_table(self, manager: Manager) -> Mapping[str, Timeout]:
         """All timeouts; torchft's constructor has put its environment variables in already.
@@ -93,6 +96,7 @@ def read_settings(
     monitor: bool | None,
     progress_interval: float | None,
     membership: Membership | None,
+    checkpoint: Checkpointing | str | Path | None,
 ) -> Settings:
     """Check and complete what ``ManagerFFT`` was given; ``called`` are torchft's arguments.
 
@@ -107,6 +111,7 @@ def read_settings(
     elif not is_alone(called):
         raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
     token = JobToken.from_env()
+    durable = checkpointing_of(checkpoint)
     chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
     interval = interval_from(progress_interval)
     wanted = called.arguments["min_replica_size"]
@@ -133,6 +138,7 @@ def read_settings(
         monitor=os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor,
         progress_interval=interval,
         membership=chosen,
+        checkpoint=durable,
     )
 
 

@@ -184,7 +184,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         if self._parts.job.engine is not None:
             raise FftError("load_state_dict() must come before the first step")
         super().load_state_dict(state_dict)
-        self._parts.state.resume(state_dict)
+        self._parts.state.continue_from(state_dict)
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job and end every thread, socket and file of this manager. Idempotent.

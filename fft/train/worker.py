@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchft.manager import Manager
 
@@ -31,10 +31,14 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import Reported, error_of, text_of
 from fft.train.state.step_state import TornState
+from fft.train.txn_quorums import ask_for
 from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
+
+if TYPE_CHECKING:
+    from fft.train.stages.output import StageOutput
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +95,11 @@ class Worker:
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._apply_error: BaseException | None = None
         """Of the last commit, if its update failed here."""
+        self._committed: tuple[Record, Record | None] | None = None  # and its epoch
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
+        self.output: StageOutput | None = None
+        """What this stage gives to the next one, where each steps by itself."""
         self._by_loop = LoopUpdates()
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
@@ -164,6 +171,8 @@ class Worker:
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
         left = None if limit is None else limit.left()
+        if self.output is not None:
+            self.output.give_until_command(engine, self._watchers)
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)
@@ -225,19 +234,13 @@ class Worker:
 
     def _ask_lighthouse(self, plan: StartTxn) -> None:
         """Have the quorum of this txn asked for; it is waited for before the vote."""
-        engine, quorums = self._job.engine, self._quorums
-        if quorums is None or engine is None or (epoch := engine.local.epoch) is None:
+        if self._quorums is None or self._job.engine is None:
             return
-        if quorums.failures >= self._most_failures:
+        try:
+            ask_for(plan, self._quorums, self._job.engine, self._most_failures)
+        except NoQuorum:
             self._leave_txn()
-            raise NoQuorum(
-                f"torchft's lighthouse did not answer in {quorums.failures} attempts in a row "
-                f"({quorums.reason}); start it, or train with membership='register'"
-            )
-        members = {entry.group: entry.ranks[0].inc for entry in epoch.members}
-        quorums.begin(plan.token, plan.step, members)
-        if engine.superseded():  # rolled back before there was anything to end
-            quorums.end()
+            raise
 
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
@@ -304,9 +307,10 @@ class Worker:
         manager._errored = None  # it came after the decision: the next reduction is one on all
         manager._commit_failures = 0
         self._by_loop.forget()
+        self._committed = record, self._job.local.epoch if self._job.local else None
         self._state.stands_at(record)
         self.body_failures.committed()
-        self._watchers.committed(record.step, len(plan.members) * manager._group_world_size)
+        self._watchers.committed(record.step, len(plan.members) * self._job.world)
         if self._state.step is not None:
             self._state.step.forget()
         if self._state.checks is not None:
@@ -336,6 +340,7 @@ class Worker:
         try:
             if self._injector is not None:
                 self._injector.at("apply")
+            self._state.before_change()
             update()
         except Exception as error:
             logger.exception("optimizer step failed after COMMIT; this state is torn")
@@ -346,6 +351,7 @@ class Worker:
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
         self._job.thread.obeys(command)
+        self._state.before_change()
         self._by_loop.begin()
 
     def finish_apply(self) -> None:
@@ -360,6 +366,8 @@ class Worker:
             return
         self._watchers.txn_ended(committed=True)
         self._job.post(Applied(local.token, self._state.digest_for_audit()))
+        if self._committed is not None:
+            self._state.after_commit(*self._committed)
 
     def _apply_failed(self, error: BaseException) -> None:
         local = self._job.local
@@ -387,21 +395,6 @@ class Worker:
             self._job.post(Fault(self.txn.token, text_of(error), type(error).__name__))
             if first:  # after it is told, for this reads source files
                 self._job.note_error(error)
-
-    def hung(self, reason: str) -> None:
-        """The monitor says that the main thread hangs; on a thread of its own.
-
-        A body of FFT's own loop is unwound by the rollback, and takes part in the next epoch. From
-        torchft's loop nobody can fetch the thread back, so that its group is left out until it has
-        come by itself: else the barrier of that epoch would wait for it. Who has a collective under
-        way may only be waiting for the one that hangs, and is not left out.
-        """
-        plan = self.txn
-        if plan is None or self._job.thread.role == "applying":
-            return
-        waits = self._groups.pending()
-        if self._reductions.raises or waits or not self._job.say_stuck(reason):
-            self._job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
 
     def close(self) -> None:
         """Watch no optimizer any more. Idempotent."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fft.durable.plan import Checkpointing
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
 from fft.util.errors import FftError
@@ -42,6 +43,12 @@ class RunConfig:
     """Its groups are numbered from here; others have other hosts."""
     all_groups: int | None = None
     """Of the whole job, on all hosts; None: these."""
+    checkpoint: Checkpointing | None = None
+    """Durable checkpoints; None: what the script says."""
+    auto_resume: bool = True
+    """Go on from the newest of them when the job has lost its state."""
+    resume_step: int | None = None
+    """The checkpoint that the job begins with; None: with none."""
     take_over: bool = False
     """Have another supervisor of these groups hand them over; else it is left alone."""
 
@@ -101,7 +108,15 @@ class RunConfig:
             found["FFT_FAULTS"] = str(self.faults.resolve())
         if self.may_inject:
             found["FFT_INJECT"] = "1"
+        if self.checkpoint is not None:
+            found |= self.checkpoint.to_env(self.resume_step)
         return found
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a job that has lost its state is to go on from a checkpoint; on one host."""
+        is_whole = self.groups_in_all == self.groups
+        return self.checkpoint is not None and self.auto_resume and is_whole
 
     @property
     def may_inject(self) -> bool:

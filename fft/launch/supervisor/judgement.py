@@ -19,6 +19,10 @@ class JobOutcome:
 
     ok: bool
     lines: tuple[str, ...] = ()
+    lost: str | None = None
+    """Why no process has the state any more, though it can go on from a checkpoint."""
+    fired: frozenset[str] = frozenset()
+    """Faults of the plan that have happened."""
 
 
 @dataclass

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from fft.bus import BusError
@@ -30,12 +31,13 @@ from fft.launch.supervisor.commands import why_not_evict
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import last_epoch
-from fft.launch.supervisor.fault_plan_watch import PlanWatch
+from fft.launch.supervisor.fault_plan_watch import PlanWatch, return_step
 from fft.launch.supervisor.groups import Group, base_env, why_not_started
 from fft.launch.supervisor.hang_reports import HangReports
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import JobOutcome, Judgement
 from fft.launch.supervisor.links import Links
+from fft.launch.supervisor.losses import ALL_DIED, loss_of
 from fft.launch.supervisor.mistakes import Mistake, Mistakes
 from fft.messages.commands import (
     BY_SUPERVISOR,
@@ -50,14 +52,12 @@ from fft.messages.commands import (
 from fft.messages.fault_plans import (
     AnyServiceFault,
     BusRestartFault,
-    DrainFault,
     FaultPlan,
     ServiceFault,
 )
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.report import save_plan
 from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
-from fft.util.errors import NoState
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
@@ -94,6 +94,8 @@ class Supervisor:
         """Commands that are our own."""
         self._forgot = False
         """The bus has lost the job's state, and no process can go on with it."""
+        self._lost: str | None = None
+        """No process has the state of the job, and why; a checkpoint may have it."""
         self._in_vain: str | None = None
         """Why the job is being ended, though its work is not done."""
         self._watch = (
@@ -148,7 +150,9 @@ class Supervisor:
             self._look()
             view = self._tail.view
             unfinished = None if self._watch is None else self._watch.unfinished(view)
-            return self._judgement.outcome(view, self._over, unfinished)
+            outcome = self._judgement.outcome(view, self._over, unfinished)
+            lost = self._lost if self._config.can_resume else None
+            return replace(outcome, lost=lost, fired=frozenset(view.injected))
         finally:
             self._end()
 
@@ -313,18 +317,6 @@ class Supervisor:
         host = socket.gethostname()
         self._links.broadcast(Death(child.group, child.rank, child.pid, host, "supervisor", cause))
 
-    def _plan_return(self, group: Group) -> None:
-        """If a planned drain took the group away, note when it is to come back."""
-        view = self._tail.view
-        for fault in self._plan.faults:
-            if not isinstance(fault, DrainFault) or fault.group != group.name:
-                continue
-            if fault.name in view.injected and fault.name not in self._drains_seen:
-                self._drains_seen.add(fault.name)
-                left_at = max((rank.step for rank in view.of(group.name)), default=view.step)
-                if fault.return_after_steps is not None:
-                    group.return_at_step = left_at + fault.return_after_steps
-
     def _on_group_down(self, group: Group) -> None:
         """All ranks of the group are gone: let it be, or have it started again."""
         group.close()
@@ -340,12 +332,12 @@ class Supervisor:
         if self._drain_until is not None or self._forgot or self._over or group.evicted:
             return
         if group.finished:
-            self._plan_return(group)
+            step = return_step(self._plan, group.name, view, self._drains_seen)
+            group.return_at_step = step or group.return_at_step
             return
-        if group.last_words is not None and group.last_words.type == NoState.__name__:
-            self._look_whether_state_is_lost()
-            if self._drain_until is not None:
-                return
+        self._look_whether_state_is_lost(group)
+        if self._drain_until is not None:
+            return
         mistake = self._mistakes.ended(group.name, group.last_words, view.committed)
         if mistake is not None:
             self._on_mistake(group, mistake)
@@ -362,11 +354,16 @@ class Supervisor:
         else:
             self._give_up(group, problem)
 
-    def _look_whether_state_is_lost(self) -> None:
-        """After a group ended for want of the state: end the others, unless one of them has it."""
-        going_on = (g for g in self._groups.values() if g.living and self._has_committed(g))
-        if self._config.groups_in_all == len(self._groups) and not any(going_on):
-            self._end_in_vain("no process has the state any more", in_order=True)
+    def _look_whether_state_is_lost(self, group: Group) -> None:
+        """After ``group`` ended: end the others if none has the state, nor can get it."""
+        loss = loss_of(group, self._groups.values(), self._config, self._tail.view)
+        if loss is None:
+            return
+        if loss == ALL_DIED:  # perhaps with the last step
+            self._look_whether_over(at_once=True)
+        if not self._over:
+            self._lost = loss
+            self._end_in_vain(loss, in_order=not self._config.can_resume)
 
     def _end_in_vain(self, reason: str, in_order: bool) -> None:
         """Nobody can go on: end all, those who do not leave in time by force. ``in_order``: there
@@ -603,6 +600,9 @@ class Supervisor:
         self._links.close()
         self._services.restart_bus()
         self._links.open(self._services.bus_url)
+        if self._config.can_resume:  # else its processes find out, and say so
+            self._lost = "the bus has forgotten the job"
+            self._end_in_vain(self._lost, in_order=False)
 
     # --- the end -----------------------------------------------------------------------
 

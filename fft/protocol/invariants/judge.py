@@ -8,6 +8,7 @@ from typing import assert_never, cast
 
 from fft.messages.effects import Decide
 from fft.messages.protocol import Ballot, Begin, Decision, Peer, Ready, Token
+from fft.protocol.invariants.bounded import bounded
 from fft.protocol.invariants.claims import (
     Claim,
     Given,
@@ -21,6 +22,7 @@ from fft.protocol.invariants.claims import (
 )
 from fft.protocol.invariants.decisions import agreement, exactly_once, validity
 from fft.protocol.invariants.facts import Facts, Numbers
+from fft.protocol.invariants.flow import data_flow
 from fft.protocol.invariants.membership import decided, drain, join, live_set
 from fft.protocol.invariants.replicas import divergence, fencing, replicas_equal, shard_unity, skip
 from fft.protocol.invariants.samples import samples_once
@@ -35,11 +37,13 @@ INVARIANTS: dict[str, Invariant] = {
         shard_unity,
         replicas_equal,
         divergence,
+        data_flow,
         skip,
         fencing,
         live_set,
         drain,
         join,
+        bounded,
         decided,
     )
 }

@@ -23,6 +23,7 @@ from fft.messages.protocol import (
     Record,
     Restored,
     Stop,
+    Synchronise,
     Token,
 )
 from fft.prove.bits import Bits
@@ -151,6 +152,9 @@ class MainThread:
         else:
             self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
             self._stands.says(Applied(token, self.bits.told))
+            if self._world.spec.bound:
+                after = self._world.apart_for(who)
+                self._process.later(after, self._process.post, Synchronise())
         self._wait()
 
     # --- the process groups ---

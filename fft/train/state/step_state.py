@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +22,7 @@ from torch import nn
 
 from fft.train.local_tensors import edit_count, local_of, same_bits
 from fft.train.state.fingerprint import fingerprint
+from fft.train.state.random_states import capture_random
 from fft.train.state.serial import (
     check_optimizer,
     export_optimizer,
@@ -99,7 +98,7 @@ class StepState:
         lr_schedulers: anything with ``state_dict`` and ``load_state_dict``.
         extra: whatever else belongs to the state, by name.
         generators: the random generators a step draws from. None means the process's own: torch
-            CPU, the current CUDA device if in use, NumPy's global one, and `random`. Where several
+            CPU, all accelerators if in use, NumPy's global one, and `random`. Where several
             ranks live in one process as threads, give each its own.
         pipelines: what keeps parts of a step until its end; more may be added later.
 
@@ -119,7 +118,7 @@ class StepState:
         self._optimizers = list(optimizers)
         self._schedulers = list(lr_schedulers)
         self._extra = extra if extra is not None else {}
-        self._generators = generators
+        self.generators = generators
         self._pipelines = pipelines
         self._captured: _Capture | None = None
         self._parameters: dict[str, torch.Tensor] = {}
@@ -142,7 +141,7 @@ class StepState:
             modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
             buffers=list(_capture_buffers(modules)),
-            rng=_capture_rng(self._generators),
+            rng=capture_random(self.generators),
             hyper=[[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
             schedules=[copy.deepcopy(s.state_dict()) for s in self._schedulers],
             extra={name: copy.deepcopy(s.state_dict()) for name, s in self._extra.items()},
@@ -231,6 +230,11 @@ class StepState:
                 for parameter in group["params"]:
                     parameter.grad = None
 
+    @property
+    def edited(self) -> frozenset[str] | None:
+        """Parameters that bodies have changed; None: no body has come to its end yet."""
+        return None if self._edited is None else frozenset(self._edited)
+
     # -- the whole state
 
     def export(self, across_body: bool = False) -> dict[str, object]:
@@ -246,7 +250,7 @@ class StepState:
         reshard(self._models)
         names = self.names()
         changed_by_bodies = {
-            "buffers": {name: local_of(b) for name, b in self._buffers().items()},
+            "buffers": self.export_buffers(),
             "lr_schedulers": [
                 plain(s.state_dict(), f"lr_schedulers[{i}]") for i, s in enumerate(self._schedulers)
             ],
@@ -290,8 +294,8 @@ class StepState:
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
     def digest(self, buffers: bool = True) -> str:
-        """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers.
-
+        """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers; of
+        tensors on a device over their fingerprints, so that the same bits on CPU have another one.
         ``buffers=False``: without buffers, which replicas need not have in common.
         """
         reshard(self._models)
@@ -299,9 +303,7 @@ class StepState:
         hasher = hashlib.blake2b(digest_size=16)
         parts: dict[str, object] = {
             "parameters": {name: local_of(p) for name, p in names.items()},
-            "buffers": {name: local_of(b) for name, b in self._buffers().items()}
-            if buffers
-            else {},
+            "buffers": self.export_buffers() if buffers else {},
             "optimizers": [
                 export_optimizer(o, names, f"optimizers[{i}]")["state"]
                 for i, o in enumerate(self._optimizers)
@@ -385,6 +387,10 @@ class StepState:
             for name, buffer in model.named_buffers()
         }
 
+    def export_buffers(self) -> dict[str, torch.Tensor]:
+        """This rank's part of them, by name: the live ones."""
+        return {name: local_of(buffer) for name, buffer in self._buffers().items()}
+
     def _check_fits(self, state: Mapping[str, Any], names: dict[str, torch.Tensor]) -> None:
         expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra"}
         same_names("state", state, expected)
@@ -399,7 +405,7 @@ class StepState:
             check_optimizer(f"optimizers[{i}]", optimizer, names, values)
 
 
-# -- buffers and random numbers
+# -- buffers
 
 
 def _capture_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
@@ -422,26 +428,3 @@ def _restore_buffers(saved: list[_Buffer]) -> None:
             entry.module._buffers[entry.name] = entry.tensor
             if entry.tensor is not None and entry.value is not None:
                 entry.tensor.copy_(entry.value)
-
-
-def _capture_rng(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:
-    """One function for each random generator that puts it back to where it is now."""
-    if generators is not None:
-        return [_bind(g.set_state, g.get_state()) for g in generators]
-    found = [
-        _bind(torch.set_rng_state, torch.get_rng_state()),
-        _bind(random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found.append(_bind(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        found.append(_bind(numpy.random.set_state, numpy.random.get_state()))
-    return found
-
-
-def _bind(put: Callable[[Any], object], value: object) -> Callable[[], None]:
-    def put_back() -> None:
-        put(value)
-
-    return put_back

@@ -1,0 +1,139 @@
+"""What a durable checkpoint costs the steps after it: ``python -m benchmarks.checkpoint_stall``.
+
+One job of one process, in one run: intervals of `EVERY` steps, each of which begins with a
+checkpoint. The stall of a checkpoint is what the first half of its interval, in which it is copied
+and written, takes longer than the second, in which nothing is written. A step takes 50 ms, and the
+state is 100 MB. ``wait``: the step is a wait, as for a device. ``busy``: it computes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+import torchft
+from torch import nn
+
+import fft
+
+STEP_S = 0.05
+STATE_MB = 100
+EVERY = 40
+INTERVALS = 12
+
+
+class Model(nn.Module):
+    """So much state, of which little is trained: a step is not to be a copy of the memory."""
+
+    def __init__(self, state_mb: int) -> None:
+        super().__init__()
+        self.trained = nn.Linear(64, 64)
+        count = state_mb * 10**6 // 4 // 25
+        self.rest = nn.ParameterList(
+            nn.Parameter(torch.randn(count), requires_grad=False) for _ in range(25)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(x)
+
+
+def compute(until: float) -> None:
+    """Keep one core busy, as most steps on a CPU do: in operators, without Python's lock."""
+    matrix = torch.randn(256, 256)
+    while time.monotonic() < until:
+        matrix = torch.tanh(matrix @ matrix)
+
+
+def peak_of(process: psutil.Process, ended: threading.Event, found: list[int]) -> None:
+    """Watch the memory of this process."""
+    while not ended.wait(0.005):
+        found.append(process.memory_info().rss)
+
+
+def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
+    """Train, and compare the halves of the intervals."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    manager = fft.ManagerFFT(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        trace_dir=traces,
+        check_replicas=0,
+        checkpoint=fft.Checkpointing(place, every=EVERY, keep=2),
+    )
+    model = Model(STATE_MB)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    manager.register(model, torch.optim.SGD(trained, lr=1e-3))
+    manager.sync_gradients(model)
+    at, memory, ended = [time.monotonic()], list[int](), threading.Event()
+    watch = threading.Thread(target=peak_of, args=(psutil.Process(), ended, memory))
+    before = psutil.Process().memory_info().rss
+    watch.start()
+    items = [torch.randn(8, 64) for _ in range(EVERY * (INTERVALS + 1) + 1)]
+    for txn in manager.transactions(items):
+        with txn:
+            until = time.monotonic() + STEP_S
+            model(txn.batch).square().mean().backward()
+            if kind == "busy":
+                compute(until)
+            time.sleep(max(0.0, until - time.monotonic()))
+        at.append(time.monotonic())
+    manager.shutdown()
+    ended.set()
+    watch.join()
+    took = [b - a for a, b in itertools.pairwise(at)]
+    half = EVERY // 2
+    stalls = []
+    for interval in range(1, INTERVALS):
+        begin = interval * EVERY  # the checkpoint is taken after this step
+        first, second = took[begin : begin + half], took[begin + half : begin + EVERY]
+        stalls.append(sum(first) - sum(second))
+    step = statistics.median(took)
+    stall = statistics.median(stalls)
+    return {
+        "kind": kind,
+        "step_ms": round(step * 1e3, 2),
+        "checkpoints": len(stalls),
+        "stall_ms": round(stall * 1e3, 2),
+        "stall_range_ms": [round(min(stalls) * 1e3, 2), round(max(stalls) * 1e3, 2)],
+        "stall_of_a_step": round(stall / step, 4),
+        "memory_added_mb": round((max(memory) - before) / 1e6),
+        **traced(traces),
+    }
+
+
+def traced(traces: Path) -> dict[str, float]:
+    """Medians of what the job says itself: the main thread's share, copy and write."""
+    found: dict[str, list[float]] = {}
+    for path in traces.glob("*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if str(line.get("note", "")).startswith("checkpoint"):
+                for name, value in line["data"].items():
+                    if name.endswith("_ms"):
+                        found.setdefault(f"{line['note']}.{name}", []).append(value)
+    return {name: round(statistics.median(values), 2) for name, values in sorted(found.items())}
+
+
+def main() -> None:
+    """Measure, and print one JSON object per kind of step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--place", type=Path, help="a directory on the disk to measure")
+    place = parser.parse_args().place
+    for kind in ("wait", "busy"):
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            found = measure(kind, Path(folder, "checkpoints"), Path(folder, "traces"))
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Durable checkpoints on disk or behind a URL: list, verify, prune, export, import."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fft.cli.shared import console, plain_errors
+from fft.util.errors import FftError
+
+app = typer.Typer(
+    help="Durable checkpoints: list, verify, prune; export and import for torch's own.",
+    no_args_is_help=True,
+)
+
+Place = Annotated[str, typer.Argument(metavar="DIR|URL", help="Where the checkpoints are.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+MIB = 2**20
+
+
+@contextmanager
+def _readable(place: str) -> Iterator[None]:
+    """Raise FftError where the store cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise FftError(f"{place}: {error}") from error
+
+
+def _opened(place: str) -> Any:
+    from fft.durable.checkpoints import Checkpoints
+    from fft.durable.stores import open_store
+
+    return Checkpoints(open_store(place))
+
+
+@app.command(name="list")
+def list_all(place: Place, as_json: AsJson = False) -> None:
+    """Show all checkpoints, and what is unfinished, by their manifests alone."""
+    with plain_errors(), _readable(place):
+        found = _opened(place).found()
+    if as_json:
+        entries = [
+            {
+                "name": entry.name,
+                "problem": entry.problem,
+                **(entry.manifest.model_dump(mode="json") if entry.manifest else {}),
+            }
+            for entry in found
+        ]
+        sys.stdout.write(json.dumps(entries, indent=2) + "\n")
+        return
+    table = Table("checkpoint", "written", "groups × ranks", "cursor", "MiB", "lineage", "state")
+    for entry in found:
+        if (m := entry.manifest) is None:
+            table.add_row(entry.name, "", "", "", "", "", entry.problem)
+            continue
+        when = datetime.fromtimestamp(m.written_at).isoformat(" ", "seconds")
+        size, groups = f"{m.size / MIB:.1f}", f"{len(m.groups)} × {m.ranks}"
+        table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, "complete")
+    console().print(table, markup=False)
+
+
+@app.command()
+def verify(
+    place: Place,
+    step: Annotated[int | None, typer.Option(help="Of this step only; all if absent.")] = None,
+) -> None:
+    """Read every file and compare digests; exit 1 if one is damaged or none is whole."""
+    from fft.durable.manifest import DamagedCheckpoint
+
+    with plain_errors(), _readable(place):
+        checkpoints = _opened(place)
+        steps = [entry.step for entry in checkpoints.found() if entry.step is not None]
+        bad = 0
+        for each in steps if step is None else [step]:
+            try:
+                manifest = checkpoints.verify(each)
+                text = f"step-{each}: whole, {len(manifest.files)} files, {manifest.size} bytes"
+            except DamagedCheckpoint as error:
+                bad, text = bad + 1, f"DAMAGED: {error}"
+            sys.stdout.write(text + "\n")
+        if not steps:
+            sys.stdout.write(f"no checkpoint at {place}\n")
+    raise typer.Exit(1 if bad or not steps else 0)
+
+
+@app.command()
+def prune(
+    place: Place,
+    keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")] = 3,
+) -> None:
+    """Remove all but the newest, and what older attempts have left."""
+    with plain_errors(), _readable(place):
+        removed = _opened(place).prune(keep)
+    sys.stdout.write("".join(f"removed {name}\n" for name in removed) or "nothing to remove\n")

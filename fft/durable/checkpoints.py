@@ -1,0 +1,192 @@
+"""The checkpoints of a store: which there are, whether each is whole, and which are kept.
+
+Reads and writes files by the store. Nothing here knows what is in them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fft.durable.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    Receipt,
+    file_stem,
+    name_of,
+    partial_name,
+    receipt_name,
+    sealed,
+    step_of,
+    unsealed,
+)
+from fft.durable.stores import MANIFEST, PARTIAL, Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory of the store that is, or was to be, a checkpoint."""
+
+    name: str
+    step: int | None
+    """None: it was not finished, or is being written."""
+    manifest: Manifest | None
+    problem: str | None
+    """Why it cannot be used; None: nothing is known of it that speaks against it."""
+
+
+class Checkpoints:
+    """All checkpoints at one place. Every method may raise OSError: the store is not there."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def found(self) -> list[Found]:
+        """All of them by step, and what is unfinished. Reads manifests, and no other file."""
+        entries = [self._look(name) for name in self.store.directories() if _is_ours(name)]
+        return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
+
+    def _look(self, name: str) -> Found:
+        step = step_of(name)
+        if step is None:
+            return Found(name, None, None, f"{name}: it was not finished, or is being written")
+        try:
+            return Found(name, step, self.manifest(step), None)
+        except DamagedCheckpoint as error:
+            return Found(name, step, None, str(error))
+
+    def manifest(self, step: int) -> Manifest:
+        """Of the checkpoint of ``step``, whose files are there with their sizes.
+
+        Raises DamagedCheckpoint.
+        """
+        name = name_of(step)
+        try:
+            data = self.store.read(f"{name}/{MANIFEST}")
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{name}: it has no {MANIFEST}; it is not whole") from None
+        manifest = unsealed(Manifest, data, f"{name}/{MANIFEST}")
+        if manifest.step != step:
+            raise DamagedCheckpoint(f"{name}/{MANIFEST}: it is that of step {manifest.step}")
+        _refuse_incomplete(name, manifest)
+        there = self.store.files(name)
+        for file in manifest.files:
+            if file.name not in there:
+                raise DamagedCheckpoint(f"{name}/{file.name}: the file is missing")
+            if there[file.name] != file.size:
+                size = f"{there[file.name]} bytes, {file.size} were written"
+                raise DamagedCheckpoint(f"{name}/{file.name}: it has {size}")
+        return manifest
+
+    def verify(self, step: int) -> Manifest:
+        """Read every file of the checkpoint of ``step``. Raises DamagedCheckpoint."""
+        manifest, name = self.manifest(step), name_of(step)
+        for file in manifest.files:
+            path = f"{name}/{file.name}"
+            try:
+                digest = self.store.digest(path)
+            except OSError as error:
+                raise DamagedCheckpoint(f"{path}: it cannot be read: {error}") from error
+            if digest != file.sha256:
+                raise DamagedCheckpoint(f"{path}: its SHA-256 is not that in the manifest")
+        return manifest
+
+    def newest(self) -> tuple[Manifest | None, list[str]]:
+        """The newest that verifies, if one does; and what is wrong with those that are newer."""
+        problems: list[str] = []
+        for entry in reversed([e for e in self.found() if e.step is not None]):
+            assert entry.step is not None
+            try:
+                if entry.problem is not None:
+                    raise DamagedCheckpoint(entry.problem)
+                return self.verify(entry.step), problems
+            except DamagedCheckpoint as error:
+                problems.append(str(error))
+        return None, problems
+
+    # --- writing ---
+
+    def receipts(self, directory: str, attempt: str) -> dict[tuple[str, int], Receipt]:
+        """What ranks have delivered for ``attempt``, and is there with its size."""
+        found: dict[tuple[str, int], Receipt] = {}
+        there = self.store.files(directory)
+        for name in there:
+            if not name.endswith(".receipt"):
+                continue
+            try:
+                receipt = unsealed(Receipt, self.store.read(f"{directory}/{name}"), name)
+            except (DamagedCheckpoint, FileNotFoundError) as error:
+                logger.warning("a receipt in %s cannot be used: %s", directory, error)
+                continue
+            fits = all(there.get(file.name) == file.size for file in receipt.files)
+            if fits and receipt.attempt == attempt:
+                found[receipt.group, receipt.rank] = receipt
+        return found
+
+    def deliver(self, directory: str, receipt: Receipt) -> None:
+        """Say that a rank's files are there as a whole."""
+        path = f"{directory}/{receipt_name(receipt.group, receipt.rank)}"
+        self.store.write(path, sealed(receipt))
+
+    def publish(self, directory: str, manifest: Manifest) -> None:
+        """Let it be the checkpoint of its step.
+
+        Those of later steps belong to a past that the job has given up: they get another name, by
+        which they are not found any more, and go with the next `prune` after their step.
+        """
+        self.store.write(f"{directory}/{MANIFEST}", sealed(manifest))
+        self.store.rename(directory, name_of(manifest.step))
+        for entry in self.found():
+            if entry.step is not None and entry.step > manifest.step:
+                aside = partial_name(entry.step, "given-up")
+                logger.warning(
+                    "%s is %s now: the job has gone on from before it, and is at step %d",
+                    entry.name,
+                    aside,
+                    manifest.step,
+                )
+                self.store.rename(entry.name, aside)
+
+    def prune(self, keep: int, besides: Sequence[str] = ()) -> list[str]:
+        """Remove all but the newest ``keep`` that are whole as far as their manifests tell, and
+        what older attempts have left; not ``besides``. The names of what was removed."""
+        entries = [e for e in self.found() if e.name not in besides]
+        usable = [e for e in entries if e.step is not None and e.problem is None]
+        newest = usable[-1].step if usable else None
+        gone = [e.name for e in usable[:-keep]] if keep > 0 else []
+        kept = {e.name for e in usable[-keep:]} if keep > 0 else set()
+        oldest = min((e.step for e in usable if e.name in kept and e.step is not None), default=0)
+        for entry in entries:
+            if entry.step is None:
+                begun = step_of(entry.name.partition(".")[0])
+                if newest is not None and begun is not None and begun <= newest:
+                    gone.append(entry.name)
+            elif entry.problem is not None and entry.step < oldest:
+                gone.append(entry.name)
+        for name in gone:
+            self.store.remove(name)
+        return gone
+
+
+def _is_ours(name: str) -> bool:
+    return step_of(name.partition(PARTIAL)[0]) is not None
+
+
+def _refuse_incomplete(name: str, manifest: Manifest) -> None:
+    """Raise DamagedCheckpoint unless every rank that the manifest speaks of has its two files."""
+    listed = [file.name for file in manifest.files]
+    if len(set(listed)) != len(listed):
+        raise DamagedCheckpoint(f"{name}/{MANIFEST}: a file is listed twice")
+    for group, rank in _ranks_of(manifest):
+        if set(manifest.files_of(group, rank)) != {"json", "safetensors"}:
+            stem = file_stem(group, rank)
+            raise DamagedCheckpoint(f"{name}/{MANIFEST}: it lacks files of {stem}")
+
+
+def _ranks_of(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    for group in {manifest.writer, *manifest.groups}:
+        for rank in range(manifest.ranks):
+            yield group, rank

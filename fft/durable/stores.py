@@ -1,0 +1,282 @@
+"""Where checkpoints lie: a directory of this host, or any URL that fsspec can open.
+
+A store holds directories of files, one level deep. On a local disk each file is fsynced before it
+has its name, a directory is published by a rename, and its parent is fsynced then. An object store
+has no rename: there a directory is whole when its manifest is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+from urllib.parse import urlsplit
+
+from fft.util.errors import FftError
+
+PARTIAL = ".partial-"
+"""Between the name of a checkpoint and that of the attempt at it, while it is being written."""
+_CHUNK = 4 * 1024 * 1024
+
+
+class StoreError(FftError):
+    """Checkpoints cannot be kept at this place: names it, the reason, and the mend."""
+
+
+class Store(Protocol):
+    """Raises OSError where a file cannot be read or written."""
+
+    url: str
+
+    def prepare(self) -> None:
+        """Make the place, and see that files can be written there. Raises StoreError."""
+
+    def directories(self) -> list[str]:
+        """Names of all directories."""
+
+    def files(self, directory: str) -> dict[str, int]:
+        """Names of its files → bytes of each; empty where there is no such directory."""
+
+    def read(self, path: str) -> bytes:
+        """A small file."""
+
+    def digest(self, path: str) -> str:
+        """SHA-256 of a file, in hex."""
+
+    def write(self, path: str, data: bytes) -> None:
+        """A small file, which is there as a whole or not at all. Durable on return."""
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Path]:
+        """A local file to write to, which is at ``path``, and durable, when the block ends well."""
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Path]:
+        """The file as a local one."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Let a directory have another name; what had that is removed. Durable on return."""
+
+    def remove(self, directory: str) -> None:
+        """A directory and its files; none is no error."""
+
+
+class LocalStore:
+    """Checkpoints in a directory of this host, perhaps of a file system that all hosts share."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.url = str(root)
+
+    def prepare(self) -> None:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._root) as file:
+                file.write(b"?")
+                file.flush()
+        except OSError as error:
+            raise StoreError(
+                f"no checkpoints can be written to {self._root}: {error}; give a directory that "
+                "this user may write to, on a disk with room"
+            ) from error
+
+    def directories(self) -> list[str]:
+        if not self._root.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self._root) if entry.is_dir())
+
+    def files(self, directory: str) -> dict[str, int]:
+        try:
+            entries = list(os.scandir(self._root / directory))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found: dict[str, int] = {}
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it was being written, or removed
+                if entry.is_file() and not entry.name.startswith("."):
+                    found[entry.name] = entry.stat().st_size
+        return found
+
+    def read(self, path: str) -> bytes:
+        return (self._root / path).read_bytes()
+
+    def digest(self, path: str) -> str:
+        with (self._root / path).open("rb") as file:
+            return digest_of(file)
+
+    def write(self, path: str, data: bytes) -> None:
+        with self.writing(path) as target:
+            target.write_bytes(data)
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Path]:
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(f".{target.name}.new")
+        try:
+            yield new
+            _sync(new)
+            new.rename(target)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        _sync(target.parent)
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Path]:
+        yield self._root / path
+
+    def rename(self, old: str, new: str) -> None:
+        self.remove(new)
+        (self._root / old).rename(self._root / new)
+        _sync(self._root)
+
+    def remove(self, directory: str) -> None:
+        place = self._root / directory
+        if not place.exists():
+            return
+        # first the name: half of it must not pass for the whole
+        gone = self._root / f"{directory.partition('.')[0]}{PARTIAL}removed-{os.getpid()}"
+        if PARTIAL not in directory:
+            shutil.rmtree(gone, ignore_errors=True)
+            place.rename(gone)
+            _sync(self._root)
+            place = gone
+        shutil.rmtree(place)
+
+
+class UrlStore:
+    """Checkpoints behind a URL of fsspec, such as ``s3://bucket/path``."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            self._fs, root = fsspec.core.url_to_fs(self.url, **options)
+        except (ImportError, ValueError) as error:
+            raise StoreError(
+                f"checkpoints cannot be kept at {url}: {error}. For s3:// install fft-torch[s3]"
+            ) from error
+        self._root = str(root).rstrip("/")
+
+    def prepare(self) -> None:
+        probe = f"{self._root}/.fft-probe"
+        try:
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(probe, b"?")
+            self._fs.rm_file(probe)
+        except Exception as error:  # each file system raises errors of its own
+            raise StoreError(
+                f"no checkpoints can be written to {self.url}: {type(error).__name__}: {error}"
+            ) from error
+
+    def directories(self) -> list[str]:
+        return sorted(name for name, entry in self._ls("") if entry["type"] == "directory")
+
+    def files(self, directory: str) -> dict[str, int]:
+        found = self._ls(directory)
+        return {name: int(entry["size"]) for name, entry in found if entry["type"] == "file"}
+
+    def _ls(self, path: str) -> list[tuple[str, dict[str, Any]]]:
+        with as_os_error(self.url):
+            try:
+                self._fs.invalidate_cache()
+                entries = self._fs.ls(f"{self._root}/{path}".rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return []
+        return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
+
+    def read(self, path: str) -> bytes:
+        with as_os_error(self.url):
+            return bytes(self._fs.cat_file(f"{self._root}/{path}"))
+
+    def digest(self, path: str) -> str:
+        with as_os_error(self.url), self._fs.open(f"{self._root}/{path}", "rb") as file:
+            return digest_of(file)
+
+    def write(self, path: str, data: bytes) -> None:
+        with as_os_error(self.url):
+            self._fs.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(f"{self._root}/{path}", data)
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="fft-checkpoint-") as folder:
+            local = Path(folder, path.rpartition("/")[2])
+            yield local
+            with as_os_error(self.url):
+                self._fs.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
+                self._fs.put_file(str(local), f"{self._root}/{path}")
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="fft-checkpoint-") as folder:
+            local = Path(folder, path.rpartition("/")[2])
+            with as_os_error(self.url):
+                self._fs.get_file(f"{self._root}/{path}", str(local))
+            yield local
+
+    def rename(self, old: str, new: str) -> None:
+        """Copied, the manifest last."""
+        self.remove(new)
+        with as_os_error(self.url):
+            self._fs.makedirs(f"{self._root}/{new}", exist_ok=True)
+            for file in sorted(self.files(old), key=lambda file: file == MANIFEST):
+                self._fs.cp_file(f"{self._root}/{old}/{file}", f"{self._root}/{new}/{file}")
+        self.remove(old)
+
+    def remove(self, directory: str) -> None:
+        with as_os_error(self.url):
+            for file in sorted(self.files(directory), key=lambda file: file != MANIFEST):
+                self._fs.rm_file(f"{self._root}/{directory}/{file}")
+            if self._fs.exists(f"{self._root}/{directory}"):  # where directories are real
+                self._fs.rm(f"{self._root}/{directory}", recursive=True)
+
+
+MANIFEST = "manifest.json"
+"""A checkpoint without it is none."""
+
+
+@contextmanager
+def as_os_error(url: str) -> Iterator[None]:
+    """Raise whatever a remote file system raises as OSError: each has errors of its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def open_store(place: str) -> Store:
+    """The store at a path, or at a URL of fsspec's. Touches nothing yet. Raises StoreError."""
+    scheme = urlsplit(place).scheme if "://" in place else ""
+    if scheme in ("", "file"):
+        path = place.removeprefix("file://")
+        if not path:
+            raise StoreError("no place for checkpoints: give a directory, or a URL")
+        return LocalStore(Path(path).absolute())
+    return UrlStore(place)
+
+
+def digest_of(file: BinaryIO) -> str:
+    """SHA-256 of what is left to read, in hex."""
+    hasher = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

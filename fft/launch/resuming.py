@@ -1,0 +1,109 @@
+"""How a supervised job begins with a checkpoint, and goes on from one when its state is lost.
+
+Reads the checkpoints, so that all groups begin with the same one, and makes the folder of the
+traces of each start. A job that has lost its state is started again as a whole, with a bus that
+knows nothing: no process of the start before can say a word in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.choice import choose
+from fft.durable.plan import Checkpointing
+from fft.durable.stores import open_store
+from fft.launch.supervisor import JobOutcome, RunConfig
+from fft.messages.fault_plans import FaultPlan
+from fft.trace.report import save_plan
+from fft.trace.starts import start_folder
+
+logger = logging.getLogger(__name__)
+
+
+def begun(config: RunConfig) -> RunConfig:
+    """``config`` with the checkpoint that the job begins with, and a folder for its traces.
+
+    Raises StoreError, CheckpointError.
+    """
+    plan = config.checkpoint
+    if plan is None:
+        return config
+    store = open_store(str(plan.place))
+    store.prepare()
+    manifest = choose(Checkpoints(store), plan.resume)
+    folder = config.trace_dir
+    if plan.resume is not False:
+        folder = start_folder(folder)
+        logger.warning(
+            "no checkpoint at %s yet: the job begins at its start"
+            if manifest is None
+            else "the job goes on from the checkpoints at %s",
+            store.url,
+        )
+    step = None if manifest is None else manifest.step
+    return replace(config, resume_step=step, trace_dir=folder)
+
+
+class Resumptions:
+    """Runs a job, and again from its newest checkpoint while it loses its state.
+
+    Args:
+        run: one start of the job, to its end.
+        say: where the operator reads.
+    """
+
+    def __init__(
+        self, run: Callable[[RunConfig, FaultPlan], JobOutcome], say: Callable[[str], object]
+    ) -> None:
+        self._run = run
+        self._say = say
+        self._in_vain = 0
+        """Starts in a row that have got no further."""
+
+    def run(self, config: RunConfig, plan: FaultPlan, traces: Path) -> tuple[JobOutcome, RunConfig]:
+        """All starts. The outcome of the last, and what that was asked to do.
+
+        ``traces``: the folder that has those of all starts.
+
+        Raises StoreError, CheckpointError: it cannot go on from a checkpoint.
+        """
+        began = time.monotonic()
+        if config.resume_step is not None:
+            self._say(f"resuming from step {config.resume_step}")
+        while True:
+            found = self._run(config, plan)
+            given = config.checkpoint
+            if found.lost is None or given is None:
+                return found, config
+            for line in found.lines:
+                self._say(line)
+            again = begun(replace(config, checkpoint=_resuming(given), trace_dir=traces))
+            is_stuck = again.resume_step == config.resume_step
+            self._in_vain = self._in_vain + 1 if is_stuck else 0
+            if self._in_vain > config.max_restarts:
+                self._say(f"{self._in_vain} starts in a row have taken no checkpoint")
+                return found, config
+            step = again.resume_step
+            where = "at the beginning" if step is None else f"from the checkpoint of step {step}"
+            self._say(f"{found.lost}: the job starts again {where}")
+            plan = FaultPlan(faults=[f for f in plan.faults if f.name not in found.fired])
+            config = _after(config, again, plan, began)
+
+
+def _resuming(given: Checkpointing) -> Checkpointing:
+    return replace(given, resume=True)
+
+
+def _after(config: RunConfig, again: RunConfig, plan: FaultPlan, began: float) -> RunConfig:
+    """The next start: with what is left of its time, and of its faults."""
+    again.trace_dir.mkdir(parents=True, exist_ok=True)
+    path: Path | None = save_plan(again.trace_dir, plan)
+    left = config.timeout
+    if left is not None:
+        left = max(1.0, left - (time.monotonic() - began))
+    return replace(again, timeout=left, faults=path, injectable=config.may_inject)

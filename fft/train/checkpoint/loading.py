@@ -1,0 +1,184 @@
+"""A rank begins with a checkpoint: before it joins its job, and only where no job goes on.
+
+Reads the files of the group that wrote the state, and this rank's own for buffers and random
+states. Nothing is changed before all has been read and fits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fft.bus.base import HEAD
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.choice import choose
+from fft.durable.manifest import DamagedCheckpoint, File, Manifest, Origin, name_of
+from fft.durable.plan import CheckpointError, Checkpointing
+from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
+from fft.train.checkpoint.resharding import resharded
+from fft.train.participation import Participation
+from fft.train.rank_state import RankState
+from fft.train.state.random_states import load_random
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where the job goes on."""
+
+    manifest: Manifest
+    lineage: str
+    cursor: int
+
+
+class Loader:
+    """Loads for one rank. Main thread.
+
+    Args:
+        groups: of this job, as far as it was announced.
+        ranks: of each group of this job.
+    """
+
+    def __init__(
+        self,
+        plan: Checkpointing,
+        checkpoints: Checkpoints,
+        job: Participation,
+        groups: int,
+        ranks: int,
+    ) -> None:
+        self._is_only_group = groups == 1
+        self._plan = plan
+        self._checkpoints = checkpoints
+        self._job = job
+        self._ranks = ranks
+
+    def choose(self) -> Manifest | None:
+        """The checkpoint that the job begins with; None: with none.
+
+        Raises:
+            CheckpointError: there are some, and it was not said to go on from them; or there is
+                none that can be used.
+            DamagedCheckpoint: the one that was asked for.
+        """
+        if self._job.bus.read(HEAD) is not None:
+            return None  # a job goes on: its state comes from a group that has it
+        return choose(self._checkpoints, self._plan.resume)
+
+    def load(self, manifest: Manifest, state: RankState) -> Loaded:
+        """Take the state over. Raises CheckpointError, DamagedCheckpoint, StateMismatch."""
+        peer = self._job.peer
+        same_ranks = manifest.ranks == self._ranks
+        try:
+            if same_ranks:
+                tree = self._tree(manifest, manifest.writer, peer.rank)
+            else:
+                trees = [self._tree(manifest, manifest.writer, r) for r in range(manifest.ranks)]
+                tree = resharded(trees, state)
+        except OSError as error:
+            raise CheckpointError(f"{name_of(manifest.step)} cannot be read: {error}") from error
+        own = self._own(manifest, peer.group, peer.rank) if same_ranks else None
+        found = _stands(manifest, self._ranks, state)
+        self._take(tree, own, state)
+        state.resume_at(manifest, found.lineage, found.cursor, tree["data"])
+        if not same_ranks:
+            logger.warning(
+                "%s was written by groups of %d ranks, and this job has %d: the state is resharded;"
+                " from here on the same bits as without this are not promised",
+                name_of(manifest.step),
+                manifest.ranks,
+                self._ranks,
+            )
+        return found
+
+    def _own(self, manifest: Manifest, group: str, rank: int) -> dict[str, Any] | None:
+        """What only this rank had; None: no such rank wrote the checkpoint."""
+        if self._is_only_group and len(manifest.groups) == 1:
+            (group,) = manifest.groups  # which may have had a name of its own in each start
+        if group not in manifest.groups:
+            logger.warning(
+                "%s has no buffers and random states of group %s: the buffers of group %s are "
+                "taken, and random numbers begin anew",
+                name_of(manifest.step),
+                group,
+                manifest.writer,
+            )
+            return None
+        own: dict[str, Any] = self._tree(manifest, group, rank)["own"]
+        return own
+
+    def _tree(self, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:
+        """What a rank's files hold. Raises DamagedCheckpoint."""
+        store, name = self._checkpoints.store, name_of(manifest.step)
+        files = manifest.files_of(group, rank)
+        for file in files.values():
+            if store.digest(f"{name}/{file.name}") != file.sha256:
+                raise DamagedCheckpoint(f"{name}/{file.name}: its SHA-256 is not as it was written")
+        try:
+            data = from_json(store.read(f"{name}/{files['json'].name}"), files["json"].name)
+            tree: dict[str, Any] = unpacked(data, self._tensors(name, files["safetensors"]))
+        except UnreadableFile as error:
+            raise DamagedCheckpoint(f"{name}: {error}") from error
+        return tree
+
+    def _tensors(self, name: str, file: File) -> dict[str, torch.Tensor]:
+        with self._checkpoints.store.reading(f"{name}/{file.name}") as path:
+            return read_tensors(path)
+
+    def _take(
+        self, tree: Mapping[str, Any], own: Mapping[str, Any] | None, state: RankState
+    ) -> None:
+        loads = state.loads
+        if missing := sorted(loads.keys() - tree["user"].keys()):
+            raise CheckpointError(
+                f"the checkpoint has no state of {missing[0]!r}, which is registered here by "
+                "register_state_dict_fn() or state_dict=: resume with the script that wrote it"
+            )
+        if state.step is None and not loads:
+            raise CheckpointError(
+                "a checkpoint is to be loaded, and there is nothing to load it into: pass "
+                "state_dict and load_state_dict, or call manager.register(model, optimizer)"
+            )
+        if state.step is not None:
+            if tree["state"] is None:
+                raise CheckpointError(
+                    "the checkpoint was taken without register(), which this script calls: resume "
+                    "with the script that wrote it"
+                )
+            local = tree["own"] if own is None else own
+            state.step.load({**tree["state"], "buffers": local["buffers"]})
+        for key, load in loads.items():
+            load(tree["user"][key])
+        state.updates.loaded()
+        if own is not None:
+            load_random(state.step.generators if state.step is not None else None, own["random"])
+
+
+def _stands(manifest: Manifest, ranks: int, state: RankState) -> Loaded:
+    """Lineage and cursor for groups of ``ranks`` ranks. Raises CheckpointError."""
+    if manifest.ranks == ranks:
+        return Loaded(manifest, manifest.lineage, manifest.cursor)
+    lineage = hashlib.blake2b(
+        f"{manifest.lineage}|ranks {ranks}".encode(), digest_size=12
+    ).hexdigest()
+    if state.items_per_slice != ranks:  # all ranks of a group take the same item
+        return Loaded(manifest, lineage, manifest.cursor)
+    items = manifest.cursor * manifest.ranks
+    if items % ranks or manifest.returned:
+        raise CheckpointError(
+            f"{name_of(manifest.step)} stands at item {items} of the data, which groups of {ranks} "
+            "ranks cannot begin with, for each takes so many at a time: resume with another number "
+            f"of ranks, such as {manifest.ranks}, or from another checkpoint"
+        )
+    return Loaded(manifest, lineage, items // ranks)
+
+
+def origin_of(found: Loaded) -> Origin:
+    """What the checkpoints of this job say of where it comes from."""
+    return Origin(step=found.manifest.step, lineage=found.manifest.lineage)

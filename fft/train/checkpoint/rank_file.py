@@ -1,0 +1,123 @@
+"""State as two files: tensors by safetensors, all the rest as JSON that names them. No pickle.
+
+What is no JSON has a form of its own: a dict with one key that begins with ``$``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from fft.util.errors import FftError
+
+
+class UnfitForFile(FftError):
+    """Something in a state that no file of a checkpoint can hold; names the place."""
+
+
+class UnreadableFile(FftError):
+    """A file of a checkpoint that is not what it should be."""
+
+
+def packed(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Plain data with tensors in it → what JSON can hold, and the tensors by name.
+
+    Raises UnfitForFile.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _packed(tree, "", tensors), tensors
+
+
+def unpacked(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What was `packed`. Raises UnreadableFile."""
+    try:
+        return _unpacked(data, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableFile(f"the JSON does not fit its tensors: {error!r}") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises OSError. The tensors are on the CPU, and share no memory."""
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    except KeyError as error:
+        raise UnfitForFile(f"safetensors has no type for tensors of {error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Raises UnreadableFile, OSError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UnreadableFile(f"{path.name}: no safetensors file: {error}") from error
+
+
+def to_json(data: Any) -> bytes:
+    """As bytes of a file."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+
+
+def from_json(data: bytes, name: str) -> Any:
+    """Raises UnreadableFile."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(f"{name}: no JSON ({error})") from error
+
+
+def _packed(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        name = place.lstrip(".") or "value"
+        while name in tensors:  # keys of different types may look alike
+            name += "'"
+        tensors[name] = value
+        return {"$tensor": name}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple):
+        items = [_packed(item, f"{place}.{i}", tensors) for i, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        pairs = [(k, _packed(v, f"{place}.{k}", tensors)) for k, v in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[_packed(k, f"{place}.key", tensors), v] for k, v in pairs]}
+    raise UnfitForFile(
+        f"{place.lstrip('.')} is a {type(value).__name__}, which a checkpoint cannot hold: it "
+        "takes tensors, dicts, lists, tuples, str, bytes, bool, int, float and None"
+    )
+
+
+def _unpacked(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(data, list):
+        return [_unpacked(item, tensors) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) == 1:
+        ((kind, value),) = data.items()
+        if kind == "$tensor":
+            return tensors[value]
+        if kind == "$float":
+            return float(value)
+        if kind == "$bytes":
+            return base64.b64decode(value, validate=True)
+        if kind == "$tuple":
+            return tuple(_unpacked(item, tensors) for item in value)
+        if kind == "$dict":
+            return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in value}
+    return {key: _unpacked(value, tensors) for key, value in data.items()}

@@ -1,0 +1,202 @@
+"""The state of a rank as of a commit, copied beside the training.
+
+What a body may change is copied at once, on the main thread. Parameters and optimizer state do not
+change before the next update, so that a thread copies them, while the next body runs; whoever is
+about to change them waits for it (`Snapshot.finish`). Holds one copy of what this rank has.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fft.train.checkpoint.rank_file import packed
+from fft.train.local_tensors import edit_count
+from fft.train.rank_state import RankState
+from fft.train.state.random_states import export_random
+from fft.train.state.serial import plain
+
+LATE = ("state.parameters.", "state.optimizers.")
+"""Places of what no body changes, by its names in a file."""
+
+
+class Staging:
+    """Memory for one copy of a rank's state, used again by each checkpoint."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def like(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors on the CPU of the same shapes and types."""
+        self._held = {name: self._one(name, tensor) for name, tensor in tensors.items()}
+        return self._held
+
+    def _one(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        held = self._held.get(name)
+        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
+            return held
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of a sharded tensor this rank has."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offset: tuple[int, ...]
+
+
+class Snapshot:
+    """One copy. The constructor runs on the main thread, between two bodies; `copy` on another.
+
+    Args:
+        state: of this rank.
+        shared: with what all groups have in common; else only what is this rank's own.
+        at_once: parameters that are changed by other code than updates; bodies' are known.
+
+    Raises:
+        TypeError, UnfitForFile: something in the state cannot be in a file; names the place.
+    """
+
+    def __init__(
+        self, state: RankState, staging: Staging, shared: bool, at_once: Set[str] = frozenset()
+    ) -> None:
+        tree, self._watched = _tree_of(state, shared)
+        self.data, live = packed(tree)
+        self._targets = staging.like(live)
+        edited = state.step.edited if state.step is not None else None
+        edited = None if edited is None else edited | at_once
+        late = [name for name in live if name.startswith(LATE) and not _is_in(name, edited)]
+        self._versions = {name: edit_count(t) for name, t in self._watched.items()}
+        self._late = {name: live[name] for name in late}
+        for name in live.keys() - self._late.keys():
+            self._targets[name].copy_(live[name])
+        self._late_names = frozenset(late)
+        self._streams = _mark_streams(self._late)
+        self._copied = threading.Event()
+        self.confirmed = threading.Event()
+        """Nobody has changed what was copied before the copy was done; or `problem` says it."""
+        self._lock = threading.Lock()
+        self.copy_s = 0.0
+        self.problem: str | None = None
+        """Why it must not be used."""
+        self.edited: tuple[str, ...] = ()
+        """Parameters that were changed while they were copied."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The copy, once `copy` has returned True."""
+        return self._targets
+
+    def copy(self) -> bool:
+        """Copy the rest. Whether the whole is the state as of the commit."""
+        began = time.monotonic()
+        try:
+            with torch.no_grad():
+                self._copy()
+        finally:
+            self.copy_s = time.monotonic() - began
+            with self._lock:
+                self._late = {}
+                self._copied.set()
+        return self.problem is None
+
+    def _copy(self) -> None:
+        for device, marked in self._streams.items():
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                stream.wait_event(marked)
+                for name, tensor in self._late.items():
+                    if tensor.device == device:
+                        self._targets[name].copy_(tensor, non_blocking=True)
+            stream.synchronize()
+        for name, tensor in self._late.items():
+            if self.problem is not None:
+                return
+            if tensor.device not in self._streams:
+                self._targets[name].copy_(tensor)
+
+    def finish(self, limit_s: float) -> float:
+        """Main thread, before anything that was not copied at once may change: wait for the copy.
+
+        It is given up if that takes longer than ``limit_s``, or if a body has changed a parameter
+        meanwhile. The seconds waited.
+        """
+        began = time.monotonic()
+        if self.confirmed.is_set():
+            return 0.0
+        if not self._copied.wait(limit_s):
+            self._give_up(f"its copy was not done {limit_s:g} s after the vote")
+        watched, self._watched = self._watched, {}
+        self.edited = tuple(n for n, t in watched.items() if edit_count(t) != self._versions[n])
+        if self.edited and any(f"{LATE[0]}{name}" in self._late_names for name in self.edited):
+            self._give_up(
+                f"{', '.join(self.edited[:3])} was changed while it was copied; from now on it is "
+                "copied before anybody can"
+            )
+        self.confirmed.set()
+        return time.monotonic() - began
+
+    def _give_up(self, problem: str) -> None:
+        with self._lock:
+            self.problem = self.problem or problem
+
+
+def _is_in(name: str, edited: Set[str] | None) -> bool:
+    """Whether bodies change that parameter, by its name in a file; None: it is not known yet."""
+    prefix = LATE[0]
+    return name.startswith(prefix) and (edited is None or name.removeprefix(prefix) in edited)
+
+
+def _tree_of(state: RankState, shared: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What goes into the files of a rank, and the parameters by name."""
+    step = state.step
+    own: dict[str, Any] = {"random": export_random(step.generators if step is not None else None)}
+    if step is not None:
+        own["buffers"] = step.export_buffers()
+    if not shared:
+        return {"own": own}, {}
+    found: dict[str, Any] = {
+        "own": own,
+        "user": {
+            key: plain(value(), f"state_dict of {key!r}") for key, value in state.users.items()
+        },
+        "state": None if step is None else step.export(across_body=True),
+        "data": state.export_data(),
+    }
+    if step is None:
+        return found, {}
+    del found["state"]["buffers"]
+    found["layouts"] = {
+        name: {"shape": list(layout.shape), "offset": list(layout.offset)}
+        for name, tensor in step.names().items()
+        if (layout := layout_of(tensor)) is not None
+    }
+    return found, step.names()
+
+
+def layout_of(tensor: torch.Tensor) -> Layout | None:
+    """The part of a DTensor that this rank has; None: it has all."""
+    if not isinstance(tensor, DTensor):
+        return None
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Layout(tuple(tensor.shape), tuple(offset))
+
+
+def _mark_streams(late: Mapping[str, torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
+    """Events behind all that was issued on the devices of ``late`` so far."""
+    found: dict[torch.device, torch.cuda.Event] = {}
+    for device in {tensor.device for tensor in late.values() if tensor.is_cuda}:
+        found[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        found[device].record(torch.cuda.current_stream(device))
+    return found

@@ -1,0 +1,83 @@
+"""The random generators of this process, as plain data: torch's, numpy's and Python's own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fft.train import accelerator
+
+
+def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:
+    """One function for each random generator that puts it back to where it is now."""
+    if generators is not None:
+        return [_bind(g.set_state, g.get_state()) for g in generators]
+    found = [
+        _bind(torch.set_rng_state, torch.get_rng_state()),
+        _bind(random.setstate, random.getstate()),
+    ]
+    found += [_bind(put, state) for put, state in accelerator.rng_states()]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found.append(_bind(numpy.random.set_state, numpy.random.get_state()))
+    return found
+
+
+def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any]:
+    """Where they stand: plain values and tensors. None: the process's own, as for a rollback."""
+    if generators is not None:
+        return {"generators": [generator.get_state() for generator in generators]}
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [str(name), [int(key) for key in keys], *(_plain(each) for each in rest)]
+    return found
+
+
+def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str, Any]) -> None:
+    """Put them to where `export_random` found those of the rank that ``state`` comes from.
+
+    Raises ValueError: it was taken with other ``generators``.
+    """
+    given = state.get("generators")
+    if (given is None) != (generators is None) or len(given or ()) != len(generators or ()):
+        raise ValueError(
+            f"random states of {len(given or ())} generators came, {len(generators or ())} are "
+            "here: give register(…, generators=) the same ones"
+        )
+    for generator, value in zip(generators or (), given or (), strict=True):
+        generator.set_state(value)
+    if generators is not None:
+        return
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def _plain(value: Any) -> int | float:
+    return float(value) if isinstance(value, float) else int(value)
+
+
+def _bind(put: Callable[[Any], object], value: object) -> Callable[[], None]:
+    def put_back() -> None:
+        put(value)
+
+    return put_back

@@ -1,0 +1,177 @@
+"""What a store keeps: durable files, names that come last, and what is removed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from checkpoint_files import bytes_below, deliver, manifest_of, published, written
+
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.choice import choose
+from fft.durable.manifest import partial_name
+from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
+from fft.durable.stores import LocalStore, Store, StoreError, open_store
+
+
+@pytest.fixture(params=["directory", "file-url", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """The same promises, wherever it lies."""
+    places = {
+        "directory": str(tmp_path / "store"),
+        "file-url": f"file://{tmp_path}/store",
+        "memory": f"memory://{tmp_path.name}",
+    }
+    made = open_store(places[request.param])
+    made.prepare()
+    return made
+
+
+def test_what_is_published_verifies_and_is_found_by_its_step(store: Store) -> None:
+    found = published(store, 2, 9, 10)
+    assert [entry.step for entry in found.found()] == [2, 9, 10]
+    assert found.verify(9).cursor == 18
+    newest, problems = found.newest()
+    assert newest is not None and newest.step == 10 and not problems
+
+
+def test_what_is_not_published_is_named_and_never_chosen(store: Store) -> None:
+    published(store, 2)
+    written(store, 5)
+    found = Checkpoints(store)
+    assert [(e.step, e.problem is None) for e in found.found()] == [(2, True), (None, False)]
+    newest, _ = found.newest()
+    assert newest is not None and newest.step == 2
+
+
+def test_a_receipt_of_another_attempt_or_without_its_file_does_not_count(store: Store) -> None:
+    directory = written(store, 5, "new")
+    deliver(store, directory, "old", "1", 1, 5)
+    assert ("1", 1) not in Checkpoints(store).receipts(directory, "new")
+    assert len(Checkpoints(store).receipts(directory, "new")) == 3
+
+
+def test_the_newest_are_kept_and_what_older_attempts_left_goes(store: Store) -> None:
+    found = published(store, 2, 4, 6, 8)
+    written(store, 3, "killed")
+    written(store, 9, "under-way")
+    removed = found.prune(2)
+    assert sorted(removed) == ["step-2", partial_name(3, "killed"), "step-4"]
+    assert [e.name for e in found.found()] == ["step-6", "step-8", partial_name(9, "under-way")]
+    assert found.prune(0) == []
+    assert found.verify(6).step == 6
+
+
+def test_later_steps_are_of_a_past_that_is_given_up(store: Store) -> None:
+    found = published(store, 4, 8, 12)
+    directory = written(store, 6)
+    found.publish(directory, manifest_of(store, directory, "a1", 6))
+    assert [e.step for e in found.found()] == [4, 6, None, None]
+    newest, _ = found.newest()
+    assert newest is not None and newest.step == 6
+
+
+def test_one_that_is_taken_again_takes_the_place_of_the_first(store: Store) -> None:
+    found = published(store, 4)
+    directory = written(store, 4, "again")
+    found.publish(directory, manifest_of(store, directory, "again", 4))
+    assert found.verify(4).attempt == "again"
+
+
+def test_files_are_synced_before_their_names_and_the_directory_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which the system is asked."""
+    said: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def noted_sync(fd: int) -> None:
+        said.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        sync(fd)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        said.append(f"rename {self.name} {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    store = LocalStore(tmp_path)
+    store.write("step-1.partial-a/x.json", b"{}")
+    store.rename("step-1.partial-a", "step-1")
+    assert said == [
+        "sync .x.json.new",
+        "rename .x.json.new x.json",
+        "sync step-1.partial-a",
+        "rename step-1.partial-a step-1",
+        f"sync {tmp_path.name}",
+    ]
+
+
+def test_a_write_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with pytest.raises(OSError, match="no room"), store.writing("d/file") as path:
+        path.write_bytes(b"half")
+        raise OSError("no room")
+    assert bytes_below(tmp_path) == {}
+
+
+def test_a_file_that_is_being_written_is_none_yet(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with store.writing("d/file") as path:
+        path.write_bytes(b"half")
+        assert store.files("d") == {}
+    assert store.files("d") == {"file": 4}
+
+
+def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(StoreError, match="give a directory that this user may write to"):
+        open_store(str(tmp_path / "file" / "x")).prepare()
+    with pytest.raises(StoreError, match="nosuchscheme"):
+        open_store("nosuchscheme://x")
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [(7, 7, None), ("7", 7, None), ("90s", None, 90.0), ("1.5m", None, 90.0), ("2h", None, 7200.0)],
+)
+def test_the_interval_is_of_steps_or_of_time(
+    every: int | str, steps: int | None, seconds: float | None
+) -> None:
+    plan = Checkpointing("x", every)
+    assert (plan.steps, plan.seconds) == (steps, seconds)
+
+
+@pytest.mark.parametrize("every", ["", "0", "-1", "1.5", "s", "0s", "10 s", "abc", "1e3s"])
+def test_another_interval_is_refused(every: str) -> None:
+    with pytest.raises(CheckpointError, match="such as 100, or a time"):
+        Checkpointing("x", every)
+
+
+def test_the_environment_comes_before_the_script_and_tells_the_same(tmp_path: Path) -> None:
+    plan = Checkpointing(tmp_path, "30s", 5)
+    env = plan.to_env(12)
+    assert checkpointing_of("elsewhere", env) == Checkpointing(str(tmp_path), "30s", 5, 12)
+    assert checkpointing_of("elsewhere", {}) == Checkpointing("elsewhere")
+    assert checkpointing_of(None, plan.to_env(None)) == Checkpointing(str(tmp_path), "30s", 5)
+    for name in ("FFT_RESUME", "FFT_CHECKPOINT_KEEP", "FFT_CHECKPOINT_EVERY"):
+        with pytest.raises(CheckpointError):
+            checkpointing_of(None, {**env, name: "never mind"})
+
+
+def test_a_new_job_does_not_begin_among_the_checkpoints_of_another(store: Store) -> None:
+    assert choose(Checkpoints(store), resume=False) is None
+    assert choose(Checkpoints(store), resume=True) is None
+    found = published(store, 3)
+    with pytest.raises(CheckpointError, match=r"has checkpoints already \(the newest: step-3\)"):
+        choose(found, resume=False)
+    chosen = choose(found, resume=True)
+    assert chosen is not None and chosen.step == 3
+
+
+def test_a_job_does_not_begin_anew_where_all_its_checkpoints_are_damaged(tmp_path: Path) -> None:
+    found = published(open_store(str(tmp_path)), 3)
+    (tmp_path / "step-3" / "g0r0.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-3/g0r0\.json: the file is missing"):
+        choose(found, resume=True)

@@ -1,0 +1,86 @@
+"""A small FSDP2 job for test_durable.py; `fft run` starts it. Leaves a digest of its last state.
+
+``durable_script.py STEPS OUT [PAUSE_S [STAGE STEP]]``: PAUSE_S is what a body takes longer. When
+a checkpoint from STEP on comes to STAGE, all ranks end, as in a power cut; once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from ranks import Samples, sharded_rank
+
+import fft
+from fft.durable.manifest import step_of
+from fft.durable.stores import LocalStore
+from fft.train.checkpoint.writer import RankWriter
+
+
+def cut_at(stage: str, step: int, marks: Path) -> None:
+    """Have all processes of the job SIGKILLed as one, when a checkpoint from ``step`` on is at
+    ``stage``; once."""
+    begin, rename = RankWriter._at, LocalStore.rename
+
+    def at(self: RankWriter, came: str) -> None:
+        begin(self, came)
+        if came == stage and self._attempt.record.step >= step:
+            cut(stage, marks)
+
+    def renaming(self: LocalStore, old: str, new: str) -> None:
+        due = (step_of(new) or 0) >= step
+        if due and stage == "renaming":
+            cut(stage, marks)
+        rename(self, old, new)
+        if due and stage == "renamed":
+            cut(stage, marks)
+
+    RankWriter._at = at  # type: ignore[method-assign]
+    LocalStore.rename = renaming  # type: ignore[method-assign]
+
+
+def cut(stage: str, marks: Path) -> None:
+    """End this process and all others of the job, the first time."""
+    try:
+        (marks / f"cut-{stage}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    for mark in marks.glob("pid-*"):
+        if (pid := int(mark.name.removeprefix("pid-"))) != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Train to the end; every commit is traced with a digest of the weights."""
+    steps, out = int(sys.argv[1]), Path(sys.argv[2])
+    pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+    (out / f"pid-{os.getpid()}").touch()
+    if len(sys.argv) > 5:
+        cut_at(sys.argv[4], int(sys.argv[5]), out)
+    rank = sharded_rank(2, {"quorum": 60.0})
+    try:
+        loader = fft.CursorLoader(Samples(), batch_size=8, seed=5)
+        for txn in rank.manager.transactions(loader, max_steps=steps):
+            with txn:
+                F.mse_loss(rank.model(txn.batch), txn.batch).backward()
+                time.sleep(pause)  # what a larger model computes
+        digest = [rank.manager.digest(), rank.manager.current_step()]
+        own = [int(x) for x in torch.get_rng_state().sum().reshape(1)]
+        path = out / f"final-{rank.group}-{rank.number}.json"
+        path.with_suffix(".new").write_text(json.dumps([*digest, *own]))
+        path.with_suffix(".new").rename(path)
+    finally:
+        rank.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Durable checkpoints end to end: all ranks of 2 x 2 FSDP2 SIGKILLed, and the job goes on.
+
+Judged by the bits of the final state, which must be those of a run without kills, by the slices of
+data on the lineage that results, and by the audit of all starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from forked_run import FftRun, fft, running
+from waiting import wait_until
+
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.stores import open_store
+from fft.trace.audit import read_lines, trace_files
+from fft.trace.resumed import audit_job
+from fft.trace.starts import start_folders
+
+SCRIPT = Path(__file__).with_name("durable_script.py")
+STEPS, EVERY = 24, 4
+LIMIT_S = 240
+STAGES = ("copying", "writing", "delivering", "publishing", "renaming", "renamed")
+
+pytestmark = pytest.mark.multiprocess
+
+
+def arguments(root: Path, *script: object, **options: object) -> list[str]:
+    """Of `fft run`; the same for each start of a job."""
+    (root / "out").mkdir(exist_ok=True)
+    given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", **options}
+    given |= {"checkpoint": root / "checkpoints", "every": EVERY, "timeout": LIMIT_S - 20}
+    flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
+    for name, value in given.items():
+        flags += [f"--{name}", str(value)]
+    return [*flags, str(SCRIPT), *map(str, script)]
+
+
+def ends(root: Path) -> dict[str, list[object]]:
+    """What each rank had at the end: digest of its state, step, and its random numbers."""
+    found = sorted((root / "out").glob("final-*.json"))
+    return {path.name: json.loads(path.read_text()) for path in found}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    """The ends of a run without kills."""
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
+
+
+def run_undisturbed(root: Path, steps: int) -> dict[str, list[object]]:
+    """The ends of such a run."""
+    done = fft(*arguments(root, steps, root / "out"), folder=root, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = ends(root)
+    assert len(found) == 4
+    return found
+
+
+def folders(root: Path) -> list[Path]:
+    """Of the starts that have traces, in their order."""
+    return [f for f in start_folders(root / "traces") if any(f.glob("*.jsonl"))]
+
+
+def began_at(folder: Path) -> int:
+    """The step that a start began with."""
+    lines = [path.open().readline() for path in trace_files(folder)]
+    heads = [json.loads(line) for line in lines if line.endswith("\n")]  # else killed at once
+    return max((head["start"]["step"] for head in heads), default=sys.maxsize)
+
+
+def consumed(root: Path, steps: int) -> dict[int, list[int]]:
+    """Slices that each rank number consumed on the lineage that results, all groups together."""
+    starts, found = folders(root), dict[int, list[int]]()
+    begins = [*map(began_at, starts[1:]), steps]
+    for number, folder in enumerate(starts):
+        until = min(begins[number:])  # a later start may have gone back further
+        for line in read_lines(folder, lambda line: line.get("note") == "consumed"):
+            data = line["data"]
+            if data["step"] < until and data["slice"] is not None:
+                found.setdefault(line["rank"], []).append(data["slice"])
+    return found
+
+
+def judge(root: Path, expected: dict[str, list[object]], starts: int, steps: int = STEPS) -> None:
+    """Equal bits, each slice once, and an audit without findings."""
+    assert ends(root) == expected
+    assert len(folders(root)) >= starts
+    for slices in consumed(root, steps).values():
+        assert sorted(slices) == list(range(2 * steps))
+    report = audit_job(root / "traces")
+    assert report.ok, report.render()
+    whole = Checkpoints(open_store(str(root / "checkpoints")))
+    newest, problems = whole.newest()
+    assert newest is not None and newest.step == steps and not problems
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(stage, marks=() if stage == "publishing" else pytest.mark.long)
+        for stage in STAGES
+    ],
+)
+def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
+    stage: str, undisturbed: dict[str, list[object]], tmp_path: Path
+) -> None:
+    script = (STEPS, tmp_path / "out", 0.02, stage, 2 * EVERY)
+    done = fft(*arguments(tmp_path, *script), folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / f"cut-{stage}").exists()
+    last = 2 if stage == "renamed" else 1
+    assert f"the job starts again from the checkpoint of step {last * EVERY}" in done.stderr
+    judge(tmp_path, undisturbed, starts=2)
+
+
+def test_a_bus_that_forgot_the_job_costs_the_steps_since_the_last_checkpoint(
+    undisturbed: dict[str, list[object]], tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("faults:\n  - {name: forget, kind: bus_restart, step: 10}\n")
+    given = arguments(tmp_path, STEPS, tmp_path / "out", 0.05, faults=plan)
+    done = fft(*given, folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the bus has forgotten the job: the job starts again from the" in done.stderr
+    judge(tmp_path, undisturbed, starts=2)
+
+
+def living(root: Path) -> Iterator[int]:
+    """Processes of the job that run, by what they have said of themselves."""
+    for mark in (root / "out").glob("pid-*"):
+        pid = int(mark.name.removeprefix("pid-"))
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                yield pid
+
+
+def kill_ranks(root: Path) -> None:
+    """As by a power cut: no rank outlives another by more than the time of a system call."""
+    for pid in list(living(root)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for mark in (root / "out").glob("pid-*"):
+        mark.unlink()
+
+
+def kill_now_and_then(root: Path, process: FftRun, times: int, dice: random.Random) -> int:
+    """SIGKILL all ranks ``times`` times, each some time after they have begun. How often it was."""
+    done = 0
+    while done < times and process.runs:
+        wait_until(lambda: len(list(living(root))) == 4 or not process.runs, "four ranks", LIMIT_S)
+        time.sleep(dice.uniform(0.0, 2.5))  # the moment is what is random, and waits for nothing
+        if process.runs and not ends(root):
+            kill_ranks(root)
+            done += 1
+    return done
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(2, STEPS), pytest.param(20, 100, marks=pytest.mark.long)]
+)
+def test_all_ranks_are_killed_at_random_moments(
+    kills: int, steps: int, undisturbed: dict[str, list[object]], tmp_path: Path
+) -> None:
+    """Every other time with the supervisor, which is then started by the same command again."""
+    dice, done = random.Random(kills), 0
+    command = arguments(tmp_path, steps, tmp_path / "out", 0.15)
+    while not ends(tmp_path):
+        with running(*command, folder=tmp_path) as process:
+            done += kill_now_and_then(tmp_path, process, min(kills - done, 2), dice)
+            if done < kills:
+                process.end()  # and with it its ranks
+                continue
+            code = process.wait(LIMIT_S)
+            assert code == 0, process.tail()
+    assert done == kills, "it was through before it was killed so often"
+    if steps != STEPS:
+        (tmp_path / "undisturbed").mkdir()
+        undisturbed = run_undisturbed(tmp_path / "undisturbed", steps)
+    judge(tmp_path, undisturbed, starts=2, steps=steps)

@@ -1,0 +1,413 @@
+"""Durable checkpoints of one rank: what they hold, what disturbs them, and what they never do.
+
+Each job here is one process without a launcher; a start after another is a new manager, with a new
+model whose weights are others until the checkpoint is loaded. `test_durable.py` has whole jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import resource
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import Forked
+from torch import nn
+from torchft import ProcessGroupGloo
+from waiting import wait_until
+
+import fft
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.manifest import DamagedCheckpoint
+from fft.durable.plan import CheckpointError
+from fft.durable.stores import LocalStore, open_store
+from fft.trace.audit import audit_dir, read_lines
+from fft.train.data.source import DataError
+from fft.train.state.serial import StateMismatch
+
+SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def nobody_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SET_BY_LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Counter:
+    """Something else that is registered, with values that JSON has no form for."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, Any] = {1: 0.0, "nan": float("nan"), "pair": (1, b"x")}
+
+    def count(self) -> None:
+        self.seen[1] += 1.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "none": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["none"] is None and state["seen"]["pair"] == (1, b"x")
+        self.seen = state["seen"]
+
+
+class Stream:
+    """A stateful loader that, as some do, is right only if its state is put back before it begins,
+    and that gives the state of what was drawn last."""
+
+    def __init__(self, items: int = 64) -> None:
+        self.items, self.at, self.resumed = items, 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < self.items:
+            self.at += 1
+            yield torch.sin(torch.arange(4.0 * WIDTH).reshape(4, WIDTH) * self.at)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "resumed": self.resumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.resumed = state["at"], state["resumed"] + 1
+
+
+class Start:
+    """One start of a job."""
+
+    def __init__(self, traces: Path, seed: int = 3, width: int = WIDTH, **settings: Any) -> None:
+        self.manager = fft.ManagerFFT(
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+            trace_dir=traces,
+            **settings,
+        )
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(WIDTH, width), nn.BatchNorm1d(width), nn.Dropout(), nn.Linear(width, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=4)
+        self.counter = Counter()
+        extra = {"counter": self.counter}
+        self.manager.register(
+            self.model, self.optimizer, self.schedule, extra=extra, scaler=self.scaler
+        )
+        self.manager.on_commit(self.counter.count)
+        self.manager.sync_gradients(self.model)
+        self.losses: list[float] = []
+
+    def train(self, loader: Any, steps: int, clamp_from: int | None = None) -> Start:
+        """To the end of step ``steps``; from ``clamp_from`` on the body changes parameters."""
+        try:
+            for txn in self.manager.transactions(loader, max_steps=steps):
+                with txn:
+                    loss = self.model(txn.batch).square().mean() * (1 + 0.1 * random.random())
+                    self.scaler.scale(loss).backward()
+                    self.losses.append(loss.item())
+                    if clamp_from is not None and txn.step >= clamp_from:
+                        with torch.no_grad():
+                            self.model[0].weight.clamp_(-0.01, 0.01)
+        finally:
+            self.manager.shutdown()
+        return self
+
+    def all(self) -> tuple[Any, ...]:
+        """Every bit that counts."""
+        rest = (self.schedule.state_dict(), self.scaler.state_dict(), self.counter.seen[1])
+        return (self.manager.digest(), *rest, torch.rand(3).tolist(), random.random())
+
+
+def at(place: Path, **values: Any) -> fft.Checkpointing:
+    return fft.Checkpointing(place, **{"every": 4, "resume": True, **values})
+
+
+def notes(traces: Path, name: str) -> list[dict[str, Any]]:
+    return [line["data"] for line in read_lines(traces) if line.get("note") == name]
+
+
+@pytest.mark.parametrize("loader", [Stream, lambda: fft.CursorLoader(data(), 4, seed=5)])
+def test_a_job_resumed_twice_in_a_row_has_the_bits_of_one_that_was_not(
+    loader: Any, tmp_path: Path
+) -> None:
+    whole = Start(tmp_path / "whole").train(loader(), 18).all()
+    place = tmp_path / "checkpoints"
+    for number, steps in enumerate((5, 6, 13, 18)):  # the second time after a single step
+        traces = tmp_path / f"start{number}"
+        start = Start(traces, seed=3 + 90 * number, checkpoint=at(place))
+        start.train(loader(), steps)
+        assert audit_dir(traces).ok
+    assert start.all() == whole
+    assert [n["step"] for n in notes(tmp_path / "start3", "resumed")] == [13]
+
+
+class Tensors(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(float(WIDTH)) * index)
+
+
+def data() -> Tensors:
+    return Tensors()
+
+
+def test_what_a_body_changes_for_the_first_time_while_it_is_copied_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the next checkpoint, for which it is copied at once, is that of its step."""
+    place, traces = tmp_path / "checkpoints", tmp_path / "traces"
+    Start(traces, checkpoint=at(place, keep=0)).train(Stream(), 12, clamp_from=4)
+    found = Checkpoints(open_store(str(place)))
+    assert [e.step for e in found.found() if e.step is not None] == [8, 12]
+    assert "0.weight was changed while it was copied" in caplog.text
+    whole = Start(tmp_path / "whole").train(Stream(), 18, clamp_from=4).all()
+    again = Start(tmp_path / "again", 7, checkpoint=at(place))
+    assert again.train(Stream(), 18, clamp_from=4).all() == whole
+
+
+def test_no_update_is_applied_before_the_copy_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that takes until the next vote, and is let go on only when that waits for it."""
+    from fft.train.checkpoint import snapshot
+
+    go_on, copy = threading.Event(), snapshot.Snapshot._copy
+    finish = snapshot.Snapshot.finish
+
+    def late(self: snapshot.Snapshot) -> None:
+        assert go_on.wait(60)
+        copy(self)
+
+    def waits(self: snapshot.Snapshot, limit_s: float) -> float:
+        go_on.set()
+        return finish(self, limit_s)
+
+    monkeypatch.setattr(snapshot.Snapshot, "_copy", late)
+    monkeypatch.setattr(snapshot.Snapshot, "finish", waits)
+    place = tmp_path / "checkpoints"
+    Start(tmp_path / "a", checkpoint=at(place)).train(Stream(), 7)
+    (tmp_path / "checkpoints" / "step-7").rename(tmp_path / "step-7")  # that of the end
+    again = Start(tmp_path / "b", 7, checkpoint=at(place)).train(Stream(), 18)
+    assert notes(tmp_path / "b", "resumed")[0]["step"] == 4
+    assert again.all() == Start(tmp_path / "whole").train(Stream(), 18).all()
+
+
+def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fft.train.checkpoint import checkpointer, snapshot
+
+    ended, copy = threading.Event(), snapshot.Snapshot._copy
+    held = iter([True])
+
+    def stands(self: snapshot.Snapshot) -> None:
+        if next(held, False):
+            assert ended.wait(60)
+        copy(self)
+
+    monkeypatch.setattr(snapshot.Snapshot, "_copy", stands)
+    monkeypatch.setattr(checkpointer, "COPY_LIMIT_S", 0.05)
+    start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints", keep=0))
+    start.manager.on_commit(lambda: ended.set() if len(start.losses) == 6 else None)
+    start.train(Stream(), 12)
+    found = Checkpoints(open_store(str(tmp_path / "checkpoints"))).found()
+    assert [e.step for e in found if e.step is not None] == [8, 12]
+    assert "its copy was not done 0.05 s after the vote" in caplog.text
+
+
+def test_a_store_that_goes_away_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on; log and trace say it, with the place; the next one is whole."""
+    place, traces = tmp_path / "checkpoints", tmp_path / "traces"
+    start = Start(traces, checkpoint=at(place, keep=0))
+
+    def disturb() -> None:
+        step = len(start.losses)
+        if step == 6:
+            wait_until(lambda: (place / "step-4").exists(), "the first one is there")
+            place.rename(tmp_path / "away")
+            place.write_text("no directory any more")
+        if step == 11:
+            wait_until(lambda: bool(notes(traces, "checkpoint_failed")), "it has failed")
+            place.unlink()
+            (tmp_path / "away").rename(place)
+
+    start.manager.on_commit(disturb)
+    start.train(Stream(), 12)
+    found = Checkpoints(open_store(str(place)))
+    assert [e.step for e in found.found()] == [4, 12]
+    assert found.verify(12).step == 12
+    (failed,) = notes(traces, "checkpoint_failed")
+    assert failed["step"] == 8 and "NotADirectoryError" in failed["error"]
+    assert "no checkpoint of step 8" in caplog.text and str(place) in caplog.text
+
+
+def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that is under way is finished; those that were due meanwhile are left out."""
+    place, go_on, write = tmp_path / "checkpoints", threading.Event(), LocalStore.write
+
+    def slow(self: LocalStore, path: str, data: bytes) -> None:
+        if path.startswith("step-4.") and path.endswith(".json"):
+            assert go_on.wait(60)
+        write(self, path, data)
+
+    monkeypatch.setattr(LocalStore, "write", slow)
+    start = Start(tmp_path / "traces", checkpoint=at(place, keep=0))
+
+    def let_go() -> None:
+        if len(start.losses) == 13:
+            go_on.set()
+            wait_until((place / "step-4").exists, "it is published")
+
+    start.manager.on_commit(let_go)
+    start.train(Stream(), 16)
+    assert [n["step"] for n in notes(tmp_path / "traces", "checkpoint_skipped")] == [8, 12]
+    assert "no checkpoint of step 8: the one before is still being written" in caplog.text
+    steps = [e.step for e in Checkpoints(open_store(str(place))).found()]
+    assert steps == [4, 16]
+
+
+def _fill_the_disk(root: Path) -> None:
+    """In a process of its own: no file may be longer than half a checkpoint's."""
+    logging.basicConfig(filename=root / "log")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+    start = Start(root / "traces", width=40_000, checkpoint=at(root / "checkpoints", keep=0))
+    start.train(Stream(), 9)
+    (root / "steps").write_text(str(start.manager.current_step()))
+
+
+def test_a_disk_without_room_costs_the_checkpoint_and_leaves_nothing_half(tmp_path: Path) -> None:
+    env = dict.fromkeys(SET_BY_LAUNCHERS)
+    process = Forked(_fill_the_disk, tmp_path, env=env, log=tmp_path / "out")
+    try:
+        assert process.wait(120) == 0, process.tail()
+    finally:
+        process.end()
+    assert (tmp_path / "steps").read_text() == "9"
+    assert not list((tmp_path / "checkpoints").rglob("*.safetensors*"))
+    failed = notes(tmp_path / "traces", "checkpoint_failed")
+    assert [n["step"] for n in failed] == [4, 8, 9]
+    assert all(n["stage"] == "writing" for n in failed)
+    assert (tmp_path / "log").read_text().count("no checkpoint of step") == 3
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Checkpoints of steps 4 and 6."""
+    where = tmp_path / "checkpoints"
+    Start(tmp_path / "first", checkpoint=at(where)).train(Stream(), 6)
+    return where
+
+
+def test_another_model_is_refused_before_anything_is_changed(place: Path, tmp_path: Path) -> None:
+    start = Start(tmp_path / "second", seed=7, width=WIDTH + 1, checkpoint=at(place))
+    before = start.manager.digest()
+    with pytest.raises(StateMismatch, match=r"parameters\[model0.0.weight\]: shape"):
+        start.train(Stream(), 9)
+    assert start.manager.digest() == before
+
+
+def test_other_data_are_refused(place: Path, tmp_path: Path) -> None:
+    loader = fft.CursorLoader(data(), 4, seed=5)
+    with pytest.raises(DataError, match="another kind of loader"):
+        Start(tmp_path / "second", checkpoint=at(place)).train(loader, 9)
+
+
+def test_a_new_job_is_not_mixed_into_the_checkpoints_of_another(
+    place: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="go on from them by --resume"):
+        Start(tmp_path / "second", checkpoint=at(place, resume=False)).train(Stream(), 9)
+
+
+def test_a_step_that_was_asked_for_and_is_damaged_is_not_replaced_by_another(
+    place: Path, tmp_path: Path
+) -> None:
+    file = next((place / "step-4").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match="its SHA-256 is not as it was written"):
+        Start(tmp_path / "second", checkpoint=at(place, resume=4)).train(Stream(), 9)
+    start = Start(tmp_path / "third", checkpoint=at(place)).train(Stream(), 9)
+    assert len(start.losses) == 3, "the newest, of step 6, is whole"
+
+
+def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
+    start.manager.on_commit(
+        lambda: start.counter.seen.update(odd=torch.ones(2, dtype=torch.cdouble))
+    )
+    start.train(Stream(), 5)
+    assert start.manager.current_step() == 5
+    assert "safetensors has no type for tensors of torch.complex128" in caplog.text
+
+
+def test_groups_that_step_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="groups that step alone have states of their own"):
+        Start(tmp_path, spec="diloco", checkpoint=at(tmp_path / "checkpoints"))
+
+
+def test_a_torchft_loop_with_functions_of_its_own_resumes(tmp_path: Path) -> None:
+    """Without `register`, and with the update made by the loop."""
+
+    def run(traces: Path, steps: int, seed: int, **settings: Any) -> torch.Tensor:
+        torch.manual_seed(seed)
+        model = nn.Linear(WIDTH, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def load(state: dict[str, Any]) -> None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+        manager = fft.ManagerFFT(
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+            load_state_dict=load,
+            state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            min_replica_size=1,
+            trace_dir=traces,
+            **settings,
+        )
+        try:
+            manager.start_quorum()
+            while True:
+                optimizer.zero_grad()
+                batch = torch.sin(torch.arange(float(WIDTH)) * (manager.current_step() + 1))
+                (model(batch) + 0.1 * torch.randn(1)).square().backward()
+                for parameter in model.parameters():
+                    manager.allreduce(parameter.grad).wait()
+                assert manager.should_commit()
+                optimizer.step()
+                if manager.current_step() >= steps:
+                    break
+                manager.start_quorum()
+        finally:
+            manager.shutdown()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    whole = run(tmp_path / "whole", 11, 3)
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "a", 6, 3, checkpoint=at(place))
+    again = run(tmp_path / "b", 11, 55, checkpoint=at(place))
+    assert json.dumps(again.tolist()) == json.dumps(whole.tolist())
+    assert notes(tmp_path / "b", "resumed")[0]["step"] == 4
