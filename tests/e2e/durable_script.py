@@ -1,7 +1,8 @@
 """A small FSDP2 job for test_durable.py; `fft run` starts it. Leaves a digest of its last state.
 
 ``durable_script.py STEPS OUT [PAUSE_S [STAGE STEP]]``: PAUSE_S is what a body takes longer. When
-a checkpoint from STEP on comes to STAGE, all ranks end, as in a power cut; once.
+a checkpoint from STEP on comes to STAGE, all ranks end, as in a power cut; once. With ``stall`` as
+STAGE group 0 never ends with that of STEP, and the job goes on with one group.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +48,18 @@ def cut_at(stage: str, step: int, marks: Path) -> None:
     LocalStore.rename = renaming  # type: ignore[method-assign]
 
 
+def stall(group: str, step: int) -> None:
+    """Have the ranks of a group come to no end with the checkpoint of ``step``."""
+    begin = RankWriter._at
+
+    def at(self: RankWriter, came: str) -> None:
+        begin(self, came)
+        if came == "writing" and self._attempt.record.step == step and self._group == group:
+            threading.Event().wait()
+
+    RankWriter._at = at  # type: ignore[method-assign]
+
+
 def cut(stage: str, marks: Path) -> None:
     """End this process and all others of the job, the first time."""
     try:
@@ -64,9 +78,11 @@ def main() -> None:
     steps, out = int(sys.argv[1]), Path(sys.argv[2])
     pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     (out / f"pid-{os.getpid()}").touch()
-    if len(sys.argv) > 5:
+    if "stall" in sys.argv:
+        stall("0", int(sys.argv[5]))
+    elif len(sys.argv) > 5:
         cut_at(sys.argv[4], int(sys.argv[5]), out)
-    rank = sharded_rank(2, {"quorum": 60.0})
+    rank = sharded_rank(1 if "stall" in sys.argv else 2, {"quorum": 60.0})
     try:
         loader = fft.CursorLoader(Samples(), batch_size=8, seed=5)
         for txn in rank.manager.transactions(loader, max_steps=steps):
