@@ -123,6 +123,7 @@ def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
     judge(tmp_path, undisturbed, starts=2)
 
 
+@pytest.mark.long
 def test_a_bus_that_forgot_the_job_costs_the_steps_since_the_last_checkpoint(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_if_the_group_that_writes_dies_the_next_one_does(tmp_path: Path) -> None
     assert audit_job(tmp_path / "traces").ok
 
 
+@pytest.mark.long
 def test_by_time_all_ranks_take_the_same_steps(tmp_path: Path) -> None:
     given = arguments(tmp_path, 60, tmp_path / "out", 0.03, every="0.5s", keep=0)
     done = fft(*given, folder=tmp_path, within=LIMIT_S)
