@@ -24,10 +24,12 @@ NVRX_NEEDS := numpy defusedxml grpcio httpx nvidia-ml-py packaging protobuf psut
   pydantic-settings pyyaml setuptools
 # what the demo runs; the plan is meant to be edited
 PLAN ?= examples/hsdp_demo_faults.yaml
+# of the machine with a GPU that make gpu-packages is for
+PYTHON_THERE ?= 3.12
 # of make test: one more than two cores, as tests wait for a third of their time
 WORKERS ?= 3
 
-.PHONY: help setup demo demo-picture examples test test-long compat check prove chaos chaos-long bench bench-quick docs clean
+.PHONY: help setup demo demo-picture examples test test-long compat check prove chaos chaos-long bench bench-quick gpu gpu-packages docs clean
 
 help:
 	@echo "make demo    train under the fault plan $(PLAN), then report and audit"
@@ -42,6 +44,8 @@ help:
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
 	@echo "make bench   FFT beside torchft and NVIDIA's in-process restart, $(REPS) repetitions (3 hours)"
 	@echo "make bench-quick   some rows of it, once (5 minutes)"
+	@echo "make gpu     try FFT on this machine's GPU, with the torch that it has (8 minutes)"
+	@echo "make gpu-packages   what a machine with a GPU and no network may lack, for Python $(PYTHON_THERE)"
 	@echo "make docs    build the documentation as a site, in site/; broken links are errors"
 	@echo "make setup   make $(VENV) with the fft command in it (the others do it by themselves)"
 	@echo "make clean   remove $(VENV), caches and runs/"
@@ -126,6 +130,14 @@ bench: setup $(NVRX)/.tried
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.whole_step --dir $(BENCH) --reps $(REPS) --write
 	$(BIN)/python -m benchmarks.diloco --dir $(BENCH)/diloco --write
+
+# On a machine with a GPU, with its own Python (PYTHON) and torch: nothing is installed.
+gpu:
+	$(PYTHON) -m benchmarks.gpu --write
+
+# What that machine may lack, for its Python: make gpu-packages PYTHON_THERE=3.12
+gpu-packages: setup
+	$(BIN)/python -m benchmarks.gpu.packages $(PYTHON_THERE)
 
 bench-quick: setup
 	$(BIN)/python -m benchmarks.side_by_side run --dir $(BENCH) --quick

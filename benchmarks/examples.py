@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.slices import slices
 from fft.trace.audit import audit_dir, read_lines
+from fft.trace.format import scope_folders
 from fft.trace.report import fired, incidents
 
 ROOT = Path(__file__).parents[1]
@@ -31,15 +32,18 @@ class Example:
     ranks: int
     script: str
     plan: str
+    groups: int = 2
 
 
 EXAMPLES = (
     Example("hsdp", 2, "hsdp_char_lm.py", "hsdp_demo_faults.yaml"),
     Example("ddp", 1, "ddp_char_lm.py", "ddp_faults.yaml"),
     Example("pipeline", 2, "pipeline_char_lm.py", "pipeline_faults.yaml"),
+    Example("pipeline_ahead", 2, "pipeline_ahead_char_lm.py", "pipeline_ahead_faults.yaml"),
     Example("local_sgd", 1, "local_sgd_char_lm.py", "local_sgd_faults.yaml"),
     Example("diloco", 1, "diloco_char_lm.py", "diloco_faults.yaml"),
     Example("hsdp_diloco", 2, "hsdp_diloco_char_lm.py", "hsdp_diloco_faults.yaml"),
+    Example("async", 1, "async_char_lm.py", "async_faults.yaml", groups=3),
 )
 COLUMNS = (
     "committed steps",
@@ -55,7 +59,7 @@ COLUMNS = (
 def run(example: Example, folder: Path) -> bool:
     """Train it to the end of its plan; whether it ended well. Its output goes to ``job.log``."""
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2"]
+    command = [sys.executable, "-m", "fft.cli", "run", "--groups", f"{example.groups}"]
     command += ["--ranks", str(example.ranks)]
     command += ["--faults", f"examples/{example.plan}", "--trace-dir", f"{folder}/traces"]
     command += ["--stop-after-plan", "10", "--min-steps", "60", "--timeout", f"{LIMIT_S}"]
@@ -72,16 +76,18 @@ def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     report, found = audit_dir(traces), incidents(traces)
     missing = fired(traces)
     all_fired = missing is not None and missing.startswith("all ")
-    data = slices(read_lines(traces))
+    scopes = {folder: slices(read_lines(folder)) for folder in scope_folders(traces)}
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)
     middle = f"{delays[len(delays) // 2]:.0f}, {delays[-1]:.0f}" if delays else "-"
-    good = report.ok and all_fired and data.exact
+    good = report.ok and all_fired and all(data.exact for data in scopes.values())
     inner = len(read_lines(traces, lambda line: line.get("note") == "inner_commit"))
+    committed = [f"{report.commits} (job), {inner} (groups)" if inner else f"{report.commits}"]
+    committed += [f"{scope.commits} ({scope.directory.name})" for scope in report.stages]
     cells = [
-        f"{report.commits}" + (f" (job), {inner} (groups)" if inner else ""),
+        ", ".join(committed),
         f"{len(found)}" + ("" if all_fired else " (not all fired)"),
         f"{sum(i.attempts_lost for i in found)}",
-        f"{data}",
+        "; ".join(map(str, scopes.values())),
         f"{report.bytes_healed}",
         middle,
         "ok" if report.ok else "VIOLATION",

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT, Transaction
     from fft.train.periodic.algorithms import DiLoCo, LocalSGD
     from fft.train.preemption import FileNotice, HttpNotice, Notice
+    from fft.train.process_group.nccl import ShardProcessGroupNCCL
     from fft.train.process_group.shard import ShardProcessGroupGloo
+    from fft.train.stages.input import StageInput
+    from fft.train.stages.output import StageOutput
 
 __version__ = "0.1.0"
 
@@ -30,6 +33,9 @@ _HOME = {
     "ManagerFFT": "fft.train.manager",
     "Notice": "fft.train.preemption",
     "ShardProcessGroupGloo": "fft.train.process_group.shard",
+    "ShardProcessGroupNCCL": "fft.train.process_group.nccl",
+    "StageInput": "fft.train.stages.input",
+    "StageOutput": "fft.train.stages.output",
     "StreamLoader": "fft.train.data.loaders",
     "Transaction": "fft.train.manager",
 }
@@ -46,6 +52,9 @@ __all__ = [
     "ManagerFFT",
     "Notice",
     "ShardProcessGroupGloo",
+    "ShardProcessGroupNCCL",
+    "StageInput",
+    "StageOutput",
     "StreamLoader",
     "Transaction",
 ]

@@ -110,7 +110,7 @@ class Listener(Subscription):
 
     @staticmethod
     def _join(thread: threading.Thread, seconds: float) -> None:
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.is_alive():
             thread.join(seconds)
 
 

@@ -57,18 +57,24 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter: no port has that number
         raise BusError(
             f"cannot serve on {host}:{port}: {error}; choose another host or port"
         ) from error
     port = listening.getsockname()[1]
-    store = _TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=30),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    try:
+        store = _TCPStore(
+            host,
+            port,
+            None,
+            True,
+            timedelta(seconds=30),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    except RuntimeError as error:  # torch's own errors are of this class, too
+        raise BusError(
+            f"cannot serve on {host}:{port}: {error}; may this process open enough files "
+            "(ulimit -n), and have enough memory (ulimit -v)?"
+        ) from error
     return store, port

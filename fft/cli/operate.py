@@ -160,4 +160,6 @@ def say(
         text, source = saying.read(message)
         payload = text if raw else saying.checked(text, source)
     with job_client(bus) as client:
-        client.bus.broadcast(payload, saying.topic_of(payload))
+        remark = saying.send(client, payload, raw)
+    if remark:
+        sys.stderr.write(f"fft: {remark}\n")

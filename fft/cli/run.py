@@ -6,9 +6,13 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -69,11 +73,51 @@ _AUTO_RESUME = Annotated[
 _PROGRESS = Annotated[
     bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
 ]
+_TAKE_OVER = Annotated[
+    bool,
+    typer.Option("--take-over", help="Have the supervisor that has these groups hand them over."),
+]
 
 
 def _calm_lighthouse() -> None:
     """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
     os.environ.setdefault("RUST_LOG", "error")
+
+
+class Interrupts:
+    """SIGINT and SIGTERM, from before there is anybody to be told of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._tell: Callable[[], None] | None = None
+
+    def go_to(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` for each that came, and for each that comes."""
+        self._tell = tell
+        for _ in range(self._count):
+            tell()
+
+    def take(self, number: int, _frame: FrameType | None) -> None:
+        """The handler. A second signal, while nobody is told yet, ends the process."""
+        self._count += 1
+        if self._tell is not None:
+            self._tell()
+        elif self._count > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        else:
+            sys.stderr.write("fft: interrupted; what is being started is ended first\n")
+
+
+@contextmanager
+def _interrupts() -> Iterator[Interrupts]:
+    made = Interrupts()
+    previous = {n: signal.signal(n, made.take) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield made
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def serve(
@@ -142,6 +186,7 @@ def run(
     join: _JOIN = False,
     first_group: Annotated[int, typer.Option(help="Number of the first group here.")] = 0,
     all_groups: _ALL_GROUPS = None,
+    take_over: _TAKE_OVER = False,
     host_limit: _HOST_LIMIT = HOST_LIMIT_S,
     lighthouse: _LIGHTHOUSE = True,
     checkpoint: _CHECKPOINT = None,
@@ -151,11 +196,11 @@ def run(
     auto_resume: _AUTO_RESUME = True,
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
-    from fft.launch.resuming import Resumptions, begun
-    from fft.launch.supervisor import RunConfig
-    from fft.messages.fault_plans import FaultPlan, load_plan
+    with _interrupts() as interrupts, plain_errors():
+        from fft.launch.resuming import Resumptions, begun
+        from fft.launch.supervisor import RunConfig
+        from fft.messages.fault_plans import FaultPlan, load_plan
 
-    with plain_errors():
         config = RunConfig(
             script=[str(script), *(arguments or [])],
             groups=groups,
@@ -176,18 +221,19 @@ def run(
             all_groups=all_groups,
             checkpoint=_checkpointing(checkpoint, every, keep, resume),
             auto_resume=auto_resume,
+            take_over=take_over,
         )
         traces, config = config.trace_dir, begun(config)
         config.check()
-        total = config.groups_in_all
-        plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
+        config.make_place()
+        plan = load_plan(faults, config.groups_in_all, ranks) if faults else FaultPlan(faults=[])
         serve = None if join else (bus, cluster, lighthouse)
-        starts = Resumptions(lambda c, p: _supervise(c, p, progress, serve), _say)
-        verdict, config = starts.run(config, plan, traces)
+        supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
+        verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
     for line in verdict.lines:
         _say(line)
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
-    raise typer.Exit(0 if verdict.ok else 1)
+    raise typer.Exit(not verdict.ok)
 
 
 def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
@@ -206,8 +252,9 @@ def _supervise(
     plan: FaultPlan,
     progress: bool,
     serve: tuple[BusKind, int, bool] | None,
+    interrupts: Interrupts,
 ) -> JobOutcome:
-    """Serve and supervise in this process; SIGINT and SIGTERM drain, a second one kills.
+    """Serve and supervise in this process; ``interrupts`` drain, a second one kills.
 
     ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
     """
@@ -216,6 +263,7 @@ def _supervise(
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.tail import open_display
+    from fft.util.remove_after_death import vanishing
 
     token = JobToken.from_env()
     services: Services | Joined
@@ -233,23 +281,16 @@ def _supervise(
     try:
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)
-        previous = {
-            number: signal.signal(number, lambda *_: supervisor.interrupt())
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        config.trace_dir.mkdir(parents=True, exist_ok=True)
+        interrupts.go_to(supervisor.interrupt)
         path = config.trace_dir / "job.token"  # for who wants to say something to the job
-        try:
+        with ExitStack() as undo:
             reach = services.settings()
             if token is not None:
                 token.save(path)
+                undo.enter_context(vanishing(path))
                 reach["FFT_TOKEN_FILE"] = str(path)
             sys.stderr.write(f"fft: to watch and to steer this job: {in_words(reach)}\n")
             return supervisor.run()
-        finally:
-            path.unlink(missing_ok=True)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
     finally:
         services.close()
 
@@ -262,5 +303,9 @@ def own_folder(root: Path, name: str) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise FftError(
+                f"{folder} cannot be made: {error.strerror}; name a --trace-dir"
+            ) from error
         return folder
     raise AssertionError("there is always a number")

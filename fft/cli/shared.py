@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,21 @@ def plain_errors() -> Iterator[None]:
     except FftError as error:
         sys.stderr.write(f"fft: {error}\n")
         raise typer.Exit(2) from error
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not _is_short(error):
+            raise
+        sys.stderr.write(
+            f"fft: this process may not have what it needs: {error or 'out of memory'}; look at "
+            "ulimit -n (files), -v (memory), -u (processes and threads)\n"
+        )
+        raise typer.Exit(2) from error
+
+
+def _is_short(error: Exception) -> bool:
+    """Whether files, memory, processes or threads are limited too much."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+    return isinstance(error, MemoryError) or str(error) == "can't start new thread"
 
 
 def console() -> Console:

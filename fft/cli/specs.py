@@ -37,7 +37,7 @@ def graph(
 def check_spec(spec: Annotated[str, SPEC]) -> None:
     """Validate a spec and say what it is: what is trained, who votes when, states and rows."""
     from fft.protocol.load import load_machine
-    from fft.protocol.scopes import in_words
+    from fft.protocol.scopes import flow_in_words, in_words
     from fft.protocol.spec import FsmSpec
 
     with plain_errors():
@@ -49,7 +49,10 @@ def check_spec(spec: Annotated[str, SPEC]) -> None:
     if loaded.doc:
         lines.append(loaded.doc.strip())
     if isinstance(loaded, FsmSpec):
-        lines += in_words(loaded.parameter_groups, loaded.scopes)
+        policies = loaded.policies
+        groups, scopes = loaded.parameter_groups, loaded.scopes
+        lines += in_words(groups, scopes, loaded.bound, policies.quorum)
+        lines += flow_in_words(loaded.flow)
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -25,7 +25,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import assert_never
@@ -33,6 +33,8 @@ from typing import assert_never
 from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.host import Host
+from fft.engine.other_scopes import Heard, OtherScope
+from fft.engine.votes import Ballots
 from fft.messages.commands import (
     COMMANDS,
     Answer,
@@ -55,24 +57,26 @@ from fft.messages.effects import (
     Finish,
     Heal,
     ReadHead,
+    ReadScope,
     Restore,
     SetTimer,
     StartTxn,
     Tell,
+    TellHeld,
 )
 from fft.messages.protocol import (
-    Ballot,
     BusDown,
     BusMessage,
+    Death,
     Decision,
+    Drain,
     Event,
     Peer,
     Record,
     Stop,
+    Suspect,
     Timer,
-    Token,
     UnreadableMessage,
-    Vote,
 )
 from fft.messages.wire import (
     EPOCH,
@@ -81,10 +85,8 @@ from fft.messages.wire import (
     Wire,
     decode,
     decode_packed,
-    decode_votes,
     encode_members,
     encode_packed,
-    encode_votes,
     inbox_name,
     list_name,
 )
@@ -97,8 +99,6 @@ from fft.util.log_sampler import LogSampler
 
 logger = logging.getLogger(__name__)
 
-_SLOTS = 8
-"""Ballots live in so many reused slots, so that a vote that comes too late leaves no key behind."""
 _READS = 16
 """How often the head may move on while its members are looked up."""
 _SHOWN = 200
@@ -109,7 +109,8 @@ _BUS_TIMERS = ("bus_retry", "bus_limit")
 _REMOVALS = 16
 """Inboxes removed with one commit, so that the commit is not held up."""
 
-BusEffect = Broadcast | Tell | ReadHead | Decide | CastVote | DropBallot
+_Queued = Event | OperatorCommand | RollCall | Packed | Heard
+BusEffect = Broadcast | Tell | ReadHead | ReadScope | Decide | CastVote | DropBallot
 Command = Restore | Heal | Apply | StartTxn | Finish
 
 
@@ -124,21 +125,32 @@ class Engine:
         trace: TraceWriter,
         host: Host,
         group_bus: ErrorBus | None = None,
+        job_bus: ErrorBus | None = None,
+        others: Iterable[OtherScope] = (),
     ) -> None:
-        """``group_bus``: one of this replica group alone, where its ranks vote first."""
+        """
+        Args:
+            bus: of the scope, where it decides.
+            group_bus: one of this replica group alone, where its ranks vote first.
+            job_bus: where is told what all scopes must know: deaths, suspicions, drains, and the
+                commands of operators. None: ``bus``.
+            others: the scopes that this one is bound to.
+        """
         self.participant = participant
         self.bus = bus
-        self._group_bus = group_bus if participant.config.world > 1 else None
+        self._job_bus = job_bus or bus
+        self._others = {other.name: other for other in others}
         self.trace = trace
         self.local = local
         self._host = host
-        self._events: queue.SimpleQueue[Event | OperatorCommand | RollCall | Packed | None] = (
-            queue.SimpleQueue()
-        )
+        self._events: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._next: deque[Event] = deque()
         """Answers of the bus to this thread's own calls; handled before anything else."""
         self._chores: deque[Callable[[], None]] = deque()
         """What tidies up; done when no event waits, so that nobody waits for it."""
+        world = participant.config.world
+        mates = group_bus if world > 1 else None
+        self._ballots = Ballots(bus, mates, world, self._chores.append)
         self._timers: list[tuple[float, int, Timer]] = []
         self._slot: Command | None = None
         self._changed = threading.Condition()
@@ -155,6 +167,7 @@ class Engine:
         self._announced: Record | None = None
         """The newest commit record of mine that was announced with its decision."""
         self._witness = Witness()
+        self._told_held: TellHeld | None = None
         self._distrusted = ""
         """Why the bus's register is not to be used any more."""
         self._lists: dict[str, int] = {}
@@ -185,8 +198,19 @@ class Engine:
         obey, who = partial(self._on_message, decode_command), f"participant {me}"
         self._subscriptions += [
             ResubscribingListener(self.bus, "protocol", hear, who, self._on_missed, self._on_lost),
-            ResubscribingListener(self.bus, "commands", obey, who),
+            ResubscribingListener(self._job_bus, "commands", obey, who),
         ]
+        if self._job_bus is not self.bus:
+            self._subscriptions.append(
+                ResubscribingListener(
+                    self._job_bus,
+                    "protocol",
+                    partial(self._on_message, _of_all_scopes),
+                    f"{who}, of all scopes,",
+                    on_lost=self._on_lost,
+                )
+            )
+        self._subscriptions += [o.listen(self._events.put, who) for o in self._others.values()]
         if me.inc > 1:
             self.bus.delete(inbox_name(me._replace(inc=me.inc - 1)))
         self._thread.start()
@@ -280,11 +304,10 @@ class Engine:
 
     # --- bus listener thread ---
 
-    def _on_message(
-        self, read: Callable[[bytes], Event | OperatorCommand | RollCall | Packed], payload: bytes
-    ) -> None:
+    def _on_message(self, read: Callable[[bytes], _Queued | None], payload: bytes) -> None:
         try:
-            event = read(payload)
+            if (event := read(payload)) is None:
+                return
         except UnreadableMessage as error:
             if (count := self._strange.add("unreadable")) is not None:
                 reason = str(error)[:_SHOWN]  # it may quote names of fields of any length
@@ -313,6 +336,8 @@ class Engine:
                     self._answer_roll(event)
                 elif isinstance(event, COMMANDS):
                     self._host.command(event)
+                elif isinstance(event, Heard):
+                    self._hear_elsewhere(event)
                 else:
                     self._handle(self._whole(event) if isinstance(event, Packed) else event)
             self._tidy_up(lambda: True)
@@ -323,6 +348,15 @@ class Engine:
                 self._changed.notify_all()
             self.ended.set()
             self._free(f"engine failed: {error!r}")
+
+    def _hear_elsewhere(self, heard: Heard) -> None:
+        try:
+            record = heard.scope.take(heard.packed)
+        except (BusError, UnreadableMessage) as error:  # whoever is held reads it
+            logger.warning("a record of scope %s cannot be read: %s", heard.scope.name, error)
+            return
+        if record is not None:
+            self._handle(record)
 
     def _free(self, cause: str) -> None:
         """Let the main thread out of whatever it waits for in a collective."""
@@ -339,11 +373,11 @@ class Engine:
             return
         word = encode_answer(Answer(call.id, str(self.participant.config.me), "accepted"))
         try:
-            self.bus.send(answer_inbox(call.id), word)
+            self._job_bus.send(answer_inbox(call.id), word)
         except BusError as error:
             self._next.append(self._down("roll call", error))
 
-    def _take_event(self) -> Event | OperatorCommand | RollCall | Packed | None:
+    def _take_event(self) -> _Queued | None:
         self._tidy_up(lambda: not self._next and self._events.empty())
         if self._next:
             return self._next.popleft()
@@ -413,12 +447,27 @@ class Engine:
                     self.ended.set()
                 if isinstance(effect, Restore | Finish):
                     self._host.interrupt(getattr(effect, "cause", "") or "this participant stops")
-            case Broadcast() | Tell() | ReadHead() | Decide() | CastVote():
+            case Broadcast() | Tell() | ReadHead() | ReadScope() | Decide() | CastVote():
                 self._use_bus(effect)
+            case TellHeld():
+                self._tell_held(effect)
             case DropBallot():
                 self._chores.append(partial(self._use_bus, effect))
             case _:
                 assert_never(effect)
+
+    def _tell_held(self, held: TellHeld) -> None:
+        if held == self._told_held:
+            return
+        self._told_held = held
+        logger.warning(
+            "step %d waits for version %d of scope %s, which is at %d",
+            held.step,
+            held.needed,
+            held.scope,
+            held.version,
+        )
+        self.trace.note("held", asdict(held), self.local)
 
     def _use_bus(self, effect: BusEffect) -> None:
         begun = time.monotonic()
@@ -429,7 +478,8 @@ class Engine:
             match effect:
                 case Broadcast(message=message):
                     if not self._is_announced(message):
-                        self.bus.broadcast(self._wire.encode(message))
+                        bus = self._job_bus if isinstance(message, Drain) else self.bus
+                        bus.broadcast(self._wire.encode(message))
                 case Tell(to=to, message=message):
                     if to == self.participant.config.me:
                         self._events.put(message)
@@ -440,12 +490,16 @@ class Engine:
                     if held is None and self.local.head is not None:
                         raise BusForgot(f"the head register on {self.bus.url} is gone")
                     self._next.append(Decision(None if held is None else self._read_head(held)))
+                case ReadScope(scope=scope):
+                    if (record := self._others[scope].read()) is not None:
+                        self._next.append(record)
                 case Decide(after=after, proposal=proposal):
                     self._decide(after, proposal)
                 case CastVote():
-                    self._cast(effect)
+                    if (ballot := self._ballots.cast(effect)) is not None:
+                        self._next.append(ballot)
                 case DropBallot(token=token):
-                    self.bus.delete(_old_slot(token))
+                    self._ballots.drop(token)
                 case _:
                     assert_never(effect)
         except (BusError, UnreadableMessage) as error:
@@ -565,64 +619,8 @@ class Engine:
         except BusError as error:
             self._next.append(self._down("tidy", error))
 
-    # --- votes ---
 
-    def _cast(self, effect: CastVote) -> None:
-        """Vote in my group; who completes its votes carries them to the job's ballot."""
-        votes = self._group_votes(effect)
-        if not votes:
-            return
-        word = encode_votes(votes)
-        slot, tag = _slot(effect.token), _tag(effect.token)
-        words = self.bus.ballot(slot, tag, word, effect.voters, weight=len(votes))
-        by_peer = _by_peer(words or [])
-        if len(by_peer) >= effect.voters:  # else a vote counted twice; who votes last gets all
-            self._next.append(Ballot(effect.token, tuple(by_peer.values())))
-
-    def _group_votes(self, effect: CastVote) -> list[Vote]:
-        """The votes that I must carry to the job's ballot: my group's, mine alone, or none.
-
-        In the first txn of an epoch everyone votes for himself. So a group in which one rank has
-        lost the group's bus, and the others wait for its vote there, commits all the same.
-        """
-        bus, world = self._group_bus, self.participant.config.world
-        if bus is None or effect.token.txn <= 1:
-            return [effect.vote]
-        try:
-            slot, tag = _slot(effect.token), _tag(effect.token)
-            cast = bus.ballot(slot, tag, encode_votes([effect.vote]), world) or []
-        except BusError as error:
-            self._lose_group_bus(error)
-            return [effect.vote]
-        if effect.vote.peer.rank == 0:
-            self._chores.append(partial(self._drop_group_ballot, effect.token))
-        by_peer = _by_peer(cast)
-        return list(by_peer.values()) if len(by_peer) >= world else []
-
-    def _drop_group_ballot(self, token: Token) -> None:
-        try:
-            if self._group_bus is not None:
-                self._group_bus.delete(_old_slot(token))
-        except BusError as error:
-            self._lose_group_bus(error)
-
-    def _lose_group_bus(self, error: BusError) -> None:
-        logger.warning("votes of the group go to the job's bus from now on: %s", error)
-        self._group_bus = None
-
-
-def _by_peer(words: list[bytes]) -> dict[Peer, Vote]:
-    return {vote.peer: vote for word in words for vote in decode_votes(word)}
-
-
-def _slot(token: Token) -> str:
-    return f"ballot{(token.epoch + token.txn) % _SLOTS}"
-
-
-def _old_slot(token: Token) -> str:
-    """Not this txn's: a voter of it may still be adding to that one."""
-    return _slot(Token(token.epoch, token.txn + _SLOTS // 2))
-
-
-def _tag(token: Token) -> str:
-    return f"{token.epoch}.{token.txn}"
+def _of_all_scopes(payload: bytes) -> Event | None:
+    """What the job's bus tells all scopes; the rest is the first one's."""
+    word = decode(payload)
+    return word if isinstance(word, Death | Suspect | Drain) else None

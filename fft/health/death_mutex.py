@@ -102,7 +102,7 @@ class DeathMutex:
         if self._closed.is_set():
             return
         self._closed.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_S * 10)
         os.close(self.fd)
 

@@ -100,6 +100,15 @@ def _read(adapter: TypeAdapter[_Form], held: bytes) -> _Form:
         raise unreadable(error) from None
 
 
+def is_roll(held: bytes) -> bool:
+    """Whether ``held`` can be read as a roll."""
+    try:
+        _read(_rolls(), held)
+    except UnreadableMessage:
+        return False
+    return True
+
+
 def beat_name(sender: str) -> str:
     """The register of a sender's beats."""
     return f"host/{sender}"

@@ -3,7 +3,7 @@
 The trainer starts it (`MonitorProcess`) and gives it two descriptors: its pulse, and a pidfd of
 itself. Only the process of this pidfd is ever signalled, so no process can be ended that did not
 ask to be watched, nor another one that got its number. The monitor looks at the pulse every
-``interval_s`` (`Monitor`, pure, decides), and
+``interval_s`` (`fft.health.detectors.trainer`, pure, decides), and
 
 - writes one JSON line to its standard output when it begins, ``{"v":1,"type":"watching",…}``, and
   one when the verdict becomes worse:
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import queue
 import select
@@ -47,18 +46,16 @@ from typing import TYPE_CHECKING, Any, Self
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.health.death_mutex import DeathMutex, Hold, supported
-from fft.health.detectors.base import GREEN, Level, Verdict
-from fft.health.detectors.hang import Looked, ProgressConfig, ProgressDetector
-from fft.health.detectors.pulse import Pulse, PulseReader, Reading, changes
-from fft.health.detectors.silence import Seen, SilenceConfig, SilenceDetector
-from fft.protocol.timeouts import HOST_LIMIT_S, bus_operation
+from fft.health.detectors.base import Level
+from fft.health.detectors.pulse import Pulse, PulseReader, Reading
+from fft.health.detectors.trainer import Look, Monitor, MonitorConfig
+from fft.protocol.timeouts import bus_operation
 from fft.util import pidfd
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.health.hosts import HostWatch
 
-_LOOKS = 2.0  # of the time between two looks, so many intervals count; the rest was our own pause
 _VANISH_S = 10.0  # how long a SIGKILLed process may take to vanish before we say so
 _LEAVE_S = 2.0  # for leaving the roll of hosts, where nobody would miss us for more than a while
 _FAREWELL_S = 30.0  # for opening the bus, if it is not open yet, and saying one thing on it
@@ -68,102 +65,6 @@ logger = logging.getLogger(__name__)
 
 class MonitorError(FftError):
     """The monitor cannot be started or run as asked; says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class MonitorConfig:
-    """Limits, in seconds. Raises ValueError for limits that cannot be kept.
-
-    Attributes:
-        max_s: the longest that a trainer may make no progress; the user's to say.
-        grace_s: from yellow to red.
-        min_s: no threshold is shorter.
-        interval_s: from one look to the next, and between stamps, which take 0.3 ms when busy.
-        term_s: from SIGTERM to SIGKILL.
-        host_s: the silence of the whole host after which others go on without the trainer.
-    """
-
-    max_s: float = 600.0
-    grace_s: float = 30.0
-    min_s: float = 1.0
-    interval_s: float = 0.05
-    term_s: float = 5.0
-    host_s: float = HOST_LIMIT_S
-
-    def __post_init__(self) -> None:
-        if not (self.interval_s > 0 and self.term_s >= 0 and self.host_s > 0):
-            raise ValueError("need interval_s > 0, term_s >= 0 and host_s > 0")
-        self.progress()
-
-    def progress(self) -> ProgressConfig:
-        """The limits for a main thread that should move."""
-        return ProgressConfig(self.max_s, self.grace_s, self.min_s, look_s=_LOOKS * self.interval_s)
-
-    def silence(self) -> SilenceConfig:
-        """The limits for the beats of a process whose main thread waits."""
-        return SilenceConfig(self.max_s, self.grace_s, self.min_s, look_s=_LOOKS * self.interval_s)
-
-
-# --- the decision ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One look at a trainer that is alive: when, and what its pulse said."""
-
-    at: float
-    reading: Reading
-
-
-class Monitor:
-    """Judges one trainer by its pulse. Pure: fed with looks, asked for a verdict.
-
-    While the main thread waits for a peer only the beats count, which then should come whatever
-    the peer does: without them the process is stopped, or a thread keeps the interpreter lock.
-    Otherwise only the main thread counts: where beats fail, it does not move either.
-    """
-
-    def __init__(self, config: MonitorConfig | None = None) -> None:
-        config = config or MonitorConfig()
-        self._progress = ProgressDetector(config.progress())
-        self._silence = SilenceDetector("a process whose main thread waits", config.silence())
-        self._seen = Reading()
-        self._min_s = config.min_s
-        self._beat_at = -math.inf
-        self._suspected_at: float | None = None
-
-    def observe(self, event: Look) -> None:
-        """Take in one look."""
-        self._progress.observe(Looked(event.at))
-        for change in changes(self._seen, event.reading):
-            self._progress.observe(change)
-        self._silence.observe(Seen(event.at, event.reading.beat or None))
-        if event.reading.beat != self._seen.beat:
-            self._beat_at = event.at
-        self._seen = event.reading
-        if self.verdict(event.at).level is Level.GREEN:
-            self._suspected_at = None
-        elif self._suspected_at is None:
-            self._suspected_at = event.at
-
-    def verdict(self, now: float) -> Verdict:
-        """The judgement at ``now``, in monotonic seconds."""
-        if self._seen.left:
-            return GREEN
-        if self._seen.waiting and not self._seen.atomic:
-            return self._silence.verdict(now)
-        return self._progress.verdict(now)
-
-    def concerns_others(self, now: float) -> bool:
-        """Whether others must be told of the suspicion, because it cannot or did not help itself.
-
-        No thread of it has run lately, or its main thread still stands where its own rollback
-        should have unwound it.
-        """
-        if self._suspected_at is None:
-            return False
-        is_mute = now - self._beat_at > self._min_s / 2
-        return is_mute or now - self._suspected_at > self._min_s
 
 
 # --- in the monitor's process ----------------------------------------------------------------
@@ -248,7 +149,8 @@ class Runner:
 
     def _look(self, reading: Reading) -> None:
         now = time.monotonic()
-        self._monitor.observe(Look(now, reading))
+        is_stopped = self._monitor.is_mute(now) and pidfd.is_stopped(self._charge.pid)
+        self._monitor.observe(Look(now, reading, is_stopped))
         verdict = self._monitor.verdict(now)
         told, self._concerns_others = self._concerns_others, self._monitor.concerns_others(now)
         if self._concerns_others and not told:

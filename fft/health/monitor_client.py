@@ -16,8 +16,9 @@ from typing import Any
 
 from fft.health.compiling import Compilations
 from fft.health.detectors.pulse import Pulse
+from fft.health.detectors.trainer import MonitorConfig
 from fft.health.main_thread_probe import MainThreadProbe
-from fft.health.monitor import MonitorConfig, MonitorProcess
+from fft.health.monitor import MonitorProcess
 
 logger = logging.getLogger(__name__)
 

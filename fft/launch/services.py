@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from fft.bus.token import JobToken
 from fft.util.errors import FftError
+from fft.util.remove_after_death import vanishing
 
 _FREE_S = 5.0  # for a lighthouse to let go of its port
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -165,7 +166,7 @@ def start_services(
             return _start_bus(bus_kind, host, at, job, cluster)
         except BusError as error:
             raise ServiceError(f"the bus was not started: {error}") from error
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, OverflowError) as error:  # the latter: no such port
             raise ServiceError(_not_started("bus", host, at, error)) from error
 
     def make_lighthouse(at: int | None) -> _Lighthouse:
@@ -226,7 +227,8 @@ def handed_over(
         with tempfile.TemporaryDirectory(prefix="fft-") as directory:
             path = Path(directory, "job.token")
             JobToken.fresh().save(path)
-            yield path
+            with vanishing(path):
+                yield path
 
 
 def serve_forever(services: Services, token_file: Path | None = None) -> None:

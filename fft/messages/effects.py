@@ -28,6 +28,24 @@ class ReadHead:
 
 
 @dataclass(frozen=True)
+class ReadScope:
+    """Read the newest record of another scope; answered by ``ScopeRecord``."""
+
+    scope: str
+
+
+@dataclass(frozen=True)
+class TellHeld:
+    """Say in log and trace that the txn waits for another scope, and for which version of it."""
+
+    token: Token
+    step: int
+    scope: str
+    version: int
+    needed: int
+
+
+@dataclass(frozen=True)
 class Decide:
     """Propose ``proposal`` as the successor of ``after``; answered by ``Decision``."""
 
@@ -150,6 +168,8 @@ Effect = (
     Broadcast
     | Tell
     | ReadHead
+    | ReadScope
+    | TellHeld
     | Decide
     | CastVote
     | DropBallot

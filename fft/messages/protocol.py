@@ -10,47 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cache, cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from fft.messages.identities import CONFIG
+from fft.messages.identities import Count as Count
+from fft.messages.identities import GroupEntry as GroupEntry
+from fft.messages.identities import Lease as Lease
+from fft.messages.identities import Name as Name
+from fft.messages.identities import Peer as Peer
+from fft.messages.identities import RankEntry as RankEntry
+from fft.messages.identities import Seen as Seen
+from fft.messages.identities import Standing as Standing
+from fft.messages.identities import Text as Text
+from fft.messages.identities import Token as Token
 from fft.util.errors import FftError
 
 MAX_MESSAGE = 1024 * 1024
 """Bytes; a longer message is refused unread."""
 
-_CONFIG = ConfigDict(strict=True, extra="forbid")
-Text = Annotated[str, Field(max_length=2000)]
-Name = Annotated[str, Field(min_length=1, max_length=64)]
-Count = Annotated[int, Field(ge=0)]
-
-
-class Peer(NamedTuple):
-    """A participant: one training process."""
-
-    group: Name
-    rank: Count
-    inc: Count
-
-    def __str__(self) -> str:
-        return f"{self.group}/{self.rank}#{self.inc}"
-
-
-class Token(NamedTuple):
-    """Where a participant stands in the decision order: (epoch, txn). Older is fenced."""
-
-    epoch: int
-    txn: int
-
-
-class Lease(NamedTuple):
-    """A slice of the data that an instance of a group holds until a COMMIT with it consumes it."""
-
-    slice: Count
-    group: Name
-    store: str
-    """Of that instance; see ``Hello``."""
+_CONFIG = CONFIG
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -80,6 +61,8 @@ class Vote:
     """The user applies nothing in this txn: committed, it is a skip for all."""
     digest: str | None = None
     """Of the voter's parameters and optimizer state as the txn began, where it was taken."""
+    seen: tuple[Seen, ...] = ()
+    """Of the scopes that the flow of the data binds the voter's to."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -105,31 +88,8 @@ class Hello:
     """Its main thread has not come back since the rollback before this one."""
     returned: tuple[Count, ...] = ()
     """Of a checkpoint: slices before its cursor that were not consumed."""
-
-
-@dataclass(frozen=True, config=_CONFIG)
-class RankEntry:
-    """A member rank as an epoch record lists it. ``current``: it holds the head's state."""
-
-    rank: int
-    inc: int
-    current: bool
-    transport: str
-    pid: int
-    host: str
-
-
-@dataclass(frozen=True, config=_CONFIG)
-class GroupEntry:
-    """A member group as an epoch record lists it."""
-
-    group: Name
-    store: str
-    ranks: tuple[RankEntry, ...]
-
-    def peers(self) -> tuple[Peer, ...]:
-        """The group's participants in rank order."""
-        return tuple(Peer(self.group, r.rank, r.inc) for r in self.ranks)
+    lease: Count | None = None
+    """Of an asynchronous job: the slice that its group's contribution is computed from."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -168,6 +128,13 @@ class Record:
     """Held after this record, by slice; empty in a paradigm without leases."""
     returned: tuple[Count, ...] = ()
     """Slices whose holders were lost before they were consumed, in order; granted first."""
+    seen: tuple[Seen, ...] = ()
+    """Commit records only: what the voters have seen of the scopes that theirs is bound to."""
+    bound: Count = 0
+    """Of an asynchronous job: by how many steps a contribution may be behind; else 0."""
+    standing: tuple[Standing, ...] = ()
+    """Of an asynchronous job: its groups after this record, in order of their names. Members of an
+    epoch that were not in the job before are in it with their first COMMIT."""
     cause: Text = ""
 
     @property
@@ -260,8 +227,8 @@ class _Seen:
     """What somebody saw of a process: who, as it was started, who says so, and why."""
 
     group: Name
-    rank: int
-    pid: int
+    rank: Count
+    pid: Annotated[int, Field(ge=1)]
     host: str
     by: str
     cause: Text = ""
@@ -302,6 +269,19 @@ class Decision:
     type: Literal["decision"] = "decision"
 
 
+@dataclass(frozen=True, config=_CONFIG)
+class ScopeRecord:
+    """The newest record of another scope: heard, or read."""
+
+    scope: Name
+    n: Count
+    version: Count
+    """Committed steps there."""
+    groups: tuple[Name, ...] = ()
+    """Those in its epoch, but for those that leave it with this record."""
+    type: Literal["scope_record"] = "scope_record"
+
+
 # --- events: from this process --------------------------------------------------------------
 
 
@@ -310,6 +290,13 @@ class Start:
     """The participant is connected and can begin."""
 
     type: Literal["start"] = "start"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Synchronise:
+    """Of a group that stands apart: its contribution is computed, it asks to be in the next epoch."""
+
+    type: Literal["synchronise"] = "synchronise"
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -450,7 +437,9 @@ class Timer:
 BusMessage = Join | Ack | Ready | Begin | Here | Leave | Death | Suspect | Drain | Decision
 Event = (
     BusMessage
+    | ScopeRecord
     | Start
+    | Synchronise
     | Prepared
     | Ballot
     | Applied

@@ -33,6 +33,7 @@ from fft.messages.protocol import (
     Manifest,
     Peer,
     Record,
+    Seen,
     UnreadableMessage,
     Vote,
     unreadable,
@@ -72,6 +73,7 @@ class _Ballots:
     last: bool = False
     skip: bool = False
     digest: str | None = None
+    seen: tuple[Seen, ...] = ()
 
 
 class MissingList(FftError):
@@ -124,14 +126,11 @@ def _digest_of(members: Members) -> str:
 
 def encode_votes(votes: Iterable[Vote]) -> bytes:
     """Votes → one word for a ballot; what several have in common is said once."""
-    alike: dict[tuple[Manifest, bool, bool, bool, str | None], list[Peer]] = {}
+    alike: dict[tuple[Manifest, bool, bool, bool, str | None, tuple[Seen, ...]], list[Peer]] = {}
     for vote in votes:
-        key = (vote.manifest, vote.leaving, vote.last, vote.skip, vote.digest)
+        key = (vote.manifest, vote.leaving, vote.last, vote.skip, vote.digest, vote.seen)
         alike.setdefault(key, []).append(vote.peer)
-    word = tuple(
-        _Ballots(manifest, tuple(peers), leaving, last, skip, digest)
-        for (manifest, leaving, last, skip, digest), peers in alike.items()
-    )
+    word = tuple(_Ballots(key[0], tuple(peers), *key[1:]) for key, peers in alike.items())
     return _word().dump_json(word, exclude_defaults=True)
 
 
@@ -146,7 +145,7 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
     except ValidationError as error:
         raise unreadable(error) from None
     return tuple(
-        Vote(peer, some.manifest, some.leaving, some.last, some.skip, some.digest)
+        Vote(peer, some.manifest, some.leaving, some.last, some.skip, some.digest, some.seen)
         for some in word
         for peer in some.peers
     )

@@ -21,6 +21,7 @@ from fft.bus import BusError, ErrorBus
 from fft.bus.base import HEAD, Topic
 from fft.bus.starts import open_newest
 from fft.bus.token import JobToken
+from fft.health.hosts import ROLL, is_roll
 from fft.messages.commands import (
     Answer,
     Command,
@@ -188,10 +189,20 @@ class JobClient:
         try:
             return decode_packed(held)
         except UnreadableMessage:
-            raise OperatorError(
-                f"what is on the bus at {self.bus.url} cannot be read without the job's token: "
-                "set FFT_TOKEN_FILE; `fft serve` and `fft run` print it"
-            ) from None
+            raise OperatorError(self._without_token()) from None
+
+    def _without_token(self) -> str:
+        return (
+            f"what is on the bus at {self.bus.url} cannot be read without the job's token: "
+            "set FFT_TOKEN_FILE; `fft serve` and `fft run` print it"
+        )
+
+    def check_token(self) -> None:
+        """Before a job has begun: raise ``OperatorError`` if those who are there need a token that
+        is missing here, by the roll of hosts; else nobody of them would obey."""
+        held = self.bus.read(ROLL)
+        if held is not None and not is_roll(held):
+            raise OperatorError(self._without_token())
 
     def whole(self, packed: Packed) -> Record | None:
         """The record with its members; None if the job has moved on and they are gone."""

@@ -27,6 +27,7 @@ from fft.messages.protocol import Decision, Peer, Record
 from fft.messages.wire import Wire
 from fft.operate.client import JobClient, JobState
 from fft.protocol.timeouts import bus_operation
+from fft.util.pidfd import is_there
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +140,7 @@ def _are_gone(job: JobState) -> bool:
 
 def _is_there(pid: int) -> bool:
     """Whether there is such a process, other than this one: whose engine would answer."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid != os.getpid() and is_there(pid)
 
 
 def closing(head: Record) -> Record:

@@ -21,7 +21,7 @@ _STALE_S = 10.0  # after so long without a commit there is no rate
 _DECISIONS = 8
 
 IN_EPOCH, JOINING, LEFT, DEAD = "in epoch", "joining", "left", "dead"
-LEFT_OUT, SUSPECTED = "left out", "suspected"
+LEFT_OUT, SUSPECTED, APART = "left out", "suspected", "apart"
 
 
 @dataclass
@@ -131,7 +131,9 @@ class JobModel:
         self.decisions.append(record)
         if record.kind == "epoch":
             self._enter(record)
+            self._let_apart(record)
         elif record.kind == "commit":
+            self._let_apart(record)
             self._commits.append((now, record.step))
             for group in record.leavers:
                 self._leaving.discard(group)
@@ -150,6 +152,16 @@ class JobModel:
                 if group not in named and rank.state == IN_EPOCH:
                     rank.state = LEFT_OUT
         self._leaving &= named
+
+    def _let_apart(self, record: Record) -> None:
+        """Groups of an asynchronous job that no synchronisation is under way with."""
+        inside = {entry.group for entry in record.members}
+        for entry in (each.entry for each in record.standing if each.entry.group not in inside):
+            ranks = self._groups.setdefault(entry.group, {})
+            for r in entry.ranks:
+                known = ranks.get(r.rank)
+                if known is None or known.state in (IN_EPOCH, LEFT_OUT):
+                    ranks[r.rank] = RankSeen(r.inc, r.pid, r.host, APART)
 
     def _join(self, peer: Peer, pid: int, host: str) -> None:
         ranks = self._groups.setdefault(peer.group, {})

@@ -35,6 +35,7 @@ from fft.messages.protocol import (
     Prepared,
     Ready,
     Restored,
+    ScopeRecord,
     Suspect,
     Timer,
 )
@@ -118,6 +119,7 @@ class Participant:
             cursor=cursor,
             batches=batches,
             returned=tuple(returned),
+            elsewhere=self.config.flow,
             since=now,
         )
 
@@ -243,6 +245,12 @@ def _stale(s: Local, event: Event) -> Outcome | None:
         case Death() | Suspect():
             if not peers_meant(s, event):
                 return Outcome("fenced", f"the {event.type} of a process that is nobody here")
+        case ScopeRecord(scope=scope, n=n):
+            known = next((e for e in s.elsewhere if e.scope == scope), None)
+            if known is None:
+                return Outcome("fenced", f"a record of {scope!r}, which this scope is not bound to")
+            if n <= known.n:
+                return Outcome("known", "a newer record of that scope is known")
         case Prepared() | Ballot() | Applied() | ApplyFailed() | Fault():
             if event.token != s.token:
                 return Outcome("fenced", f"{event.type} of {event.token}, I stand at {s.token}")

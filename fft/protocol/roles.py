@@ -18,6 +18,7 @@ EngineRole = Literal[
     "aborting",  # asks for ABORT, which is not decided
     "rolling_back",  # ABORT is decided, the main thread unwinds
     "healing",  # the next epoch is formed: groups are rebuilt, state is fetched
+    "apart",  # a group of the job, outside every epoch: computes alone until it asks to come in
     "leaving",  # out of the epoch by a commit, waits for those who stay
     "terminal",  # out
 ]
@@ -39,5 +40,5 @@ COMMITTING: frozenset[Role] = frozenset({"committing", "last_commit"})
 """A COMMIT is decided and not applied yet."""
 AT_WORK: frozenset[Role] = frozenset({"training", "voting", "committing"})
 """A member of an epoch that goes on, in one of its txns."""
-OUTSIDE: frozenset[Role] = frozenset({"joining", "leaving"})
+OUTSIDE: frozenset[Role] = frozenset({"joining", "apart", "leaving"})
 """In no epoch: not yet, not any more, or since the commit just applied."""

@@ -10,11 +10,15 @@ the job's scope is ``periodic``, and each of its transactions follows so many of
 the group has committed meanwhile is not undone by a rollback of the job's. Where a group has
 several ranks, they commit each of its steps together: their scope is one more instance of the
 protocol, a job of one group.
+
+Or each rank number of the groups is a **stage** with a scope of its own, an instance of the
+protocol over that rank of all groups. The **flow** of the data binds two stages: the later one
+never passes the earlier one, which may be so many steps ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,10 +42,16 @@ Place = tuple[str | int, ...]
 """In the file: the keys and numbers that lead there."""
 Problem = tuple[Place, str]
 """A place, and a sentence with the mend."""
-_MEMBERS = {"job": "all ranks of all replica groups", "group": "the ranks of each replica group"}
+_MEMBERS = {
+    "job": "all ranks of all replica groups",
+    "group": "the ranks of each replica group",
+    "stage": "one rank of all replica groups",
+}
 _SYNC = {
     "every_step": "in every step",
     "periodic": "after as many commits of each group's own scope as the training script says",
+    "bounded": "after as many commits of its own scope as the training script says, and without "
+    "those who are not ready",
 }
 
 
@@ -68,21 +78,36 @@ class ParameterGroup(Strict):
 class Scope(Strict):
     """Who decides together, what their transactions commit, and when."""
 
-    members: Literal["job", "group"] = Field(
-        description="who votes: all ranks of all replica groups, or those of each group alone"
+    members: Literal["job", "group", "stage"] = Field(
+        description="who votes: all ranks of all replica groups, those of each group alone, or one "
+        "rank of all groups: that of the first such scope is rank 0, and so on"
     )
     commits: Annotated[list[str], Field(min_length=1)] = Field(description="parameter groups")
-    sync: Literal["every_step", "periodic"] = Field(
-        description="when they vote: in every step, or after some commits of the group's own scope"
+    sync: Literal["every_step", "periodic", "bounded"] = Field(
+        description="when they vote: in every step; after some commits of the group's own scope; "
+        "or the same, and whoever is not ready within a bound is in a later one"
     )
 
 
+class Edge(Strict):
+    """What one scope commits is the input of another."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_by_name=True)
+
+    source: str = Field(alias="from", description="the scope whose steps come first")
+    to: str = Field(description="the scope that takes in what they give, and never passes it")
+    ahead: Annotated[int, Field(ge=1)] = Field(
+        description="how many steps `from` may have committed more than `to`"
+    )
+
+
+Flow = list[Edge]
 ParameterGroups = Annotated[dict[str, ParameterGroup], Field(min_length=1)]
 Scopes = Annotated[dict[str, Scope], Field(min_length=1)]
 
 
 def scope_problems(
-    groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
+    groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope], flow: Sequence[Edge]
 ) -> Iterator[Problem]:
     """What makes it unclear which scope commits a parameter group, or how its ranks hold it."""
     by: dict[str, str] = {}
@@ -97,7 +122,11 @@ def scope_problems(
     for group in groups.keys() - by.keys():
         text = "no scope commits it, so it would never be stepped; name it in one, or remove it"
         yield ("parameter_groups", group), text
-    yield from _unfit_scopes(groups, scopes)
+    if any(scope.members == "stage" for scope in scopes.values()):
+        yield from _unfit_stages(groups, scopes)
+    else:
+        yield from _unfit_scopes(groups, scopes)
+    yield from _unfit_flow(scopes, flow)
     for what, kinds in (
         ("hold", {group.ranks for group in groups.values()}),
         ("take samples for", {group.samples for group in groups.values()}),
@@ -123,11 +152,11 @@ def _unfit_scopes(
         yield ("scopes", name), f"{inner[0]!r} is the scope of the group already; join the two"
     for name in outer:
         sync: Place = ("scopes", name, "sync")
-        if scopes[name].sync == "periodic" and not inner:
-            text = "periodic counts the commits of a scope with members `group`, and there is none"
+        if scopes[name].sync != "every_step" and not inner:
+            text = f"{scopes[name].sync} counts the commits of a scope with members `group`, and there is none"
             yield sync, f"{text}: add one, or say every_step"
         if scopes[name].sync == "every_step" and inner:
-            yield sync, f"say periodic: it follows the commits of {inner[0]!r}"
+            yield sync, f"say periodic: it follows the commits of {inner[0]!r}; or bounded"
     for name in inner:
         if scopes[name].sync != "every_step":
             text = "a group commits its own steps one by one: say every_step"
@@ -141,8 +170,86 @@ def _unfit_scopes(
                 yield ("scopes", name, "commits", i), f"{group!r}: {text}"
 
 
-def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) -> Iterator[str]:
-    """A line for each parameter group, and for each scope."""
+def _unfit_stages(
+    groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
+) -> Iterator[Problem]:
+    """What does not fit to stages that have scopes of their own."""
+    for name, scope in scopes.items():
+        if scope.members != "stage":
+            text = "other scopes are those of stages: so must this one be, or be taken away"
+            yield ("scopes", name, "members"), text
+        if scope.sync != "every_step":
+            yield ("scopes", name, "sync"), "a stage commits its steps one by one: say every_step"
+        for i, group in enumerate(scope.commits):
+            if group in groups and groups[group].ranks != "stages":
+                text = f"{group!r}: a stage's parameters have `ranks: stages`"
+                yield ("scopes", name, "commits", i), text
+
+
+def _unfit_flow(scopes: Mapping[str, Scope], flow: Sequence[Edge]) -> Iterator[Problem]:
+    """Edges that nothing could keep to, or that say nothing."""
+    stages = [name for name, scope in scopes.items() if scope.members == "stage"]
+    after: dict[str, list[str]] = {}
+    for i, edge in enumerate(flow):
+        place: Place = ("flow", i)
+        ends = {"from": edge.source, "to": edge.to}
+        for which, name in ends.items():
+            if name not in scopes:
+                yield (*place, which), unknown("scope", name, scopes)
+            elif name not in stages:
+                yield (*place, which), f"{name!r} is no scope of a stage: only those flow"
+        if edge.to in after.get(edge.source, ()):
+            yield place, f"{edge.source!r} → {edge.to!r} stands here already: keep one"
+        after.setdefault(edge.source, []).append(edge.to)
+    for i, edge in enumerate(flow):
+        if (circle := _longest(after, edge.to, edge.source)) is not None:
+            text = f"{edge.source!r} would wait for itself: {' → '.join([edge.source, *circle])}"
+            yield ("flow", i), f"{text}; take one of these edges away"
+            return
+    for i, edge in enumerate(flow):
+        way = _longest(after, edge.source, edge.to)
+        if way is not None and edge.ahead < (depth := len(way) - 1):
+            text = (
+                f"{' → '.join(way)} is {depth} steps deep, and {edge.source!r} may be {edge.ahead} "
+                f"ahead: its stages could never work at one time; say ahead: {depth} or more"
+            )
+            yield ("flow", i, "ahead"), text
+    for name in stages if len(stages) > 1 else ():
+        if not any(name in (edge.source, edge.to) for edge in flow):
+            text = "no edge of the flow leads to this stage or from it; add one"
+            yield ("scopes", name), text
+
+
+def _longest(after: Mapping[str, Sequence[str]], first: str, last: str) -> list[str] | None:
+    """The longest way between two scopes, both included; None: there is none, but in circles."""
+
+    def ways(at: str, passed: tuple[str, ...]) -> Iterator[list[str]]:
+        if at == last:
+            yield [*passed, at]
+            return
+        for name in after.get(at, ()):
+            if name not in passed:
+                yield from ways(name, (*passed, at))
+
+    return max(ways(first, ()), key=len, default=None)
+
+
+def flow_in_words(flow: Sequence[Edge]) -> Iterator[str]:
+    """A line for each edge."""
+    for edge in flow:
+        yield (
+            f"flow {edge.source} → {edge.to}: {edge.to} never passes {edge.source}, which may be "
+            f"{edge.ahead} steps ahead; who must wait is held back before it computes"
+        )
+
+
+def in_words(
+    groups: Mapping[str, ParameterGroup],
+    scopes: Mapping[str, Scope],
+    bound: int = 0,
+    quorum: float = 0.5,
+) -> Iterator[str]:
+    """A line for each parameter group, and some for each scope; ``bound``, ``quorum``: policies."""
     for name, group in groups.items():
         yield f"parameter group {name}: {_HELD[group.ranks]}; {_TAKE[group.samples]}"
     for name, scope in scopes.items():
@@ -151,8 +258,19 @@ def in_words(groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]) 
             f"scope {name}: {_MEMBERS[scope.members]} vote {_SYNC[scope.sync]}; a COMMIT steps "
             f"{what} on all of them, an ABORT on none"
         )
-        if scope.sync == "periodic":
+        if scope.sync != "every_step":
             yield (
                 f"scope {name}: a group holds a lease on the data of its next steps, until a "
                 "COMMIT has consumed them; the lease of a group that is lost is given to another"
+            )
+        if scope.sync == "bounded":
+            yield (
+                f"scope {name}: a synchronisation takes those who are ready when all are, or when "
+                f"the join_window ends with more than {quorum:g} of the job's groups; the others "
+                "compute on, and are in a later one"
+            )
+            yield (
+                f"scope {name}: held back is whoever is ready while a living group would be more "
+                f"than {bound} behind otherwise; what that group brings is then at most {bound} "
+                "behind"
             )

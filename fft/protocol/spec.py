@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fft.protocol.roles import Role
-from fft.protocol.scopes import ParameterGroups, Ranks, Samples, Scopes, Strict
+from fft.protocol.scopes import Flow, ParameterGroups, Ranks, Samples, Scopes, Strict
+from fft.protocol.state import Elsewhere
 
 
 class Part(Strict):
@@ -97,6 +98,18 @@ class Policies(Strict):
     on_divergence: Literal["stop", "heal"] = Field(
         "stop",
         description="replicas differ: end the job, or have whoever differs from most fetch anew",
+    )
+    bound: int | None = Field(
+        None,
+        ge=1,
+        description="with sync: bounded: by how many steps of the job a contribution may be behind",
+    )
+    quorum: float = Field(
+        0.5,
+        ge=0.5,
+        lt=1,
+        description="with sync: bounded: more than this part of the job's groups synchronise "
+        "together; at least half, so that of two such parts one group is in both",
     )
 
 
@@ -225,6 +238,9 @@ class FsmSpec(MachineSpec):
     machine: Literal["engine"] = "engine"
     parameter_groups: ParameterGroups
     scopes: Scopes
+    flow: Flow = Field(
+        default_factory=list, description="which stage's steps are the input of which other one"
+    )
     policies: Policies
     timers: dict[str, TimerSpec]
 
@@ -241,16 +257,40 @@ class FsmSpec(MachineSpec):
     @property
     def is_periodic(self) -> bool:
         """Whether the job's transactions follow several steps that each group commits alone."""
-        return any(scope.sync == "periodic" for scope in self.scopes.values())
+        return any(scope.sync != "every_step" for scope in self.scopes.values())
+
+    @property
+    def bound(self) -> int:
+        """By how many steps of the job a contribution may be behind; 0: all step together."""
+        is_bounded = any(scope.sync == "bounded" for scope in self.scopes.values())
+        return (self.policies.bound or 0) if is_bounded else 0
 
     @property
     def inner(self) -> FsmSpec:
         """The scope inside each replica group, if there is one, as a job of the group alone."""
-        name, scope = next((n, s) for n, s in self.scopes.items() if s.members == "group")
+        return self._alone(next(n for n, s in self.scopes.items() if s.members == "group"))
+
+    @property
+    def stages(self) -> list[str]:
+        """The scopes of stages, by the ranks that they are of; empty: stages share a step."""
+        return [name for name, scope in self.scopes.items() if scope.members == "stage"]
+
+    def stage(self, rank: int) -> FsmSpec:
+        """The scope of the stage that ``rank`` is of, as a job of that rank of all groups."""
+        return self._alone(self.stages[rank])
+
+    def bound_to(self, scope: str) -> tuple[Elsewhere, ...]:
+        """The scopes that the flow binds ``scope`` to, of which nothing is known yet."""
+        follows = [Elsewhere(edge.source, 0) for edge in self.flow if edge.to == scope]
+        leads = [Elsewhere(edge.to, edge.ahead) for edge in self.flow if edge.source == scope]
+        return (*follows, *leads)
+
+    def _alone(self, name: str) -> FsmSpec:
+        scope = self.scopes[name]
         own = {group: self.parameter_groups[group] for group in scope.commits}
         whole = {name: scope.model_copy(update={"members": "job"})}
         update = {"name": f"{self.name}-{name}", "parameter_groups": own, "scopes": whole}
-        return self.model_copy(update=update)
+        return self.model_copy(update={**update, "flow": []})
 
 
 class ThreadSpec(MachineSpec):

@@ -62,7 +62,18 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
                 yield ("states", name, "timers", i), unknown("timer", timer, spec.timers)
     yield from _timers(spec)
     if isinstance(spec, FsmSpec):
-        yield from scope_problems(spec.parameter_groups, spec.scopes)
+        yield from scope_problems(spec.parameter_groups, spec.scopes, spec.flow)
+        yield from _bound(spec)
+
+
+def _bound(spec: FsmSpec) -> Iterator[Problem]:
+    """Who may be left behind says by how much; nobody else does."""
+    bounded = [name for name, scope in spec.scopes.items() if scope.sync == "bounded"]
+    if bounded and spec.policies.bound is None:
+        text = f"scope {bounded[0]!r} is bounded, and nothing says by what: give policies a bound"
+        yield ("policies",), f"{text}, in steps of the job"
+    if not bounded and spec.policies.bound is not None:
+        yield ("policies", "bound"), "no scope has sync: bounded; remove the bound, or say so there"
 
 
 def _timers(spec: MachineSpec) -> Iterator[Problem]:

@@ -6,8 +6,8 @@ shallow copy of ``Local`` is a snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal
 
@@ -20,6 +20,7 @@ from fft.messages.protocol import (
     Peer,
     RankEntry,
     Record,
+    Seen,
     Suspect,
     Token,
     Vote,
@@ -32,6 +33,20 @@ FREE_ROLLBACKS = 3
 """So many in a row are not paused after."""
 GENESIS = "genesis"
 """Lineage of a state that every group built alike (``init_sync=False``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another scope that the flow of the data binds mine to, as far as I know it."""
+
+    scope: str
+    ahead: int
+    """My scope may commit up to so many steps more than that one has; 0: it follows that one."""
+    n: int = 0
+    """Of its newest record that I know; 0: none."""
+    version: int = 0
+    groups: tuple[str, ...] = ()
+    """Groups in it, but for those that leave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +67,24 @@ class Config:
     on_divergence: Literal["stop", "heal"] = "stop"
     leases: bool = False
     """A group keeps its slice of the data from txn to txn, until it is consumed."""
+    first_rank: int = 0
+    """Of its group in this scope; ``world`` ranks from it on are."""
+    flow: tuple[Elsewhere, ...] = ()
+    """Scopes that the flow of the data binds this one to."""
+    bound: int = 0
+    """Of an asynchronous job: by how many steps a contribution may be behind; else 0."""
+    quorum: float = 0.5
+    """Of an asynchronous job: more than this part of its groups synchronise together."""
+
+    @property
+    def ranks(self) -> range:
+        """Of each group in this scope."""
+        return range(self.first_rank, self.first_rank + self.world)
+
+    @property
+    def index(self) -> int:
+        """My place among these."""
+        return self.me.rank - self.first_rank
 
 
 @dataclass(slots=True)
@@ -68,6 +101,10 @@ class Local:
     leases: tuple[Lease, ...] = ()
     """Of the state I hold; see ``Record``."""
     returned: tuple[int, ...] = ()
+    lease: int | None = None
+    """Of an asynchronous job: the slice that this group's contribution is computed from."""
+    awaits: frozenset[str] = frozenset()
+    """The same: groups without which the next epoch cannot be formed, as was said last."""
     token: Token = Token(0, 0)  # noqa: RUF009  (a tuple: safe to share)
     """(epoch, txn) this participant stands at."""
     head: Record | None = None
@@ -90,6 +127,7 @@ class Local:
     suspected: frozenset[Peer] = frozenset()
     """Silent in a window; cleared by any word from them."""
     leaving: frozenset[Peer] = frozenset()
+    elsewhere: tuple[Elsewhere, ...] = ()
     vote: Vote | None = None
     restoring: Token | None = None
     """The txn that the main thread was told to unwind, and has not come back from."""
@@ -159,6 +197,9 @@ def peers_meant(s: Local, event: Death | Suspect) -> list[Peer]:
     found = [said.peer] if said is not None and (said.pid, said.host) == where else []
     if listed is not None and (listed.pid, listed.host) == where:
         found.append(Peer(*key, listed.inc))
+    for each in s.head.standing if s.head is not None else ():
+        ranks = each.entry.ranks if each.entry.group == event.group else ()
+        found += [Peer(*key, r.inc) for r in ranks if (r.rank, r.pid, r.host) == (key[1], *where)]
     return found
 
 
@@ -169,10 +210,18 @@ def learners(s: Local) -> tuple[str, ...]:
 
 def contributors(s: Local, c: Config) -> list[str]:
     """Groups whose gradients count in the present txn, in order: each has a slice of the data."""
-    return [g.group for g in _contributing(members(s), learners(s), c)]
+    if c.bound and s.epoch is not None:
+        return [g.group for g in with_lease(s.epoch)]
+    return [g.group for g in contributing(members(s), learners(s), c)]
 
 
-def _contributing(
+def with_lease(epoch: Record) -> list[GroupEntry]:
+    """Members of an epoch that hold a lease; of an asynchronous job, those that contribute."""
+    held = {lease[1:] for lease in epoch.leases}
+    return [g for g in epoch.members if (g.group, g.store) in held]
+
+
+def contributing(
     groups: Sequence[GroupEntry], late: Collection[str], c: Config
 ) -> list[GroupEntry]:
     """Those of ``groups`` that count, if those who are ``late`` cannot."""
@@ -206,6 +255,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         batches=held.batches,
         head=s.head.n if s.head else 0,
         returned=held.returned if s.head is None else (),
+        lease=s.lease,
         # What this rollback has begun does not count: everyone acknowledges before it is done.
         unwinding=s.stuck or s.restoring not in (None, s.token),
     )
@@ -228,8 +278,17 @@ def data_after(s: Local, c: Config, at: Local | Record) -> Granted:
     if not c.leases:
         return Granted(at.cursor + participants(s, c), (), ())
     # who learns in this txn contributes to the next one
-    takers = in_turn(_contributing(members(s), (), c), at.leases)
-    return granted(Granted(at.cursor, (), at.returned), takers)
+    takers = in_turn(contributing(members(s), (), c), at.leases)
+    after = granted(Granted(at.cursor, (), at.returned), takers)
+    return after._replace(leases=tuple(sorted((*after.leases, *leases_outside(s, at)))))
+
+
+def leases_outside(s: Local, at: Local | Record) -> list[Lease]:
+    """Of an asynchronous job: leases of groups that are not in the epoch, which keep them."""
+    if s.epoch is None or not s.epoch.bound:
+        return []
+    inside = {(g.group, g.store) for g in s.epoch.members}
+    return [lease for lease in at.leases if lease[1:] not in inside]
 
 
 def committed(s: Local, c: Config, skip: bool = False) -> Base:
@@ -238,6 +297,31 @@ def committed(s: Local, c: Config, skip: bool = False) -> Base:
     lineage = next_lineage(s.lineage, s.token, step, data.cursor, skip)
     batches = s.batches + (0 if skip else participants(s, c))
     return Base(step, lineage, data.cursor, batches, data.leases, data.returned)
+
+
+def next_version(s: Local) -> int:
+    """Committed steps after the present txn, if it is no skip."""
+    at = s.epoch if s.epoch is not None and s.token.txn == 1 else s
+    return at.step + 1
+
+
+def seen(s: Local) -> tuple[Seen, ...]:
+    """What my vote tells of other scopes."""
+    return tuple(Seen(e.scope, e.version, e.ahead) for e in s.elsewhere)
+
+
+def held_for(s: Local) -> Elsewhere | None:
+    """The scope that must commit more before the present txn may be computed; None: none."""
+    version = next_version(s)
+    return next((e for e in s.elsewhere if version > e.version + e.ahead), None)
+
+
+def may_leave(s: Local, group: str) -> bool:
+    """Whether a group that is asked to leave may: it leaves scopes in the order of the flow.
+
+    Those that it follows may need steps of this one before they can commit their last.
+    """
+    return not any(group in e.groups for e in s.elsewhere if e.ahead == 0)
 
 
 def leavers(s: Local) -> tuple[str, ...]:
@@ -296,8 +380,7 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
     return [
         ranks
         for group, ranks in sorted(by_group.items(), key=lambda kv: _group_order(kv[0]))
-        if [h.peer.rank for h in ranks] == list(range(c.world))
-        and len({h.store for h in ranks}) == 1
+        if [h.peer.rank for h in ranks] == list(c.ranks) and len({h.store for h in ranks}) == 1
     ]
 
 
@@ -310,7 +393,7 @@ def missing_mates(s: Local, c: Config) -> list[int]:
             return False
         return h.peer not in s.dead and h.peer not in s.suspected
 
-    return [rank for rank in range(c.world) if not asks(rank)]
+    return [rank for rank in c.ranks if not asks(rank)]
 
 
 def joiners(s: Local, c: Config) -> list[str]:
@@ -319,77 +402,3 @@ def joiners(s: Local, c: Config) -> list[str]:
         return []
     inside = set(member_peers(s))
     return [r[0].peer.group for r in whole_groups(s, c) if not inside & {h.peer for h in r}]
-
-
-def base_of(s: Local, groups: list[list[Hello]]) -> Base:
-    """What the next epoch starts from: the committed head.
-
-    Before the first epoch, the furthest group (first in order on a tie).
-    """
-    if (head := s.head) is not None:
-        held = (head.leases, head.returned)
-        return Base(head.step, head.lineage, head.cursor, head.batches, *held)
-    best = max(groups, key=lambda ranks: min(h.step for h in ranks))[0]
-    return Base(best.step, best.lineage, best.cursor, best.batches, (), best.returned)
-
-
-def state_held(base: Base, groups: list[list[Hello]], world: int) -> bool:
-    """Whether for every rank number some group holds the state of ``base``."""
-    return all(any(g[r].lineage == base.lineage for g in groups) for r in range(world))
-
-
-def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
-    """The epoch record I would propose now; None: too few groups, or nobody holds the state.
-
-    ``learners``: who is behind fetches the state while the others compute.
-    """
-    groups = whole_groups(s, c)
-    if len(groups) < max(1, c.min_groups):
-        return None
-    base = base_of(s, groups)
-    if not state_held(base, groups, c.world):
-        return None
-    entries = tuple(_entry(ranks, base) for ranks in groups)
-    epoch = (s.head.epoch if s.head else 0) + 1
-    late = behind(entries) if learners else ()
-    if c.leases:
-        held = Granted(base.cursor, base.leases, base.returned)
-        base = replace(base, **granted(held, _contributing(entries, late, c))._asdict())
-    return Record(
-        n=(s.head.n if s.head else 0) + 1,
-        kind="epoch",
-        epoch=epoch,
-        txn=0,
-        step=base.step,
-        lineage=base.lineage,
-        cursor=base.cursor,
-        batches=base.batches,
-        by=c.me,
-        members=entries,
-        learners=late,
-        leases=base.leases,
-        returned=base.returned,
-    )
-
-
-def behind(groups: Iterable[GroupEntry]) -> tuple[str, ...]:
-    """Those that do not hold the state of the epoch record that they are listed in."""
-    return tuple(g.group for g in groups if not all(r.current for r in g.ranks))
-
-
-def _entry(ranks: list[Hello], base: Base) -> GroupEntry:
-    return GroupEntry(
-        group=ranks[0].peer.group,
-        store=ranks[0].store,
-        ranks=tuple(
-            RankEntry(
-                rank=h.peer.rank,
-                inc=h.peer.inc,
-                current=h.lineage == base.lineage,
-                transport=h.transport,
-                pid=h.pid,
-                host=h.host,
-            )
-            for h in ranks
-        ),
-    )

@@ -17,6 +17,7 @@ from fft.messages.effects import (
     Finish,
     Heal,
     ReadHead,
+    ReadScope,
     Restore,
     StartTxn,
     Tell,
@@ -25,7 +26,7 @@ from fft.messages.protocol import Death, Leave, Token
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.vocabulary import COMMANDS
 
-SHARED = (Broadcast, Tell, ReadHead, Decide, CastVote)
+SHARED = (Broadcast, Tell, ReadHead, ReadScope, Decide, CastVote)
 """Effects that others can see: each is a step of its own."""
 BLOCKED = "blocked"
 """Cause of a ``Restore`` for a main thread whose process groups nobody aborts."""

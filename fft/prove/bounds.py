@@ -20,6 +20,8 @@ KINDS = (
     "drain",  # a group is asked to leave
     "hang",  # a monitor says of a process, rightly or not, that its main thread does not move
     "early",  # a timer fires before its time: false suspicion
+    "late",  # a wait for groups ends (join_window) before all have asked, but not before those
+    # who have are heard
     "lose",  # a message never reaches one listener
     "twice",  # a message reaches one listener twice
     "swap",  # two messages reach one listener in the other order
@@ -60,6 +62,11 @@ class Bounds:
     """Votes bring digests of the states."""
     heals: bool = False
     """Whose state differs from most fetches it anew; else the job ends where states differ."""
+    stage: int | None = None
+    """Search the scope of that stage, and let those that the flow binds it to commit at any time
+    that their own bounds allow. None: no other scope holds anybody."""
+    behind: int = 0
+    """Of an asynchronous job: by how many steps a contribution may be behind; 0: as the spec says."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -68,6 +75,8 @@ class Bounds:
         least = f", {self.least} at least" if self.least > 1 else ""
         least += ", states compared" if self.digests else ""
         least += " and healed" if self.heals else ""
+        least += f", stage {self.stage}" if self.stage is not None else ""
+        least += f", {self.behind} behind at most" if self.behind else ""
         return (
             f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "
             f"{self.faults} faults of: {what or 'none'}"

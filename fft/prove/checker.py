@@ -22,7 +22,7 @@ from fft.protocol.invariants import INVARIANTS, Know
 from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, Part, SubState
-from fft.protocol.state import Local
+from fft.protocol.state import Local, next_version
 from fft.prove.bounds import REAL, Bounds, World
 from fft.prove.intern import thaw
 from fft.prove.model import Model, State, Step
@@ -175,10 +175,16 @@ class Search:
         return [(i, thaw(model.locals[n.local])) for i, n in enumerate(nodes) if n.local >= 0]
 
     def _gives_up(self, state: State, step: Step) -> bool:
-        """Ending for want of an epoch is no way out while those who live could form one."""
+        """Ending for want of an epoch is no way out while those who live could form one; nor for
+        want of another scope whose register says that it has committed enough."""
+        shared = self.model.shared[state[self.model.size]]
+        if step.what == "timer flow_limit":
+            at = {scope.scope: scope.version for scope in shared.scopes}
+            held = thaw(self.model.locals[self.model.node(state, step.who).local])
+            needs = next_version(held)
+            return all(needs <= at[e.scope] + e.ahead for e in held.elsewhere)
         if step.what != "timer quorum":
             return False
-        shared = self.model.shared[state[self.model.size]]
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:
@@ -249,10 +255,12 @@ class Search:
 
 
 def _settled(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> bool:
-    done = all(s.role == "training" and s.step >= bounds.commits for _, s in views)
+    done = all(_at_bound(bounds, s) or _has_done(bounds, s) for _, s in views)
     if shared.bus != "up":  # out, or with nothing left to ask the bus for
         return shared.bus == "gone" and done
     inside = [s for _, s in views if s.epoch is not None]
+    if any(s.role == "apart" for _, s in views) and not inside:
+        return _settled_apart(bounds, shared, views)
     # Who has nothing left to do within the bounds would learn of a newer record at its next
     # decision: nobody can be asked to go on without it.
     unaware = [s for s in inside if _at_bound(bounds, s) and s.head != shared.head]
@@ -261,6 +269,19 @@ def _settled(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> boo
     if any(s.role != "training" for s in inside) or not inside:
         return not _can_go_on(bounds, shared, views) and _waits(views)
     return all(s.step >= bounds.commits for s in inside)
+
+
+def _settled_apart(bounds: Bounds, shared: Any, views: list[tuple[int, Local]]) -> bool:
+    """The same of an asynchronous job, in which nobody is in an epoch.
+
+    Who stands apart has done what the bounds let it do; those who ask may have to wait for it.
+    """
+    done = all(s.role == "joining" or _has_done(bounds, s) for _, s in views)
+    return done and shared.head is not None and shared.head.step >= bounds.commits
+
+
+def _has_done(bounds: Bounds, s: Local) -> bool:
+    return s.role == "apart" and s.step >= bounds.commits
 
 
 def _at_bound(bounds: Bounds, s: Local) -> bool:

@@ -25,10 +25,12 @@ from fft.messages.effects import (
     Finish,
     Heal,
     ReadHead,
+    ReadScope,
     Restore,
     SetTimer,
     StartTxn,
     Tell,
+    TellHeld,
 )
 from fft.messages.protocol import (
     Applied,
@@ -47,6 +49,7 @@ from fft.messages.protocol import (
     Prepared,
     Record,
     Restored,
+    ScopeRecord,
     Start,
     Timer,
     Token,
@@ -105,6 +108,9 @@ class Cluster:
         self.history: list[Record] = []
         """Every value the register ever had."""
         self.ballots: dict[Token, dict[Peer, Vote]] = {}
+        self.scopes: dict[str, ScopeRecord] = {}
+        """Newest records of other scopes."""
+        self.held: list[TellHeld] = []
         self.bus_up = True
         self.observer = observer
         self._incs: dict[tuple[str, int], int] = {}
@@ -241,6 +247,9 @@ class Cluster:
             case ReadHead():
                 if self._bus(node, "read"):
                     self.post(node, Decision(self.head))
+            case ReadScope(scope=scope):
+                if self._bus(node, "read scope") and scope in self.scopes:
+                    self.post(node, self.scopes[scope])
             case Decide(after=after, proposal=proposal):
                 if self._bus(node, "decide"):
                     self._decide(node, after, proposal)
@@ -259,6 +268,8 @@ class Cluster:
                     node.timers.pop(name, None)
             case CancelFutures() | AbortGroups():
                 pass
+            case TellHeld():
+                self.held.append(effect)
             case Restore(token=token):
                 node.txn, node.learning = None, None
                 torn = node.peer in self.restore_fails

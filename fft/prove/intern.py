@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from fft.messages.protocol import Drain, Peer, Record
-from fft.protocol.state import Local
+from fft.messages.protocol import Drain, Peer, Record, ScopeRecord
+from fft.protocol.state import Elsewhere, Local
 
 T = TypeVar("T", bound=Hashable)
 
@@ -121,9 +121,11 @@ class Renamer:
                 changes[name] = new
         if isinstance(value, Record) and "members" in changes:
             changes["members"] = tuple(sorted(changes["members"], key=lambda g: g.group))
+        if isinstance(value, Record) and "standing" in changes:
+            changes["standing"] = tuple(sorted(changes["standing"], key=lambda g: g.entry.group))
         if isinstance(value, Record) and "leavers" in changes:
             changes["leavers"] = tuple(sorted(changes["leavers"]))
-        if "groups" in changes and isinstance(value, Drain):
+        if "groups" in changes and isinstance(value, Drain | ScopeRecord | Elsewhere):
             changes["groups"] = tuple(sorted(changes["groups"]))
         return dataclasses.replace(value, **changes) if changes else value
 
@@ -141,6 +143,8 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
             return bool(key[1] >= record)
         case "data from":
             return bool(key[1] >= cursor)
+        case "version":
+            return True  # of another scope; there are few
         case "digest" | "held" | "leases":
             return key[1] in lineages
     raise ValueError(f"how long does fact {key} matter?")

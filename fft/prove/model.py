@@ -25,6 +25,7 @@ from fft.messages.effects import (
     Decide,
     Finish,
     ReadHead,
+    ReadScope,
     Restore,
     Tell,
 )
@@ -49,14 +50,13 @@ from fft.messages.protocol import (
     Peer,
     Prepared,
     Ready,
-    Record,
     Restored,
     Start,
     Stop,
     Suspect,
+    Synchronise,
     Timer,
     Token,
-    Vote,
 )
 from fft.protocol.invariants import INVARIANTS, Claim, Given, Holds, Know, Move, Same
 from fft.protocol.main_thread import NO_FACTS, Reaction, ThreadTable, shipped_thread
@@ -69,48 +69,13 @@ from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bar
 from fft.prove.bits import Bits
 from fft.prove.bounds import GIVES_UP, KINDS, REAL, UNQUIET, Bounds, World
 from fft.prove.intern import Interner, Renamer, can_matter, freeze, thaw
+from fft.prove.nodes import Node, Shared
+from fft.prove.other_scopes import OtherScopes
 from fft.util.errors import ProtocolError
 
 GROUPS = "ABCDEFGH"
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """What a process is to hear, and what a step is called that takes the first of it."""
-
-
-class Node(NamedTuple):
-    """One process. ``local`` < 0: it is not there."""
-
-    inc: int
-    local: int = -1
-    inbox: tuple[int, ...] = ()
-    """Messages for everyone, in the order that all have in common."""
-    mail: tuple[int, ...] = ()
-    """Messages for this process alone; those for everyone may come before or after them."""
-    pending: tuple[int, ...] = ()
-    """Effects of the last event that are not carried out yet; the first is a shared one."""
-    answers: tuple[int, ...] = ()
-    """Answers of the bus, handled when ``pending`` is empty."""
-    thread: str = shipped_thread().spec.initial
-    """State of the main thread, in its own table."""
-    task: tuple[Any, ...] = ()
-    """What it has been told for what it is at: (token), (token, skip), (epoch, source), …"""
-    stuck: bool = False
-    """It is in a process group that nobody aborts, and stays there."""
-    source: int | None = None
-    """Of a learner in its first txn: where the state is on its way from."""
-    done: int = -1
-    """The main thread's word that it applied the step, not handled yet."""
-    bits: Bits | None = None
-    aged: frozenset[str] = frozenset()
-    """Timers that are armed since before a much shorter one ran out."""
-
-
-class Shared(NamedTuple):
-    """What the bus holds."""
-
-    head: Record | None = None
-    ballots: tuple[tuple[Token, tuple[Vote, ...]], ...] = ()
-    bus: str = "up"
-    """``up``, ``down`` (out of reach) or ``gone`` (its memory is lost)."""
 
 
 Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFailed
@@ -198,6 +163,7 @@ class Model:
     ) -> None:
         self.spec, self.bounds, self.world, self.only = spec, bounds, world, only
         self.thread = thread or shipped_thread()
+        self.beside = OtherScopes(spec, bounds)
         self._class, self._table = participant, Table(spec)
         self.places = bounds.groups * bounds.ranks
         twin = dict(bounds.budget).get("twin", 0) > 0
@@ -254,7 +220,12 @@ class Model:
                 expected_groups=self.bounds.groups,
                 min_reductions=self.spec.policies.min_reductions,
                 leases=self.spec.is_periodic,
+                bound=self.bounds.behind
+                if self.spec.bound and self.bounds.behind
+                else self.spec.bound,
+                quorum=self.spec.policies.quorum,
                 on_divergence="heal" if self.bounds.heals else "stop",
+                flow=self.beside.bounds,
             )
             found = self._participants[who, inc] = self._class(self._table, config)
         return found
@@ -284,7 +255,7 @@ class Model:
         left = dict(self.bounds.budget)
         budget = (self.bounds.faults, *(left.get(kind, 0) for kind in KINDS))
         nodes = [self._born(i, 1) for i in range(self.places)] + [Node(0)] * self.bounds.ranks
-        nodes, shared = nodes[: self.size], Shared()
+        nodes, shared = nodes[: self.size], Shared(scopes=self.beside.first)
         for i, node in enumerate(nodes[: self.places]):
             turn = _Turn(node, shared)
             self._handle(turn, i, self.events.id(Start()))
@@ -322,6 +293,10 @@ class Model:
                 idle = idle and act.cost is not None
                 yield self._close(who, act, state)
         shared = self.shared[shared_id]
+        if self.beside.bounds and shared.bus == "up":
+            for act in self._elsewhere(state, shared):
+                idle = False
+                yield self._close(-1, act, state)
         if shared.bus == "down":
             idle = False
             yield self._close(-1, self._to_bus("bus back", shared._replace(bus="up")), state)
@@ -453,8 +428,19 @@ class Model:
             act = self._to_bus("bus away", shared._replace(bus="down"), "outage")
             yield self._close(-1, act, state)
         if left[1 + KINDS.index("forget")]:
-            empty = Shared(bus="gone" if self.world.generations else "up")
+            empty = Shared(bus="gone" if self.world.generations else "up", scopes=shared.scopes)
             yield self._close(-1, self._to_bus("bus forgets", empty, "forget"), state)
+
+    def _elsewhere(self, state: State, shared: Shared) -> Iterator[Act]:
+        """What scopes that are not modelled may do next."""
+        nodes = [self.nodes[i] for i in state[: self.size]]
+        there = [thaw(self.locals[node.local]) for node in nodes if node.local >= 0]
+        asked = {peer.group for s in there for peer in s.leaving}
+        inside = {g.group for s in there if s.role in AT_WORK and s.epoch for g in s.epoch.members}
+        for what, record in self.beside.moves(shared.head, shared.scopes, asked, inside):
+            newer = tuple(record if s.scope == record.scope else s for s in shared.scopes)
+            after = self.shared.id(shared._replace(scopes=newer))
+            yield Act(what, None, -1, after, (self.events.id(record),))
 
     def _to_bus(self, what: str, shared: Shared, cost: str | None = None) -> Act:
         return Act(what, cost, -1, self.shared.id(shared))
@@ -661,6 +647,8 @@ class Model:
                 turn.told = (to, self.events.id(message))
             case ReadHead():
                 return Decision(shared.head)
+            case ReadScope(scope=scope):
+                return next(s for s in shared.scopes if s.scope == scope)
             case Decide(after=after, proposal=proposal):
                 if shared.head == after or not self.world.write_once:
                     turn.shared = shared._replace(head=proposal)
@@ -842,13 +830,13 @@ class _Turned:
         return self._nodes[number]
 
     def _bus(self, number: int) -> int:
-        head, ballots, bus = self._model.shared[number]
+        head, ballots, bus, scopes = self._model.shared[number]
         rename = self._rename
         turned = tuple(
             (token, tuple(sorted((rename(v) for v in votes), key=lambda v: v.peer)))
             for token, votes in ballots
         )
-        new = self._model.shared.id(Shared(rename(head), turned, bus))
+        new = self._model.shared.id(Shared(rename(head), turned, bus, rename(scopes)))
         self._shared[number] = new
         return new
 
@@ -918,7 +906,7 @@ class _Here:
         self, effect: AnyEffect, cost: str | None, outcomes: tuple[bool, ...]
     ) -> Iterator[Act]:
         for done in outcomes:
-            if not (done and isinstance(effect, ReadHead)):
+            if not (done and isinstance(effect, ReadHead | ReadScope)):
                 text = f"fails at {type(effect).__name__}{', which was done' if done else ''}"
                 yield self._operate(text, done, False, cost)
 
@@ -935,6 +923,11 @@ class _Here:
             yield from self._restore(*node.task)
         elif at == "computing" and self._step() < model.bounds.commits:
             yield from self._body(*node.task)
+        elif at == "idle" and self._stands_apart() and self._step() < model.bounds.commits:
+            yield self.event("asks to synchronise", node, Synchronise())
+
+    def _stands_apart(self) -> bool:
+        return bool(thaw(self.model.locals[self.node.local]).role == "apart")
 
     def _step(self) -> int:
         """The step that the txn begins at."""
@@ -1085,6 +1078,9 @@ class _Here:
                 if name == GIVES_UP:
                     continue
                 yield self.event(f"timer {name} early", node, Timer(name, serial), "early")
+        if self.may("late") and local.role == "joining" and "join_window" in local.timers:
+            due = Timer("join_window", local.timers["join_window"])
+            yield self.event("waits no longer for others", node, due, "late")
         behind = node._replace(inbox=())
         if self.may("deaf") and not local.deaf:
             yield self.event("is deaf from now on", behind, BusDown("listen", ""), "deaf")

@@ -24,10 +24,13 @@ from fft.messages.protocol import (
     Token,
 )
 from fft.protocol.effects import EFFECTS, Action
+from fft.protocol.forming import next_epoch
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Outcome, Participant
-from fft.protocol.state import Config, Local, committed, learners, member_peers, next_epoch
+from fft.protocol.state import Config, Local, committed, learners, member_peers
+from fft.prove.apart_mutants import APART
 from fft.prove.bounds import World
+from fft.prove.flow_mutants import FLOW
 from fft.prove.lease_mutants import LEASES
 from fft.prove.mutant import Mutant
 from fft.prove.planting import (
@@ -809,5 +812,5 @@ MUTANTS: tuple[Mutant, ...] = (
         small(crash=1, lapse=1),
         without("give_up_proposal"),
     ),
-    *LEASES,
+    *(*LEASES, *FLOW, *APART),
 )

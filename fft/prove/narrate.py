@@ -15,7 +15,8 @@ from fft.protocol.spec import outermost
 from fft.protocol.state import Local
 from fft.prove.bare_effects import SHARED
 from fft.prove.intern import thaw
-from fft.prove.model import QUEUES, Model, Node, Shared, State, Step
+from fft.prove.model import QUEUES, Model, State, Step
+from fft.prove.nodes import Node, Shared
 
 
 def narrate(model: Model, path: list[tuple[int, str]]) -> Iterator[str]:

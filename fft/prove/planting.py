@@ -28,6 +28,7 @@ def small(
     alike: bool = True,
     digests: bool = False,
     heals: bool = False,
+    stage: int | None = None,
     **budget: int,
 ) -> Bounds:
     """Bounds with these faults, all of which may happen in one run."""
@@ -43,6 +44,7 @@ def small(
         alike=alike,
         digests=digests,
         heals=heals,
+        stage=stage,
     )
 
 

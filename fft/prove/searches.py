@@ -23,7 +23,7 @@ from fft.prove.mutant import NotCaught, caught
 from fft.prove.mutants import MUTANTS
 from fft.prove.mutants_page import write_table
 from fft.prove.scenario import save_counterexample
-from fft.prove.sets_of_bounds import DEEP, DEFAULT
+from fft.prove.sets_of_bounds import sets_for
 from fft.util.errors import FftError
 
 
@@ -54,7 +54,7 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
         SpecError, CheckError: the spec or a name cannot be used.
     """
     spec = load_spec(spec_name)
-    sets = _chosen(DEEP if choice.deep else DEFAULT, choice.bounds)
+    sets = _chosen(sets_for(spec, choice.deep), choice.bounds)
     if unknown := sorted(set(choice.properties) - set(INVARIANTS)):
         raise CheckError(f"no property named {unknown[0]!r}; there are: {', '.join(INVARIANTS)}")
     for bounds in sets:

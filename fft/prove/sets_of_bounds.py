@@ -6,6 +6,7 @@ process start, so that no single set of bounds can have everything; each of thes
 
 from __future__ import annotations
 
+from fft.protocol.spec import FsmSpec
 from fft.prove.bounds import Bounds
 
 
@@ -117,6 +118,94 @@ DEFAULT = (
 )
 """Takes some five minutes on one core."""
 
+
+def flow(stages: int) -> tuple[Bounds, ...]:
+    """The bounds for each stage of a spec whose stages have scopes of their own."""
+    return tuple(
+        bounds
+        for stage in range(stages)
+        for bounds in (
+            Bounds(
+                f"stage {stage}, processes",
+                commits=2,
+                faults=1,
+                budget=budget("fault", "crash", "restart", "torn"),
+                stage=stage,
+            ),
+            Bounds(
+                f"stage {stage}, leaving",
+                commits=1,
+                faults=2,
+                budget=budget("drain", "crash"),
+                stage=stage,
+            ),
+            Bounds(
+                f"stage {stage}, messages",
+                commits=2,
+                faults=1,
+                budget=budget("lose", "early", "overrun", "lapse"),
+                stage=stage,
+            ),
+            Bounds(
+                f"stage {stage}, start",
+                commits=1,
+                faults=1,
+                formed=False,
+                budget=budget("crash", "lapse", "skip"),
+                stage=stage,
+            ),
+        )
+    )
+
+
+ASYNC = (
+    Bounds(
+        "processes",
+        commits=1,
+        faults=2,
+        budget=budget("no", "misfit", "torn", "heal", "silent", "drain", fault=2, crash=2),
+    ),
+    Bounds("steps", commits=2, faults=1, budget=budget("torn", "no", "drain", "crash", "skip")),
+    Bounds("restart", commits=1, faults=2, budget=budget("crash", "restart")),
+    Bounds("messages", commits=1, faults=3, budget=budget("fault", "lose", "twice", "quit")),
+    Bounds("apart", commits=2, faults=1, budget=budget("lose", "twice", "swap", "quit", "early")),
+    Bounds("unheard", commits=1, faults=3, budget=budget("fault", lose=2)),
+    Bounds("settled", commits=2, faults=2, budget=budget("lose", "hang")),
+    Bounds("bus", commits=1, faults=2, budget=budget("fault", "lapse", "outage", "forget")),
+    Bounds("mixed", commits=1, faults=2, budget=budget("torn", "drain", "lose", "lapse", "early")),
+    Bounds("missed", commits=1, faults=3, budget=budget("torn", "lose", "fault")),
+    Bounds("storm", commits=1, faults=4, budget=budget(no=4)),
+    Bounds("start", commits=1, faults=1, formed=False, budget=budget("torn", "crash", "lose")),
+    Bounds("unlike", commits=1, faults=1, formed=False, alike=False, budget=budget("heal")),
+    Bounds("left behind", groups=3, commits=2, faults=1, budget=budget("late"), behind=2),
+    Bounds("held", groups=3, commits=2, faults=1, budget=budget("late"), behind=1),
+    Bounds("held, lost", groups=3, commits=1, faults=2, budget=budget("late", "crash"), behind=1),
+    Bounds("shards", ranks=2, commits=1, faults=1, budget=budget("silent")),
+    Bounds(
+        "mates", groups=1, ranks=2, commits=1, faults=1, formed=False, budget=budget("quit", "lose")
+    ),
+    Bounds("hang", commits=1, faults=1, budget=budget("hang")),
+    Bounds("hang, mates", groups=1, ranks=2, commits=0, faults=3, budget=budget("lapse", hang=2)),
+    Bounds("too few", commits=1, faults=2, least=2, budget=budget("crash", drain=2)),
+    Bounds("skips", commits=1, faults=2, budget=budget("lose", "crash", "misfit", skip=2)),
+    Bounds("compared, missed", commits=1, faults=3, budget=budget("no", lose=2), digests=True),
+    Bounds(
+        "diverged",
+        commits=1,
+        faults=3,
+        budget=budget("corrupt", "bare", "silent", "restart"),
+        digests=True,
+    ),
+    Bounds(
+        "healed", groups=3, commits=1, faults=1, budget=budget("corrupt"), digests=True, heals=True
+    ),
+    Bounds("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
+    Bounds("deaf", commits=1, faults=1, budget=budget("deaf", "overrun")),
+    Bounds("twin", commits=1, faults=2, budget=budget("twin", "lose")),
+)
+"""Of a spec whose scope is bounded: between two synchronisations any number of groups ask to be in
+the next one, in any order, so that each fault costs more than in ``DEFAULT``."""
+
 DEEP = (
     *DEFAULT,
     Bounds(
@@ -175,3 +264,10 @@ DEEP = (
     Bounds("shards, fault", ranks=2, commits=1, faults=1, budget=budget("fault")),
 )
 """Ten million states and more."""
+
+
+def sets_for(spec: FsmSpec, deep: bool = False) -> tuple[Bounds, ...]:
+    """What ``fft check`` searches of a spec."""
+    if spec.bound:
+        return ASYNC
+    return (*(DEEP if deep else DEFAULT), *flow(len(spec.stages)))

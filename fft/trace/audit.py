@@ -14,14 +14,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fft.messages.protocol import Peer, Token, UnreadableMessage, event_from_json
+from fft.messages.protocol import Peer, Record, Token, UnreadableMessage, event_from_json
 from fft.protocol.invariants import Finding, History, Move, judge
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Config
+from fft.protocol.state import Config, Elsewhere
 from fft.protocol.table import Table
 from fft.trace.ends import divergences, ended_by_divergence, without_state
-from fft.trace.format import FORMAT, INNER, chain, inner_folder
+from fft.trace.flow import Register, judge_flow
+from fft.trace.format import FORMAT, INNER, SCOPES, chain, inner_folder
 from fft.trace.inner_steps import judge_inner_steps
 from fft.trace.live_sets import judge_live_sets
 from fft.util.errors import FftError
@@ -78,7 +79,7 @@ def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
     try:
         text = piece.decode()
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: lists within lists, 1000 deep
         return f"not JSON ({error}); the line was changed after it was written"
     if not isinstance(record, dict) or not isinstance(record.get("h"), str):
         return "no chain digest; the line is not from a trace"
@@ -116,11 +117,16 @@ class AuditReport:
     """What is to be said of an end with ``NoState``."""
     inner: list[AuditReport] = field(default_factory=list)
     """Of the scopes inside of replica groups, each a job of its own; by group and its store."""
+    stages: list[AuditReport] = field(default_factory=list)
+    """Of the scopes of further stages."""
+    register: Register | None = None
+    """What the scopes that this one is bound to are compared with."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found, and nothing is missing."""
-        whole = not self.gaps and not self.diverged and all(scope.ok for scope in self.inner)
+        scopes = (*self.inner, *self.stages)
+        whole = not self.gaps and not self.diverged and all(scope.ok for scope in scopes)
         return whole and all(f.violation is None for f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -139,6 +145,7 @@ class AuditReport:
             "diverged": self.diverged,
             "no_state": self.no_state,
             "inner": [scope.to_json() for scope in self.inner],
+            "stages": [scope.to_json() for scope in self.stages],
             "invariants": [
                 {
                     "name": f.name,
@@ -168,17 +175,24 @@ class AuditReport:
         lines += [f"  replicas differed: {text}" for text in self.divergences]
         lines += [f"  the end: {self.no_state}"] if self.no_state is not None else []
         for scope in self.inner:
-            told = f"  inside of group {scope.directory.name}: {scope.commits} commits, "
-            lines.append(told + f"{scope.epochs} epochs: {scope._verdict()}")
-            lines += [] if scope.ok else [f"    {line}" for line in scope.render().splitlines()]
+            lines += scope._as_part(f"inside of group {scope.directory.name}")
+        for scope in self.stages:
+            lines += scope._as_part(f"scope {scope.directory.name}")
         lines.append(f"verdict: {self._verdict()}")
         return "\n".join(lines)
+
+    def _as_part(self, name: str) -> list[str]:
+        """Of a larger report; whole if something is odd."""
+        told = f"  {name}: {self.commits} commits, {self.epochs} epochs: {self._verdict()}"
+        return [told, *([] if self.ok else [f"    {line}" for line in self.render().splitlines()])]
 
     def _verdict(self) -> str:
         if any(f.violation is not None for f in self.findings):
             return "VIOLATION"
         if odd := [scope.directory.name for scope in self.inner if not scope.ok]:
             return f"VIOLATION or INCOMPLETE inside of group {', '.join(odd)}"
+        if odd := [scope.directory.name for scope in self.stages if not scope.ok]:
+            return f"VIOLATION or INCOMPLETE in scope {', '.join(odd)}"
         kept = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
         if self.diverged:
             return f"DIVERGED: the job ended because its replicas differ; {kept} of the protocol"
@@ -238,6 +252,11 @@ def audit_dir(directory: str | Path) -> AuditReport:
     inner = [audit_dir(folder) for folder in sorted((root / INNER).glob("*"))]
     findings.append(_judge_inner_scopes(root, traces, {scope.directory: scope for scope in inner}))
     records = [record for record, _ in history.records().values()]
+    stages = [audit_dir(folder) for folder in sorted((root / SCOPES).glob("*"))]
+    register = _register_of(traces, records)
+    if register is not None and register.bounds and root.parent.name != SCOPES:
+        others = [scope.register for scope in stages if scope.register is not None]
+        findings.append(judge_flow([register, *others]))
     healed = (getattr(m.event, "bytes", 0) for m in history.all() if m.event.type == "healed")
     return AuditReport(
         directory=root,
@@ -253,7 +272,20 @@ def audit_dir(directory: str | Path) -> AuditReport:
         diverged=ended_by_divergence(history),
         no_state=without_state(history),
         inner=inner,
+        stages=stages,
+        register=register,
     )
+
+
+def _register_of(traces: list[Trace], records: list[Record]) -> Register | None:
+    """The records of the scope that the traces are of; None: no trace says which it is."""
+    heads = (trace.lines[0][1] for trace in traces if trace.lines)
+    head = next((head for head in heads if head.get("kind") == "header"), None)
+    if head is None or head.get("format") != FORMAT:
+        return None
+    scope, bound_to = next(iter(head["spec"]["scopes"])), head["config"].get("flow", ())
+    is_whole = not any(trace.gaps or trace.damage for trace in traces)
+    return Register(scope, {o["scope"]: o["ahead"] for o in bound_to}, records, is_whole)
 
 
 def _judge_inner_scopes(
@@ -295,9 +327,14 @@ def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
     """
     if head.get("kind") != "header" or head["format"] != FORMAT:
         raise ValueError(f"the first line is no header of trace format {FORMAT}")
-    values = {**head["config"], "me": Peer(*head["config"]["me"])}
+    flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
+    values = {**head["config"], "me": Peer(*head["config"]["me"]), "flow": flow}
     table = Table(FsmSpec.model_validate(head["spec"]))
     return Participant(table, Config(**values)), head["start"]
+
+
+def _elsewhere(told: dict[str, Any]) -> Elsewhere:
+    return Elsewhere(**{**told, "groups": tuple(told["groups"])})
 
 
 def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:

@@ -9,6 +9,18 @@ FORMAT = 2
 """Version in every header; a reader refuses another one."""
 INNER = "inner"
 """In the folder of a job's traces: the folders of the scopes inside of replica groups."""
+SCOPES = "scopes"
+"""The same of the scopes of stages, but for the first one's, whose traces are the job's."""
+
+
+def scope_folders(directory: Path) -> list[Path]:
+    """Where the ranks of a job trace: the job's own folder, and those of further stages' scopes."""
+    return [directory, *sorted(directory.glob(f"{SCOPES}/*"))]
+
+
+def scope_folder(directory: Path, scope: str) -> Path:
+    """Where the ranks of a stage's scope trace; ``scope``: its name, empty for the first one."""
+    return directory / SCOPES / scope if scope else directory
 
 
 def inner_folder(directory: Path, group: str, store: str) -> Path:

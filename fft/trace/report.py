@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fft.messages.fault_plans import FaultPlan, in_words, load_plan
 from fft.trace.audit import Trace, read_lines, read_trace, trace_files
+from fft.trace.format import scope_folders
 from fft.trace.tail import TraceTail
 
 _PLAN = "faults.json"
@@ -71,7 +72,17 @@ class _End:
 
 
 def incidents(directory: str | Path) -> list[Incident]:
-    """Every fault of a run: injected ones, and ends of epochs that nobody injected."""
+    """Every fault of a run: injected ones, and ends of epochs that nobody injected.
+
+    Of each scope by itself, where stages have scopes of their own.
+    """
+    folders = scope_folders(Path(directory))
+    found = [timed for folder in folders for timed in _incidents(folder)]
+    return [incident for _, incident in sorted(found, key=lambda timed: timed[0])]
+
+
+def _incidents(directory: Path) -> list[tuple[float, Incident]]:
+    """Those of one scope, and when they were."""
     paths = trace_files(directory)
     traces = [read_trace(path) for path in paths]
     lines = sorted(_lines(traces), key=lambda x: x.wall)
@@ -90,7 +101,18 @@ def incidents(directory: str | Path) -> list[Incident]:
         if end.record["n"] not in explained:
             name = end.what if end.record["kind"] == "commit" else "not injected"
             found.append((end.wall, _incident(lines, name, end.wall, end)))
-    return [incident for _, incident in sorted(found, key=lambda f: f[0])]
+    return found
+
+
+def damages(directory: str | Path) -> list[str]:
+    """What of the traces cannot be read, or was not written: the report knows nothing of it."""
+    found = []
+    for path in trace_files(directory):
+        trace = read_trace(path)
+        if trace.damage is not None:
+            found.append(f"{trace.damage}; the report leaves out this line and those after it")
+        found += trace.gaps
+    return found
 
 
 def fault_table(directory: str | Path) -> Table:
@@ -128,7 +150,7 @@ class OwnError:
 def own_errors(directory: str | Path) -> list[OwnError]:
     """Where the errors of the ranks came from, in the order in which they came."""
     found: Counter[tuple[str, int, int, str, str, str]] = Counter()
-    for line in read_lines(directory, lambda line: line.get("note") == "fault"):
+    for line in _notes(directory, "fault"):
         data = line["data"]
         error = f"{data['type']}: {data['message']}"
         place = (error, data["where"], data["operation"])
@@ -185,9 +207,9 @@ def fired(directory: str | Path) -> str | None:
 def input_wait(directory: str | Path) -> str:
     """How long committed steps waited for their input, on all ranks, and which rank longest."""
     waits: dict[tuple[str, int], list[float]] = {}
-    for line in _lines(map(read_trace, trace_files(directory))):
-        if line.record.get("note") == "consumed" and "input_ms" in line.record["data"]:
-            waits.setdefault(line.who[:2], []).append(line.record["data"]["input_ms"])
+    for line in _notes(directory, "consumed"):
+        if "input_ms" in line["data"]:
+            waits.setdefault((line["group"], line["rank"]), []).append(line["data"]["input_ms"])
     if not waits:
         return "input waited: no step has measured it"
     ranked = sorted((_share(found, 0.99), who) for who, found in waits.items())
@@ -197,6 +219,13 @@ def input_wait(directory: str | Path) -> str:
         f"input waited: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
         f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
     )
+
+
+def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:
+    """The notes of that name, of all scopes, in the order of time."""
+    folders = scope_folders(Path(directory))
+    found = [n for f in folders for n in read_lines(f, lambda line: line.get("note") == name)]
+    return sorted(found, key=lambda line: line["wall"])
 
 
 def _share(values: list[float], share: float) -> float:

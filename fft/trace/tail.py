@@ -23,6 +23,7 @@ from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
+from fft.trace.format import scope_folders
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 _FAULT_CHARS = 60  # of a fault's text in a plain line
@@ -55,6 +56,8 @@ class Injected:
     group: str
     step: int
     epoch: int
+    rank: int = 0
+    """Whose trace tells it."""
 
 
 @dataclass
@@ -115,23 +118,28 @@ class TraceTail:
         self._directory = directory
         self._files: dict[str, tuple[IO[bytes], re.Match[str]]] = {}
         self._rest: dict[str, bytes] = {}
+        self._of_stages: set[str] = set()
+        """Files of further stages' scopes."""
         self._through: set[str] = set()
         """Files of processes that were started again since: read to the end, and closed."""
 
     def poll(self) -> JobView:
         """Read every line completed since the last call and return the updated view."""
-        for path in sorted(self._directory.glob("*.jsonl")):
-            name = path.name
+        found = (p for folder in scope_folders(self._directory) for p in folder.glob("*.jsonl"))
+        for path in sorted(found):
+            name = path.name  # each rank number is in one scope
             is_new = name not in self._files and name not in self._through
             if is_new and (match := _FILE.fullmatch(name)):
                 self._files[name] = (path.open("rb"), match)
+                if path.parent != self._directory:
+                    self._of_stages.add(name)
                 self._rest[name] = b""
         for name, (file, match) in list(self._files.items()):
             key, inc = (match["group"], int(match["rank"])), int(match["inc"])
             is_over = (newest := self.view.ranks.get(key)) is not None and newest.inc > inc
             *lines, self._rest[name] = (self._rest[name] + file.read()).split(b"\n")
             for line in lines:
-                self._take(key, inc, line)
+                self._take(name, key, inc, line)
             if is_over:  # else a job that starts processes for long holds a descriptor for each
                 self._let_go(name)
         return self.view
@@ -148,14 +156,15 @@ class TraceTail:
             file.close()
         self._files.clear()
 
-    def _take(self, key: tuple[str, int], inc: int, line: bytes) -> None:
+    def _take(self, name: str, key: tuple[str, int], inc: int, line: bytes) -> None:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(record, dict):
             return
-        self.view.history.take(_mapping(_mapping(record.get("event")).get("record")))
+        if name not in self._of_stages:  # one register has one history
+            self.view.history.take(_mapping(_mapping(record.get("event")).get("record")))
         if record.get("note") == "inject":
             self._take_injection(key[0], record, _mapping(record.get("data")))
         elif record.get("note") == "command":
@@ -195,7 +204,7 @@ class TraceTail:
         name, kind = data.get("name"), data.get("kind")
         if isinstance(name, str) and isinstance(kind, str):
             step, epoch = _number(record.get("step")), _number(record.get("epoch"))
-            injected = Injected(name, kind, group, step, epoch)
+            injected = Injected(name, kind, group, step, epoch, _number(record.get("rank")))
             self.view.injected.setdefault(name, injected)
 
 

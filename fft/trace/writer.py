@@ -60,6 +60,7 @@ def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str
     """What a replay needs besides the events: spec, configuration, the state at the start."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     values["timeouts"] = dict(config.timeouts)
+    values["flow"] = [dataclasses.asdict(other) for other in config.flow]
     start = {
         "lineage": local.lineage,
         "step": local.step,

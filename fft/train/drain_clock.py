@@ -189,6 +189,8 @@ def _what(s: Local, c: Config) -> str:
             return f"in the barrier of its epoch: {_no_begin(s, c)}"
         case "leaving":
             return "it is out by a commit, and waits for those who stay"
+        case "apart":
+            return "it computes alone, and no other group has the state that it was given last"
         case "joining":
             return f"it is in no epoch: {_no_start(s, c)}"
     return "it has not left"

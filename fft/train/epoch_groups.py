@@ -16,7 +16,8 @@ from torchft.process_group import ProcessGroup
 
 from fft.messages.effects import Heal
 from fft.messages.protocol import Peer, Record
-from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.train.process_group import AbortableGroup, GroupAborted
+from fft.train.process_group.shard import ShardGroup
 from fft.util.errors import FftError, UnlikeGroups
 
 
@@ -103,11 +104,13 @@ class EpochGroups:
     @property
     def can_meet(self) -> bool:
         """Whether the ranks of this replica group can tell each other where they stand."""
-        return self.shard is not None and isinstance(self.shard.pg, ShardProcessGroupGloo)
+        return self.shard is not None and isinstance(self.shard.pg, ShardGroup)
 
-    def _ready(self, asked: str) -> ShardProcessGroupGloo:
-        if self.shard is None or not isinstance(self.shard.pg, ShardProcessGroupGloo):
-            raise FftError(f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...)")
+    def _ready(self, asked: str) -> ShardGroup:
+        if self.shard is None or not isinstance(self.shard.pg, ShardGroup):
+            raise FftError(
+                f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...), or of NCCL on GPUs"
+            )
         if self.shard.pg._pg is None:
             self._configure_shard(f"boot/{self._peer.inc}", 0)
         return self.shard.pg
@@ -172,7 +175,7 @@ class EpochGroups:
         unlike = {r: note for r, note in self.replicate.notes.items() if note != mine}
         if not unlike:
             return
-        held = [entry.ranks[self._manager._group_rank].current for entry in record.members]
+        held = [entry.entry(self._manager._group_rank).current for entry in record.members]
         index, note = next(iter(unlike.items()))
         text = (
             f"group {self._peer.group} reduces {mine or 'nothing by sync_gradients'}, but group "

@@ -69,7 +69,7 @@ class StateExchange:
         """A peer's state, and how many bytes its tensors have."""
         assert command.fetch_from is not None
         manager, record = self._manager, command.record
-        entry = record.members[command.fetch_from].ranks[manager._group_rank]
+        entry = record.members[command.fetch_from].entry(manager._group_rank)
         self.bind(record)
         payload = cast(
             "dict[str, Any]",

@@ -46,19 +46,29 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     parts.state.resume()
     config = _config(manager, parts)
     parts.state.refuse_unsendable()
-    participant = Participant(Table(settings.spec), config)
+    spec, stage = settings.spec, parts.stage
+    if stage is not None:
+        spec = stage.spec
+    participant = Participant(Table(spec), config)
     local = _initial(manager, parts, participant)
-    job.trace.write("header", header(settings.spec, config, local))
+    job.trace.write("header", header(spec, config, local))
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)
-    if manager._group_world_size > 1:
+    if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
     config_of_monitor = monitor_config(parts.limits) if settings.monitor else None
     watchers.watch(config_of_monitor, job.peer, settings.bus_url, parts.worker.hung)
     atexit.register(manager._at_exit)
     engine = job.engine = Engine(
-        participant, local, job.bus, job.trace, EngineHost(manager, parts), job.group_bus
+        participant,
+        local,
+        job.bus if stage is None else stage.bus,
+        job.trace,
+        EngineHost(manager, parts),
+        job.group_bus,
+        job.bus,
+        () if stage is None else stage.others,
     )
     engine.start()
     if parts.inner is not None:
@@ -80,9 +90,12 @@ def store_address(manager: Manager) -> str:
 
 def _config(manager: Manager, parts: Parts) -> Config:
     settings, mode = parts.settings, manager._replica_world_size_mode
+    stage = parts.stage
     return Config(
         me=parts.job.peer,
-        world=manager._group_world_size,
+        world=manager._group_world_size if stage is None else 1,
+        first_rank=0 if stage is None else stage.rank,
+        flow=() if stage is None else stage.flow,
         store=store_address(manager),
         transport=manager._checkpoint_transport.metadata(),
         pid=os.getpid(),
@@ -92,6 +105,8 @@ def _config(manager: Manager, parts: Parts) -> Config:
         expected_groups=settings.expected_groups,
         min_reductions=settings.spec.policies.min_reductions,
         leases=settings.spec.is_periodic,
+        bound=settings.spec.bound,
+        quorum=settings.spec.policies.quorum,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
     )

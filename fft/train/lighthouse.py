@@ -130,7 +130,7 @@ class Beacon:
     def shutdown(self) -> None:
         """End the heartbeats. Idempotent."""
         self._closed.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(2 * _CONNECT_S)
         with self._lock:
             server, self.server = self.server, None

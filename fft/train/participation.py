@@ -50,6 +50,12 @@ class Participation:
         self._places = PlaceLog(trace)
 
     @property
+    def world(self) -> int:
+        """How many ranks of each group decide together; once it has joined."""
+        assert self.engine is not None, "it has joined"
+        return self.engine.participant.config.world
+
+    @property
     def local(self) -> Local | None:
         """The engine's state; None before there is one."""
         return None if self.engine is None else self.engine.local

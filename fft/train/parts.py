@@ -24,6 +24,7 @@ from fft.train.periodic.inner_scope import InnerScope, inner_scope_of
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.settings import Settings, refuse_ranks
+from fft.train.stages.scope import scope_of_stage
 from fft.train.state.transfer import StateTransfer
 from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
@@ -56,7 +57,8 @@ class Parts:
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
         peer = identify(manager, bus)
-        trace = TraceWriter(settings.trace_dir, peer)
+        self.stage = scope_of_stage(settings, manager, bus, operation_s, undo)
+        trace = TraceWriter(traces if self.stage is None else self.stage.traces(traces), peer)
         undo.callback(trace.close)
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
@@ -144,6 +146,8 @@ class Parts:
         if self.quorums is not None:
             self.quorums.close()
         self.healer.stop_learning()
+        if self.worker.output is not None:
+            self.worker.output.close()
         self.leaving.close()
         self.state.close_source()
         if self.checkpointer is not None:
@@ -156,4 +160,6 @@ class Parts:
         if self.injector is not None:
             self.injector.detach()
         self.watchers.close()
+        if self.stage is not None:
+            self.stage.close()
         self.job.close()

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torchft.manager import Manager, _ManagedWork
-from torchft.utils import synchronize
 from torchft.work import _DummyWork
 
 from fft.messages.protocol import Manifest
+from fft.train import accelerator
 from fft.train.injector import Injector
 from fft.train.reducer import Reducer
 from fft.train.watchers import Watchers
@@ -126,8 +126,7 @@ class TxnReductions:
         for work in self._works:
             work.wait()
         self._works.clear()
-        if torch.accelerator.is_available():
-            synchronize()
+        self._wait_for_device()
         manager, injector = self._manager, self._injector
         if (error := manager._pg.errored()) is not None:
             manager.report_error(error)
@@ -137,6 +136,16 @@ class TxnReductions:
         if manager._errored is None and injector and injector.fails_after_allreduce():
             error = RuntimeError("injected: the last all-reduce failed on this side")
             manager.report_error(error)
+
+    def _wait_for_device(self) -> None:
+        """Let what the body has queued end, on whichever stream: a YES is about its results.
+
+        Raises DeviceLost. What does not end is reported.
+        """
+        try:
+            accelerator.wait(self._manager._timeout)
+        except TimeoutError as error:
+            self._manager.report_error(error)
 
     def reset(self) -> None:
         """After a rollback: nothing is pending."""

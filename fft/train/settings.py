@@ -17,7 +17,7 @@ from torchft.manager import Manager
 
 from fft.bus.token import JobToken
 from fft.durable.plan import Checkpointing, checkpointing_of
-from fft.health.monitor import MonitorConfig
+from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.timeouts import (

@@ -120,7 +120,7 @@ class SpeedReporter:
     def close(self) -> None:
         """Say nothing more. Idempotent; returns within 1 s, whatever the bus does."""
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(1.0)
 
     def word(self) -> SpeedReport | None:

@@ -16,7 +16,8 @@ from torchft.manager import Manager
 
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
-from fft.train.data.source import Drawn
+from fft.train import accelerator
+from fft.train.data.source import DataSource, Drawn, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
@@ -30,7 +31,7 @@ from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
 from fft.util.error_places import place_of, traceback_of_caller
-from fft.util.errors import BodyKeepsFailing, FftError, TxnAborted
+from fft.util.errors import BodyKeepsFailing, DeviceLost, FftError, TxnAborted
 
 logger = logging.getLogger(__name__)
 
@@ -97,27 +98,47 @@ class TransactionLoop:
                 )
                 yield from alone.run(source, max_steps)
                 return
-            while (plan := self.worker.begin()) is not None:
-                self.refuse_unlike_again(plan)
-                if self.is_past(plan, max_steps):
-                    return
-                if (drawn := inputs.draw(plan)) is None:
-                    return
-                state.step.capture()
-                last_step = max_steps is not None and plan.step + 1 >= max_steps
-                txn = Transaction(self, plan, drawn, drawn.is_last or last_step)
-                if drawn.is_last or last_step:
-                    self._voter.compare_now()
-                try:
-                    yield txn
-                except GeneratorExit:
-                    self.left()
-                    raise
-                if not txn.closed:
-                    raise FftError("the body of a txn must run inside `with txn:`")
+            yield from self._txns(source, inputs, max_steps)
+            if self.worker.output is not None:
+                with self._watchers.waiting():
+                    self.worker.output.finish(leaves=not self.is_over)
         finally:
             foreign.close()
             state.close_source()
+
+    def _txns(
+        self, source: DataSource, inputs: Inputs, max_steps: int | None
+    ) -> Iterator[Transaction]:
+        """Those that share a step with all groups."""
+        step, output = self._state.step, self.worker.output
+        assert step is not None, "looked at before"
+        if output is not None:
+            output.draws_from(source)
+        while (plan := self.worker.begin()) is not None:
+            self.refuse_unlike_again(plan)
+            if self.is_past(plan, max_steps):
+                return
+            try:
+                drawn = inputs.draw(plan)
+            except Superseded:
+                self.worker.body_unwound()
+                continue
+            if drawn is None:
+                return
+            if output is not None:
+                output.make(but=drawn.slice)
+            step.capture()
+            last_step = max_steps is not None and plan.step + 1 >= max_steps
+            txn = Transaction(self, plan, drawn, drawn.is_last or last_step)
+            if drawn.is_last or last_step:
+                self._voter.compare_now()
+            try:
+                yield txn
+            except GeneratorExit:
+                self.left()
+                raise
+            if not txn.closed:
+                raise FftError("the body of a txn must run inside `with txn:`")
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
         """Whether nothing is left to do. Says so where nothing has been done, either."""
@@ -205,10 +226,20 @@ class TransactionLoop:
 
     def body_failed(self, plan: StartTxn, drawn: Drawn | None, error: Exception) -> None:
         """An exception left the body: report it; give up if it keeps coming at one step."""
+        self._refuse_lost_device(error)
         if isinstance(error, (TxnAborted, GroupAborted)) or self._manager._errored is not None:
             return
         self.give_up_if_hopeless(plan, drawn, error, plan.step)
         self._manager.report_error(error)
+
+    def _refuse_lost_device(self, error: Exception) -> None:
+        """Raise DeviceLost where no replay can be computed on this process's device any more."""
+        try:
+            accelerator.refuse_lost(error)
+        except DeviceLost as lost:
+            self._mistake = None  # it is raised here
+            self.job.note_error(lost)
+            raise
 
     def give_up_if_hopeless(
         self,

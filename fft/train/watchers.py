@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from fft.bus import ErrorBus
 from fft.health.death_mutex import Hold, hold
-from fft.health.monitor import MonitorConfig
+from fft.health.detectors.trainer import MonitorConfig
 from fft.health.monitor_client import MonitorClient, supervisor_socket
 from fft.messages.protocol import Peer
 from fft.train.interrupt import Interrupter

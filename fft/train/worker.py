@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchft.manager import Manager
 
@@ -35,6 +35,9 @@ from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
+
+if TYPE_CHECKING:
+    from fft.train.stages.output import StageOutput
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,8 @@ class Worker:
         self._committed: tuple[Record, Record | None] | None = None  # and its epoch
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
+        self.output: StageOutput | None = None
+        """What this stage gives to the next one, where each steps by itself."""
         self._by_loop = LoopUpdates()
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
@@ -165,6 +170,8 @@ class Worker:
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
         left = None if limit is None else limit.left()
+        if self.output is not None:
+            self.output.give_until_command(engine, self._watchers)
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)
@@ -213,6 +220,11 @@ class Worker:
         self._ask_lighthouse(plan)
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
+
+    def stands_apart(self, step: int, groups: int) -> None:
+        """The group goes on alone from ``step``; so many were in its last epoch."""
+        if self._injector is not None:
+            self._injector.begin(step, groups, 0)
 
     def _compare_updates(self, plan: StartTxn) -> None:
         """Have the vote say that no optimizer step has followed the last commit here.
@@ -308,7 +320,7 @@ class Worker:
         self._committed = record, self._job.local.epoch if self._job.local else None
         self._state.stands_at(record)
         self.body_failures.committed()
-        self._watchers.committed(record.step, len(plan.members) * manager._group_world_size)
+        self._watchers.committed(record.step, len(plan.members) * self._job.world)
         if self._state.step is not None:
             self._state.step.forget()
         if self._state.checks is not None:
@@ -345,6 +357,11 @@ class Worker:
             self._apply_failed(error)
             return False
         return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the update of the last commit went well here."""
+        return self._apply_error is None
 
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
@@ -402,7 +419,9 @@ class Worker:
         come by itself: else the barrier of that epoch would wait for it. Who has a collective under
         way may only be waiting for the one that hangs, and is not left out.
         """
-        plan = self.txn
+        plan, local = self.txn, self._job.local
+        if local is not None and local.role == "apart":  # who waits for this group goes on
+            self._job.say_stuck(reason)
         if plan is None or self._job.thread.role == "applying":
             return
         waits = self._groups.pending()

@@ -35,6 +35,7 @@ _MAY_PASS = frozenset(
     {
         *("InDoubt", "Fenced", "NoEpoch", "NoQuorum", "BusError", "TxnAborted", "GroupAborted"),
         *("InjectedFault", "ConnectionError", "TimeoutError", "DistError", "AcceleratorError"),
+        "DeviceLost",
     }
 )
 """Classes of errors that say more of machine, network and peers than of the script."""

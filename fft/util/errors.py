@@ -47,12 +47,20 @@ class NotEnoughGroups(NoEpoch):
     """Fewer than ``min_replica_size`` replica groups came within the quorum timeout."""
 
 
+class FlowStalled(FftError):
+    """Another scope, which this one's next step waits for, has committed nothing in time."""
+
+
 class NoQuorum(FftError):
     """With ``membership="lighthouse"``: torchft's lighthouse had no quorum for the txn in time."""
 
 
 class BodyKeepsFailing(FftError):
     """The body of the same step failed on this rank too many times in a row."""
+
+
+class DeviceLost(FftError):
+    """An accelerator has failed for good in this process, which must end and start again."""
 
 
 class TxnAborted(FftError):

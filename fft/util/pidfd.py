@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 from contextlib import suppress
@@ -18,3 +19,24 @@ def ends_within(pidfd: int, seconds: float) -> bool:
     waiter = select.poll()
     waiter.register(pidfd, select.POLLIN)
     return bool(waiter.poll(max(0.0, seconds) * 1000))
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process of this host has the number, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped by a signal. One that a debugger holds is not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b") ")[2][:1]
+    except OSError:  # it has ended
+        return False
+    return state == b"T"

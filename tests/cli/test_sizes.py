@@ -22,7 +22,7 @@ LONG_FILES = {
     "bus/sealed.py": (403, "Seals and opens are read against each other."),
     "bus/tcpstore.py": (454, "One bus, its keys and its connection, behind a page on all of them."),
     "engine/loop.py": (628, "One thread and what it owns; every method runs on it."),
-    "health/monitor.py": (509, "Both sides of one pipe; the trainer's side could leave."),
+    "health/monitor.py": (411, "Both sides of one pipe; the trainer's side could leave."),
     "launch/supervisor/loop.py": (636, "One thread that owns all children; commands could leave."),
     "messages/protocol.py": (557, "A list of message types, each short, that one codec reads."),
     "prove/model.py": (1189, "One transition system, in whose steps all parts meet."),

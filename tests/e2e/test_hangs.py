@@ -6,19 +6,23 @@ Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``, each process with its monito
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
-from forked_run import fft
+from forked_run import fft, running
 from stage import aborts, records
+from waiting import wait_until
 
 from fft.trace.audit import audit_dir
 
 WORKER = Path(__file__).with_name("hang_worker.py")
 LOOP_WORKER = Path(__file__).with_name("hang_loop_worker.py")
+STOP_WORKER = Path(__file__).with_name("stop_worker.py")
 LIMIT_S = 240
 
 
@@ -96,3 +100,18 @@ def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path:
         mine = [cause for cause in found if f"1/0#{inc} is suspected: no progress" in cause]
         assert any(cause.endswith("(seen by monitor)") for cause in mine), found
     print(f"\n{found}")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("place", ["between", "update"])
+def test_who_is_stopped_after_a_commit_is_left_out_as_in_a_txn(tmp_path: Path, place: str) -> None:
+    """`hang_limit` is 600 s, and so is the limit of the process group."""
+    command = ["run", "--groups", "2", "--trace-dir", str(tmp_path / "run"), "--no-progress"]
+    command += [str(STOP_WORKER), place, str(tmp_path)]
+    with running(*command, folder=tmp_path) as job:
+        wait_until((tmp_path / "went-on").exists, "the other group goes on", LIMIT_S / 2)
+        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGCONT)
+        assert job.wait(LIMIT_S / 2) == 0, job.tail()
+    assert not list((tmp_path / "run").glob("g1r0i2*.jsonl")), "it came back, and was not ended"
+    report = audit_dir(tmp_path / "run")
+    assert report.ok, report.render()

@@ -24,8 +24,9 @@ from fft.bus import open_bus, serve_tcp
 from fft.health.death_mutex import supported
 from fft.health.detectors.base import Level
 from fft.health.detectors.pulse import Pulse, Reading
+from fft.health.detectors.trainer import Look, Monitor, MonitorConfig
 from fft.health.hosts import ROLL, beat_name
-from fft.health.monitor import Charge, Look, Monitor, MonitorConfig, MonitorError, MonitorProcess
+from fft.health.monitor import Charge, MonitorError, MonitorProcess
 from fft.messages.protocol import BusMessage, Death, Suspect, decode
 
 LIMIT_S = 60.0
@@ -108,6 +109,27 @@ def test_others_are_told_at_once_of_who_cannot_tell_them() -> None:
         assert level is Level.GREEN and not monitor.concerns_others(11.9)
         monitor, level = watched(reading, 12.1)
         assert level is Level.YELLOW and monitor.concerns_others(12.1)
+
+
+def test_who_is_stopped_is_suspected_wherever_it_stands_until_it_goes_on() -> None:
+    for reading in (
+        replace(AT_WORK, in_txn=False),
+        replace(AT_WORK, in_txn=False, waiting=True),
+        replace(AT_WORK, atomic=True),
+    ):
+        monitor = Monitor(replace(LIMITS, max_s=600.0))
+        monitor.observe(Look(10.0, replace(reading, beat=10.0)))
+        for tick in range(100):
+            now = 10.0 + tick / 20
+            monitor.observe(Look(now, reading, stopped=now >= 12.0))
+            level = monitor.verdict(now).level
+            assert level is not Level.GREEN or now < 12.55
+            if now < 12.45:
+                assert level is Level.GREEN
+        assert monitor.concerns_others(now)
+        now += 0.05
+        monitor.observe(Look(now, replace(reading, beat=now)))
+        assert monitor.verdict(now).level is Level.GREEN and not monitor.concerns_others(now)
 
 
 def test_others_are_told_of_a_hang_that_its_own_rollback_does_not_end() -> None:
@@ -265,6 +287,20 @@ def test_a_hang_is_noticed_and_ended(mode: str, ended_by: signal.Signals) -> Non
         expect(child, "red", since, mode)
         expect_death(child, f"{ended_by.name} by the monitor: ")
         assert child.ended_with() == -ended_by
+
+
+@pytest.mark.parametrize("mode", ["stop_between_txns", "stop_in_an_atomic_section"])
+def test_a_process_that_is_stopped_where_it_has_time_is_noticed_as_in_a_txn(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_S", "600")
+    with trainer(mode) as child:
+        since = child.go()
+        line = expect(child, "yellow", since, mode)
+        assert line["reason"].startswith("no progress: the process has been stopped for")
+        expect(child, "red", since, mode)
+        expect_death(child, "SIGTERM by the monitor: ")
+        assert child.ended_with() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("mode", ["stop", "keep_the_lock"])

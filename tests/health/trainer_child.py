@@ -17,10 +17,13 @@ import threading
 import time
 
 from fft.health.detectors.pulse import Pulse
+from fft.health.detectors.trainer import MonitorConfig
 from fft.health.main_thread_probe import MainThreadProbe
-from fft.health.monitor import MonitorConfig, MonitorProcess
+from fft.health.monitor import MonitorProcess
 
-CONFIG = MonitorConfig(max_s=2.5, grace_s=0.6, min_s=1.0, interval_s=0.05, term_s=0.2)
+CONFIG = MonitorConfig(
+    max_s=float(os.environ.get("MAX_S", "2.5")), grace_s=0.6, min_s=1.0, interval_s=0.05, term_s=0.2
+)
 STEP_S = 0.02
 WAIT_S = 4.0
 """Longer than everything that CONFIG allows a main thread that does not wait."""
@@ -71,6 +74,17 @@ def wait_then_stop(pulse: Pulse) -> None:
 
 def stop_in_a_wait(pulse: Pulse) -> None:
     with pulse.waiting:
+        stop(pulse)
+
+
+def stop_between_txns(pulse: Pulse) -> None:
+    """Where a main thread may be for long: the next txn has not begun."""
+    pulse.end(committed=True)
+    stop(pulse)
+
+
+def stop_in_an_atomic_section(pulse: Pulse) -> None:
+    with pulse.atomic:
         stop(pulse)
 
 

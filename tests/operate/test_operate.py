@@ -16,8 +16,10 @@ from engine_job import LIMIT_S, EngineJob
 from rich.console import Console
 from waiting import wait_until
 
-from fft.bus import BusUnreachable, open_bus, serve_tcp
+from fft.bus import BusUnreachable, open_bus, open_job_bus, serve_tcp
 from fft.bus.base import HEAD
+from fft.bus.token import JobToken
+from fft.health.hosts import ROLL, HostWatch, Process
 from fft.messages.commands import (
     Answer,
     Evict,
@@ -143,6 +145,82 @@ def test_what_is_in_no_form_is_refused_with_place_and_mend(text: str, says: str)
     with pytest.raises(OperatorError) as caught:
         say.checked(text.encode(), "here")
     assert str(caught.value).startswith(says)
+
+
+def about(kind: str, **what: Any) -> bytes:
+    """A message with all that is needed, as it is given to `fft say`."""
+    seen = {"group": "1", "rank": 0, "pid": 1000, "host": "host-1", "by": "me"}
+    return json.dumps(
+        {"type": kind, **(seen if kind in ("death", "suspect") else {}), **what}
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("what", "place"), [({"rank": -1}, "rank"), ({"pid": -5}, "pid"), ({"pid": 0}, "pid")]
+)
+@pytest.mark.parametrize("kind", ["death", "suspect"])
+def test_nobody_is_at_such_a_place(kind: str, what: dict[str, int], place: str) -> None:
+    with pytest.raises(OperatorError, match=f"here: {kind}.{place}: Input should be greater"):
+        say.checked(about(kind, **what), "here")
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (about("drain", groups=["1", "7"], by="me"), "no group '7' in the job; its groups: 0, 1"),
+        (about("death", group="7"), "no group '7'"),
+        (about("suspect", rank=3), "no rank 3 in group 1; its ranks: 0, 1"),
+        (encode_command(Evict("0" * 8, "1", "me", 2)), "no rank 2 in group 1"),
+        (encode_command(Evict("0" * 8, "x", "me")), "no group 'x'"),
+    ],
+)
+def test_what_is_about_nobody_in_the_job_is_not_said(
+    stack: ExitStack, memory: str, payload: bytes, says: str
+) -> None:
+    EngineJob(stack, memory, 2, 2).start().train(1)
+    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    with JobClient(memory) as desk:
+        checked, topic = say.checked(payload, "here"), say.topic_of(payload)
+
+        def hear(word: bytes) -> None:
+            if word == checked:  # the ranks have words of their own
+                heard.put(word)
+
+        desk.bus.subscribe(hear, lambda error: None, topic)
+        with pytest.raises(OperatorError, match=says):
+            say.send(desk, checked)
+        assert say.send(desk, checked, raw=True) == ""
+        assert heard.get(timeout=LIMIT_S) == checked
+        assert heard.empty(), "it was said twice"
+
+
+def test_a_death_of_another_process_at_that_place_is_remarked(
+    stack: ExitStack, memory: str
+) -> None:
+    EngineJob(stack, memory, 2, 2).start().train(1)
+    with JobClient(memory) as desk:
+        said = say.send(desk, say.checked(about("suspect", pid=4711), "here"))
+        assert said.startswith("rank 0 of group 1 is pid 1000 on host-1 now, not 4711 on host-1")
+        assert say.send(desk, say.checked(about("suspect"), "here")) == ""
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("raw", [True, False])
+def test_without_the_token_nothing_is_said(stack: ExitStack, begun: bool, raw: bool) -> None:
+    """Nobody would obey. ``begun``: there is a head record; else only who beats has come."""
+    url, token = stack.enter_context(serve_tcp()).url, JobToken.fresh()
+    if begun:
+        EngineJob(stack, url, 2, 1, lambda url: open_job_bus(url, token)).start().train(1)
+    else:
+        bus = stack.enter_context(open_job_bus(url, token))
+        watch = HostWatch(bus, "test", 5.0, [Process("1", 0, 1000)])
+        stack.callback(watch.close)
+        wait_until(lambda: bus.read(ROLL) is not None, "it beats")
+    payload = about("drain", groups=["1"], by="me")
+    with JobClient(url) as desk, pytest.raises(OperatorError, match="set FFT_TOKEN_FILE"):
+        say.send(desk, payload, raw)
+    with JobClient(url, token=token) as desk:
+        assert ("no job has begun" in say.send(desk, payload, raw)) is not (begun or raw)
 
 
 def test_the_schema_describes_what_is_accepted() -> None:

@@ -103,6 +103,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "main thread hangs": "e2e/test_hangs.py",
         "a NATS server killed": "e2e/test_nats_training.py",
         "mistake in the script": "launch/test_mistakes.py",
+        "an accelerator fails for good (an assert in a kernel, an ECC error)": (
+            "e2e/test_device_lost.py"
+        ),
         "disk full under the trace": "trace/test_trace.py",
         "groups that reduce unlike gradients": "e2e/test_reducer.py",
         "notice of preemption with a deadline": "e2e/test_notice.py",

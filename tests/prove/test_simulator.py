@@ -20,8 +20,9 @@ from fft.protocol.participant import Participant
 from fft.protocol.table import Table
 from fft.prove.simulator.batch import Batch, run_batch, simulate
 from fft.prove.simulator.faults import CALM, CHANCES, DEFAULT, RATES, Weather
-from fft.prove.simulator.job import World, run_seed
+from fft.prove.simulator.job import World
 from fft.prove.simulator.process import Process
+from fft.prove.simulator.run import run_seed
 from fft.trace.audit import audit_dir
 
 HSDP = load_spec("hsdp")
@@ -60,7 +61,7 @@ def failures(batch: Batch) -> list[str]:
 
 def test_the_same_seed_leaves_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from fft.prove.simulator.job import run_seed\n"
+        "import sys; from pathlib import Path; from fft.prove.simulator.run import run_seed\n"
         "for seed in range(4):\n"
         "    result = run_seed(seed, trace_dir=Path(sys.argv[1]) / str(seed))\n"
         "    print(result.events, result.commits, sorted(result.faults.items()), result.seconds)"

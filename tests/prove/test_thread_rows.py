@@ -15,7 +15,7 @@ from fft.prove.checker import search
 from fft.prove.planting import small
 from fft.prove.simulator import standing
 from fft.prove.simulator.faults import CALM
-from fft.prove.simulator.job import run_seed
+from fft.prove.simulator.run import run_seed
 from fft.util.errors import SpecError
 
 HSDP = load_spec("hsdp")

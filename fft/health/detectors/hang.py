@@ -3,7 +3,9 @@
 Two things are asked of a main thread. Something has to move at least every ``threshold`` seconds:
 a txn begins or ends, a mark is set (a ping, a reduction), or the interpreter runs a bytecode. And
 inside a txn or an atomic section something other than the interpreter has to move at least every
-``max_s`` seconds, because a loop that waits for what never comes runs bytecodes too.
+``max_s`` seconds, because a loop that waits for what never comes runs bytecodes too. And no process
+may be stopped (SIGSTOP) for longer than a txn may stand still, wherever it is: outside a txn a main
+thread has time for work of the user's, but its peers may be in the next txn already.
 
 The threshold follows the job: ``factor`` times the median of the last step times, between ``min_s``
 and ``max_s``. The median, because a few slow steps (a checkpoint, a compilation) shall not blunt
@@ -77,7 +79,15 @@ class Looked:
     at: float
 
 
-ProgressEvent = Begun | Ended | Marked | Moved | Waiting | Atomic | Looked
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The whole process was seen to be stopped, or to run again."""
+
+    at: float
+    on: bool
+
+
+ProgressEvent = Begun | Ended | Marked | Moved | Waiting | Atomic | Looked | Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,7 @@ class ProgressDetector:
         self._atomic = False
         self._moved = _Since()
         self._worked = _Since()
+        self._stopped = _Since()
         self._alarms = 0
 
     # --- observing ---
@@ -133,6 +144,12 @@ class ProgressDetector:
             late = self._attention.look(event.at)
             self._moved.excuse(late)
             self._worked.excuse(late)
+            self._stopped.excuse(late)
+            return
+        if isinstance(event, Stopped):
+            self._stopped = _Since()
+            if event.on:
+                self._stopped.now(event.at, self._attention)
             return
         if self._excess(self._moved, event.at, self.threshold()) >= 0:
             if isinstance(event, Moved) and self.in_txn:
@@ -181,8 +198,12 @@ class ProgressDetector:
         config = self.config
         if self._atomic or not self.in_txn or len(self._times) < config.samples:
             return config.max_s
-        base = max(config.min_s, config.factor * median(self._times))
-        return min(config.max_s, base * 2.0 ** min(self._alarms, 64))
+        return min(config.max_s, self._base() * 2.0 ** min(self._alarms, 64))
+
+    def _base(self) -> float:
+        """What a txn may stand still for, by the steps that were timed; at least ``min_s``."""
+        middle = median(self._times) if self._times else 0.0
+        return max(self.config.min_s, self.config.factor * middle)
 
     def verdict(self, now: float) -> Verdict:
         """Green, yellow past a limit, red ``grace_s`` later; the reason says which limit."""
@@ -190,10 +211,17 @@ class ProgressDetector:
         idle = -math.inf
         if self.in_txn or self._atomic:
             idle = self._excess(self._worked, now, self.config.max_s)
-        excess = max(still, idle)
+        stopped = -math.inf
+        if self._stopped.at is not None:
+            bound = min(self.config.max_s, self._base())
+            stopped = self._stopped.seconds(now, self._attention) - bound
+        excess = max(still, idle, stopped)
         if excess < 0:
             return GREEN
-        reason = self._stands_still(now) if still >= idle else self._runs_idle(now)
+        if stopped >= max(still, idle):
+            reason = self._is_stopped(now)
+        else:
+            reason = self._stands_still(now) if still >= idle else self._runs_idle(now)
         if excess < self.config.grace_s:
             return Verdict(Level.YELLOW, reason)
         return Verdict(Level.RED, f"{reason}, and the {self.config.grace_s:g} s of grace are over")
@@ -213,6 +241,13 @@ class ProgressDetector:
         return (
             f"the interpreter runs, but no progress was marked for {seconds:.2f} s {self._place()} "
             f"(the maximum is {self.config.max_s:g} s)"
+        )
+
+    def _is_stopped(self, now: float) -> str:
+        seconds = self._stopped.seconds(now, self._attention)
+        return (
+            f"no progress: the process has been stopped for {seconds:.2f} s {self._place()} "
+            f"(SIGSTOP; threshold {min(self.config.max_s, self._base()):.2f} s)"
         )
 
     def _place(self) -> str:

@@ -50,6 +50,8 @@ class Child:
         self.log = log
         self.code: int | None = None
         self.told_dead = False
+        self.was_asked = False
+        """It was sent SIGTERM."""
         self.last_words: Place | None = None
         """Once it is reaped: the error of its own by which it ended."""
         self._death_mutex = DeathMutex() if supported() else None
@@ -118,7 +120,13 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Send a signal; a child that is already dead is left alone."""
+        self.was_asked |= number == signal.SIGTERM
         pidfd.send(self.fd, number)
+
+    @property
+    def ended_as_asked(self) -> bool:
+        """Once it is reaped: whether it ended by our SIGTERM, which nothing in it took."""
+        return self.was_asked and self.code == -signal.SIGTERM
 
     def verdict(self, known: set[tuple[str, str]]) -> str:
         """One line on how it ended, and the last lines of its log.

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 from fft.bus import BusError, ErrorBus
 from fft.bus.resubscribing import ResubscribingListener
+from fft.launch.supervisor.groups import Group
 from fft.messages.commands import (
     Answer,
     AnswerKind,
     Command,
+    Evict,
     RollCall,
     answer_inbox,
     decode_command,
@@ -60,3 +62,19 @@ class CommandEar:
             ):  # that is for the ranks
                 self._heard.put(command)
                 self._wake()
+
+
+def why_not_evict(command: Evict, groups: Mapping[str, Group], is_ending: bool) -> str | None:
+    """Why the command is not obeyed by the supervisor of ``groups``; None: it is."""
+    group = groups.get(command.group)
+    if group is None:
+        return f"no group {command.group!r} here; the groups: {', '.join(groups)}"
+    if command.rank is not None and command.rank >= group.ranks:
+        return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
+    if is_ending:
+        return "the job is ending"
+    if group.loss is not None:
+        return f"group {group.name} was taken over by {group.loss.by}"
+    if group.eviction is not None:
+        return f"group {group.name} is being evicted already"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,19 @@ class RunConfig:
     """Go on from the newest of them when the job has lost its state."""
     resume_step: int | None = None
     """The checkpoint that the job begins with; None: with none."""
+    take_over: bool = False
+    """Have another supervisor of these groups hand them over; else it is left alone."""
+
+    def make_place(self) -> None:
+        """Make the folder of traces and logs. Raises SupervisorError: it cannot be written."""
+        try:
+            (self.trace_dir / "logs").mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.trace_dir):
+                pass
+        except OSError as error:
+            raise SupervisorError(
+                f"--trace-dir {self.trace_dir} cannot be written: {error.strerror}; name another"
+            ) from error
 
     def check(self) -> None:
         """Raise SupervisorError unless the job can be started."""

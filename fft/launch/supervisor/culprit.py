@@ -49,10 +49,15 @@ class Diagnoser:
         if self._thread is not None and self._thread.is_alive():
             return
         self._done.add(run[-1].step)
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._work, args=(list(run), spare), name="fft-diagnosis", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # out of memory, or of processes
+            logger.error("there is no diagnosis: %s", error)
+            return
+        self._thread = thread
 
     def close(self) -> None:
         """End a diagnosis that is under way: it has nobody left to ask.

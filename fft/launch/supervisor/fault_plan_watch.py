@@ -57,13 +57,24 @@ class PlanWatch:
         }
         expected = tuple(sorted(set(self._groups) - gone))
         ranks = [rank for group in expected for rank in view.of(group)]
-        epochs = {rank.epoch for rank in ranks}
-        if len(epochs) != 1 or any(not view.of(group) for group in expected):
+        epochs: dict[int, set[int]] = {}
+        for (group, number), rank in view.ranks.items():
+            if group in expected:  # ranks of one number are in one scope
+                epochs.setdefault(number, set()).add(rank.epoch)
+        if not epochs or any(not view.of(group) for group in expected):
             return False
-        together = all(rank.role in AT_WORK and rank.members == expected for rank in ranks)
-        step, epoch = min(rank.step for rank in ranks), epochs.pop()
+        if any(rank.role == "apart" for rank in ranks):  # each is in an epoch now and then
+            together = all(rank.role not in ("leaving", "terminal") for rank in ranks)
+        else:
+            together = all(len(of_one) == 1 for of_one in epochs.values()) and all(
+                rank.role in AT_WORK and rank.members == expected for rank in ranks
+            )
+        step = min(rank.step for rank in ranks)
         return together and all(
-            _recovered(injected, step, epoch) for injected in view.injected.values()
+            _recovered(
+                injected, step, min(epochs.get(injected.rank) or min(epochs.values(), key=min))
+            )
+            for injected in view.injected.values()
         )
 
 

@@ -6,11 +6,16 @@ Starts processes and the group's rendezvous store (one fresh TCPStore per start)
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from fft.launch.supervisor.children import Child
+from fft.launch.supervisor.claims import Loss
 from fft.messages.commands import Evict
 from fft.util.error_places import Place
 
@@ -61,6 +66,8 @@ class Group:
         """When to end those that have not, on the monotonic clock in seconds."""
         self.evicted = False
         """Ended on an operator's word, and not to be started by anybody else's."""
+        self.loss: Loss | None = None
+        """Another supervisor has it now, or will when its processes here have ended."""
         self.known_incs: dict[int, int] = {}
         """The ranks' newest incarnations that were on record when it was started last."""
         self._store: Any = None
@@ -83,6 +90,8 @@ class Group:
 
     def doing(self) -> str:
         """The state of its processes, for the screen."""
+        if self.loss is not None:
+            return "being handed over" if self.living else "taken over"
         if self.evicted and not self.living:
             return "evicted"
         if self.eviction is not None:
@@ -108,7 +117,7 @@ class Group:
     ) -> list[Child]:
         """Start all ranks with a store of their own, which listens at ``address``.
 
-        Raises OSError if a process cannot be started.
+        Raises OSError, BusError: one cannot be started; then none is left.
         """
         from fft.bus.tcpserver import (
             host_store,  # here, so that a bad plan is refused without torch
@@ -119,6 +128,29 @@ class Group:
         self.starts += 1
         self._store, port = host_store(address)
         self.children = []
+        with ExitStack() as undo:
+            undo.callback(self._undo_start)
+            self._start_ranks(script, env, logs, groups, inherits, address, port)
+            undo.pop_all()
+        return self.children
+
+    def _undo_start(self) -> None:
+        for child in self.children:
+            child.signal(signal.SIGKILL)
+            child.reap()
+        self.children = []
+        self.close()
+
+    def _start_ranks(
+        self,
+        script: list[str],
+        env: Mapping[str, str],
+        logs: Path,
+        groups: int,
+        inherits: Sequence[int],
+        address: str,
+        port: int,
+    ) -> None:
         for rank in range(self.ranks):
             place = {
                 "RANK": str(rank),
@@ -135,7 +167,13 @@ class Group:
             own = {**env, **place}
             child = Child(self.name, rank, self.starts, script, own, log, inherits)
             self.children.append(child)
-        return self.children
+
+    def ask_to_leave(self, grace: float, whom: Sequence[Child] | None = None) -> None:
+        """SIGTERM to ``whom`` (None: all), and SIGKILL to all that are left after so long, in s."""
+        self.kill_at = time.monotonic() + grace
+        for child in self.living if whom is None else whom:
+            child.signal(signal.SIGCONT)  # who is stopped hears nothing else
+            child.signal(signal.SIGTERM)
 
     def close(self) -> None:
         """Let go of the store; its server ends with it."""
@@ -150,3 +188,14 @@ def base_env(services: Mapping[str, str], outer: Mapping[str, str] = os.environ)
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     inherited = {name: value for name, value in outer.items() if name not in _SUPERVISORS}
     return {**defaults, **inherited, "FFT_DRAIN_SIGNAL": "SIGTERM", **services}
+
+
+def why_not_started(group: Group, error: Exception) -> str:
+    """What to say of a group whose processes or store could not be started."""
+    reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"group {group.name} could not be started: {reason}. This process may open {files} files "
+        f"(ulimit -n), and needs some 20, 10 for each group and 4 for each rank; memory and "
+        "processes are limited, too (ulimit -v, ulimit -u)"
+    )

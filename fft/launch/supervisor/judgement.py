@@ -35,10 +35,34 @@ class Judgement:
     """Whether the services of the job are hosted here."""
     problems: list[str] = field(default_factory=list)
     """Each of them is why the job has not ended well."""
+    remarks: list[str] = field(default_factory=list)
+    """What else there is to say."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Errors whose traceback is among what there is to say."""
     hopeless: bool = False
     """The script itself is wrong: how its groups were ended then says nothing."""
+
+    def note_lost_work(self, view: JobView) -> None:
+        """Whoever leaves now leaves in good order, and yet without what the job had committed."""
+        going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
+        if view.committed and not any(g.finished for g in self.groups) and not any(going):
+            self.problems.append(
+                "when it was interrupted, all groups had been started again since step "
+                f"{view.step} was committed, and none had committed since"
+            )
+
+    def have_all_finished(self, view: JobView, groups_in_all: int) -> bool:
+        """Whether all who had the state have ended well, as after a loop of torchft's, which has
+        no last commit; who is being started again would find nobody."""
+        done = [group for group in self.groups if group.finished and not group.evicted]
+        rest = [group for group in self.groups if not group.finished]
+        return (
+            groups_in_all == len(self.groups)
+            and view.committed
+            and any(rank.step == view.step for group in done for rank in view.of(group.name))
+            and not any(group.return_at_step is not None for group in done)
+            and not any(view.joined_since(group.name, group.known_incs) for group in rest)
+        )
 
     def outcome(self, view: JobView, is_over: bool, unfinished: str | None) -> JobOutcome:
         """Judge the job, all of whose processes have ended.
@@ -72,7 +96,9 @@ class Judgement:
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
-                if child.came_too_late and self._took_part(group, view):
+                if child.ended_as_asked and not view.joined_since(group.name, group.known_incs):
+                    self.remarks.append(f"group {group.name} was asked to end while it started")
+                elif child.came_too_late and self._took_part(group, view):
                     remarks.append(f"group {group.name} came back when the job was over")
                 elif not is_over or child.failed_by_itself:
                     lines.append(child.verdict(self.shown))
@@ -80,7 +106,7 @@ class Judgement:
                     remarks.append(_cut_short(child))
         if remarks and self.has_services and not any(group.finished for group in self.groups):
             lines.append("no group ended by itself after the last step")
-        return lines, remarks
+        return lines, [*self.remarks, *remarks]
 
     def _is_ours(self, fault: AnyFault) -> bool:
         """Whether it happens on this host, so that its traces tell."""

@@ -13,6 +13,7 @@ from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.addresses import own_address
 from fft.bus.token import JobToken
 from fft.health.hosts import HostWatch, Process
+from fft.launch.supervisor.claims import Claims
 from fft.launch.supervisor.commands import CommandEar
 from fft.launch.supervisor.stragglers import PaceEar
 from fft.messages.protocol import Death, Drain, Suspect, encode
@@ -25,13 +26,18 @@ class Links:
     """Of one supervisor. The attributes are there from the first `open` on."""
 
     bus: ErrorBus
+    claims: Claims
     commands: CommandEar
     pace: PaceEar
     address: str
     """Where processes on other hosts find the stores of our groups."""
 
-    def __init__(self, token: JobToken | None, host_limit: float, wake: Callable[[], None]) -> None:
-        """``wake`` is called, from any thread, when there is a command; ``host_limit``: seconds."""
+    def __init__(
+        self, token: JobToken | None, host_limit: float, wake: Callable[[], None], serves: bool
+    ) -> None:
+        """``wake`` is called, from any thread, when there is a command or a claim.
+        ``host_limit``: seconds. ``serves``: the bus is this process's own, and ends with it."""
+        self._serves = serves
         self._token = token
         self._host_limit = host_limit
         self._wake = wake
@@ -42,6 +48,8 @@ class Links:
         """Connect, and listen from now on. Raises BusError; `close` is needed then, too."""
         self.bus = open_job_bus(url, self._token, bus_operation(url))
         self._undo.callback(self.bus.close)
+        self.claims = Claims(self.bus, self._wake, self._serves)
+        self._undo.callback(self.claims.close)
         self.commands = CommandEar(self.bus, self._wake)
         self._undo.callback(self.commands.close)
         self.pace = PaceEar(self.bus)

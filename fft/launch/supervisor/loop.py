@@ -26,11 +26,13 @@ from fft.bus.token import JobToken
 from fft.health.hosts import Process
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, cause_of
-from fft.launch.supervisor.config import RunConfig
+from fft.launch.supervisor.claims import GRACE_S, Loss
+from fft.launch.supervisor.commands import why_not_evict
+from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import last_epoch
 from fft.launch.supervisor.fault_plan_watch import PlanWatch, return_step
-from fft.launch.supervisor.groups import Group, base_env
+from fft.launch.supervisor.groups import Group, base_env, why_not_started
 from fft.launch.supervisor.hang_reports import HangReports
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import JobOutcome, Judgement
@@ -101,10 +103,9 @@ class Supervisor:
             if config.stop_after_plan is not None
             else None
         )
-        limit = config.host_limit
-        self._links = Links(token, limit, lambda: self._wake(b"?"))
-        self._mistakes = Mistakes(names, config.groups_in_all)
         has_services = not isinstance(services, Joined)
+        self._links = Links(token, config.host_limit, lambda: self._wake(b"?"), has_services)
+        self._mistakes = Mistakes(names, config.groups_in_all)
         self._judgement = Judgement(self._groups.values(), plan, has_services)
         self._over = False
         """All who had the state have left, or ended, well: nobody is started again."""
@@ -123,21 +124,25 @@ class Supervisor:
         self._selector.register(self._hangs.socket, selectors.EVENT_READ)
         self._began = time.monotonic()
         self._drain_until: float | None = None
+        self._interrupted = False
 
     # --- from outside ------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Drain the whole job; called a second time, kill it. From any thread or handler."""
+        self._interrupted = True
         self._wake(b"!")
 
     def run(self) -> JobOutcome:
         """Start all groups, look after them until the job has ended, and judge it."""
-        logs = self._config.trace_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        self._config.make_place()
         save_plan(self._config.trace_dir, self._plan)
         self._tail = TraceTail(self._config.trace_dir)
         try:
             self._links.open(self._services.bus_url)
+            self._links.claims.take(self._groups, self._config.take_over, lambda: self._interrupted)
+            if self._interrupted:
+                return JobOutcome(True, ("interrupted before anything was started",))
             for group in self._groups.values():
                 self._start(group)
             while self._going_on():
@@ -256,9 +261,23 @@ class Supervisor:
         env, own_end = base_env(services), [self._hangs.fd]
         total = config.groups_in_all
         address = self._links.address
-        for child in group.start(list(config.script), env, logs, total, own_end, address):
+        try:
+            children = group.start(list(config.script), env, logs, total, own_end, address)
+        except (OSError, BusError) as error:
+            self._on_no_start(group, why_not_started(group, error))
+            return
+        for child in children:
             self._selector.register(child.fd, selectors.EVENT_READ, child)
             child.watch(partial(self._is_dying, child))
+
+    def _on_no_start(self, group: Group, text: str) -> None:
+        """Nothing of the group runs. At the beginning that ends the job; later it is tried again.
+
+        Raises SupervisorError."""
+        if group.starts == 1:
+            raise SupervisorError(text)
+        logger.error("%s", text)
+        self._start_later(group, text)
 
     # --- deaths ------------------------------------------------------------------------
 
@@ -307,10 +326,12 @@ class Supervisor:
         self._forget_mistakes()
         if self._has_committed(group):
             group.pauses.progressed()
+        if group.loss is not None:
+            self._links.claims.yielded(group.loss)
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
             return
-        if self._drain_until is not None or self._forgot or self._over:
+        if self._drain_until is not None or self._forgot or self._over or group.evicted:
             return
         if group.finished:
             step = return_step(self._plan, group.name, view, self._drains_seen)
@@ -326,10 +347,14 @@ class Supervisor:
         self._look_whether_over(at_once=True)
         if self._over:
             return
+        self._start_later(group, f"group {group.name} was given up after its last restart")
+
+    def _start_later(self, group: Group, problem: str) -> None:
+        """After a pause, unless it was the last time; then the group is given up."""
         if group.pauses.restarts < self._config.max_restarts:
             group.restart_at = time.monotonic() + group.pauses.next()
-            return
-        self._give_up(group, f"group {group.name} was given up after its last restart")
+        else:
+            self._give_up(group, problem)
 
     def _look_whether_state_is_lost(self, group: Group) -> None:
         """After ``group`` ended: end the others if none has the state, nor can get it."""
@@ -403,22 +428,8 @@ class Supervisor:
             here = socket.gethostname()
             inside = {r.pid for entry in last.members for r in entry.ranks if r.host == here}
             self._end_who_waits(inside)
-        elif self._have_all_finished():
+        elif self._judgement.have_all_finished(self._tail.view, self._config.groups_in_all):
             self._end_who_waits(set())
-
-    def _have_all_finished(self) -> bool:
-        """Whether all who had the state have ended well, as after a loop of torchft's, which has
-        no last commit; who is being started again would find nobody."""
-        view = self._tail.view
-        done = [group for group in self._groups.values() if group.finished and not group.evicted]
-        rest = [group for group in self._groups.values() if not group.finished]
-        return (
-            self._config.groups_in_all == len(self._groups)
-            and view.committed
-            and any(rank.step == view.step for group in done for rank in view.of(group.name))
-            and not any(group.return_at_step is not None for group in done)
-            and not any(view.joined_since(group.name, group.known_incs) for group in rest)
-        )
 
     def _end_who_waits(self, inside: set[int]) -> None:
         """The job is over. ``inside``: processes that are leaving it by themselves."""
@@ -427,34 +438,23 @@ class Supervisor:
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             waiting = [child for child in group.living if child.pid not in inside]
-            for child in waiting:
-                child.signal(signal.SIGCONT)
-                child.signal(signal.SIGTERM)
             if waiting:
-                group.kill_at = time.monotonic() + _LEAVE_S
+                group.ask_to_leave(_LEAVE_S, waiting)
 
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._drain_until is None:
-                self._note_lost_work()
+                self._judgement.note_lost_work(self._tail.view)
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")
-
-    def _note_lost_work(self) -> None:
-        """Whoever leaves now leaves in good order, and yet without what the job had committed."""
-        view, groups = self._tail.view, self._groups.values()
-        if view.committed and not any(g.finished or self._has_committed(g) for g in groups):
-            self._judgement.problems.append(
-                "when it was interrupted, all groups had been started again since step "
-                f"{view.step} was committed, and none had committed since"
-            )
 
     def _drain(self, reason: str, *, forward: bool, within: float = math.inf) -> None:
         """Ask all groups to leave together after a commit; nothing is started any more."""
         logger.info("draining the job: %s", reason)
         self._drain_until = time.monotonic() + min(within, self._config.drain_timeout)
-        self._links.broadcast(Drain(tuple(self._groups), by="supervisor"))
+        ours = (group.name for group in self._groups.values() if group.loss is None)
+        self._links.broadcast(Drain(tuple(ours), by="supervisor"))
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
             for child in group.living if forward else ():
@@ -476,13 +476,14 @@ class Supervisor:
     # --- commands of operators ---------------------------------------------------------
 
     def _obey(self) -> None:
+        for loss in self._links.claims.losses():
+            self._hand_over(self._groups[loss.group], loss)
         for command in self._links.commands.take():
             if command.id in self._told or isinstance(command, Check):  # that is for the ranks
                 continue
             if self._is_anothers(command):
                 continue
-            refusal = self._refusal(command)
-            if refusal is not None:
+            if (refusal := self._refusal(command)) is not None:
                 self._links.commands.answer(command, "refused", refusal)
             elif isinstance(command, Evict):
                 self._evict(command)
@@ -502,16 +503,20 @@ class Supervisor:
         if isinstance(command, Inject):
             is_refused = isinstance(command.fault, ServiceFault) and not self._config.may_inject
             return "it runs without --injectable" if is_refused else None
-        group = self._groups.get(command.group)
-        if group is None:
-            return f"no group {command.group!r} here; the groups: {', '.join(self._groups)}"
-        if command.rank is not None and command.rank >= group.ranks:
-            return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
-        if self._drain_until is not None:
-            return "the job is ending"
-        if group.eviction is not None:
-            return f"group {group.name} is being evicted already"
-        return None
+        return why_not_evict(command, self._groups, is_ending=self._drain_until is not None)
+
+    def _hand_over(self, group: Group, loss: Loss) -> None:
+        """Another supervisor has the group from now on, or when its processes here have ended."""
+        text = f"group {group.name} was taken over by {loss.by}"
+        logger.warning("%s", text)
+        self._judgement.remarks.append(text)
+        group.loss, group.evicted, group.restart_at, group.return_at_step = loss, True, None, None
+        if not group.living:
+            self._links.claims.yielded(loss)
+        elif loss.claim is None:  # its new processes run: a word to leave would reach these
+            self._kill(group.living, text)
+        else:
+            group.ask_to_leave(GRACE_S)
 
     def _evict(self, command: Evict) -> None:
         """Ask the processes to end; `_check_deadlines` ends them, `_on_group_down` goes on."""
@@ -526,16 +531,13 @@ class Supervisor:
         if not group.living:
             self._finish_eviction(group, command)
             return
-        group.kill_at = time.monotonic() + command.grace
-        for child in living:
-            child.signal(signal.SIGCONT)  # who is stopped hears nothing else
-            child.signal(signal.SIGTERM)
+        group.ask_to_leave(command.grace, living)
 
     def _finish_eviction(self, group: Group, command: Evict) -> None:
         group.eviction, group.kill_at, group.evicted = None, None, True
         ends = "; ".join(f"rank {child.rank}: {cause_of(child.code)}" for child in group.children)
         after = "it is not started again"
-        if command.restart and self._drain_until is None and not self._forgot:
+        if command.restart and not (self._drain_until or self._forgot or group.loss):
             group.restart_at, after = time.monotonic(), "it is started again"
         self._answer(command, "done", f"group {group.name} has ended ({ends}); {after}")
 

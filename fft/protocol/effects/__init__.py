@@ -8,7 +8,9 @@ one thing: what depends on the protocol's state is a guard, of a row or of a par
 from __future__ import annotations
 
 from fft.protocol.effects import (
+    apart,
     ending,
+    flow,
     hearing,
     recovery,
     register,
@@ -23,8 +25,10 @@ from fft.protocol.effects.timing import arm
 __all__ = [
     "EFFECTS",
     "Action",
+    "apart",
     "arm",
     "ending",
+    "flow",
     "hearing",
     "recovery",
     "register",

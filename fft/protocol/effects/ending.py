@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from fft.messages.effects import Effect, Finish
 from fft.messages.protocol import Event, Hello, Join, Peer, RankEntry
 from fft.protocol.effects.base import action
-from fft.protocol.state import Config, Local, base_of, coordinator, missing_mates, whole_groups
+from fft.protocol.forming import base_of
+from fft.protocol.state import Config, Local, coordinator, missing_mates, whole_groups
 
 
 @action

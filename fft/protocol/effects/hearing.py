@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from fft.messages.effects import Effect
 from fft.messages.protocol import Ack, Death, Drain, Event, Hello, Join, Leave, Ready, Suspect
+from fft.protocol.apart import in_job, standing
 from fft.protocol.effects.base import action
-from fft.protocol.state import Config, Local, incarnations, member_peers, peers_meant
+from fft.protocol.state import Config, Local, incarnations, is_member, member_peers, peers_meant
 
 
 def _heard(s: Local, h: Hello) -> None:
@@ -81,7 +82,7 @@ def blame_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Who does not move, or is not heard of, is waited for no longer, until it says it is back."""
     assert isinstance(event, Suspect)
-    suspected = (set(peers_meant(s, event)) & set(member_peers(s))) - {c.me}
+    suspected = {p for p in peers_meant(s, event) if is_member(s, p) or in_job(s, p)} - {c.me}
     s.suspected |= suspected
     names = ", ".join(map(str, sorted(suspected)))
     s.cause = f"{names} is suspected: {event.cause} (seen by {event.by})"
@@ -102,5 +103,6 @@ def note_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """These groups leave with the next commit."""
     assert isinstance(event, Drain)
     known = set(member_peers(s)) | {h.peer for h in s.hellos.values()} | {c.me}
+    known |= {p for each in standing(s) for p in each.entry.peers()}
     s.leaving |= {p for p in known if p.group in event.groups}
     return ()

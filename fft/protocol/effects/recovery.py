@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from fft.messages.effects import AbortGroups, CancelFutures, Effect, Heal, Restore
 from fft.messages.protocol import Decision, Event, Healed, HealFailed, Restored, Token
+from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
 from fft.protocol.state import (
     Config,
@@ -99,16 +100,17 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.head, s.head_read, s.epoch = record, True, record
     s.token = Token(record.epoch, 1)
     s.commits, s.healed = 0, False
+    s.lease, s.awaits = own_lease(record.leases, c), frozenset()
     s.proposed, s.vote = False, None
     s.paused = False
-    inside = record.peer_set
+    inside = record.peer_set | {p for each in record.standing for p in each.entry.peers()}
     # Forget what only mattered to older epochs, so that a long run does not grow.
     s.stopped = {p: t for p, t in s.stopped.items() if t >= s.token}
     s.ready = {p: e for p, e in s.ready.items() if e >= record.epoch}
     current = {h.peer for h in s.hellos.values()}
-    s.joining = (s.joining & current) - inside
+    s.joining = (s.joining & current) - record.peer_set
     s.dead &= inside | current
-    s.suspected &= current - inside
+    s.suspected &= (current | inside) - record.peer_set
     s.leaving &= inside | {c.me}
     return ()
 
@@ -122,7 +124,7 @@ def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """
     assert s.epoch is not None
     place = my_place(s, c)
-    holds = [g.ranks[c.me.rank].current for g in members(s)]
+    holds = [g.ranks[c.index].current for g in members(s)]
     sources = [i for i, current in enumerate(holds) if current]
     behind = [i for i, current in enumerate(holds) if not current]
     turn = s.epoch.epoch

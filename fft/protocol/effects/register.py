@@ -7,16 +7,19 @@ from dataclasses import replace
 
 from fft.messages.effects import Decide, Effect, ReadHead
 from fft.messages.protocol import Ballot, Decision, Event, Record, Vote
+from fft.protocol import apart
 from fft.protocol.effects.base import action
 from fft.protocol.equality import differing, odd_ones, tell
+from fft.protocol.forming import next_epoch
 from fft.protocol.state import (
+    Base,
     Config,
     Local,
     committed,
     joiners,
+    may_leave,
     member_peers,
     members,
-    next_epoch,
 )
 
 
@@ -53,7 +56,7 @@ def note_its_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def give_up_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """My state is no committed one any more, or may be none: it must be fetched."""
-    s.lineage = ""
+    s.lineage, s.lease = "", None
     return ()
 
 
@@ -87,6 +90,8 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
         "batches": s.head.batches,
         "leases": s.head.leases,
         "returned": s.head.returned,
+        "bound": s.head.bound,
+        "standing": s.head.standing,
         "by": c.me,
         **fields,
     }
@@ -106,7 +111,10 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
     leavers = {v.peer.group for v in votes if v.leaving or (v.last and not skip)}
-    leavers |= {p.group for p in s.leaving if p in set(member_peers(s))}
+    asked = {p.group for p in s.leaving if p in set(member_peers(s))}
+    leavers |= {group for group in asked if may_leave(s, group)}
+    if c.bound:
+        return _end_of_synchronisation(s, c, votes, after, skip, leavers & present)
     return _successor(
         s,
         c,
@@ -121,6 +129,39 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
         last=leavers >= present,
+        seen=tuple(max(of_one) for of_one in zip(*(v.seen for v in votes), strict=True)),
+    )
+
+
+def _end_of_synchronisation(
+    s: Local, c: Config, votes: Sequence[Vote], after: Base, skip: bool, leavers: set[str]
+) -> Record:
+    """COMMIT of an asynchronous job's txn: all members stand apart after it, or leave.
+
+    Nobody leaves with the state that the groups outside need. Who votes that no step comes after
+    this one speaks for all.
+    """
+    assert s.head is not None and s.epoch is not None
+    ends = not skip and all(v.last for v in votes)
+    others = not ends and apart.absent_living(s)
+    if others and leavers >= {g.group for g in members(s)}:
+        leavers = set()
+    gone = tuple(sorted(leavers))
+    return _successor(
+        s,
+        c,
+        kind="commit",
+        step=after.step,
+        lineage=after.lineage,
+        cursor=after.cursor,
+        batches=after.batches,
+        leases=after.leases,
+        returned=after.returned,
+        standing=apart.standing_after(s.epoch, s.head.n + 1, after.step, gone),
+        skip=skip,
+        change=True,
+        leavers=gone,
+        last=leavers >= {g.group for g in members(s)},
     )
 
 

@@ -13,7 +13,8 @@ from fft.messages.effects import Broadcast, Decide, Effect
 from fft.messages.protocol import Ballot, Decision, Event, Record
 from fft.protocol.effects.base import action
 from fft.protocol.effects.register import abort_record, commit_record
-from fft.protocol.state import Config, Local, next_epoch
+from fft.protocol.forming import next_epoch
+from fft.protocol.state import Config, Local
 
 
 def _unwritten(s: Local, record: Record) -> Record:

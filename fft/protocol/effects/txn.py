@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
+from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -15,8 +16,10 @@ from fft.protocol.state import (
     committed,
     contributors,
     data_after,
+    may_leave,
     member_peers,
     members,
+    seen,
 )
 
 
@@ -59,8 +62,8 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """My vote is YES, with what the body has done."""
     assert isinstance(event, Prepared)
     s.edits = event.edited
-    leaves = c.me in s.leaving
-    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest)
+    leaves = c.me in s.leaving and may_leave(s, c.me.group)
+    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest, seen(s))
     return ()
 
 
@@ -149,6 +152,7 @@ def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.step, s.lineage = after.step, after.lineage
     s.cursor, s.batches = after.cursor, after.batches
     s.leases, s.returned = after.leases, after.returned
+    s.lease = own_lease(after.leases, c)
     s.commits += 1
     s.vote, s.skip, s.rollbacks = None, False, 0
     return ()
@@ -158,7 +162,7 @@ def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """The committed step could not be applied: this state is lost."""
     assert isinstance(event, ApplyFailed)
-    s.lineage = ""
+    s.lineage, s.lease = "", None
     s.vote, s.skip = None, False
     s.cause = f"optimizer step failed after COMMIT: {event.cause}"
     return ()

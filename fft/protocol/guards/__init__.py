@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from fft.protocol.guards import membership, recovery, txn
+from fft.protocol.guards import apart, flow, membership, recovery, txn
 from fft.protocol.guards.base import GUARDS, Guard
 
-__all__ = ["GUARDS", "Guard", "membership", "recovery", "txn"]
+__all__ = ["GUARDS", "Guard", "apart", "flow", "membership", "recovery", "txn"]

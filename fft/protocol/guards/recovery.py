@@ -13,19 +13,19 @@ from fft.messages.protocol import (
     Suspect,
     Token,
 )
+from fft.protocol.apart import in_job
+from fft.protocol.forming import behind, next_epoch
 from fft.protocol.guards.base import guard, record_of
 from fft.protocol.state import (
     FREE_ROLLBACKS,
     Config,
     Local,
     all_in_barrier,
-    behind,
     coordinator,
     in_barrier,
     is_member,
     leavers,
     member_peers,
-    next_epoch,
     peers_meant,
     waited_for,
 )
@@ -52,9 +52,9 @@ def about_a_member(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def about_another_member(s: Local, c: Config, event: Event) -> bool:
-    """It speaks of a participant of my epoch, and not of me."""
+    """It speaks of a participant of my epoch, or of an asynchronous job, and not of me."""
     told = peers_meant(s, event) if isinstance(event, Death | Suspect) else ()
-    return any(p != c.me and is_member(s, p) for p in told)
+    return any(p != c.me and (is_member(s, p) or in_job(s, p)) for p in told)
 
 
 @guard
@@ -155,7 +155,7 @@ def misjudged(s: Local, c: Config, event: Event) -> bool:
     if record is None or record.kind != "epoch" or record.lineage == held:
         return False
     mine = [g for g in record.members if c.me in g.peers()]
-    return bool(mine) and mine[0].ranks[c.me.rank].current
+    return bool(mine) and mine[0].ranks[c.index].current
 
 
 @guard

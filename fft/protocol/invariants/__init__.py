@@ -6,8 +6,6 @@ are weighed against **facts**, which name no order between participants, so that
 serves those who see moves as they happen (simulator, checker) and those who read traces that were
 written side by side (audit). ``INVARIANTS`` lists the functions by name; a new one that is put
 there is picked up by everyone. Numbers in docstrings are those of the guarantees in DESIGN.md.
-Guarantee 6 (data flow between parameter groups) has nothing to decide while a spec has one scope
-of the job.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from fft.messages.protocol import Peer, Token
+from fft.protocol.invariants.bounded import bounded
 from fft.protocol.invariants.claims import (
     Claim,
     Given,
@@ -19,6 +20,7 @@ from fft.protocol.invariants.claims import (
     Same,
 )
 from fft.protocol.invariants.decisions import agreement, exactly_once, validity
+from fft.protocol.invariants.flow import data_flow
 from fft.protocol.invariants.membership import decided, drain, join, live_set
 from fft.protocol.invariants.replicas import divergence, fencing, replicas_equal, shard_unity, skip
 from fft.protocol.invariants.samples import samples_once
@@ -33,11 +35,13 @@ INVARIANTS: dict[str, Invariant] = {
         shard_unity,
         replicas_equal,
         divergence,
+        data_flow,
         skip,
         fencing,
         live_set,
         drain,
         join,
+        bounded,
         decided,
     )
 }

@@ -147,7 +147,7 @@ def _asking(s: Local) -> set[str]:
     return {
         group
         for (group, _, world), there in ranks.items()
-        if group not in inside and there == set(range(world))
+        if group not in inside and len(there) == world
     }
 
 

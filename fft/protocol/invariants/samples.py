@@ -17,6 +17,7 @@ from fft.protocol.invariants.claims import (
     obeyed,
 )
 from fft.protocol.leases import lease_of
+from fft.protocol.state import leases_outside, with_lease
 
 
 def samples_once(move: Move) -> Iterator[Claim]:
@@ -61,6 +62,7 @@ def _goes_on(record: Record) -> Iterator[Claim]:
         yield Know(("leases after", record.token), held)
     if record.kind == "epoch" and record.leases:
         able = [(g.group, g.store) for g in record.members if g.group not in record.learners]
+        able += [(each.entry.group, each.entry.store) for each in record.standing]
         holders = {(lease.group, lease.store) for lease in record.leases}
         text = f"record {record.n} grants leases to {sorted(holders)}, of whom some do not count"
         yield Holds(holders <= set(able) and len(holders) == len(record.leases), text)
@@ -74,7 +76,8 @@ def _has_its_data(move: Move) -> Iterator[Claim]:
     if not decided and not applied(move):
         return
     if before.leases:
-        data = tuple(lease.slice for lease in before.leases)
+        outside = leases_outside(before, before)
+        data = tuple(lease.slice for lease in before.leases if lease not in outside)
     else:
         # Within a txn the places in the member list, which all share, keep the members apart.
         end = record.cursor if decided and record else after.cursor
@@ -92,7 +95,8 @@ def _takes_its_place(move: Move, start: StartTxn) -> Iterator[Claim]:
     yield Same(("start", token, start.step), begun, text + " {was}")
     epoch = move.after.epoch
     late = epoch.learners if epoch and token.txn == 1 else ()
-    able = [g.group for g in epoch.members if g.group not in late] if epoch else []
+    counting = with_lease(epoch) if epoch and epoch.bound else epoch.members if epoch else ()
+    able = [g.group for g in counting if g.group not in late]
     mine = able.index(move.peer.group) if move.peer.group in able else None
     if mine is not None and mine >= start.participants:
         mine = None  # a spare
@@ -120,19 +124,21 @@ def _data_go_on(before: Record, after: Record) -> bool:
 
 def _leases_go_on(before: Record, after: Record) -> bool:
     """Whether what was held, returned or new is held, returned or consumed, and once."""
-    batches, consumed = after.batches - before.batches, len(before.leases)
+    inside = {(g.group, g.store) for g in before.members}
+    stay = [lease for lease in before.leases if after.bound and lease[1:] not in inside]
+    batches, consumed = after.batches - before.batches, len(before.leases) - len(stay)
     if after.kind == "abort":
         same = (before.leases, before.returned, before.cursor, before.batches)
         return (after.leases, after.returned, after.cursor, after.batches) == same
     if after.kind == "commit" and batches != (0 if after.skip else consumed):
         return False
-    stays = [] if after.kind == "commit" else [lease.slice for lease in before.leases]
+    stays = [lease.slice for lease in (stay if after.kind == "commit" else before.leases)]
     new = range(before.cursor, after.cursor)
     had = sorted([*stays, *before.returned, *new])
     if sorted([*(lease.slice for lease in after.leases), *after.returned]) != had:
         return False
     if after.kind == "commit":
-        return True
+        return set(stay) <= set(after.leases)
     held = {lease[1:]: lease.slice for lease in before.leases}
     kept = {lease[1:]: lease.slice for lease in after.leases if lease[1:] in held}
     return all(held[who] == number for who, number in kept.items())

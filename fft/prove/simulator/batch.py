@@ -24,7 +24,7 @@ from rich.table import Table
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.prove.simulator.faults import CHANCES, DEFAULT, RATES, Weather
-from fft.prove.simulator.job import Result, row_names, run_seed
+from fft.prove.simulator.run import Result, row_names, run_seed
 from fft.util.errors import FftError
 
 _CHUNK = 25

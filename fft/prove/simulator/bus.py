@@ -12,7 +12,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fft.messages.effects import Broadcast, CastVote, Decide, DropBallot, ReadHead, Tell
+from fft.messages.effects import (
+    Broadcast,
+    CastVote,
+    Decide,
+    DropBallot,
+    ReadHead,
+    ReadScope,
+    Tell,
+)
 from fft.messages.protocol import (
     Ballot,
     BusDown,
@@ -21,6 +29,7 @@ from fft.messages.protocol import (
     Event,
     Peer,
     Record,
+    ScopeRecord,
     Token,
     Vote,
 )
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
     from fft.prove.simulator.job import World
     from fft.prove.simulator.process import Process
 
-Operation = Broadcast | Tell | ReadHead | Decide | CastVote | DropBallot
+Operation = Broadcast | Tell | ReadHead | ReadScope | Decide | CastVote | DropBallot
 SLOTS = 8
 """Ballot slots, as the engine reuses them."""
 _LONGEST_TROUBLE_S = 20.0
@@ -56,7 +65,7 @@ class Link:
     """When the newest message arrives; none overtakes another."""
     last_alone: float = 0.0
     """The same of messages for this process alone."""
-    held: deque[tuple[BusMessage, bool]] = field(default_factory=deque)
+    held: deque[tuple[BusMessage | ScopeRecord, bool]] = field(default_factory=deque)
     """Messages that wait for the link; whether they are for this process alone."""
     waiting: list[Operation] = field(default_factory=list)
     """The operation that waits for the link."""
@@ -122,10 +131,13 @@ class SimBus:
                 self._post(to, message)
             case ReadHead():
                 return Decision(self.head)
+            case ReadScope(scope=scope):
+                return self._world.beside[scope].bus.scope_record()
             case Decide(after=after, proposal=proposal):
                 if self.head == after:
                     self.head = proposal
                     self.history.append(proposal)
+                    self._world.tell_beside()
                     self._world.hopeless |= proposal.diverged
                 return Decision(self.head, won=self.head == proposal)
             case CastVote(token=token, vote=vote, voters=voters):
@@ -137,9 +149,18 @@ class SimBus:
                 self.slots.pop((token.epoch + token.txn + SLOTS // 2) % SLOTS, None)
         return None
 
+    def scope_record(self) -> ScopeRecord | None:
+        """What other scopes are told of this one; None: nothing yet."""
+        if self.head is None:
+            return None
+        epoch = next(record for record in reversed(self.history) if record.kind == "epoch")
+        left = self.head.leavers if self.head.kind == "commit" else ()
+        groups = tuple(g.group for g in epoch.members if g.group not in left)
+        return ScopeRecord(self._world.name, self.head.n, self.head.step, groups)
+
     # --- messages ---
 
-    def publish(self, message: BusMessage) -> None:
+    def publish(self, message: BusMessage | ScopeRecord) -> None:
         """The message has its place in the order: every listener gets it, sooner or later."""
         world = self._world
         for listener in world.live():
@@ -152,7 +173,9 @@ class SimBus:
         if process is not None and process.alive:
             self._give(process, message, alone=True)
 
-    def _give(self, listener: Process, message: BusMessage, alone: bool = False) -> None:
+    def _give(
+        self, listener: Process, message: BusMessage | ScopeRecord, alone: bool = False
+    ) -> None:
         world = self._world
         if world.strikes("lost"):
             return
@@ -165,7 +188,9 @@ class SimBus:
         for _ in range(2 if world.strikes("repeated") else 1):
             self._send(listener, listener.link, message, alone)
 
-    def _send(self, listener: Process, link: Link, message: BusMessage, alone: bool) -> None:
+    def _send(
+        self, listener: Process, link: Link, message: BusMessage | ScopeRecord, alone: bool
+    ) -> None:
         if link.until > self._clock.now or link.held:
             link.held.append((message, alone))
             return
@@ -177,7 +202,7 @@ class SimBus:
             link.last = due = max(due, link.last)
         self._clock.after(due - self._clock.now, listener, self._deliver, listener, message)
 
-    def _deliver(self, listener: Process, message: BusMessage) -> None:
+    def _deliver(self, listener: Process, message: BusMessage | ScopeRecord) -> None:
         listener.post(message)
 
     def _deafen(self, listener: Process) -> None:

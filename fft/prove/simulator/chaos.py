@@ -158,7 +158,11 @@ class Chaos:
         # A rank that is still coming up would not hear of it, and be left behind alone.
         if group is None or not group.whole or self._spared(group):
             return False
-        group.drain(by_signal=self._world.rng.random() < 0.5)
+        by_signal = self._world.rng.random() < 0.5
+        group.drain(by_signal)
+        for world in self._world.beside.values():  # it is the same group in all scopes
+            if (same := world.groups.get(group.name)) is not None and same.whole:
+                same.drain(by_signal)
         return True
 
     def _join(self) -> bool:

@@ -12,29 +12,27 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from fft.messages.effects import Effect
 from fft.messages.protocol import BusMessage, Drain, Event, Peer, Record, Timer, Token
-from fft.protocol.invariants import History, Move, judge
-from fft.protocol.load import load_spec
+from fft.protocol.invariants import History, Move
 from fft.protocol.participant import Participant
 from fft.protocol.roles import AT_WORK
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, committed
-from fft.protocol.table import EXIT_ROWS, Table
+from fft.protocol.table import Table
 from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.bus import SimBus
 from fft.prove.simulator.chaos import Chaos
-from fft.prove.simulator.faults import DEFAULT, Weather
+from fft.prove.simulator.faults import Weather
 from fft.prove.simulator.groups import Group
+from fft.prove.simulator.latency import Latency
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.process import Process
-from fft.trace.live_sets import judge_live_sets
 from fft.trace.writer import TraceWriter, header, trace_path
 
 _WALL = 1_700_000_000.0
@@ -60,83 +58,7 @@ class Violation:
     place: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one seed did. Seconds are virtual."""
-
-    seed: int
-    groups: int
-    ranks: int
-    violations: tuple[Violation, ...]
-    faults: Mapping[str, int]
-    events: int
-    commits: int
-    aborts: int
-    epochs: int
-    seconds: float
-    settled_in: float | None
-    """From calm until everyone was in one epoch and had committed again; None: no state is left,
-    and the job has stopped as it must."""
-    checks: int
-    rows: frozenset[str]
-    """Rows of the table that were taken."""
-
-
-class Latency:
-    """How long things take, in virtual seconds, before a process's own slowness."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._hop, self._jitter = rng.choice(
-            [(0.0003, 0.2), (0.001, 1.0), (0.001, 5.0), (0.005, 1.0)]
-        )
-        self._work = rng.choice([0.02, 0.05, 0.1])
-        self.handling = 0.00005
-        self.calm_work = 0.0
-        """Of a body, once it is calm: long, so that waiting for others costs few events."""
-
-    def _about(self, base: float) -> float:
-        return base * (0.5 + self._rng.random())
-
-    def hop(self) -> float:
-        """One way over the network."""
-        u = self._rng.random()
-        return self._hop * (0.5 + u * self._jitter if u < 0.98 else 20.0 * self._jitter)
-
-    def operation(self, slow: float) -> float:
-        """From the begin of an operation to its arrival at the bus."""
-        return self.hop() * slow
-
-    def compute(self) -> float:
-        """Forward and backward pass."""
-        return self._about(self.calm_work or self._work)
-
-    def apply(self) -> float:
-        """The optimizer step."""
-        return self._about(self._work * 0.2)
-
-    def restore(self) -> float:
-        """Unwinding, waiting for the groups to be quiet, putting back."""
-        return self._about(self._work * 0.2)
-
-    def transfer(self) -> float:
-        """Fetching a state."""
-        return self._about(self._work * 2.0)
-
-    def notice(self) -> float:
-        """Until somebody sees a process or a connection end."""
-        return self._about(0.005)
-
-    def boot(self) -> float:
-        """From the start of a process to its first message."""
-        return self._about(0.2)
-
-    def exit(self) -> float:
-        """From the last command to the end of the process."""
-        return self._about(0.01)
-
-
-class _Stop(Exception):
+class RunEnds(Exception):
     """A violation that makes going on pointless."""
 
 
@@ -148,6 +70,7 @@ class _Seen:
     faults: Counter[str] = field(default_factory=Counter)
     rows: set[tuple[str, int]] = field(default_factory=set)
     violations: list[Violation] = field(default_factory=list)
+    held: int = 0
 
 
 class World:
@@ -161,12 +84,21 @@ class World:
         weather: Weather,
         trace_dir: Path | None,
         participant: type[Participant],
+        stage: str = "",
+        clock: Clock | None = None,
     ) -> None:
+        """``stage``: of a spec whose stages have scopes: the one that this is; each is a world of
+        its own, on a ``clock`` that they share."""
         self.spec = spec
-        self.rng = rng = random.Random(seed)
-        self.clock = Clock()
+        self.name = stage
+        self.beside: dict[str, World] = {}
+        """The worlds of the other stages."""
+        self.rng = rng = random.Random(f"{stage} of {seed}" if stage else seed)
+        self.clock = clock or Clock()
         self.latency = Latency(rng)
         self.count_groups, self.ranks = rng.choice(_SHAPES)
+        if stage:
+            self.ranks = 1
         self.group_timeout = rng.choice([1.0, 3.0, 10.0])
         """Seconds until a reduction that somebody does not enter fails by itself."""
         self.awaits_reductions = rng.random() < 0.5
@@ -179,6 +111,8 @@ class World:
         self.outage_until = 0.0
         self.burst_until = 0.0
         self.is_calm = self.is_ending = self.hopeless = False
+        self.leavers: list[Process] = []
+        """Who was asked to leave at the end."""
         self.seen = _Seen()
         self._table = table
         self._participant = participant
@@ -194,6 +128,10 @@ class World:
         """Whether votes bring digests."""
         self._on_divergence: Literal["stop", "heal"] = whims.choice(["stop", "heal"])
         self._whims = whims
+        self.behind = whims.choice([1, 2, 4]) if spec.bound else 0
+        """By how many steps contributions of an asynchronous job may be behind."""
+        self._pace: dict[str, float] = {}
+        """Of its groups: how many times longer than others they take."""
         self._timeouts = self._draw_timeouts()
         self._alike = rng.random() < 0.5
         """Whether all groups start with equal states (``init_sync=False``)."""
@@ -215,6 +153,8 @@ class World:
             "join_window": rng.choice([1.0, 5.0]),
             "drain_window": rng.choice([2.0, 5.0]),
         }
+        if self.spec.bound:  # about as long as groups stand apart
+            drawn["join_window"] = self._whims.choice([0.05, 0.3, 1.0])
         mine = {name: value for name, value in drawn.items() if name in self.spec.timeouts}
         return {**self.spec.timeouts, **mine}
 
@@ -237,7 +177,10 @@ class World:
             expected_groups=self.count_groups,
             min_reductions=self.spec.policies.min_reductions,
             leases=self.spec.is_periodic,
+            bound=self.behind,
+            quorum=self.spec.policies.quorum,
             on_divergence=self._on_divergence,
+            flow=self.spec.bound_to(self.name) if self.name else (),
         )
         participant = self._participant(self._table, config)
         lineage = GENESIS if self._alike else f"fresh:{group.name}:{store}"
@@ -304,10 +247,22 @@ class World:
             self.violated("protocol_error", text, place)
         return out.effects
 
+    def tell_beside(self) -> None:
+        """The register has a new value: who is bound to this scope hears of it."""
+        for world in self.beside.values():
+            if any(e.scope == self.name for e in self.spec.bound_to(world.name)):
+                record = self.bus.scope_record()
+                assert record is not None, "it was written"
+                self.clock.after(self.latency.hop(), None, world.bus.publish, record)
+
+    def count_held(self) -> None:
+        """A process has told that it is held by another scope."""
+        self.seen.held += 1
+
     def violated(self, name: str, text: str, place: str = "") -> NoReturn:
         """Something does not hold that must: the run ends."""
         self.seen.violations.append(Violation(name, text[:1000], place))
-        raise _Stop
+        raise RunEnds
 
     def consumed(self, process: Process, token: Token, number: int, step: int) -> None:
         """The data loader notes that a slice went into a committed txn."""
@@ -388,6 +343,12 @@ class World:
         """Every how many steps a process takes a digest for its vote."""
         return self._whims.choice([1, 1, 2, 4])
 
+    def apart_for(self, peer: Peer) -> float:
+        """How long a group of an asynchronous job computes between two synchronisations."""
+        if peer.group not in self._pace:
+            self._pace[peer.group] = self._whims.choice([1.0, 1.0, 3.0, 10.0])
+        return self.latency.compute() * self._pace[peer.group]
+
     def holds_state(self, without: Group | None = None) -> bool:
         """Whether the job could go on with the whole groups that are there.
 
@@ -410,34 +371,31 @@ class World:
 
     # --- the run ---
 
-    def run(self) -> float | None:
-        """The whole life of the job. Returns how long it took to settle when it was calm."""
-        settled: float | None = None
-        try:
-            for group in self.groups.values():
-                group.start()
-            self.chaos.begin()
-            self._until_calm()
-            settled = self._calm()
-            if settled is not None:
-                self._drain()
-        except _Stop:
-            pass
-        finally:
-            for trace in self._traces.values():
-                trace.close()
-        return settled
+    def begin(self) -> None:
+        """All groups start, and faults strike from now on."""
+        for group in self.groups.values():
+            group.start()
+        self.chaos.begin()
 
-    def _until_calm(self) -> None:
-        first = self.clock.now
-        while (
-            self._step() < self.target
-            and self.seen.events < _LIMIT_EVENTS
-            and self.clock.now < first + _LIMIT_SECONDS
-            and not self.hopeless
-        ):
-            if not self.clock.turn():
-                return
+    def is_due(self, since: float) -> bool:
+        """Whether the weather has lasted long enough, ``since`` the job began."""
+        return (
+            self._step() >= self.target
+            or self.seen.events >= _LIMIT_EVENTS
+            or self.clock.now >= since + _LIMIT_SECONDS
+            or self.hopeless
+        )
+
+    def calm_down(self) -> None:
+        """Faults stop."""
+        self.is_calm = True
+        self.latency.calm_work = 0.4
+        self.chaos.end()
+
+    def close(self) -> None:
+        """The traces are whole. Idempotent."""
+        for trace in self._traces.values():
+            trace.close()
 
     def _step(self) -> int:
         return self.bus.head.step if self.bus.head else 0
@@ -458,11 +416,8 @@ class World:
         waits = sum(t.get(name, 0.0) for name in windows)
         return 2 * waits + 64 * t.get("pause", 0.1) + 20 * t.get("ack_window", 1.0) + 30.0
 
-    def _calm(self) -> float | None:
-        """Faults have stopped: see that the job gets well. None: it is lost, as it must be."""
-        self.is_calm = True
-        self.latency.calm_work = 0.4
-        self.chaos.end()
+    def settle(self) -> float | None:
+        """See that the calm job gets well. None: it is lost, as it must be."""
         begun, deadline = self.clock.now, self.clock.now + self.bound()
         self._pass(1.0)  # what was on its way arrives
         can = self.holds_state()
@@ -472,8 +427,11 @@ class World:
             if can and self._state_left(begun):
                 can = False
                 self.hopeless = True
+            if any(world._is_lost(begun) for world in self.beside.values()):
+                return None  # who waits for them waits for ever
             if can:
-                self._mend_groups()
+                for world in (self, *self.beside.values()):
+                    world._mend_groups()
                 if self._step() >= step + 2 and self._is_well():
                     return self.clock.now - begun
             elif not self._in_doubt():
@@ -485,6 +443,11 @@ class World:
             f"{what} {self.clock.now - begun:.0f} s after the last fault: {self._where()}",
         )
         return None
+
+    def _is_lost(self, begun: float) -> bool:
+        """Whether the scope cannot go on, as it must not."""
+        self.hopeless |= not self.holds_state()
+        return self.hopeless or self._state_left(begun)
 
     def _state_left(self, begun: float) -> bool:
         """Whether the state is gone because who held it left by its own word, or states differ.
@@ -524,6 +487,9 @@ class World:
         head = self.bus.head
         if head is None or any(g.coming for g in self.groups.values()):
             return False
+        if self.spec.bound:
+            inside = {p for each in head.standing for p in each.entry.peers()}
+            return all(p.peer in inside for p in self.live())
         return all(
             p.local.epoch is not None
             and p.local.token.epoch == head.epoch
@@ -534,14 +500,17 @@ class World:
     def _in_doubt(self) -> bool:
         return any(p.local.vote is not None and p.local.role != "terminal" for p in self.live())
 
-    def _drain(self) -> None:
-        """Everyone leaves; everyone must be out in good order."""
+    def ask_all_to_leave(self) -> None:
+        """Everyone is to leave."""
         self.is_ending = True
-        leaving, groups = self.live(), self.groups
+        self.leavers, groups = self.live(), self.groups
         self.announce(Drain(groups=tuple(groups), by="supervisor"))
         if self.rng.random() < 0.5:  # and passes a SIGTERM on
             for group in groups.values():
                 group.drain(by_signal=True)
+
+    def see_all_leave(self) -> None:
+        """Everyone must be out in good order."""
         deadline = self.clock.now + self.bound()
         while self.live():
             if self.clock.now > deadline:
@@ -550,8 +519,8 @@ class World:
         if self.bus.head is not None and self.bus.head.diverged:
             return  # noticed only now, and the end of everyone
         # Who has lost its place in the message order can only be ended, and its group with it.
-        deaf = {p.peer.group for p in leaving if p.local.deaf}
-        badly = [p for p in leaving if p.code != 0 and p.peer.group not in deaf]
+        deaf = {p.peer.group for p in self.leavers if p.local.deaf}
+        badly = [p for p in self.leavers if p.code != 0 and p.peer.group not in deaf]
         if bad := [f"{p.peer} ({p.code})" for p in badly]:
             self.violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
 
@@ -572,69 +541,3 @@ def _holds(process: Process, head: Record) -> bool:
     config = process.participant.config
     ways = (committed(s, config).lineage, committed(s, config, skip=True).lineage)
     return s.vote is not None and head.lineage in ways
-
-
-def run_seed(
-    seed: int,
-    spec: FsmSpec | str = "hsdp",
-    weather: Weather = DEFAULT,
-    trace_dir: Path | None = None,
-    participant: type[Participant] = Participant,
-) -> Result:
-    """Live one seed and judge it.
-
-    Args:
-        spec: the table everyone runs, or the name or path of one.
-        trace_dir: where every participant's trace goes; None: none is written.
-        participant: the core; another class plants a bug.
-
-    Raises:
-        SpecError: the spec cannot be used.
-    """
-    loaded = load_spec(spec) if isinstance(spec, str) else spec
-    world = World(seed, loaded, _table(loaded), weather, trace_dir, participant)
-    settled = world.run()
-    history = world.told()
-    findings = [*judge(history), judge_live_sets(history)]
-    told = [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
-    kinds = Counter(record.kind for record in world.bus.history)
-    return Result(
-        seed=seed,
-        groups=world.count_groups,
-        ranks=world.ranks,
-        violations=(*told, *world.seen.violations),
-        faults=dict(world.seen.faults),
-        events=world.seen.events,
-        commits=kinds["commit"],
-        aborts=kinds["abort"],
-        epochs=kinds["epoch"],
-        seconds=world.clock.now,
-        settled_in=settled,
-        checks=sum(f.checks for f in findings),
-        rows=_names(loaded, world.seen.rows),
-    )
-
-
-_tables: list[tuple[FsmSpec, Table]] = []
-
-
-def _table(spec: FsmSpec) -> Table:
-    """Tables are costly to build and can be shared; the newest is kept."""
-    if not _tables or _tables[0][0] is not spec:
-        _tables[:] = [(spec, Table(spec))]
-    return _tables[0][1]
-
-
-def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
-    """Every row by state and its own identity: ``STATE event 1``; 1 is the first row."""
-    names: dict[tuple[str, int], str] = {}
-    for state, leaf in spec.leaves.items():
-        for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
-            for number, row in enumerate(rows, 1):
-                names[(state, id(row))] = f"{state} {event} {number}"
-    return names
-
-
-def _names(spec: FsmSpec, taken: set[tuple[str, int]]) -> frozenset[str]:
-    names = row_names(spec)
-    return frozenset(names[key] for key in taken)

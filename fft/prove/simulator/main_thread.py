@@ -23,6 +23,7 @@ from fft.messages.protocol import (
     Record,
     Restored,
     Stop,
+    Synchronise,
     Token,
 )
 from fft.prove.bits import Bits
@@ -151,7 +152,13 @@ class MainThread:
         else:
             self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
             self._stands.says(Applied(token, self.bits.told))
+            if self._world.spec.bound:
+                self._process.later(self._world.apart_for(self._process.peer), self._ask)
         self._wait()
+
+    def _ask(self) -> None:
+        """The contribution is computed."""
+        self._process.post(Synchronise())
 
     # --- the process groups ---
 

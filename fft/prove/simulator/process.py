@@ -26,10 +26,12 @@ from fft.messages.effects import (
     Finish,
     Heal,
     ReadHead,
+    ReadScope,
     Restore,
     SetTimer,
     StartTxn,
     Tell,
+    TellHeld,
 )
 from fft.messages.protocol import Event, Peer, Start, Timer
 from fft.protocol.participant import Participant
@@ -131,7 +133,15 @@ class Process:
             effect = self._effects[self._done]
             self._done += 1
             match effect:
-                case Broadcast() | Tell() | ReadHead() | Decide() | CastVote() | DropBallot():
+                case (
+                    Broadcast()
+                    | Tell()
+                    | ReadHead()
+                    | ReadScope()
+                    | Decide()
+                    | CastVote()
+                    | DropBallot()
+                ):
                     self.world.bus.begin(self, effect)
                     return
                 case SetTimer(name=name, seconds=seconds, serial=serial):
@@ -143,6 +153,8 @@ class Process:
                     heapify(self._timers)
                 case CancelFutures():
                     pass  # an aborted group tells the main thread the same
+                case TellHeld():
+                    self.world.count_held()
                 case AbortGroups():
                     self.main.abort()
                 case Restore() | Heal() | Apply() | StartTxn() | Finish():

@@ -26,6 +26,10 @@ class DataError(FftError):
     """The loader cannot give the items that the cursor asks for."""
 
 
+class Superseded(Exception):
+    """The txn that an item was waited for is rolled back: nobody needs it now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Due:
     """The item that a rank takes, and those that follow as long as the members stay."""

@@ -64,7 +64,7 @@ class CheckRunner:
         """Cut short what is under way."""
         self._closed = True
         self._line.cut()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(_END_S)
 
     # --- the station's thread ---

@@ -9,10 +9,13 @@ stay. Main thread.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from fft.messages.effects import StartTxn
+from fft.messages.protocol import Synchronise
+from fft.protocol.apart import own_lease
 from fft.train.data.source import DataError, DataSource, Drawn, LeasedInputs
 from fft.train.participation import Participation
 from fft.train.periodic.inner_txns import InnerTransaction, SharedInnerTransaction
@@ -77,8 +80,10 @@ class PeriodicLoop:
             finally:
                 if self.inner is not None:
                     self.inner.leave()
-            if waited_ms is not None:
-                self._synchronize(plan, is_last, waited_ms)
+            if waited_ms is None or not self._synchronize(plan, is_last, waited_ms):
+                continue
+            if synchronizer.bound:
+                yield from self._stand_apart(plan, inputs)
 
     def _inner_steps(
         self, plan: StartTxn, inputs: LeasedInputs
@@ -139,16 +144,36 @@ class PeriodicLoop:
         finally:
             self.reductions.refused = _IN_A_STEP
 
-    def _synchronize(self, plan: StartTxn, is_last: bool, waited_ms: float) -> None:
-        """The job's txn: all that is done in it across the groups, and its vote."""
+    def _stand_apart(
+        self, plan: StartTxn, inputs: LeasedInputs
+    ) -> Generator[InnerTransaction, None, None]:
+        """Of an asynchronous job: compute what this group brings to a later synchronisation, and
+        ask to be in it. Nobody waits for that as long as the spec's bound lets them go on."""
+        synchronizer, record = self.synchronizer, self.state.position
+        engine = self.job.engine
+        assert record is not None and engine is not None, "it was committed"
+        synchronizer.lease = own_lease(record.leases, engine.participant.config)
+        synchronizer.base = record.step
+        self.loop.worker.stands_apart(record.step, len(plan.members))
+        own = replace(plan, step=record.step, lineage=record.lineage, lease=synchronizer.lease)
+        if (yield from self._inner_steps(own, inputs)) is None:
+            return  # the engine has a word: this group leaves
+        synchronizer.prepare()
+        self.job.post(Synchronise())
+
+    def _synchronize(self, plan: StartTxn, is_last: bool, waited_ms: float) -> bool:
+        """The job's txn: all that is done in it across the groups, and its vote. Whether this group
+        goes on from it."""
         self.watchers.txn_begun(plan.step)
         drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
-        with self.loop.transaction(plan, drawn, inner_steps=self.synchronizer.position):
+        txn = self.loop.transaction(plan, drawn, inner_steps=self.synchronizer.position)
+        with txn:
             if not self.synchronizer.is_launched:
                 self._launch()
             # for the slowest group, as long as the process group does
             with self.watchers.waiting():
                 self.synchronizer.finish()
+        return txn.committed and not self.loop.is_over and self.loop.worker.is_whole
 
 
 class JobsPart:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
+from torchft.manager import WorldSizeMode
 
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
@@ -81,6 +82,11 @@ class Synchronizer(ABC):
                 "their number, for they are synchronised in turn, after equal numbers of steps"
             )
         self.steps, self.delay = sync_every // len(fragments), delay
+        if manager._parts.settings.spec.bound and (len(fragments) > 1 or delay):
+            raise FftError(
+                f"{self._name}: groups that do not wait for each other synchronise the whole model "
+                "at once, and compute nothing meanwhile: give one fragment, and no delay"
+            )
         if not 0 <= delay < self.steps:
             raise FftError(
                 f"a fragment is synchronised {self.steps} steps after the one before it, and "
@@ -98,6 +104,10 @@ class Synchronizer(ABC):
         self.shared = SharedState(state.step, fragments, outer_optimizers, self._plan, device, pin)
         self._cap = int((BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         self.position, self.lease, self.is_launched = 0, None, False
+        self.bound = manager._parts.settings.spec.bound
+        """Of an asynchronous job: by how many steps of it a contribution may be behind; else 0."""
+        self.base = 0
+        """The same: the job's step that this group's own steps began from."""
         self.outer = list(outer_optimizers)
         """What is stepped with a COMMIT of the job."""
         self._manager = manager
@@ -126,6 +136,8 @@ class Synchronizer(ABC):
                 f"{self._name} needs ManagerFFT(…, spec={self.algorithm!r}), not spec="
                 f"{parts.settings.spec.name!r}, by which all groups step together"
             )
+        if parts.settings.spec.bound and (why := self._unfit_for_bounds(manager)):
+            raise FftError(f"{self._name} by spec={parts.settings.spec.name!r}: {why}")
         if parts.state.step is None or not parts.state.updates.has(inner):
             raise FftError(
                 f"call manager.register(model, inner_optimizer, …) before {self._name}(…), so "
@@ -136,6 +148,19 @@ class Synchronizer(ABC):
                 "the outer optimizer is registered, so it would be stepped after every inner step: "
                 f"give it to {self._name} alone"
             )
+
+    def _unfit_for_bounds(self, manager: ManagerFFT) -> str:
+        """Why the groups of this job cannot go on without each other; empty: they can."""
+        if self.algorithm != "diloco":
+            return (
+                "the groups' parameters cannot be averaged from different bases; use fft.DiLoCo, "
+                "which averages how far they have come: with an outer SGD of lr=1 it is the same"
+            )
+        if manager._parts.state.inner is not None:
+            return "a replica group is one rank; give it --ranks 1"
+        if manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
+            return "there are no spares where any number of groups synchronise; use DYNAMIC"
+        return ""
 
     @property
     def _name(self) -> str:
@@ -167,13 +192,27 @@ class Synchronizer(ABC):
     def begin(self, plan: StartTxn) -> None:
         """A txn begins: go on where this group was, or anew if its lease is another one."""
         self.is_launched = False
-        if self.lease is not None and self.lease != plan.lease:
+        goes_on = self.lease is not None and self._goes_on(plan)
+        if self.lease is not None and not goes_on:
             self.start_over()
+        if not goes_on:
+            self.base = plan.step
         if self.lease is None:  # what was reduced without one, as by who learns, is nothing of it
             self._buckets = []
         self.lease = plan.lease
         self._turn = plan.step % len(self.shared.fragments)
         self._due = self.shared.fragments[self._turn]
+
+    def _goes_on(self, plan: StartTxn) -> bool:
+        """Whether what this group has computed is what it brings to the txn."""
+        if self.lease != plan.lease:
+            return False
+        if not self.bound or self.position == 0:
+            return True
+        job = self._manager._parts.job
+        epoch = None if job.local is None else job.local.epoch
+        bases = [s.base for s in epoch.standing if s.entry.group == job.peer.group] if epoch else []
+        return bases == [self.base]  # else the slice was given back, and then granted again
 
     def start_over(self) -> None:
         """The progress since the last synchronisation is void."""
@@ -200,6 +239,9 @@ class Synchronizer(ABC):
         """
         self.shared.load(state)
         reshard(self._manager._parts.state.models)
+        if self.bound and self._buckets:  # what this group brings was computed before
+            self._manager._parts.state.updates.loaded()
+            return
         buckets = self._buckets if keep_gradients else []
         self._forget_window()
         self._buckets = buckets
@@ -240,15 +282,21 @@ class Synchronizer(ABC):
         assert self._due is not None, "a txn is open"
         self.is_launched = True
         self._due.refuse_thawed()
-        if not self._buckets:
-            with torch.no_grad():
-                values = self._contribution(self._due)
-            self._buckets = list(self._in_buckets(values, self._weights[self._turn]))
-            self._weights[self._turn] = 0.0  # what comes is in the next one
+        self.prepare()
         for bucket in self._buckets:
             bucket.reduced = bucket.own.clone()
             layout = f"{self._plan}{self._due.name}{bucket.names}"
             bucket.work = self._manager.reduce_gradients(bucket.reduced, layout, ReduceOp.AVG)
+
+    def prepare(self) -> None:
+        """Compute what this group brings, unless it is computed: once for all attempts."""
+        assert self._due is not None, "a txn is open, or was"
+        if self._buckets:
+            return
+        with torch.no_grad():
+            values = self._contribution(self._due)
+        self._buckets = list(self._in_buckets(values, self._weights[self._turn]))
+        self._weights[self._turn] = 0.0  # what comes is in the next one
 
     def finish(self) -> None:
         """Wait for the reduction. Raises TxnAborted: it failed; FftError: it is void."""

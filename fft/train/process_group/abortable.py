@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -25,7 +24,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torchft.process_group import (
     ProcessGroup,
@@ -33,18 +31,22 @@ from torchft.process_group import (
     ProcessGroupWrapper,
 )
 
+from fft.train import accelerator
 from fft.train.process_group import sockets
 from fft.train.process_group.backend import TrackedBackend
 from fft.train.process_group.freeing import time_left
+from fft.train.process_group.gloo import device_makers, gloo_group
 from fft.train.process_group.op_names import GroupAborted
 from fft.train.process_group.rendezvous import RendezvousStore, store_client
-from fft.train.process_group.shard import ShardProcessGroupGloo
+from fft.train.process_group.shard import ShardGroup
 from fft.train.process_group.sockets import Address
 from fft.train.process_group.works import Era, TrackedWork, forget_ended
+from fft.util.errors import DeviceLost
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS_KEY = "fft/listeners/{rank}"
+_MET_KEY = "fft/met/{rank}"
 # Pauses, in seconds, between two looks at pending Works: torch offers nothing to wait on that
 # neither raises the op's error nor blocks an accelerator stream.
 _FIRST_PAUSE = 0.0001
@@ -148,7 +150,7 @@ class AbortableGroup:
         self.note = ""
         """What the other members are told with the rendezvous."""
         self.notes: dict[int, str] = {}
-        """Theirs, by rank, of the last rendezvous; of gloo only."""
+        """Theirs, by rank, of the last rendezvous."""
         self._target: Any = _innermost(pg)
         self._wrapper = isinstance(self._target, ProcessGroupWrapper)
         if self._wrapper and self._target._pg is not None:
@@ -209,7 +211,7 @@ class AbortableGroup:
         limit = timeout or default
         deadline = time.monotonic() + limit.total_seconds()
         with self._configuring:
-            if isinstance(self._target, ShardProcessGroupGloo):
+            if isinstance(self._target, ShardGroup):
                 self._target.check_shape(rank, world_size)
             self.abort("the process group is configured anew")
             self.quiesce(limit)
@@ -269,7 +271,8 @@ class AbortableGroup:
         Then the group lets go of the old backend, which ends with the next `configure` or `close`.
 
         Raises:
-            TimeoutError: ops are still pending after `timeout`; the text names them.
+            TimeoutError: ops, or what they queued on a device, do not end within `timeout`.
+            DeviceLost: the device has failed.
             RuntimeError: the group is not aborted.
         """
         era = self._era
@@ -294,6 +297,8 @@ class AbortableGroup:
                 else:
                     era.stranded = closely and now.is_for_good(seen)
         self._entomb(era)
+        # what the ops have queued on a device, such as the copy back of what was reduced
+        accelerator.wait(time_left(deadline))
 
     def _look(self, era: Era, closely: bool) -> _Still | None:
         """How the group's ops stand; None if one of them moves.
@@ -318,8 +323,11 @@ class AbortableGroup:
     def close(self) -> None:
         """Abort, drop the backend, delete this member's rendezvous keys, unhook the object."""
         self.abort("the process group is closed")
-        self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
-        if self._worker is not None:
+        try:
+            self.quiesce(timedelta(seconds=_CLOSE_LIMIT))
+        except DeviceLost as lost:  # it writes nothing any more, and nobody reads it
+            logger.warning("the %s group is closed without its device: %s", self.name, lost)
+        if self._worker is not None and self._worker.is_alive():
             self._worker.join(_CLOSE_LIMIT)
         for era in (*self._take_past(), self._era):
             self._retire(era, everyone=False)
@@ -366,6 +374,8 @@ class AbortableGroup:
                 self._retire(past, everyone=True)  # all members are past that rendezvous
             return
         sockets.shut_down(era.own, era.peers, writing=True)
+        if backend is not None and self._wrapper and not self._gloo:
+            _discard(backend)
         del backend
         if era.store is not None:
             era.store.reclaim(everyone=False)
@@ -382,11 +392,13 @@ class AbortableGroup:
             if era.cause is not None:
                 store.cancel(era.cause)
         if not self._gloo:
+            _refuse_used(store, era.rank, call.store_addr)
+            _, self.notes = _exchange(store, era, self.note)
             return self._target._create_pg(store, call.rank, call.world_size)
         devices = self._take_devices()
         era.own = frozenset(address for _, address in devices)
         era.peers, self.notes = _exchange(store, era, self.note)
-        made = _gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
+        made = gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
         with self._lock:
             self._devices = devices
         return made
@@ -399,7 +411,7 @@ class AbortableGroup:
         """
         with self._lock:
             devices, self._devices = self._devices, []
-        return devices or [sockets.listener_of(create) for create in _device_makers()]
+        return devices or [sockets.listener_of(create) for create in device_makers()]
 
     def _give_up(self, era: Era, limit: timedelta) -> TimeoutError:
         store = era.store
@@ -501,13 +513,21 @@ def _can_tell_sockets(target: Any) -> bool:
     return False
 
 
-def _device_makers() -> list[Callable[[], Any]]:
-    """One maker for each gloo device, chosen as torch chooses them (GLOO_SOCKET_IFNAME)."""
-    gloo = dist.ProcessGroupGloo
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not names:
-        return [gloo.create_default_device]
-    return [lambda name=name: gloo.create_device(interface=name) for name in names]  # type: ignore[misc]
+def _discard(backend: Any) -> None:
+    """End the connections and threads of a backend that was built for nobody."""
+    try:
+        backend.abort()
+    except RuntimeError as error:  # one that cannot be aborted ends with its last reference
+        logger.debug("a group that is not needed was not aborted: %s", error)
+
+
+def _refuse_used(store: RendezvousStore, rank: int, address: str) -> None:
+    """Raise ValueError if this member has met others in ``store`` before.
+
+    The others would read what rank 0 wrote there then: NCCL's unique id of a group that is gone.
+    """
+    if store.add(_MET_KEY.format(rank=rank), 1) != 1:
+        raise ValueError(f"{address} was used for an earlier group of rank {rank}: give another")
 
 
 def _exchange(
@@ -521,33 +541,6 @@ def _exchange(
     words = [json.loads(text) for text in texts]
     notes = {rank: str(word["note"]) for rank, word in zip(others, words, strict=True)}
     return frozenset((str(h), int(port)) for w in words for h, port in w["listeners"]), notes
-
-
-def _gloo_group(
-    store: RendezvousStore, devices: list[Any], call: _Call, timeout: timedelta, deadline: float
-) -> dist.ProcessGroup:
-    """What torchft's ProcessGroupGloo._create_pg builds, on devices of our own."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = devices
-    options._threads = 2 * len(devices)
-    # for connecting, where gloo waits up to five times as long; ops get the group's own below
-    options._timeout = time_left(deadline) / 5
-    backend: Any = dist.ProcessGroupGloo(store, call.rank, call.world_size, options)
-    backend._set_default_timeout(timeout)
-    backend._set_sequence_number_for_group()
-    if call.global_ranks:
-        backend.options.global_ranks_in_group = call.global_ranks
-    if call.group_rank is not None and call.group_world_size:
-        slot = call.group_rank % call.group_world_size
-        backend.options.group_name = f"torchft_quorum_{call.quorum_id}_rank_{slot}"
-    pg = dist.ProcessGroup(store, call.rank, call.world_size)
-    pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    kinds = ["cpu"]
-    kinds += ["cuda"] if torch.cuda.is_available() else []
-    kinds += ["xpu"] if torch.xpu.is_available() else []
-    for kind in kinds:
-        pg._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
-    return pg
 
 
 def _keep_stranded(era: Era) -> None:

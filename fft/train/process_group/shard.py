@@ -1,6 +1,6 @@
-"""The process group that a model is sharded over on CPU.
+"""The process groups that a model is sharded over: rebuilt under it, not replaced.
 
-torchft's gloo group, and every operation that FSDP2, DTensor, pipelining or their users need and
+torchft's groups, and every operation that FSDP2, DTensor, pipelining or their users need and
 torchft does not pass on. Touches torch's registries of process groups, between `mesh` and
 `unregister`.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch._C._distributed_c10d import (
@@ -24,17 +24,18 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, Work, _update_default_pg, _world
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ProcessGroupGloo, ProcessGroupWrapper
 
 _numbers = itertools.count(1)
 
 
-class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
-    """The process group that FSDP2 shards over on CPU: rebuilt under the model, not replaced.
+class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
+    """What such groups have in common; a subclass makes the backend (``_create_pg``)."""
 
-    torchft's gloo group with all of gloo's operations but ``monitored_barrier``. Outside of an
-    `AbortableGroup` they are as gloo has them.
-    """
+    backend: ClassVar[str]
+    """torch's name for it."""
+    device_type: ClassVar[str]
+    """Of the mesh."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
@@ -55,7 +56,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
             )
 
     def mesh(self, name: str = "shard") -> DeviceMesh:
-        """A one-dimensional CPU mesh over this group, its dimension called `name`.
+        """A one-dimensional mesh over this group, its dimension called `name`.
 
         Needs no default process group. The mesh stays good over later configurations of the same
         shape. From now on functional collectives find the group by its name, and functions of
@@ -70,7 +71,7 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
             self._set_group_name(group_name)
             self._register_in_torch(group_name)
         mesh = DeviceMesh(
-            "cpu",
+            self.device_type,
             torch.arange(self.size(), dtype=torch.int),
             mesh_dim_names=(name,),
             _init_backend=False,
@@ -89,9 +90,9 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
         default process group it raises a ValueError in place of any error of this one."""
         _register_process_group(name, self)
         _world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
-        _world.pg_map[self] = ("gloo", None)  # type: ignore[assignment]
+        _world.pg_map[self] = (self.backend, None)  # type: ignore[assignment]
         _world.pg_names[self] = name
-        _world.pg_backend_config[self] = "cpu:gloo"
+        _world.pg_backend_config[self] = f"{self.device_type}:{self.backend}"
 
     def be_default(self) -> None:
         """Be torch's default process group, where there is none: pipelining asks it for ranks.
@@ -226,3 +227,14 @@ class ShardProcessGroupGloo(ProcessGroupGloo):  # type: ignore[misc]
     def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: it waits where nothing can free it."""
         raise NotImplementedError("monitored_barrier() cannot be aborted: use barrier()")
+
+
+class ShardProcessGroupGloo(ShardGroup, ProcessGroupGloo):  # type: ignore[misc]
+    """The process group that FSDP2 shards over on CPU: rebuilt under the model, not replaced.
+
+    torchft's gloo group with all of gloo's operations but ``monitored_barrier``. Outside of an
+    `AbortableGroup` they are as gloo has them.
+    """
+
+    backend = "gloo"
+    device_type = "cpu"

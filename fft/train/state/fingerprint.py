@@ -29,10 +29,12 @@ _MASK = 2**64 - 1
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
     """16 hexadecimal digits over the bits of ``tensors``, in their order."""
-    total = 0
+    totals: dict[torch.device, torch.Tensor] = {}  # one read from each device, at the end
     for place, words in enumerate(_words(tensors)):
-        total += _hash(words) * _odd(place)
-    return f"{total & _MASK:016x}"
+        part = _hash(words) * _signed(_odd(place))
+        before = totals.get(words.device)
+        totals[words.device] = part if before is None else before + part
+    return f"{sum(int(total) for total in totals.values()) & _MASK:016x}"
 
 
 def _words(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -54,7 +56,8 @@ def _as_words(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int64)
 
 
-def _hash(words: torch.Tensor) -> int:
+def _hash(words: torch.Tensor) -> torch.Tensor:
+    """One number, on the device of ``words``."""
     weights = _weights(str(words.device))
     rows = words.numel() // _LANES
     total = torch.zeros((), dtype=torch.int64, device=words.device)
@@ -69,7 +72,7 @@ def _hash(words: torch.Tensor) -> int:
         total += (sums * places).sum()
     tail = _fold(words[rows * _LANES :])
     total += (tail * weights[: tail.numel()]).sum() * (2 * rows + 1)
-    return int(total) & _MASK
+    return total
 
 
 def _fold(words: torch.Tensor) -> torch.Tensor:
@@ -86,6 +89,11 @@ def _odd(place: int) -> int:
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
     return mixed | 1
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as an int64."""
+    return number - (1 << 64) if number >> 63 else number
 
 
 @cache

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fft.train import accelerator
+
 
 def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:
     """One function for each random generator that puts it back to where it is now."""
@@ -18,8 +20,7 @@ def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callabl
         _bind(torch.set_rng_state, torch.get_rng_state()),
         _bind(random.setstate, random.getstate()),
     ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found.append(_bind(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    found += [_bind(put, state) for put, state in accelerator.rng_states()]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found.append(_bind(numpy.random.set_state, numpy.random.get_state()))

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fft.train.local_tensors import local_of
+from fft.train.state.fingerprint import fingerprint
 from fft.util.errors import FftError
 
 _PLAIN = (str, bytes, bool, int, float, type(None))
@@ -202,7 +203,10 @@ def feed(hasher: Any, value: Any) -> None:
     """Feed plain data into `hasher` so that different data feed different bytes."""
     if isinstance(value, torch.Tensor):
         hasher.update(f"tensor {value.dtype} {tuple(value.shape)}\n".encode())
-        flat = value.cpu().contiguous().reshape(-1)
+        if value.device.type != "cpu":  # hashed where it is: a copy of a whole state takes seconds
+            hasher.update(fingerprint([value]).encode())
+            return
+        flat = value.contiguous().reshape(-1)
         if flat.numel():
             hasher.update(flat.view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):

@@ -98,7 +98,7 @@ class StepState:
         lr_schedulers: anything with ``state_dict`` and ``load_state_dict``.
         extra: whatever else belongs to the state, by name.
         generators: the random generators a step draws from. None means the process's own: torch
-            CPU, the current CUDA device if in use, NumPy's global one, and `random`. Where several
+            CPU, all accelerators if in use, NumPy's global one, and `random`. Where several
             ranks live in one process as threads, give each its own.
         pipelines: what keeps parts of a step until its end; more may be added later.
 
@@ -294,8 +294,8 @@ class StepState:
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
 
     def digest(self, buffers: bool = True) -> str:
-        """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers.
-
+        """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers; of
+        tensors on a device over their fingerprints, so that the same bits on CPU have another one.
         ``buffers=False``: without buffers, which replicas need not have in common.
         """
         reshard(self._models)

@@ -1,0 +1,79 @@
+"""Try FFT on this machine's GPU: ``make gpu``, or ``python -m benchmarks.gpu [PART …]``.
+
+Takes at most 8 minutes and no network, installs nothing, and runs from the source tree. Packages
+that the machine lacks may lie in gpu-packages/ beside it (python -m benchmarks.gpu.packages).
+Results: results.jsonl in the run's folder, and docs/gpu.md with --write.
+
+Exit code: 0 all that was tried is well, or there is no GPU; 1 something that must hold does not;
+2 wrong arguments; 3 a part has crashed or hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import machine, page, runner
+from benchmarks.gpu.plan import PARTS, TOTAL_S, chosen
+
+
+def main() -> int:
+    """Run what is chosen; the exit code."""
+    args = _arguments()
+    if args.list:
+        for part in PARTS:
+            where = "" if part.on_cpu else ", on a GPU only"
+            print(f"{part.number} {part.name}: {part.title} (at most {part.limit_s:g} s{where})")
+        return 0
+    runner.find_packages()
+    about = machine.ask()
+    if args.device == "cuda" and (why := machine.missing(about)):
+        print(f"skipped: {why}; run it on a machine with an NVIDIA GPU, or with --device cpu.")
+        return 0
+    for line in machine.in_words(about):
+        print(line)
+    folder = args.folder or Path("runs") / f"gpu-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = folder.resolve()
+    folder.mkdir(parents=True)
+    results = runner.run(args.parts, args.device, args.small, folder, args.total)
+    _write_lines(folder / "results.jsonl", about, results)
+    print(f"results: {folder / 'results.jsonl'}")
+    if args.write:
+        page.write(page.PAGE, about, results, f"{datetime.now():%Y-%m-%d %H:%M}")
+        print(f"page: {page.PAGE}")
+    return runner.exit_code(results)
+
+
+def _arguments() -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("benchmarks.gpu", description=__doc__, formatter_class=form)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="number or name; all, if none")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try the parts themselves"
+    )
+    parser.add_argument("--small", action="store_true", help="small sizes, few repetitions")
+    parser.add_argument("--folder", type=Path, help="a new one, for results and logs")
+    parser.add_argument("--total", type=float, default=TOTAL_S, help="seconds for all parts")
+    parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    args = parser.parse_args()
+    try:
+        args.parts = chosen(args.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _write_lines(path: Path, about: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """The machine, then each part, each followed by its findings."""
+    with path.open("w", encoding="utf-8") as file:
+        for line in [{"machine": about}, *results]:
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

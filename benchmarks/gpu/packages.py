@@ -1,0 +1,73 @@
+"""Gets the packages that FFT needs besides torch into a folder, for a machine without a network.
+
+``python -m benchmarks.gpu.packages 3.12`` here (with a network, where FFT is installed; the number
+is the other machine's Python), then copy gpu-packages/ into the source tree there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "gpu-packages"
+"""In it a folder for each Python: ``3.12``."""
+_NOT = ("torch", "numpy")
+"""Whoever has a GPU has these, made for it, and all that they need."""
+_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+
+
+def needed(python: str) -> list[str]:
+    """``name==version``, as installed here, of FFT's dependencies and theirs, without torch's."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    roots = [Requirement(text) for text in declared["project"]["dependencies"]]
+    there = _closure([r for r in roots if r.name in _NOT], python)
+    found = _closure(roots, python) - there
+    return [f"{name}=={version(name)}" for name in sorted(found)]
+
+
+def _closure(wanted: Iterable[Requirement], python: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(wanted)
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        extras = requirement.extras or {""}
+        if name in found and not requirement.extras:
+            continue
+        found.add(name)
+        try:
+            texts = requires(name) or []
+        except PackageNotFoundError:  # of another platform, such as what torch needs of NVIDIA's
+            continue
+        for text in texts:
+            each = Requirement(text)
+            where = [{"python_version": python, "extra": extra} for extra in extras]
+            if each.marker is None or any(each.marker.evaluate(w) for w in where):
+                waiting.append(each)
+    return found
+
+
+def main() -> int:
+    """Get them; pip's exit code."""
+    parser = argparse.ArgumentParser("benchmarks.gpu.packages", description=__doc__)
+    parser.add_argument("python", help="version of the other machine's Python, such as 3.12")
+    args = parser.parse_args()
+    target = FOLDER / args.python
+    pip = [sys.executable, "-m", "pip", "install", "--target", str(target), "--no-deps"]
+    pip += ["--only-binary=:all:", "--python-version", args.python, "--upgrade", "--quiet"]
+    for platform in _PLATFORMS:
+        pip += ["--platform", platform]
+    return subprocess.run([*pip, *needed(args.python)]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Jobs of two replica groups by ``fft run``, both on the one device, and what is left of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.part import Setting
+
+TRAINER = Path(__file__).with_name("trainer.py")
+_TAIL = 600
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that is over."""
+
+    code: int
+    """Of ``fft run``."""
+    log: str
+    words: list[dict[str, Any]]
+    """What each process wrote at its end: group, step, bits, step times."""
+    audit: int
+    """Exit code of ``fft audit``: 0, the traces show what must be."""
+    audit_text: str
+
+    @property
+    def bits(self) -> set[str]:
+        """Of the groups' states."""
+        return {word["bits"] for word in self.words}
+
+    @property
+    def is_whole(self) -> bool:
+        """Both groups came to the end, with the same bits, and the audit agrees."""
+        return self.code == 0 and len(self.words) == 2 and len(self.bits) == 1 and self.audit == 0
+
+    def in_words(self) -> str:
+        """Why it is not, if it is not."""
+        if self.is_whole:
+            return ""
+        text = f"exit code {self.code}, {len(self.words)} groups at the end, bits {self.bits}"
+        return f"{text}; audit {self.audit}: {self.audit_text[-_TAIL:]}\n{self.log[-_TAIL:]}"
+
+
+def run(
+    setting: Setting,
+    name: str,
+    faults: list[dict[str, Any]],
+    steps: int = 0,
+    limit_s: float = 60.0,
+    **options: str,
+) -> Ended:
+    """Train with the faults to so many steps; 0: until all faults have fired, and a little on.
+
+    Raises ModuleNotFoundError: what the processes of the job need is not installed.
+    """
+    for room in ("fft.train.manager", "fft.launch.supervisor", "fft.cli.run"):
+        importlib.import_module(room)
+    folder = setting.folder / name
+    folder.mkdir()
+    words = ["run", "--groups", "2", "--no-progress", "--no-lighthouse"]
+    words += ["--trace-dir", str(folder / "traces"), "--timeout", str(limit_s)]
+    if faults:
+        plan = folder / "faults.json"
+        plan.write_text(json.dumps({"faults": faults}))
+        words += ["--faults", str(plan)]
+    if not steps:
+        words += ["--stop-after-plan", "5"]
+    words += [str(TRAINER), "--device", setting.device, "--out", str(folder)]
+    words += ["--steps", str(steps), *(["--small"] if setting.small else [])]
+    words += [part for key, value in options.items() for part in (f"--{key}", value)]
+    done = _fft(words, limit_s + 20)
+    audit = _fft(["audit", str(folder / "traces")], 60)
+    ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
+    logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("traces/logs/*.log")))
+    return Ended(done.returncode, done.stdout + logs, ends, audit.returncode, audit.stdout.strip())
+
+
+def _fft(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fft.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+    )

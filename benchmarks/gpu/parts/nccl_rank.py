@@ -1,0 +1,175 @@
+"""One of the two ranks of part 7. Writes its findings to ``rank<N>.jsonl``."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.findings import Pen
+from benchmarks.gpu.parts import nets
+from benchmarks.gpu.parts.rings import LIMIT, RINGS
+
+FREED_MS = 100.0
+"""From the abort to when a rank that waited is free (the guarantee that is tried here)."""
+
+
+def main() -> None:
+    """One trial."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trial", choices=["connects", "blocked", "fsdp"], required=True)
+    parser.add_argument("--device", choices=list(RINGS), required=True)
+    parser.add_argument("--ring", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    args = parser.parse_args()
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
+    store = dist.TCPStore("localhost", args.port, wait_for_workers=False, timeout=LIMIT)
+    pen = Pen(args.folder / f"rank{args.rank}.jsonl", "nccl_pair")
+    ring = RINGS[args.device][args.ring](args.port, args.rank, 2)
+    {"connects": _connects, "blocked": _blocked, "fsdp": _fsdp}[args.trial](
+        pen, ring, args.rank, store, args.device
+    )
+    ring.close()
+
+
+def _meet(store: Any, place: str) -> None:
+    """Both ranks are here."""
+    store.add(place, 1)
+    deadline = time.monotonic() + LIMIT.total_seconds()
+    while store.add(place, 0) < 2:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the other rank does not come to {place}")
+        time.sleep(0.002)
+
+
+def _connects(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
+    ring.build(0)
+    tensor = torch.full((1024,), float(rank + 1), device=device)
+    ring.reduce(tensor).wait()
+    nets.synchronize(device)
+    assert float(tensor[0]) == 3.0, f"the sum of 1 and 2 is {float(tensor[0])}"
+    _meet(store, "connected")
+    ring.abort()
+    ring.quiet()
+
+
+def _blocked(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
+    """Rank 0 reduces, rank 1 does not; rank 0's main thread waits for the device meanwhile."""
+    for record in range(3):
+        ring.build(record)
+        tensor = torch.ones(1 << 22, device=device)
+        ring.reduce(tensor).wait()
+        nets.synchronize(device)
+        _meet(store, f"built/{record}")
+        at: dict[str, float] = {}
+        if rank == 0:
+            tensor.fill_(1.0)
+            work = ring.reduce(tensor)
+            killer = threading.Thread(target=_abort_later, args=(ring, at))
+            killer.start()
+            try:
+                work.wait()  # of NCCL: has the stream wait; of gloo: waits
+                nets.synchronize(device)
+            except RuntimeError as error:
+                pen.measured("what the waiting rank hears", str(error))
+            freed = time.perf_counter()
+            killer.join()
+            took = 1e3 * (freed - at["asked"])
+            what = f"a rank that waits for the other is freed (epoch {record})"
+            pen.check(what, 0 <= took < FREED_MS, freed_ms=round(took, 2))
+            ring.quiet()
+            tensor.fill_(7.0)
+            time.sleep(0.2)
+            nets.synchronize(device)
+            stays = bool((tensor == 7.0).all())
+            pen.check(f"and its tensor is not written afterwards (epoch {record})", stays)
+        _meet(store, f"over/{record}")
+        if rank == 1:
+            ring.abort()
+            ring.quiet()
+
+
+def _abort_later(ring: Any, at: dict[str, float]) -> None:
+    time.sleep(0.5)  # it is in the collective by then, and stays there without this
+    at["asked"] = time.perf_counter()
+    ring.abort()
+
+
+def _fsdp(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
+    """Four steps, without and with a rollback in the third, each over a group and its mesh."""
+    from torch.distributed.fsdp import FSDPModule
+
+    plain = _train(ring, store, rank, device, 0, rolled_back=False)
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        pen.check(f"FSDP2 trains over the group (rank {rank})", bool(plain))
+        why = f"torch {torch.__version__} cannot take FSDP2 out of a step (reset_iter_state)"
+        pen.absent(f"FSDP2 rolled back in a step (rank {rank})", f"{why}; FFT needs torch 2.13")
+        return
+    faulty = _train(ring, store, rank, device, 10, rolled_back=True)
+    pen.check(f"FSDP2 rolled back in a step (rank {rank})", plain == faulty, f"{plain} {faulty}")
+
+
+def _train(ring: Any, store: Any, rank: int, device: str, record: int, rolled_back: bool) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    from fft.train.local_tensors import local_of
+    from fft.train.state.step_state import StepState
+
+    ring.build(record)
+    torch.manual_seed(0)
+    model = nets.Net(256, dropout=0.0).to(device)
+    mesh = ring.pg.mesh()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = StepState([model], [optimizer])
+    step = 0
+    while step < 4:
+        state.capture()
+        loss = nets.loss_of(model, nets.batch(256, device, seed=10 * step + rank))
+        if rolled_back and step == 2 and rank == 1:
+            rolled_back = False
+            _meet(store, f"failed/{record}")  # the other is in its backward pass
+            _roll_back(ring, state, record + 1)
+            continue
+        if rolled_back and step == 2:
+            rolled_back = False
+            store.add(f"failed/{record}", 1)
+            killer = threading.Thread(target=_abort_later, args=(ring, {}))
+            killer.start()
+            try:
+                loss.backward()
+                nets.synchronize(device)
+            except RuntimeError:  # the collectives that come after the abort are refused
+                pass
+            killer.join()
+            _roll_back(ring, state, record + 1)
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+    nets.synchronize(device)
+    found = nets.bits(local_of(p) for p in model.parameters())
+    _meet(store, f"trained/{record}")
+    ring.abort()
+    ring.quiet()
+    return found
+
+
+def _roll_back(ring: Any, state: Any, record: int) -> None:
+    ring.abort()
+    ring.quiet()
+    state.restore()
+    ring.build(record)
+
+
+if __name__ == "__main__":
+    main()

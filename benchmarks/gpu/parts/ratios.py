@@ -1,0 +1,91 @@
+"""Part 9: a step's time under FFT, torch's DDP and torchft, two processes each on the one device.
+
+The same model, over gloo, without faults. Ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore
+
+from benchmarks.gpu.findings import Pen
+from benchmarks.gpu.part import Setting
+from benchmarks.gpu.parts import jobs
+
+WARM = 5
+_LIMIT_S = 35.0
+
+
+def run(pen: Pen, setting: Setting) -> None:
+    """All of it."""
+    steps = 12 if setting.small else 60
+    found: dict[str, float] = {}
+    for system in ("DDP", "torchft"):
+        with pen.trial(f"steps under {system}"):
+            found[system] = _rival(setting, system.lower(), steps)
+    with pen.trial("steps under FFT"):
+        ended = jobs.run(setting, "fft", [], steps=steps, dropout="0", digest="never")
+        pen.check("the job under FFT is whole", ended.is_whole, ended.in_words())
+        if not ended.words:
+            return
+        found["FFT"] = _median(ended.words)
+        ratios = {f"to {s}": round(found["FFT"] / found[s], 3) for s in found if s != "FFT"}
+        times = {f"{system} (ms)": round(ms, 3) for system, ms in found.items()}
+        pen.measured("a step's time", **times, **ratios)
+
+
+def _median(words: list[dict[str, Any]]) -> float:
+    return median(ms for word in words for ms in word["ms"][WARM:])
+
+
+@contextmanager
+def _lighthouse(system: str) -> Iterator[str]:
+    """The address of one that waits for both, for torchft."""
+    if system != "torchft":
+        yield ""
+        return
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    try:
+        yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
+    finally:
+        server.shutdown()
+
+
+def _rival(setting: Setting, system: str, steps: int) -> float:
+    """Milliseconds of a step, by two processes of `benchmarks.gpu.parts.rival`."""
+    folder = setting.folder / system
+    folder.mkdir()
+    words = [sys.executable, "-m", "benchmarks.gpu.parts.rival", "--system", system]
+    words += ["--device", setting.device, "--steps", str(steps), "--out", str(folder)]
+    words += ["--small"] if setting.small else []
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    words += ["--port", str(store.port)]
+    with _lighthouse(system) as address:
+        # one thread for each, as `fft run` has it
+        env = {**os.environ, "TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1"}
+        processes, logs = [], [folder / f"log{rank}.txt" for rank in range(2)]
+        for rank in range(2):
+            with logs[rank].open("wb") as out:
+                own = [*words, "--rank", str(rank)]
+                processes.append(subprocess.Popen(own, env=env, stdout=out, stderr=out))
+        try:
+            codes = [process.wait(_LIMIT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if codes != [0, 0]:
+        said = "".join(log.read_text(errors="replace")[-500:] for log in logs)
+        raise RuntimeError(f"{system} ended by {codes}: {said}")
+    return _median([json.loads(p.read_text()) for p in sorted(folder.glob("end-*.json"))])

@@ -1,0 +1,140 @@
+"""Part 2: a stream of the user's own still runs when the body ends; the vote waits for it.
+
+And what that wait costs, beside a wait for the whole device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.findings import Pen
+from benchmarks.gpu.part import Setting
+from benchmarks.gpu.parts import nets
+from fft.train import accelerator
+
+LIMIT = timedelta(seconds=20)
+CYCLES = 200_000_000
+"""Of a kernel that does nothing: about 100 ms."""
+
+
+def run(pen: Pen, setting: Setting) -> None:
+    """All of it; on a GPU only."""
+    torch.cuda.init()
+    with pen.trial("the wait sees every stream"):
+        _every_stream(pen)
+    with pen.trial("the wait has a limit"):
+        _limit(pen)
+    with pen.trial("what the wait costs"):
+        _cost(pen, setting)
+    with pen.trial("a transaction waits for a side stream"):
+        _transaction(pen, setting)
+    with pen.trial("a rollback waits for a side stream"):
+        _rollback(pen, setting)
+
+
+def _streams() -> dict[str, Any]:
+    least, greatest = torch.cuda.Stream.priority_range()
+    return {
+        "default": torch.cuda.default_stream(),
+        "of a pool": torch.cuda.Stream(),
+        **{f"priority {p}": torch.cuda.Stream(priority=p) for p in range(greatest, least + 1)},
+    }
+
+
+def _every_stream(pen: Pen) -> None:
+    for name, stream in _streams().items():
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES // 4)
+        end = stream.record_event()
+        before = end.query()
+        busy = accelerator.wait(LIMIT)
+        what = f"the wait sees a busy stream: {name}"
+        pen.check(what, busy >= 1 and end.query() and not before, busy_streams=busy)
+
+
+def _limit(pen: Pen) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(CYCLES)
+    began = time.perf_counter()
+    try:
+        accelerator.wait(timedelta(milliseconds=5))
+        said = ""
+    except TimeoutError as error:
+        said = str(error)
+    took = 1e3 * (time.perf_counter() - began)
+    torch.cuda.synchronize()
+    pen.check("a stream that does not end is said after the limit", bool(said), said, ms=took)
+
+
+def _cost(pen: Pen, setting: Setting) -> None:
+    count = 20 if setting.small else 300
+    ways: dict[str, Callable[[], object]] = {
+        "stream by stream": lambda: accelerator.wait(LIMIT),
+        "whole device": torch.cuda.synchronize,
+        "current stream": lambda: torch.cuda.current_stream().synchronize(),
+    }
+    for state, cycles in (("idle", 0), ("busy for about 5 ms", CYCLES // 20)):
+        found = {}
+        for name, wait in ways.items():
+            took = []
+            for _ in range(count):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                if cycles:
+                    torch.cuda._sleep(cycles)
+                wait()
+                took.append(1e3 * (time.perf_counter() - began))
+            found[f"{name} (ms)"] = round(median(took), 4)
+        pen.measured(f"a wait for the device, {state}", **found)
+
+
+def _transaction(pen: Pen, setting: Setting) -> None:
+    from benchmarks.gpu.parts import alone
+
+    side, ends, at_vote = torch.cuda.Stream(), [], []
+
+    def body(job: Any, txn: Any) -> torch.Tensor:
+        loss = alone.plain_body(job, txn)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES // 4)
+        ends.append(side.record_event())
+        at_vote.append(ends[-1].query())
+        return loss
+
+    at_commit: list[bool] = []
+
+    def prepare(job: Any) -> None:
+        # the optimizer steps after COMMIT, so the vote was before
+        job.optimizer.register_step_pre_hook(lambda *_: at_commit.append(ends[-1].query()))
+
+    alone.train(setting.device, setting.small, 5, body, prepare)
+    holds = len(at_commit) == 5 and all(at_commit) and not any(at_vote)
+    pen.check("the vote waits for a side stream", holds, f"{at_vote} {at_commit}")
+
+
+def _rollback(pen: Pen, setting: Setting) -> None:
+    """A side stream of a failed attempt writes into a buffer, late."""
+    from benchmarks.gpu.parts import alone
+
+    side = torch.cuda.Stream()
+
+    def body(job: Any, txn: Any) -> torch.Tensor:
+        norm = job.model.layers[1]
+        if txn.step == 2 and not job.failed:
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(CYCLES // 2)
+                norm.running_mean.fill_(99.0)
+        return alone.plain_body(job, txn)
+
+    plain, _ = alone.train(setting.device, setting.small, 5, alone.plain_body)
+    faulty, job = alone.train(setting.device, setting.small, 5, body, fails=[(2, "forward")])
+    nets.synchronize(setting.device)
+    holds = plain == faulty and job.failed == 1
+    pen.check("a side stream of a failed attempt changes nothing", holds, f"{plain} {faulty}")

@@ -1,0 +1,75 @@
+"""One replica group of a trial's job; its device is shared with the other's. Run by ``fft run``.
+
+At its end it writes ``end-<group>.json``: its step, the bits of its state, how long steps took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torchft
+
+import fft
+from benchmarks.gpu.parts import nets
+from benchmarks.gpu.parts.broken import Breaker
+
+LIMIT = timedelta(seconds=60)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=0, help="0: until it is drained")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--digest", choices=["commit", "never"], default="commit")
+    parser.add_argument("--breaks", default="", help="STEP=WAY,…: how the device fails group 1")
+    args = parser.parse_args()
+    group = os.environ["REPLICA_GROUP_ID"]
+    manager = fft.ManagerFFT(
+        pg=torchft.ProcessGroupGloo(LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id=group,
+        init_sync=False,
+        timeouts={"join_window": 40.0},
+        digest=args.digest,
+    )
+    breaker = Breaker(args.breaks if group == "1" else "", args.device, args.out)
+    torch.manual_seed(0)
+    width = nets.width_of(args.small)
+    model = nets.Net(width, dropout=args.dropout).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager.register(model, optimizer)
+    manager.sync_gradients(model)
+    loader = fft.CursorLoader(nets.data(width), batch_size=nets.BATCH, seed=3)
+    took, before = [], time.perf_counter()
+    try:
+        for txn in manager.transactions(loader, args.steps or None):
+            with txn:
+                loss = nets.loss_of(model, txn.batch[0].to(args.device))
+                breaker.at(txn.step)
+                loss.backward()
+            nets.synchronize(args.device)
+            if txn.committed:
+                took.append(time.perf_counter() - before)
+            before = time.perf_counter()
+        end = {"group": group, "step": manager.current_step(), "ms": [1e3 * s for s in took]}
+        # batch norm's buffers are each group's own
+        end["bits"] = nets.bits(model.parameters())
+        (args.out / f"end-{group}.json").write_text(json.dumps(end))
+    finally:
+        manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The parts: what each tries, how long it may take, and on which devices it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["cuda", "cpu"]
+TOTAL_S = 470.0
+"""For all parts together: with the start and the page it stays below 8 minutes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A trial. ``name`` is its module's in `benchmarks.gpu.parts`."""
+
+    number: int
+    name: str
+    title: str
+    limit_s: float
+    on_cpu: bool = True
+    """Whether its logic can be tried without a GPU, with gloo and CPU tensors."""
+
+
+PARTS = (
+    Part(1, "across_groups", "gloo across groups with tensors of the device", 120),
+    Part(2, "side_stream", "a side stream still runs at the vote", 40, on_cpu=False),
+    Part(3, "random_state", "random numbers of the device, and kernels that vary", 40),
+    Part(4, "compiled", "AMP with a scaler, torch.compile, CUDA graphs", 110),
+    Part(5, "transfer", "state from and to device memory", 50),
+    Part(6, "nccl_rebuild", "NCCL, one rank: abort and build anew, many times", 70),
+    Part(7, "nccl_pair", "NCCL, two ranks on one GPU", 90),
+    Part(8, "device_errors", "out of memory, an assert on the device, an ECC error", 100),
+    Part(9, "ratios", "steps beside torch's DDP and torchft", 120),
+)
+
+
+def chosen(words: Sequence[str]) -> list[Part]:
+    """The parts that are named, by number or name; all, if none is. In the plan's order.
+
+    Raises ValueError: there is no such part.
+    """
+    known = {word: part for part in PARTS for word in (str(part.number), part.name)}
+    if unknown := [word for word in words if word not in known]:
+        names = ", ".join(f"{part.number} ({part.name})" for part in PARTS)
+        raise ValueError(f"there is no part {unknown[0]!r}; there are {names}")
+    wanted = {known[word] for word in words} or set(PARTS)
+    return [part for part in PARTS if part in wanted]

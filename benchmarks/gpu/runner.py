@@ -1,0 +1,185 @@
+"""Runs parts one after the other, each in a process with a time limit; none hides the others.
+
+A part may start processes of its own, and die before them. So this process becomes the one that
+inherits them (Linux: PR_SET_CHILD_SUBREAPER), and ends what is left after each part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.findings import read
+from benchmarks.gpu.part import FINDINGS
+from benchmarks.gpu.plan import Device, Part
+
+ROOT = Path(__file__).resolve().parents[2]
+_PR_SET_CHILD_SUBREAPER = 36
+_END_S = 10.0
+"""For a process that was killed to be gone: one that waits in a driver may stay."""
+_STACKS_BEFORE_S = 2.0
+"""So long before its limit a part writes where its threads are."""
+_LOG_TAIL = 1500
+_LEAST_S = 3.0
+"""A part is not begun with less time."""
+
+FAILED, DIED = 1, 3
+"""Exit codes: something that must hold does not; a part has crashed or hung, which comes first."""
+
+
+def run(
+    parts: Iterable[Part],
+    device: Device,
+    small: bool,
+    folder: Path,
+    total_s: float,
+    say: Callable[[str], None] = print,
+    command: Callable[[Part], list[str]] | None = None,
+) -> list[dict[str, Any]]:
+    """The results of ``parts``: for each its status, how long it took, and its findings.
+
+    ``command``: what runs a part, for tests.
+    """
+    _inherit_orphans()
+    deadline, results = time.monotonic() + total_s, []
+    for part in parts:
+        own = folder / part.name
+        own.mkdir(parents=True)
+        left = deadline - time.monotonic()
+        if device == "cpu" and not part.on_cpu:
+            result = _not_run(part, "needs a GPU")
+        elif left < _LEAST_S:
+            result = _not_run(part, f"the {total_s:g} s for all parts were over", "no time")
+        else:
+            limit = min(part.limit_s, left)
+            words = _command(part, device, small, own, limit) if command is None else command(part)
+            result = _run(part, words, own, limit)
+        results.append(result)
+        say(in_words(result))
+    return results
+
+
+def find_packages() -> None:
+    """Have processes that are started from now on find FFT's source, and what was brought along."""
+    brought = ROOT / "gpu-packages" / f"{sys.version_info.major}.{sys.version_info.minor}"
+    paths = [str(ROOT), *([str(brought)] if brought.is_dir() else [])]
+    paths += [path] if (path := os.environ.get("PYTHONPATH")) else []
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def exit_code(results: Iterable[dict[str, Any]]) -> int:
+    """0: all that was tried is well."""
+    found = {result["status"] for result in results}
+    if found & {"crashed", "hung", "no time"}:
+        return DIED
+    return FAILED if "failed" in found else 0
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """One line for a part, and one for each thing that does not hold."""
+    head = f"{result['number']}. {result['title']}: {result['status']}"
+    lines = [f"{head} ({result['seconds']:.1f} s)" + (f": {why}" if (why := result["why"]) else "")]
+    for finding in result["findings"]:
+        if finding["status"] in ("failed", "not here"):
+            text = finding["text"].strip().splitlines() or [""]
+            lines.append(f"   {finding['status']}: {finding['what']}: {text[-1]}")
+    return "\n".join(lines)
+
+
+def _command(part: Part, device: Device, small: bool, own: Path, limit: float) -> list[str]:
+    words = [sys.executable, "-m", "benchmarks.gpu.part", part.name, "--folder", str(own)]
+    words += ["--device", device, "--stacks-after", str(max(0.5, limit - _STACKS_BEFORE_S))]
+    return words + (["--small"] if small else [])
+
+
+def _run(part: Part, command: list[str], own: Path, limit: float) -> dict[str, Any]:
+    log = own / "log.txt"
+    began = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        finally:
+            stays = _end_children()
+    findings = read(own / FINDINGS)
+    status, why = _judge(code, limit, findings)
+    if stays:
+        why += f"; processes {stays} do not end, killed as they are"
+    if status in ("crashed", "hung"):
+        why += f"\n{_last_words(log.read_text(errors='replace'))}"
+    return {**_about(part), "status": status, "why": why, "findings": findings} | {
+        "seconds": round(time.monotonic() - began, 1)
+    }
+
+
+def _judge(code: int | None, limit: float, findings: list[dict[str, Any]]) -> tuple[str, str]:
+    if code is None:
+        return "hung", f"not through after {limit:g} s"
+    if code != 0:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "crashed", f"its process ended by {how}"
+    statuses = {finding["status"] for finding in findings}
+    if not statuses:
+        return "crashed", "it ended without having found anything"
+    if "failed" in statuses:
+        return "failed", ""
+    return ("not run" if statuses == {"not here"} else "ok"), ""
+
+
+def _last_words(log: str) -> str:
+    """The end of it; where a part was stopped by its limit, where its threads were."""
+    at = log.rfind("Timeout (")
+    return log[-_LOG_TAIL:] if at < 0 else log[at : at + _LOG_TAIL]
+
+
+def _not_run(part: Part, why: str, status: str = "not run") -> dict[str, Any]:
+    return {**_about(part), "status": status, "why": why, "findings": [], "seconds": 0.0}
+
+
+def _about(part: Part) -> dict[str, Any]:
+    return {"number": part.number, "part": part.name, "title": part.title}
+
+
+def _inherit_orphans() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot become the one who inherits orphans")
+
+
+def _end_children() -> list[int]:
+    """Kill all children of this process, and what they leave behind; those that do not end.
+
+    It has none but those of the part that has just ended.
+    """
+    deadline = time.monotonic() + _END_S
+    while children := _children():
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            return children
+        time.sleep(0.01)  # the kernel takes its time, and says nothing of grandchildren
+    return []
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text().split()]

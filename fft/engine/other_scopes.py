@@ -1,0 +1,75 @@
+"""Other scopes that this one is bound to: their records, heard and read on their own buses.
+
+Touches buses; owns its subscriptions, not the buses. What is heard comes on a listener's thread and
+is put into the engine's queue; the rest is the engine thread's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fft.bus.base import HEAD, ErrorBus, Subscription
+from fft.bus.resubscribing import ResubscribingListener
+from fft.messages.protocol import Record, ScopeRecord, UnreadableMessage
+from fft.messages.wire import EPOCH, Packed, Wire, decode, decode_packed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A record of another scope, as it was announced there."""
+
+    scope: OtherScope
+    packed: Packed
+
+
+class OtherScope:
+    """One of them."""
+
+    def __init__(self, name: str, bus: ErrorBus) -> None:
+        self.name = name
+        self.bus = bus
+        self._wire = Wire()
+        self._epoch: Record | None = None
+        """The newest one that was seen."""
+
+    def listen(self, put: Callable[[Heard], None], who: str) -> Subscription:
+        """Hear its records from now on. Raises BusError."""
+
+        def hear(payload: bytes) -> None:
+            try:
+                word = decode(payload)
+            except UnreadableMessage:
+                return  # its own ranks tell of it
+            if isinstance(word, Packed) and word.record.kind != "abort":
+                put(Heard(self, word))
+
+        # what is missed is read by whoever is held
+        return ResubscribingListener(self.bus, "protocol", hear, f"{who}, of scope {self.name},")
+
+    def take(self, packed: Packed) -> ScopeRecord | None:
+        """What a record says to this scope; None: its scope has moved on. Raises BusError."""
+        record = self._wire.found(packed, self.bus.read)
+        if record is None:
+            return None
+        if record.kind == "epoch":
+            self._epoch = record
+        elif self._epoch is None or self._epoch.epoch != record.epoch:
+            held = self.bus.read(EPOCH)
+            found = None if held is None else self._wire.found(decode_packed(held), self.bus.read)
+            if found is None or found.epoch != record.epoch:
+                return None  # it is being written
+            self._epoch = found
+        groups = tuple(g.group for g in self._epoch.members if g.group not in record.leavers)
+        return ScopeRecord(self.name, record.n, record.step, groups)
+
+    def read(self) -> ScopeRecord | None:
+        """What its newest record says; None: there is none, or it is being written.
+
+        Raises BusError, UnreadableMessage.
+        """
+        held = self.bus.read(HEAD)
+        return None if held is None else self.take(decode_packed(held))

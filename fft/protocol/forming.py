@@ -1,0 +1,93 @@
+"""The epoch that a participant would propose: who is in it, and what it starts from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fft.messages.protocol import GroupEntry, Hello, RankEntry, Record, Standing
+from fft.protocol import apart
+from fft.protocol.leases import Granted, granted
+from fft.protocol.state import Base, Config, Local, contributing, whole_groups
+
+
+def base_of(s: Local, groups: list[list[Hello]]) -> Base:
+    """What the next epoch starts from: the committed head.
+
+    Before the first epoch, the furthest group (first in order on a tie).
+    """
+    if (head := s.head) is not None:
+        held = (head.leases, head.returned)
+        return Base(head.step, head.lineage, head.cursor, head.batches, *held)
+    best = max(groups, key=lambda ranks: min(h.step for h in ranks))[0]
+    return Base(best.step, best.lineage, best.cursor, best.batches, (), best.returned)
+
+
+def state_held(base: Base, groups: list[list[Hello]], world: int) -> bool:
+    """Whether for every rank number some group holds the state of ``base``."""
+    return all(any(g[r].lineage == base.lineage for g in groups) for r in range(world))
+
+
+def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
+    """The epoch record I would propose now; None: too few groups, or nobody holds the state.
+
+    ``learners``: who is behind fetches the state while the others compute.
+    """
+    groups = apart.ready_groups(s, c) if c.bound else whole_groups(s, c)
+    if len(groups) < max(1, c.min_groups):
+        return None
+    base = base_of(s, groups)
+    if not state_held(base, groups, c.world):
+        return None
+    entries = tuple(_entry(ranks, base) for ranks in groups)
+    n, epoch = (s.head.n if s.head else 0) + 1, (s.head.epoch if s.head else 0) + 1
+    late = behind(entries) if learners else ()
+    standing: tuple[Standing, ...] = ()
+    if c.bound:
+        if not apart.may_meet(s, c, groups, base.step):
+            return None
+        data, standing = apart.terms(s, c, groups, entries, base, n)
+        base = replace(base, **data._asdict())
+    elif c.leases:
+        held = Granted(base.cursor, base.leases, base.returned)
+        base = replace(base, **granted(held, contributing(entries, late, c))._asdict())
+    return Record(
+        n=n,
+        kind="epoch",
+        epoch=epoch,
+        txn=0,
+        step=base.step,
+        lineage=base.lineage,
+        cursor=base.cursor,
+        batches=base.batches,
+        by=c.me,
+        members=entries,
+        learners=late,
+        leases=base.leases,
+        returned=base.returned,
+        bound=c.bound,
+        standing=standing,
+    )
+
+
+def behind(groups: Iterable[GroupEntry]) -> tuple[str, ...]:
+    """Those that do not hold the state of the epoch record that they are listed in."""
+    return tuple(g.group for g in groups if not all(r.current for r in g.ranks))
+
+
+def _entry(ranks: list[Hello], base: Base) -> GroupEntry:
+    return GroupEntry(
+        group=ranks[0].peer.group,
+        store=ranks[0].store,
+        ranks=tuple(
+            RankEntry(
+                rank=h.peer.rank,
+                inc=h.peer.inc,
+                current=h.lineage == base.lineage,
+                transport=h.transport,
+                pid=h.pid,
+                host=h.host,
+            )
+            for h in ranks
+        ),
+    )

@@ -1,0 +1,22 @@
+"""Guards: whether what other scopes have committed lets the present txn go on. Monotone."""
+
+from __future__ import annotations
+
+from fft.messages.protocol import Event
+from fft.protocol.guards.base import guard
+from fft.protocol.state import Config, Local, held_for
+
+
+@guard
+def in_flow(s: Local, c: Config, event: Event) -> bool:
+    """Every scope that mine is bound to has committed enough for the txn I stand at.
+
+    Committed versions never go back, so that what holds once holds for ever.
+    """
+    return held_for(s) is None
+
+
+@guard
+def in_first_txn(s: Local, c: Config, event: Event) -> bool:
+    """The txn I stand at is the first of its epoch."""
+    return s.token.txn == 1

@@ -1,0 +1,174 @@
+"""One seed: the worlds that it makes, their whole life, and what is found in it.
+
+A job has one world; where stages have scopes of their own, each has one, on a clock that they
+share, and each hears what the scopes that it is bound to have committed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fft.protocol.invariants import judge
+from fft.protocol.load import load_spec
+from fft.protocol.participant import Participant
+from fft.protocol.spec import FsmSpec
+from fft.protocol.table import EXIT_ROWS, Table
+from fft.prove.clock import Clock
+from fft.prove.simulator.faults import DEFAULT, Weather
+from fft.prove.simulator.job import RunEnds, Violation, World
+from fft.trace.flow import Register, judge_flow
+from fft.trace.live_sets import judge_live_sets
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one seed did. Seconds are virtual."""
+
+    seed: int
+    groups: int
+    ranks: int
+    violations: tuple[Violation, ...]
+    faults: Mapping[str, int]
+    events: int
+    commits: int
+    aborts: int
+    epochs: int
+    seconds: float
+    settled_in: float | None
+    """From calm until everyone was in one epoch and had committed again; None: no state is left,
+    and the job has stopped as it must."""
+    checks: int
+    rows: frozenset[str]
+    """Rows of the table that were taken."""
+
+
+def run_seed(
+    seed: int,
+    spec: FsmSpec | str = "hsdp",
+    weather: Weather = DEFAULT,
+    trace_dir: Path | None = None,
+    participant: type[Participant] = Participant,
+) -> Result:
+    """Live one seed and judge it.
+
+    Args:
+        spec: the table everyone runs, or the name or path of one.
+        trace_dir: where every participant's trace goes; None: none is written.
+        participant: the core; another class plants a bug.
+
+    Raises:
+        SpecError: the spec cannot be used.
+    """
+    loaded = load_spec(spec) if isinstance(spec, str) else spec
+    clock, table = Clock(), _table(loaded)
+    worlds = [
+        World(seed, loaded, table, weather, _place(trace_dir, stage), participant, stage, clock)
+        for stage in loaded.stages or [""]
+    ]
+    for world in worlds:
+        world.beside = {other.name: other for other in worlds if other is not world}
+        world.target = worlds[0].target
+    settled = _live(worlds, clock)
+    return _judged(seed, loaded, worlds, settled)
+
+
+def _place(trace_dir: Path | None, stage: str) -> Path | None:
+    return trace_dir / stage if trace_dir is not None and stage else trace_dir
+
+
+def _live(worlds: list[World], clock: Clock) -> float | None:
+    """The whole life of a job. Returns how long it took to settle when it was calm; None: it is
+    lost, as it must be."""
+    settled: float | None = None
+    try:
+        for world in worlds:
+            world.begin()
+        begun = clock.now
+        while not all(w.is_due(begun) for w in worlds) and not any(w.hopeless for w in worlds):
+            if not clock.turn():
+                return None
+        for world in worlds:
+            world.calm_down()
+        for world in worlds:
+            if (took := world.settle()) is None:
+                return None
+            settled = max(settled or 0.0, took)
+        for world in worlds:
+            world.ask_all_to_leave()
+        for world in worlds:
+            world.see_all_leave()
+    except RunEnds:
+        pass
+    finally:
+        for world in worlds:
+            world.close()
+    return settled
+
+
+def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None) -> Result:
+    """What the seed did, and what is wrong with it."""
+    first, told, checks = worlds[0], list[Violation](), 0
+    kinds: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    rows: frozenset[str] = frozenset()
+    for world in worlds:
+        history = world.told()
+        findings = [*judge(history), judge_live_sets(history)]
+        told += [Violation(f.name, f.violation, f.place) for f in findings if f.violation]
+        checks += sum(f.checks for f in findings)
+        kinds += Counter(record.kind for record in world.bus.history)
+        faults += world.seen.faults
+        rows |= _names(spec, world.seen.rows)
+        told += world.seen.violations
+    flow = judge_flow(
+        Register(
+            world.name,
+            {e.scope: e.ahead for e in spec.bound_to(world.name)},
+            world.bus.history,
+        )
+        for world in worlds
+    )
+    told += [Violation(flow.name, flow.violation, flow.place)] if flow.violation else []
+    return Result(
+        seed=seed,
+        groups=first.count_groups,
+        ranks=first.ranks,
+        violations=tuple(told),
+        faults=dict(faults),
+        events=sum(world.seen.events for world in worlds),
+        commits=kinds["commit"],
+        aborts=kinds["abort"],
+        epochs=kinds["epoch"],
+        seconds=first.clock.now,
+        settled_in=settled,
+        checks=checks + flow.checks,
+        rows=rows,
+    )
+
+
+_tables: list[tuple[FsmSpec, Table]] = []
+
+
+def _table(spec: FsmSpec) -> Table:
+    """Tables are costly to build and can be shared; the newest is kept."""
+    if not _tables or _tables[0][0] is not spec:
+        _tables[:] = [(spec, Table(spec))]
+    return _tables[0][1]
+
+
+def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
+    """Every row by state and its own identity: ``STATE event 1``; 1 is the first row."""
+    names: dict[tuple[str, int], str] = {}
+    for state, leaf in spec.leaves.items():
+        for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
+            for number, row in enumerate(rows, 1):
+                names[(state, id(row))] = f"{state} {event} {number}"
+    return names
+
+
+def _names(spec: FsmSpec, taken: set[tuple[str, int]]) -> frozenset[str]:
+    names = row_names(spec)
+    return frozenset(names[key] for key in taken)

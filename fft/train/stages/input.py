@@ -1,0 +1,135 @@
+"""What a stage takes from the one before it, as the loader of its transactions.
+
+Main thread, but for the thread that reads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fft.train.data.source import DataError, Due, Superseded, as_source
+from fft.train.stages.link import JOIN_S, LOST, cut, key_of, parts_of, place
+from fft.util.errors import FftError
+
+if TYPE_CHECKING:
+    from fft.train.manager import ManagerFFT
+
+
+class StageInput:
+    """What the stage before gives: the loader of the stage that takes it. For ``transactions``.
+
+    Args:
+        manager: as of `StageOutput`.
+        loader: the loader of the first stage: it says how many slices there are. None of its items
+            is loaded here.
+
+    Raises:
+        FftError: this stage follows no other one in the flow of the spec.
+    """
+
+    in_any_order = True
+
+    def __init__(self, manager: ManagerFFT, loader: Any) -> None:
+        self._manager = manager
+        self._parts, stage = parts_of(manager)
+        before = [other.scope for other in stage.flow if not other.ahead]
+        if len(before) != 1:
+            raise FftError(
+                f"StageInput: {stage.name!r} follows {before or 'no stage'} in the flow of the "
+                "spec; it takes what exactly one gives"
+            )
+        self.scope = before[0]
+        self._slices = as_source(loader)
+        self._connection: Connection | None = None
+        self._reader: threading.Thread | None = None
+        self._asked: dict[int, bool] = {}
+        """Slices that were asked for, and whether they are needed."""
+        self._got: dict[int, Any] = {}
+        self._lost = ""
+
+    def open(self) -> None:
+        """Connect. Raises DataError: there is nobody."""
+        store = self._manager._store
+        try:
+            host, port = json.loads(store.get(place(self.scope)))
+            connection = Client((host, port), authkey=key_of(self._parts))
+        except (RuntimeError, AuthenticationError, *LOST) as error:
+            raise DataError(
+                f"rank of stage {self.scope!r} of this group offers nothing: {error}; does it make "
+                "fft.StageOutput(manager, …)?"
+            ) from error
+        self._connection, self._lost = connection, ""
+        self._reader = threading.Thread(target=self._read, name="fft-flow", daemon=True)
+        self._reader.start()
+
+    def holds(self, first: int, count: int) -> bool:
+        return self._slices.holds(first, count)
+
+    def take(self, due: Due) -> Any:
+        for old in [number for number in self._got if number < due.first]:
+            del self._got[old]
+        self._ask(due.number, due.first)
+        engine = self._parts.job.engine
+        assert engine is not None, "a txn is open"
+        is_there = engine.wait_for(lambda: due.number in self._got or bool(self._lost))
+        if not is_there:
+            raise Superseded
+        if due.number not in self._got:
+            raise DataError(f"the entry of slice {due.number} was waited for: {self._lost}")
+        found = self._got[due.number]
+        if self._slices.holds(due.number, due.step + 1):
+            self._ask(due.number + due.step, due.first, is_needed=False)
+        self._parts.job.note("entry", {"slice": due.number, "version": found["version"]})
+        return found["value"]
+
+    def _ask(self, number: int, done: int, is_needed: bool = True) -> None:
+        if number in self._got or self._asked.get(number) in (True, is_needed):
+            return
+        assert self._connection is not None, "opened"
+        self._asked[number] = is_needed
+        with suppress(*LOST):  # the reader tells
+            self._connection.send_bytes(json.dumps([number, done, is_needed]).encode())
+
+    def _read(self) -> None:
+        connection = self._connection
+        assert connection is not None, "opened"
+        try:
+            while True:
+                found = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True)
+                if "leaves" in found:
+                    self._manager.drain(reason=f"stage {self.scope} of this group has left")
+                    continue
+                self._asked.pop(found["slice"], None)
+                self._got[found["slice"]] = found
+                self._nudge()
+        except LOST as error:
+            self._lost = f"the stage before has gone ({error!r})"
+            self._nudge()
+
+    def _nudge(self) -> None:
+        if (engine := self._parts.job.engine) is not None:
+            engine.nudge()
+
+    def export(self, first: int) -> Any:
+        return self._slices.export(first)
+
+    def load(self, state: Any, first: int) -> None:
+        self._slices.load(state, first)
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        cut(connection)
+        if self._reader is not None:
+            self._reader.join(JOIN_S)
+        connection.close()

@@ -1,0 +1,285 @@
+"""What a stage gives to the next one, where each steps by itself: a queue between two ranks.
+
+The earlier stage offers an **entry** for each slice of the data that it computes; the later one
+asks for the slices that its transactions take. An entry is kept until the step that takes it is
+committed, so that an attempt that is repeated reads it again. One that is not there any more, for
+its group was another one then, is made anew from the slice, with the parameters of that time.
+
+Main thread, but for the threads that accept, hear and send.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fft.train.data.batch_copy import copied
+from fft.train.data.source import DataError, DataSource, Due
+from fft.train.stages.link import JOIN_S, LOST, cut, kept_of, key_of, packed, parts_of, place
+from fft.train.state.random_states import capture_random
+from fft.util.errors import FftError
+
+if TYPE_CHECKING:
+    from fft.engine.loop import Engine
+    from fft.train.manager import ManagerFFT
+    from fft.train.rank_state import RankState
+    from fft.train.watchers import Watchers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    value: Any
+    version: int
+    """Committed steps of the parameters that it was computed with."""
+
+
+class StageOutput:
+    """What this stage gives to the next one. Make it after ``register``, once.
+
+    Args:
+        manager: with a spec whose stages have scopes of their own, such as ``pipeline_ahead``.
+        produce: batch → entry, without side effects, for a slice whose entry is not there any
+            more; called between two transactions, without gradients. An entry is a tensor, or
+            tuples, lists and dicts of tensors and plain values.
+
+    Raises:
+        FftError: this stage has no next one in the flow of the spec.
+    """
+
+    def __init__(self, manager: ManagerFFT, produce: Callable[[Any], Any]) -> None:
+        self._manager, (self._parts, stage) = manager, parts_of(manager)
+        after = [other.scope for other in stage.flow if other.ahead]
+        if len(after) != 1:
+            raise FftError(
+                f"StageOutput: by the flow of the spec {after or 'no stage'} takes what "
+                f"{stage.name!r} gives; it is for exactly one"
+            )
+        if self._parts.state.step is None:
+            raise FftError("call manager.register(model, optimizer) before StageOutput(manager, …)")
+        self._produce = produce
+        self._changed = threading.Condition()
+        self._entries: dict[int, _Entry] = {}
+        self._wanted: set[int] = set()
+        """Slices that somebody waits for."""
+        self._taken = 0
+        """All before it are committed by who takes them."""
+        self._takers: list[_Taker] = []
+        self._was_taken = self._leaves = self._closed = False
+        self._source: DataSource | None = None
+        self._key = key_of(self._parts)
+        self._listener = Listener(("", 0), "AF_INET", authkey=self._key)
+        self._thread = threading.Thread(target=self._accept, name="fft-flow", daemon=True)
+        self._thread.start()
+        address = [socket.gethostname(), self._listener.address[1]]
+        manager._store.set(place(stage.name), json.dumps(address))
+        self._parts.worker.output = self
+
+    def put(self, txn: Any, value: Any) -> None:
+        """In the body of ``txn``: offer ``value``, of its batch, to the next stage.
+
+        It is copied to the host's memory, without its gradients.
+        """
+        drawn = txn._drawn
+        if drawn.slice is None:
+            return  # a batch that does not count here: another group offers it
+        kept = tree_map(kept_of, value)
+        with self._changed:
+            if drawn.slice >= self._taken:
+                self._entries[drawn.slice] = _Entry(kept, txn.step)
+            self._wanted.discard(drawn.slice)
+            self._changed.notify_all()
+
+    # --- the main thread, between two transactions ---
+
+    def draws_from(self, source: DataSource) -> None:
+        """Where the slices come from that an entry is made anew for. Raises DataError."""
+        if not source.in_any_order:
+            raise DataError(
+                "an entry that is lost with its group is made anew from its slice, and this loader "
+                "can only be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
+            )
+        self._source = source
+
+    def give_until_command(self, engine: Engine, watchers: Watchers) -> None:
+        """Make what is waited for, until the engine has a command for this thread."""
+        while not engine.has_word():
+            with watchers.waiting():
+                is_due = engine.wait_for(lambda: bool(self._wanted))
+            if is_due:
+                self.make()
+
+    def make(self, but: int | None = None) -> None:
+        """Make the entries that are waited for; all ``but`` that which is about to be computed."""
+        for number in sorted(self._wanted - {but}):
+            assert self._source is not None, "the loop has begun"
+            batch = copied(self._source.take(Due(0, number, 1)))
+            with _preserved(self._parts.state), torch.no_grad():
+                value = tree_map(kept_of, self._produce(batch))
+            version = self._manager._step
+            logger.info("the entry of slice %d was made anew, with version %d", number, version)
+            self._parts.job.note("entry_made_anew", {"slice": number, "version": version})
+            with self._changed:
+                self._entries[number] = _Entry(value, version)
+                self._wanted.discard(number)
+                self._changed.notify_all()
+
+    def finish(self, leaves: bool) -> None:
+        """The loop is over: give what is left, until the next stage has ended, too.
+
+        Args:
+            leaves: this group leaves the job, which goes on; the next stage leaves it as well.
+        """
+        limit_s = self._parts.limits["flow_limit"].seconds
+        with self._changed:
+            self._leaves = leaves
+            self._changed.notify_all()
+        while True:
+            with self._changed:
+                came = self._changed.wait_for(
+                    lambda: (
+                        self._closed or bool(self._wanted) or (self._was_taken and not self._takers)
+                    ),
+                    limit_s,
+                )
+                if not self._wanted or self._closed:
+                    break
+            self.make()
+        if not came:
+            logger.error("the next stage has not ended, and asked for nothing, for %g s", limit_s)
+
+    def close(self) -> None:
+        """End the connections and the thread. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            for taker in self._takers:
+                cut(taker.connection)
+        with suppress(*LOST, AuthenticationError):  # it waits for somebody to come
+            Client(("localhost", self._listener.address[1]), authkey=self._key).close()
+        self._thread.join(JOIN_S)
+        self._listener.close()
+
+    # --- threads of ours ---
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except AuthenticationError as error:
+                logger.warning("somebody without the job's token came for entries: %s", error)
+                continue
+            except LOST:
+                continue
+            with self._changed:
+                if self._closed:
+                    connection.close()
+                    return
+                taker = _Taker(connection)
+                self._takers.append(taker)
+                self._was_taken = True
+            name = "fft-flow-taker"
+            for work in (self._hear, self._send):
+                threading.Thread(target=work, args=(taker,), name=name, daemon=True).start()
+
+    def _hear(self, taker: _Taker) -> None:
+        """What somebody asks for, until it has ended."""
+        try:
+            while True:
+                number, done, is_needed = json.loads(taker.connection.recv_bytes())
+                with self._changed:
+                    self._forget(done)
+                    taker.asked.add(number)
+                    if is_needed and number not in self._entries:
+                        self._wanted.add(number)
+                        self._nudge()
+                    self._changed.notify_all()
+        except LOST:
+            with self._changed:
+                taker.is_gone = True
+                self._changed.notify_all()
+
+    def _send(self, taker: _Taker) -> None:
+        """Entries as they come, to who has asked for them."""
+        with taker.connection:
+            try:
+                while (entry := self._next(taker)) is not None:
+                    taker.connection.send_bytes(entry)
+            except LOST:
+                logger.info("the next stage has gone while an entry was sent to it")
+            finally:
+                with self._changed:
+                    self._takers.remove(taker)
+                    self._changed.notify_all()
+
+    def _next(self, taker: _Taker) -> bytes | None:
+        """The next one that it has asked for and that is there; None: it needs none any more."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closed
+                    or taker.is_gone
+                    or taker.is_told < self._leaves
+                    or bool(taker.asked & self._entries.keys())
+                )
+            )
+            if self._closed or taker.is_gone:
+                return None
+            if taker.is_told < self._leaves:
+                taker.is_told = True
+                return packed({"leaves": True})
+            number = min(taker.asked & self._entries.keys())
+            taker.asked.discard(number)
+            entry = self._entries[number]
+        return packed({"slice": number, "version": entry.version, "value": entry.value})
+
+    def _forget(self, done: int) -> None:
+        """The slices before ``done`` are committed by who takes them."""
+        self._taken = max(self._taken, done)
+        for old in [number for number in self._entries if number < self._taken]:
+            del self._entries[old]
+
+    def _nudge(self) -> None:
+        if (engine := self._parts.job.engine) is not None:
+            engine.nudge()
+
+
+@dataclass(eq=False)
+class _Taker:
+    """A connection of the next stage."""
+
+    connection: Connection
+    asked: set[int] = field(default_factory=set)
+    is_gone: bool = False
+    is_told: bool = False
+    """That the group leaves."""
+
+
+@contextmanager
+def _preserved(state: RankState) -> Iterator[None]:
+    """Put buffers and random generators back at the end: what runs in it is no step."""
+    assert state.step is not None, "asked before"
+    rng = capture_random(state.step.generators)
+    buffers = [(b, b.clone()) for model in state.models for b in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for put_back in rng:
+            put_back()

@@ -1,0 +1,84 @@
+"""The scope of the stage that this process is, where each stage of a pipeline has one of its own.
+
+Owns the buses of the scopes; the first stage's is the job's, which others own.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from torchft.manager import Manager
+
+from fft.bus import ErrorBus, open_job_bus
+from fft.bus.token import JobToken
+from fft.engine.other_scopes import OtherScope
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import Elsewhere
+from fft.trace.format import scope_folder
+from fft.train.settings import Settings
+from fft.util.errors import FftError
+
+
+class StageScope:
+    """One instance of the protocol over one rank of all replica groups."""
+
+    def __init__(self, spec: FsmSpec, rank: int, job_bus: ErrorBus) -> None:
+        self.rank = rank
+        self.name = spec.stages[rank]
+        self.spec = spec.stage(rank)
+        self.flow: tuple[Elsewhere, ...] = spec.bound_to(self.name)
+        self.bus = job_bus
+        """Of this scope."""
+        self.others: list[OtherScope] = []
+        self._first = spec.stages[0]
+        self._job_bus = job_bus
+        self._opened = ExitStack()
+
+    def open(self, url: str, token: JobToken | None, operation_s: float) -> None:
+        """Open the buses of this scope and of those that it is bound to. Raises BusError."""
+
+        def bus_of(name: str) -> ErrorBus:
+            if name == self._first:
+                return self._job_bus
+            bus = open_job_bus(f"{url}.{name}", token, operation_s)
+            self._opened.callback(bus.close)
+            return bus
+
+        self.bus = bus_of(self.name)
+        self.others = [OtherScope(bound.scope, bus_of(bound.scope)) for bound in self.flow]
+
+    def traces(self, directory: Path | None) -> Path | None:
+        """Where those of this scope go: the first stage's where the job's do."""
+        return directory and scope_folder(directory, self.name if self.rank else "")
+
+    def close(self) -> None:
+        """Close the buses that were opened for it. Idempotent."""
+        self._opened.close()
+
+
+def scope_of_stage(
+    settings: Settings, manager: Manager, job_bus: ErrorBus, operation_s: float, undo: ExitStack
+) -> StageScope | None:
+    """The scope of the stage that this rank is; None: the stages of the spec have none.
+
+    Args:
+        operation_s: seconds for an operation on a bus.
+        undo: gets what closes its buses, for when something fails later.
+
+    Raises:
+        FftError: replica groups have not as many ranks as there are stages.
+        BusError: a bus cannot be reached.
+    """
+    spec, rank, ranks = settings.spec, manager._group_rank, manager._group_world_size
+    if not spec.stages:
+        return None
+    if ranks != len(spec.stages):
+        raise FftError(
+            f"spec {spec.name!r} has {len(spec.stages)} stages, a rank of a replica group each; "
+            f"this group has {ranks}: start it with --ranks {len(spec.stages)}"
+        )
+    scope = StageScope(spec, rank, job_bus)
+    undo.callback(scope.close)
+    scope.open(settings.bus_url, settings.token, operation_s)
+    return scope

@@ -1,0 +1,160 @@
+"""Two supervisors that want the same group of one job: one has it, and both say so."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_run import FftRun, running
+from supervisor_stage import WAIT_S, Actor, Job, Stage
+from waiting import wait_until
+
+from fft.bus import open_bus
+from fft.launch.services import Services, start_services
+from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims
+from fft.messages.fault_plans import FaultPlan
+
+
+@pytest.fixture
+def services() -> Iterator[Services]:
+    made = start_services(with_lighthouse=False)
+    yield made
+    made.close()
+
+
+@contextmanager
+def other(stage: Stage, bus: str, folder: Path, first: int = 1, **how: Any) -> Iterator[Job]:
+    """A supervisor in this process that joins with one group."""
+    config = RunConfig(
+        [str(stage.script)], 1, 1, folder, first_group=first, all_groups=first + 1, **how
+    )
+    with closing(Job(Supervisor(config, FaultPlan(faults=[]), Joined(bus)), bus, config)) as job:
+        yield job
+
+
+@contextmanager
+def joins(stage: Stage, bus: str, folder: Path, *options: str) -> Iterator[FftRun]:
+    """``fft run --join --first-group 1`` in a process of its own."""
+    folder.mkdir()
+    command = ["run", "--join", "--first-group", "1", "--no-progress", *options]
+    command += ["--trace-dir", str(folder / "traces"), str(stage.script)]
+    env = {**os.environ, "FFT_BUS": bus}
+    with running(*command, folder=folder, env=env) as process:
+        yield process
+
+
+def only(actors: dict[tuple[str, str], Actor]) -> Actor:
+    ((place, actor),) = actors.items()
+    assert place == ("1", "0")
+    return actor
+
+
+def test_the_second_is_refused_while_the_first_lives(
+    services: Services, stage: Stage, tmp_path: Path
+) -> None:
+    with other(stage, services.bus_url, tmp_path / "first") as first:
+        actor = only(stage.enter(1))
+        with joins(stage, services.bus_url, tmp_path / "second") as second:
+            assert second.wait(WAIT_S) == 2, second.tail()
+        assert f"group 1 has a supervisor that lives, fft run with pid {os.getpid()}" in (
+            second.stderr_text
+        )
+        assert "--first-group" in second.stderr_text and "--take-over" in second.stderr_text
+        assert stage.nobody(), "it has started a process"
+        assert first.heard.empty(), "it has said something to the job"
+        actor.order("print still here")
+        assert actor.says() == {"printed": "still here"}
+        actor.order("exit 0")
+        assert first.verdict().ok
+    with other(stage, services.bus_url, tmp_path / "third") as third:  # it was let go of
+        only(stage.enter(1)).order("exit 0")
+        assert third.verdict().ok
+
+
+def test_what_is_taken_over_leaves_first(services: Services, stage: Stage, tmp_path: Path) -> None:
+    with joins(stage, services.bus_url, tmp_path / "first") as first:
+        old = only(stage.enter(1))
+        with other(stage, services.bus_url, tmp_path / "second", take_over=True) as second:
+            assert old.says() == {"heard": "sigterm"}
+            assert stage.nobody(), "two processes for one place"
+            old.order("exit 0")
+            new = only(stage.enter(1))
+            assert first.wait(WAIT_S) == 0, first.tail()
+            by = f"fft run with pid {os.getpid()}"
+            assert f"group 1 was taken over by {by}" in first.stderr_text
+            assert all(word["type"] != "drain" for _, word in list(second.heard.queue))
+            new.order("exit 0")
+            assert second.verdict().ok
+
+
+def test_a_supervisor_that_was_killed_stands_in_nobodys_way(
+    services: Services, stage: Stage, tmp_path: Path
+) -> None:
+    with joins(stage, services.bus_url, tmp_path / "first") as first:
+        old = only(stage.enter(1))
+        first.signal(signal.SIGKILL)
+        first.wait(WAIT_S)
+        old.gone()
+    with other(stage, services.bus_url, tmp_path / "second") as second:
+        only(stage.enter(1)).order("exit 0")
+        assert second.verdict().ok
+
+
+def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
+    services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_SILENCE_S", 1.0)  # of the one in this process
+    with joins(stage, services.bus_url, tmp_path / "first") as first:
+        old = only(stage.enter(1))
+        first.signal(signal.SIGSTOP)
+        with other(stage, services.bus_url, tmp_path / "second") as second:
+            new = only(stage.enter(1))
+            first.signal(signal.SIGCONT)
+            old.gone()  # by SIGKILL: to ask it to leave would make the new one leave
+            assert first.wait(WAIT_S) == 0, first.tail()
+            assert "group 1 was taken over" in first.stderr_text
+            new.order("print still here")
+            assert new.says() == {"printed": "still here"}
+            new.order("exit 0")
+            assert second.verdict().ok
+
+
+def test_of_two_at_once_one_gets_the_group(
+    services: Services, stage: Stage, tmp_path: Path
+) -> None:
+    with (
+        joins(stage, services.bus_url, tmp_path / "one") as one,
+        joins(stage, services.bus_url, tmp_path / "two") as two,
+    ):
+        actor = only(stage.enter(1))
+        wait_until(lambda: not (one.runs and two.runs), "one of them is refused")
+        assert stage.nobody()
+        actor.order("exit 0")
+        assert sorted([one.wait(WAIT_S), two.wait(WAIT_S)]) == [0, 2]
+
+
+def test_who_serves_the_bus_keeps_its_last_group(
+    run_job: Any, stage: Stage, tmp_path: Path
+) -> None:
+    with run_job(groups=1, ranks=1) as job:
+        (actor,) = stage.enter(1).values()
+        config = RunConfig([str(stage.script)], 1, 1, tmp_path / "there", take_over=True)
+        supervisor = Supervisor(config, FaultPlan(faults=[]), Joined(job.bus_url))
+        with pytest.raises(SupervisorError, match="serves the job's bus"):
+            supervisor.run()
+        actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_claims_leave_one_entry_for_each_group(services: Services) -> None:
+    with closing(open_bus(services.bus_url)) as bus:
+        before = bus.key_count()
+        for _ in range(3):
+            with closing(claims.Claims(bus, lambda: None)) as made:
+                made.take(["0", "1"], take_over=False)
+        assert bus.key_count() - before <= 2
