@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -230,10 +230,14 @@ def run(
         serve = None if join else (bus, cluster, lighthouse)
         supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
         verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
+    _tell(verdict, config.trace_dir)
+
+
+def _tell(verdict: JobOutcome, traces: Path) -> NoReturn:
     for line in verdict.lines:
         _say(line)
-    sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
-    raise typer.Exit(not verdict.ok)
+    sys.stdout.write(f"traces and logs: {traces}\n")
+    raise typer.Exit(0 if verdict.ok else 1)
 
 
 def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:

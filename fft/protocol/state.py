@@ -26,6 +26,7 @@ from fft.messages.protocol import (
     Vote,
     next_lineage,
 )
+from fft.protocol.flow import Elsewhere
 from fft.protocol.leases import Granted, granted, in_turn
 from fft.protocol.roles import Role
 
@@ -33,20 +34,6 @@ FREE_ROLLBACKS = 3
 """So many in a row are not paused after."""
 GENESIS = "genesis"
 """Lineage of a state that every group built alike (``init_sync=False``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Another scope that the flow of the data binds mine to, as far as I know it."""
-
-    scope: str
-    ahead: int
-    """My scope may commit up to so many steps more than that one has; 0: it follows that one."""
-    n: int = 0
-    """Of its newest record that I know; 0: none."""
-    version: int = 0
-    groups: tuple[str, ...] = ()
-    """Groups in it, but for those that leave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,31 +284,6 @@ def committed(s: Local, c: Config, skip: bool = False) -> Base:
     lineage = next_lineage(s.lineage, s.token, step, data.cursor, skip)
     batches = s.batches + (0 if skip else participants(s, c))
     return Base(step, lineage, data.cursor, batches, data.leases, data.returned)
-
-
-def next_version(s: Local) -> int:
-    """Committed steps after the present txn, if it is no skip."""
-    at = s.epoch if s.epoch is not None and s.token.txn == 1 else s
-    return at.step + 1
-
-
-def seen(s: Local) -> tuple[Seen, ...]:
-    """What my vote tells of other scopes."""
-    return tuple(Seen(e.scope, e.version, e.ahead) for e in s.elsewhere)
-
-
-def held_for(s: Local) -> Elsewhere | None:
-    """The scope that must commit more before the present txn may be computed; None: none."""
-    version = next_version(s)
-    return next((e for e in s.elsewhere if version > e.version + e.ahead), None)
-
-
-def may_leave(s: Local, group: str) -> bool:
-    """Whether a group that is asked to leave may: it leaves scopes in the order of the flow.
-
-    Those that it follows may need steps of this one before they can commit their last.
-    """
-    return not any(group in e.groups for e in s.elsewhere if e.ahead == 0)
 
 
 def leavers(s: Local) -> tuple[str, ...]:

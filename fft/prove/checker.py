@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from fft.protocol.flow import next_version
 from fft.protocol.invariants import INVARIANTS, Know
 from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec, Part, SubState
-from fft.protocol.state import Local, next_version
+from fft.protocol.state import Local
 from fft.prove.bounds import REAL, Bounds, World
 from fft.prove.intern import thaw
 from fft.prove.model import Model, State, Step

@@ -8,8 +8,9 @@ from dataclasses import replace
 from fft.messages.effects import Effect
 from fft.messages.protocol import Event, Record, Seen
 from fft.protocol.effects import EFFECTS
+from fft.protocol.flow import next_version
 from fft.protocol.participant import Participant
-from fft.protocol.state import Config, Local, next_version
+from fft.protocol.state import Config, Local
 from fft.prove.bounds import Bounds
 from fft.prove.mutant import Mutant
 from fft.prove.planting import planted, proposing, small

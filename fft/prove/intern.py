@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 
 from fft.messages.protocol import Drain, Peer, Record, ScopeRecord
-from fft.protocol.state import Elsewhere, Local
+from fft.protocol.flow import Elsewhere
+from fft.protocol.state import Local
 
 T = TypeVar("T", bound=Hashable)
 

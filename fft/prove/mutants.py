@@ -28,11 +28,9 @@ from fft.protocol.forming import next_epoch
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.state import Config, Local, committed, learners, member_peers
-from fft.prove.apart_mutants import APART
 from fft.prove.bounds import World
-from fft.prove.flow_mutants import FLOW
-from fft.prove.lease_mutants import LEASES
 from fft.prove.mutant import Mutant
+from fft.prove.mutants_of_paradigms import OF_PARADIGMS
 from fft.prove.planting import (
     Change,
     Raw,
@@ -797,7 +795,6 @@ MUTANTS: tuple[Mutant, ...] = (
         small(drain=1, fault=1),
         participant=planted({"all_others_left": _always}),
     ),
-    # the bus
     Mutant(
         "proposal_repeated_at_once",
         "A proposal that fails with the bus is repeated at once: no timer ever has its turn.",
@@ -812,5 +809,5 @@ MUTANTS: tuple[Mutant, ...] = (
         small(crash=1, lapse=1),
         without("give_up_proposal"),
     ),
-    *(*LEASES, *FLOW, *APART),
+    *OF_PARADIGMS,
 )

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fft.messages.protocol import Peer, Record, Token, UnreadableMessage, event_from_json
+from fft.protocol.flow import Elsewhere
 from fft.protocol.invariants import Finding, History, Move, judge
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Config, Elsewhere
+from fft.protocol.state import Config
 from fft.protocol.table import Table
 from fft.trace.ends import divergences, ended_by_divergence, without_state
 from fft.trace.flow import Register, judge_flow

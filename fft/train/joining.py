@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
@@ -18,6 +19,7 @@ from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
 from fft.trace.writer import header
+from fft.train.hangs import hung
 from fft.train.host import EngineHost
 from fft.train.settings import monitor_config
 
@@ -58,7 +60,7 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     if config.world > 1:
         job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
     config_of_monitor = monitor_config(parts.limits) if settings.monitor else None
-    watchers.watch(config_of_monitor, job.peer, settings.bus_url, parts.worker.hung)
+    watchers.watch(config_of_monitor, job.peer, settings.bus_url, partial(hung, parts))
     atexit.register(manager._at_exit)
     engine = job.engine = Engine(
         participant,

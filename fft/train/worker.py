@@ -31,6 +31,7 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import Reported, error_of, text_of
 from fft.train.state.step_state import TornState
+from fft.train.txn_quorums import ask_for
 from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
@@ -238,19 +239,13 @@ class Worker:
 
     def _ask_lighthouse(self, plan: StartTxn) -> None:
         """Have the quorum of this txn asked for; it is waited for before the vote."""
-        engine, quorums = self._job.engine, self._quorums
-        if quorums is None or engine is None or (epoch := engine.local.epoch) is None:
+        if self._quorums is None or self._job.engine is None:
             return
-        if quorums.failures >= self._most_failures:
+        try:
+            ask_for(plan, self._quorums, self._job.engine, self._most_failures)
+        except NoQuorum:
             self._leave_txn()
-            raise NoQuorum(
-                f"torchft's lighthouse did not answer in {quorums.failures} attempts in a row "
-                f"({quorums.reason}); start it, or train with membership='register'"
-            )
-        members = {entry.group: entry.ranks[0].inc for entry in epoch.members}
-        quorums.begin(plan.token, plan.step, members)
-        if engine.superseded():  # rolled back before there was anything to end
-            quorums.end()
+            raise
 
     def _restore(self, command: Restore) -> None:
         """Wait until nothing old can write, then put back the start of the step."""
@@ -410,23 +405,6 @@ class Worker:
             self._job.post(Fault(self.txn.token, text_of(error), type(error).__name__))
             if first:  # after it is told, for this reads source files
                 self._job.note_error(error)
-
-    def hung(self, reason: str) -> None:
-        """The monitor says that the main thread hangs; on a thread of its own.
-
-        A body of FFT's own loop is unwound by the rollback, and takes part in the next epoch. From
-        torchft's loop nobody can fetch the thread back, so that its group is left out until it has
-        come by itself: else the barrier of that epoch would wait for it. Who has a collective under
-        way may only be waiting for the one that hangs, and is not left out.
-        """
-        plan, local = self.txn, self._job.local
-        if local is not None and local.role == "apart":  # who waits for this group goes on
-            self._job.say_stuck(reason)
-        if plan is None or self._job.thread.role == "applying":
-            return
-        waits = self._groups.pending()
-        if self._reductions.raises or waits or not self._job.say_stuck(reason):
-            self._job.post(Fault(plan.token, f"hangs: {reason}", "Hang"))
 
     def close(self) -> None:
         """Watch no optimizer any more. Idempotent."""

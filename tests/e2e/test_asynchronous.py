@@ -243,7 +243,7 @@ def test_who_was_left_out_takes_the_state_and_counts_from_its_next_steps(
         if member.group == "0" and txn.step == 4:
             gone.set()
         if member.group == "2" and txn.step == 1 and not gone.is_set():
-            member.manager._parts.worker.hung("planted")
+            hung(member.manager._parts, "planted")
             assert gone.wait(LIMIT_S)
 
     _run(members, 8, body)

@@ -8,7 +8,8 @@ from dataclasses import replace
 from fft.messages.effects import Effect, Finish, ReadScope, TellHeld
 from fft.messages.protocol import Event, ScopeRecord
 from fft.protocol.effects.base import action
-from fft.protocol.state import Config, Local, held_for, next_version
+from fft.protocol.flow import held_for, next_version
+from fft.protocol.state import Config, Local
 
 
 @action

@@ -10,17 +10,9 @@ from fft.messages.protocol import Ballot, Decision, Event, Record, Vote
 from fft.protocol import apart
 from fft.protocol.effects.base import action
 from fft.protocol.equality import differing, odd_ones, tell
+from fft.protocol.flow import may_leave
 from fft.protocol.forming import next_epoch
-from fft.protocol.state import (
-    Base,
-    Config,
-    Local,
-    committed,
-    joiners,
-    may_leave,
-    member_peers,
-    members,
-)
+from fft.protocol.state import Base, Config, Local, committed, joiners, member_peers, members
 
 
 @action

@@ -9,6 +9,7 @@ from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
 from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
+from fft.protocol.flow import may_leave, seen
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
     Config,
@@ -16,10 +17,8 @@ from fft.protocol.state import (
     committed,
     contributors,
     data_after,
-    may_leave,
     member_peers,
     members,
-    seen,
 )
 
 

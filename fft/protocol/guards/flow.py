@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fft.messages.protocol import Event
+from fft.protocol.flow import held_for
 from fft.protocol.guards.base import guard
-from fft.protocol.state import Config, Local, held_for
+from fft.protocol.state import Config, Local
 
 
 @guard

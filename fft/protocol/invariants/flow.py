@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import ScopeRecord
+from fft.protocol.flow import may_leave
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move
-from fft.protocol.state import may_leave
 
 
 def data_flow(move: Move) -> Iterator[Claim]:

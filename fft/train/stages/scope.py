@@ -13,8 +13,8 @@ from torchft.manager import Manager
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.other_scopes import OtherScope
+from fft.protocol.flow import Elsewhere
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Elsewhere
 from fft.trace.format import scope_folder
 from fft.train.settings import Settings
 from fft.util.errors import FftError

@@ -1,0 +1,10 @@
+"""Planted bugs in what single paradigms have. Pure data."""
+
+from __future__ import annotations
+
+from fft.prove.apart_mutants import APART
+from fft.prove.flow_mutants import FLOW
+from fft.prove.lease_mutants import LEASES
+from fft.prove.mutant import Mutant
+
+OF_PARADIGMS: tuple[Mutant, ...] = (*LEASES, *FLOW, *APART)
