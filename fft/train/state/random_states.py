@@ -1,4 +1,4 @@
-"""The random generators of this process, as plain data: torch's, numpy's and Python's own."""
+"""Random generators of this process: torch's, those of devices, numpy's and Python's own."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any
         "torch": torch.get_rng_state(),
         "python": [version, list(words), gauss],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state()
+    if (module := accelerator.in_use()) is not None:
+        found["devices"] = module.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
@@ -63,8 +63,9 @@ def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    module = next((each for each in (torch.cuda, torch.xpu) if each.is_available()), None)
+    if "devices" in state and module is not None:
+        module.set_rng_state_all(state["devices"][: module.device_count()])
     if "numpy" in state:
         import numpy
 
