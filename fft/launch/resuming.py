@@ -39,12 +39,8 @@ def begun(config: RunConfig) -> RunConfig:
     folder = config.trace_dir
     if plan.resume is not False:
         folder = start_folder(folder)
-        logger.warning(
-            "no checkpoint at %s yet: the job begins at its start"
-            if manifest is None
-            else "the job goes on from the checkpoints at %s",
-            store.url,
-        )
+        if manifest is None:
+            logger.warning("no checkpoint at %s yet: the job begins at its start", store.url)
     step = None if manifest is None else manifest.step
     return replace(config, resume_step=step, trace_dir=folder)
 

@@ -21,7 +21,7 @@ import fft
 from fft.bus import BusError
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import Origin
-from fft.durable.plan import CheckpointError, Checkpointing
+from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
 from fft.messages.protocol import Record
 from fft.protocol.spec import FsmSpec
@@ -243,16 +243,6 @@ class Checkpointer:
         if thread.is_alive():
             logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
         self._closing.set()
-
-
-def refuse_periodic(spec: FsmSpec) -> None:
-    """Raise CheckpointError if groups step alone: each has a state of its own."""
-    if spec.is_periodic:
-        raise CheckpointError(
-            f"checkpoint= with spec={spec.name!r}: groups that step alone have states of their "
-            "own, which durable checkpoints do not hold. Take them by manager.state_dict() and "
-            "files of yours"
-        )
 
 
 def spec_digest(spec: FsmSpec) -> str:
