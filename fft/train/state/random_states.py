@@ -34,14 +34,15 @@ def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, list(words), gauss],
+        "python": [version, torch.tensor(words), gauss],
     }
     if (module := accelerator.in_use()) is not None:
         found["devices"] = module.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [str(name), [int(key) for key in keys], *(_plain(each) for each in rest)]
+        words = torch.from_numpy(keys.astype(numpy.int64))
+        found["numpy"] = [str(name), words, *(_plain(each) for each in rest)]
     return found
 
 
@@ -62,7 +63,7 @@ def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str
         return
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(words.tolist()), gauss))
     module = next((each for each in (torch.cuda, torch.xpu) if each.is_available()), None)
     if "devices" in state and module is not None:
         module.set_rng_state_all(state["devices"][: module.device_count()])
@@ -70,7 +71,7 @@ def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str
         import numpy
 
         name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+        numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
 
 
 def _plain(value: Any) -> int | float:
