@@ -26,11 +26,11 @@ from fft.durable.stores import open_store
 from fft.messages.protocol import Record
 from fft.protocol.spec import FsmSpec
 from fft.train.checkpoint.loading import Loader, origin_of
-from fft.train.checkpoint.rank_file import UnfitForFile
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, RankWriter
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
+from fft.util.errors import FftError
 
 AT = "checkpoint/at"
 """Register of the job's bus: the step of the newest checkpoint that goes by time."""
@@ -155,7 +155,7 @@ class Checkpointer:
         try:
             shared = peer.group == attempt.writer
             snapshot = Snapshot(self._state, self._staging, shared, self._changed_late)
-        except (TypeError, UnfitForFile, RuntimeError) as error:
+        except (TypeError, FftError, RuntimeError) as error:
             logger.error("no checkpoint of step %d: %s", record.step, error)
             self._job.note("checkpoint_failed", {"step": record.step, "error": str(error)})
             return

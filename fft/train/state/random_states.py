@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fft.train import accelerator
+from fft.util.errors import FftError
 
 
 def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:
@@ -49,11 +50,11 @@ def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any
 def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str, Any]) -> None:
     """Put them to where `export_random` found those of the rank that ``state`` comes from.
 
-    Raises ValueError: it was taken with other ``generators``.
+    Raises FftError: it was taken with other ``generators``.
     """
     given = state.get("generators")
     if (given is None) != (generators is None) or len(given or ()) != len(generators or ()):
-        raise ValueError(
+        raise FftError(
             f"random states of {len(given or ())} generators came, {len(generators or ())} are "
             "here: give register(…, generators=) the same ones"
         )
