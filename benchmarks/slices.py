@@ -77,7 +77,10 @@ def _add_registered(records: Mapping[int, Mapping[str, Any]], claims: dict[int, 
             continue
         token = (record["epoch"], record["txn"])
         if before.get("leases"):
+            inside = {entry["group"] for entry in before["members"]}
             for number, group, *_ in before["leases"]:
+                if record.get("bound") and group not in inside:
+                    continue  # it stands apart, and keeps it
                 claims[number].txns.add(token)
                 claims[number].groups.add(group)
         else:

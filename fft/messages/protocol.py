@@ -294,7 +294,7 @@ class Start:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Synchronise:
-    """Of a group that stands apart: its contribution is computed, it asks to be in the next epoch."""
+    """Of a group that stands apart: it has what it brings, and asks to be in the next epoch."""
 
     type: Literal["synchronise"] = "synchronise"
 

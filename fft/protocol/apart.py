@@ -14,7 +14,7 @@ most one committed record, whatever was missed or said twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from fft.messages.protocol import GroupEntry, Hello, Lease, Peer, Record, Standing
 from fft.protocol.leases import Granted, granted, lease_of
@@ -181,7 +181,7 @@ def state_stays(s: Local, c: Config) -> bool:
     return not stay or any(each.base == newest for each in stay)
 
 
-def _in_order(them: Iterator[Standing] | Sequence[Standing]) -> tuple[Standing, ...]:
+def _in_order(them: Iterable[Standing]) -> tuple[Standing, ...]:
     return tuple(sorted(them, key=lambda each: each.entry.group))
 
 

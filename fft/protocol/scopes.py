@@ -153,8 +153,8 @@ def _unfit_scopes(
     for name in outer:
         sync: Place = ("scopes", name, "sync")
         if scopes[name].sync != "every_step" and not inner:
-            text = f"{scopes[name].sync} counts the commits of a scope with members `group`, and there is none"
-            yield sync, f"{text}: add one, or say every_step"
+            text = f"{scopes[name].sync} counts the commits of a scope with members `group`"
+            yield sync, f"{text}, and there is none: add one, or say every_step"
         if scopes[name].sync == "every_step" and inner:
             yield sync, f"say periodic: it follows the commits of {inner[0]!r}; or bounded"
     for name in inner:

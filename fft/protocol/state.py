@@ -20,7 +20,6 @@ from fft.messages.protocol import (
     Peer,
     RankEntry,
     Record,
-    Seen,
     Suspect,
     Token,
     Vote,

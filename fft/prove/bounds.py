@@ -66,7 +66,7 @@ class Bounds:
     """Search the scope of that stage, and let those that the flow binds it to commit at any time
     that their own bounds allow. None: no other scope holds anybody."""
     behind: int = 0
-    """Of an asynchronous job: by how many steps a contribution may be behind; 0: as the spec says."""
+    """Of an asynchronous job: steps that a contribution may be behind; 0: as the spec says."""
 
     def describe(self) -> str:
         """One line for people."""

@@ -65,6 +65,9 @@ from fft.protocol.roles import AT_WORK, Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, member_peers
 from fft.protocol.table import Table
+from fft.prove.acts import Act
+from fft.prove.acts import State as State
+from fft.prove.acts import Step as Step
 from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bare, heard, matters
 from fft.prove.bits import Bits
 from fft.prove.bounds import GIVES_UP, KINDS, REAL, UNQUIET, Bounds, World
@@ -82,25 +85,6 @@ Word = Prepared | Restored | Connected | Healed | HealFailed | Applied | ApplyFa
 """What a main thread says of its work."""
 View = tuple[int, int | None, int, str]
 
-State = tuple[int, ...]
-"""Numbers of the nodes, then of shared, budget and facts."""
-
-
-@dataclass(slots=True)
-class Step:
-    """One step: what was done, by or to whom, and the state it leads to."""
-
-    who: int
-    """Index of the node; -1: nobody's."""
-    what: str
-    free: bool
-    """Not a fault: happens sooner or later if it can."""
-    state: State
-    broken: tuple[str, str] | None = None
-    """(property, text) that the step breaks."""
-    checks: tuple[int, ...] = ()
-    """Numbers of the claim lists weighed in it."""
-
 
 class _Handled(NamedTuple):
     local: int
@@ -110,24 +94,6 @@ class _Handled(NamedTuple):
     outcome: Outcome
     kept: frozenset[str]
     """Timers that are armed as they were before."""
-
-
-class Act(NamedTuple):
-    """A step as far as one process and the bus know it; the rest of the state follows."""
-
-    what: str
-    cost: str | None
-    """The kind of fault it is, if any."""
-    node: int
-    shared: int = -1
-    """-1: as before."""
-    sent: tuple[int, ...] = ()
-    told: tuple[Peer, int] | None = None
-    """A message for one participant alone."""
-    claims: tuple[int, ...] = ()
-    broken: tuple[str, str] | None = None
-    unexpected: str = ""
-    """What the main thread's table has no row for; whatever else is broken comes first."""
 
 
 @dataclass(slots=True)

@@ -169,18 +169,20 @@ ASYNC = (
     Bounds("restart", commits=1, faults=2, budget=budget("crash", "restart")),
     Bounds("messages", commits=1, faults=3, budget=budget("fault", "lose", "twice", "quit")),
     Bounds("apart", commits=2, faults=1, budget=budget("lose", "twice", "swap", "quit", "early")),
-    Bounds("unheard", commits=1, faults=3, budget=budget("fault", lose=2)),
-    Bounds("settled", commits=2, faults=2, budget=budget("lose", "hang")),
+    Bounds("unheard", commits=1, faults=3, budget=budget("fault", lose=2), digests=True),
+    Bounds("overrun", commits=0, faults=2, budget=budget("overrun", "hang")),
     Bounds("bus", commits=1, faults=2, budget=budget("fault", "lapse", "outage", "forget")),
     Bounds("mixed", commits=1, faults=2, budget=budget("torn", "drain", "lose", "lapse", "early")),
     Bounds("missed", commits=1, faults=3, budget=budget("torn", "lose", "fault")),
     Bounds("storm", commits=1, faults=4, budget=budget(no=4)),
     Bounds("start", commits=1, faults=1, formed=False, budget=budget("torn", "crash", "lose")),
-    Bounds("unlike", commits=1, faults=1, formed=False, alike=False, budget=budget("heal")),
+    Bounds(
+        "unlike", commits=1, faults=2, formed=False, alike=False, budget=budget("heal", "fault")
+    ),
     Bounds("left behind", groups=3, commits=2, faults=1, budget=budget("late"), behind=2),
     Bounds("held", groups=3, commits=2, faults=1, budget=budget("late"), behind=1),
     Bounds("held, lost", groups=3, commits=1, faults=2, budget=budget("late", "crash"), behind=1),
-    Bounds("shards", ranks=2, commits=1, faults=1, budget=budget("silent")),
+    Bounds("shards", groups=1, ranks=2, commits=2, faults=1, budget=budget("silent", "torn")),
     Bounds(
         "mates", groups=1, ranks=2, commits=1, faults=1, formed=False, budget=budget("quit", "lose")
     ),
@@ -201,7 +203,7 @@ ASYNC = (
     ),
     Bounds("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
     Bounds("deaf", commits=1, faults=1, budget=budget("deaf", "overrun")),
-    Bounds("twin", commits=1, faults=2, budget=budget("twin", "lose")),
+    Bounds("twin", commits=1, faults=1, budget=budget("twin")),
 )
 """Of a spec whose scope is bounded: between two synchronisations any number of groups ask to be in
 the next one, in any order, so that each fault costs more than in ``DEFAULT``."""

@@ -7,89 +7,35 @@ handled again, state and rows must match), and do the guarantees hold (``core.in
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from fft.messages.protocol import Peer, Record, Token, UnreadableMessage, event_from_json
-from fft.protocol.flow import Elsewhere
-from fft.protocol.invariants import Finding, History, Move, judge
-from fft.protocol.participant import Participant
-from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Config
-from fft.protocol.table import Table
-from fft.trace.ends import divergences, ended_by_divergence, without_state
-from fft.trace.flow import Register, judge_flow
-from fft.trace.format import FORMAT, INNER, SCOPES, chain, inner_folder
-from fft.trace.inner_steps import judge_inner_steps
-from fft.trace.live_sets import judge_live_sets
-from fft.util.errors import FftError
+from fft.messages.protocol import Peer, Token
+from fft.protocol.invariants import Finding, Judge, Move
+from fft.trace.barriers import Barriers
+from fft.trace.ends import Ends
+from fft.trace.flow import Flow, judge_flow
+from fft.trace.format import INNER, SCOPES, inner_folder
+from fft.trace.inner_steps import InnerSteps
+from fft.trace.read import GAP, AuditError, TraceFile, has_gap, read_lines, read_trace, trace_files
+from fft.trace.replay import Note, Replay, participant_of, replay
 
-_GAP = "gap"
-"""A line in the place of lines that could not be written: what came after it is not audited."""
-_HANDLED = {"transition", "fenced", "refused", "deferred"}
+__all__ = [
+    "AuditError",
+    "AuditReport",
+    "audit_dir",
+    "read_lines",
+    "read_trace",
+    "replay",
+    "trace_files",
+]
 
-
-class AuditError(FftError):
-    """There is nothing to audit at the given place."""
-
-
-@dataclass(slots=True)
-class Trace:
-    """One file, as far as it can be read."""
-
-    path: Path
-    lines: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """(line number from 1, record)"""
-    torn: bool = False
-    """The last lines were cut off, as by SIGKILL; the event that they tell of is left out."""
-    damage: str | None = None
-
-    @property
-    def gaps(self) -> list[str]:
-        """Where lines could not be written, and how many."""
-        lost = [(n, line.get("lost")) for n, line in self.lines if line["kind"] == _GAP]
-        return [f"{self.path.name}:{n}: {count} lines are missing here" for n, count in lost]
-
-
-def read_trace(path: Path) -> Trace:
-    """Read a file and follow its chain until the end or the first damage."""
-    trace, link = Trace(path), ""
-    raw = path.read_bytes()
-    pieces = raw.split(b"\n")
-    if pieces[-1] == b"":
-        pieces.pop()
-    else:
-        pieces.pop()
-        trace.torn = True
-    for number, piece in enumerate(pieces, 1):
-        problem = _damage(piece, link, number)
-        if isinstance(problem, str):
-            trace.damage = f"{path.name}:{number}: {problem}"
-            return trace
-        link = problem["h"]
-        trace.lines.append((number, problem))
-    return trace
-
-
-def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
-    """The record of a line, or what is wrong with the line."""
-    try:
-        text = piece.decode()
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter: lists within lists, 1000 deep
-        return f"not JSON ({error}); the line was changed after it was written"
-    if not isinstance(record, dict) or not isinstance(record.get("h"), str):
-        return "no chain digest; the line is not from a trace"
-    body = text[: text.rindex(',"h":')] + "}"
-    if chain(link, body) != record["h"]:
-        return "the line does not follow from the one before: changed, removed or inserted here"
-    if record.get("seq") != number:
-        return f"sequence number {record.get('seq')} instead of {number}"
-    return record
+_WINDOW = 1024
+"""Register records of which facts are kept, at least. Traces are read side by side, by the record
+that each participant stands at, so what one says of a txn others say within a few records."""
 
 
 @dataclass(slots=True)
@@ -120,7 +66,7 @@ class AuditReport:
     """Of the scopes inside of replica groups, each a job of its own; by group and its store."""
     stages: list[AuditReport] = field(default_factory=list)
     """Of the scopes of further stages."""
-    register: Register | None = None
+    flow: Flow | None = None
     """What the scopes that this one is bound to are compared with."""
 
     @property
@@ -215,212 +161,142 @@ def _verdict(finding: Finding) -> str:
     return 'ok by lineage; bits not checked: no two digests of one state (digest="commit")'
 
 
-def trace_files(directory: str | Path) -> list[Path]:
-    """The trace files of a run, by name. Raises ``AuditError`` if there is none."""
-    paths = sorted(Path(directory).glob("*.jsonl"))
-    if not paths:
-        raise AuditError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")
-    return paths
+class _Line:
+    """One trace of the run, and what it has told so far."""
+
+    def __init__(self, path: Path, steps: Finding, replayed: Finding) -> None:
+        self.file = TraceFile(path)
+        self.inner = InnerSteps(steps)
+        self.at, self.epoch = 0, 0
+        """The register record that it stands at, and its epoch."""
+        self.peer, self.has_moves = _writer(path)
+        self.replay = Replay(self.file, replayed)
+        self._items = self.replay.run()
+        self.next: Move | Note | None = None
+        self.step()
+
+    def step(self) -> None:
+        """Go on to its next move or note."""
+        self.next = next(self._items, None)
+        if isinstance(self.next, Move):
+            before = self.next.before
+            self.at = max(self.at, before.head.n if before.head else 0)
+            self.epoch = before.token.epoch
 
 
-def read_lines(
-    directory: str | Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True
-) -> list[dict[str, Any]]:
-    """All transitions and notes of a run, by wall clock; of a long one, those to ``keep``.
+def _writer(path: Path) -> tuple[Peer | None, bool]:
+    """Whose trace it is, if its first line tells, and whether it has moves."""
+    first: dict[str, Any] = next(TraceFile(path).lines(), (0, {"kind": ""}))[1]
+    try:
+        if first["kind"] == GAP:
+            return Peer(*(first[name] for name in ("group", "rank", "inc"))), False
+        return participant_of(first)[0].config.me, True
+    except (ValueError, KeyError, TypeError):
+        return None, False
 
-    Raises ``AuditError`` if there is no trace.
-    """
-    found = (line for path in trace_files(directory) for _, line in read_trace(path).lines)
-    lines = [line for line in found if line["kind"] != "header" and keep(line)]
-    return sorted(lines, key=lambda line: line["wall"])
+
+def _side_by_side(lines: list[_Line], judge: Judge) -> Iterator[tuple[_Line, Move | Note]]:
+    """All moves and notes; each trace in its order, and those first who stand furthest back."""
+    heap: list[tuple[int, int]] = []
+    for number, line in enumerate(lines):
+        heappush(heap, (line.at, number))
+    while heap:
+        _, number = heappop(heap)
+        line = lines[number]
+        at = line.at
+        judge.reach(at, line.epoch)
+        while (item := line.next) is not None and line.at == at:
+            yield line, item
+            line.step()
+        if line.next is not None:
+            heappush(heap, (line.at, number))
+        elif line.peer is not None:
+            judge.ended(line.peer)
 
 
 def audit_dir(directory: str | Path) -> AuditReport:
     """Audit every ``*.jsonl`` of a directory, and the scopes inside of groups, in folders of it.
+
+    Takes memory for the window of records that are read side by side, and some for each trace and
+    epoch, however long the run was.
 
     Raises:
         AuditError: there is no trace in it.
     """
     root = Path(directory)
     paths = trace_files(root)
-    whole, replayed, history = Finding("trace_whole"), Finding("replay"), History()
-    traces = [read_trace(path) for path in paths]
-    for trace in traces:
-        whole.expect(trace.damage is None, trace.damage or "", trace.path.name)
-        _replay(trace, replayed, history)
-    findings = [whole, replayed, *judge(history), judge_live_sets(history)]
-    findings.append(judge_inner_steps(_notes(trace) for trace in traces))
+    whole, replayed, steps = Finding("trace_whole"), Finding("replay"), Finding("inner_steps")
+    lines = [_Line(path, steps, replayed) for path in paths]
+    traced = {line.peer for line in lines if line.peer is not None and line.has_moves}
+    cut = {line.peer for line in lines if line.peer is not None and has_gap(line.file.path)}
+    judge, barriers, ends = Judge(traced=traced, cut=cut, window=_WINDOW), Barriers(traced), Ends()
+    flow = _flow_of(lines)
+    for line, item in _side_by_side(lines, judge):
+        if isinstance(item, Move):
+            judge.feed(item)
+            barriers.take(item)
+            ends.take(item)
+            if flow is not None and item.record is not None:
+                flow.take(item.record)
+            continue
+        line.inner.take(item.place, item.line)
+        data = item.line["data"]
+        consumed = item.line["note"] == "consumed" and data["slice"] is not None
+        if consumed and line.peer is not None and not line.replay.differs:
+            judge.consumed(line.peer, Token(*data["token"]), data["slice"], item.place)
+    judged = judge.finish()
+    for line in lines:
+        said = line.file.damage or judge.truncated.get(line.peer) if line.peer else line.file.damage
+        whole.expect(said is None, said or "", line.file.path.name)
+    findings = [whole, replayed, *judged]
+    findings += [barriers.finding(is_whole=not cut and not judge.truncated), steps]
     inner = [audit_dir(folder) for folder in sorted((root / INNER).glob("*"))]
-    findings.append(_judge_inner_scopes(root, traces, {scope.directory: scope for scope in inner}))
-    records = [record for record, _ in history.records().values()]
+    findings.append(_judge_inner_scopes(root, lines, {scope.directory: scope for scope in inner}))
+    if flow is not None:
+        flow.is_whole = not cut and not judge.truncated
     stages = [audit_dir(folder) for folder in sorted((root / SCOPES).glob("*"))]
-    register = _register_of(traces, records)
-    if register is not None and register.bounds and root.parent.name != SCOPES:
-        others = [scope.register for scope in stages if scope.register is not None]
-        findings.append(judge_flow([register, *others]))
-    healed = (getattr(m.event, "bytes", 0) for m in history.all() if m.event.type == "healed")
+    if flow is not None and flow.bounds and root.parent.name != SCOPES:
+        flows = (scope.flow for scope in stages)
+        findings.append(judge_flow([flow, *(other for other in flows if other is not None)]))
     return AuditReport(
         directory=root,
         files=len(paths),
-        events=sum(len(t.lines) for t in traces),
+        events=sum(line.file.count for line in lines),
         findings=findings,
-        torn=[t.path.name for t in traces if t.torn],
-        commits=sum(r.kind == "commit" for r in records),
-        epochs=sum(r.kind == "epoch" for r in records),
-        bytes_healed=sum(healed),
-        gaps=[gap for t in traces for gap in t.gaps],
-        divergences=divergences(history),
-        diverged=ended_by_divergence(history),
-        no_state=without_state(history),
+        torn=[line.file.path.name for line in lines if line.file.torn],
+        commits=ends.commits,
+        epochs=ends.epochs,
+        bytes_healed=ends.bytes_healed,
+        gaps=[gap for line in lines for gap in line.file.gaps],
+        divergences=ends.divergences(),
+        diverged=ends.diverged,
+        no_state=ends.without_state(),
         inner=inner,
         stages=stages,
-        register=register,
+        flow=flow,
     )
 
 
-def _register_of(traces: list[Trace], records: list[Record]) -> Register | None:
-    """The records of the scope that the traces are of; None: no trace says which it is."""
-    heads = (trace.lines[0][1] for trace in traces if trace.lines)
-    head = next((head for head in heads if head.get("kind") == "header"), None)
-    if head is None or head.get("format") != FORMAT:
+def _flow_of(lines: list[_Line]) -> Flow | None:
+    """Of the scope that the traces are of; None: no trace says which it is."""
+    heads = (line.replay.head for line in lines if line.replay.head)
+    if (head := next(heads, None)) is None:
         return None
-    scope, bound_to = next(iter(head["spec"]["scopes"])), head["config"].get("flow", ())
-    is_whole = not any(trace.gaps or trace.damage for trace in traces)
-    return Register(scope, {o["scope"]: o["ahead"] for o in bound_to}, records, is_whole)
+    bounds = {other["scope"]: other["ahead"] for other in head["config"].get("flow", ())}
+    return Flow(next(iter(head["spec"]["scopes"])), bounds)
 
 
 def _judge_inner_scopes(
-    root: Path, traces: list[Trace], scopes: dict[Path, AuditReport]
+    root: Path, lines: list[_Line], scopes: Mapping[Path, AuditReport]
 ) -> Finding:
     """1: what the ranks of a group say that they have committed together, their scope has."""
     finding = Finding("inner_scopes")
-    for trace in traces:
-        told = [place for place, line in _notes(trace) if line["note"] == "inner_commit"]
-        head = trace.lines[0][1] if trace.lines else {}
-        if not told or head.get("kind") != "header" or head["config"]["world"] == 1:
+    for line in lines:
+        head, told = line.replay.head, line.inner.told
+        if not told or not head or head["config"]["world"] == 1:
             continue
         folder = inner_folder(root, head["group"], head["config"]["store"])
         commits = scopes[folder].commits if folder in scopes else 0
-        text = (
-            f"{len(told)} inner steps of this rank, and {commits} commits in {INNER}/{folder.name}"
-        )
-        finding.expect(len(told) <= commits, text, told[-1])
+        text = f"{told} inner steps of this rank, and {commits} commits in {INNER}/{folder.name}"
+        finding.expect(told <= commits, text, line.inner.last)
     return finding
-
-
-def _notes(trace: Trace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Notes of a trace with their places, up to where a part of it could not be written."""
-    for number, line in trace.lines:
-        if line["kind"] == _GAP:
-            return
-        if line["kind"] == "note":
-            yield f"{trace.path.name}:{number}", line
-
-
-# --- replay ---------------------------------------------------------------------------------------
-
-
-def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
-    """The participant that a header line describes, and the fields of its start.
-
-    Raises:
-        ValueError, KeyError, TypeError: the header is not one of this format.
-    """
-    if head.get("kind") != "header" or head["format"] != FORMAT:
-        raise ValueError(f"the first line is no header of trace format {FORMAT}")
-    flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
-    values = {**head["config"], "me": Peer(*head["config"]["me"]), "flow": flow}
-    table = Table(FsmSpec.model_validate(head["spec"]))
-    return Participant(table, Config(**values)), head["start"]
-
-
-def _elsewhere(told: dict[str, Any]) -> Elsewhere:
-    return Elsewhere(**{**told, "groups": tuple(told["groups"])})
-
-
-def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
-    """Handle every event of a trace again: (move, line, how the trace differs from the core)."""
-    participant, start = participant_of(trace.lines[0][1])
-    peer, local = participant.config.me, participant.initial(**start)
-    told: list[tuple[int, dict[str, Any]]] = []
-    for number, line in [*trace.lines[1:], (0, {"kind": "end", "event": {}})]:
-        if line["kind"] == "transition" and line["event"] is None:
-            told.append((number, line))
-            continue
-        if told:
-            first = told[0]
-            event, at = event_from_json(first[1]["event"]), first[1]["at"]
-            before, (local, out) = local, participant.handle(local, event, at)
-            place = f"{trace.path.name}:{first[0]}"
-            move = Move(peer, before, event, local, out, place, first[1]["wall"])
-            lines = [t[1] for t in told]
-            if line["kind"] == "end" and _is_cut_off(lines, move):
-                trace.torn = True
-                return
-            yield move, first[0], _difference(lines, move)
-            told = []
-        if line["kind"] == _GAP:
-            return
-        if line["kind"] in _HANDLED:
-            told = [(number, line)]
-
-
-def _rows(lines: list[dict[str, Any]], move: Move) -> tuple[list[Any], list[Any]]:
-    """The rows that an event took: as its lines tell, and as the table has them."""
-    told = [
-        (x.get("from"), x.get("to"), x.get("on"), x.get("guards"), x.get("effects")) for x in lines
-    ]
-    return told, [(s.source, s.dest, s.event, s.guards, s.effects) for s in move.out.steps]
-
-
-def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
-    """Whether the process was killed as it wrote these lines; it had done nothing of them yet."""
-    told, rows = _rows(lines, move)
-    return len(told) < len(rows) and told == rows[: len(told)]
-
-
-def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
-    if move.out.verdict != "row":
-        told = lines[0]["kind"]
-        return (
-            None
-            if told == move.out.verdict
-            else f"the trace has {told}, the core says {move.out.verdict}"
-        )
-    told_rows, is_rows = _rows(lines, move)
-    if told_rows != is_rows:
-        odd = next(i for i, (a, b) in enumerate(zip_longest(told_rows, is_rows)) if a != b)
-        return f"the trace has {told_rows[odd:]}, the table takes {is_rows[odd:]}"
-    after = (move.after.token.epoch, move.after.token.txn, move.after.step, move.after.lineage)
-    told_after = tuple(lines[0][k] for k in ("epoch", "txn", "step", "lineage"))
-    return None if told_after == after else f"the trace has state {told_after}, the core {after}"
-
-
-def _replay(trace: Trace, finding: Finding, history: History) -> None:
-    if not trace.lines:
-        return
-    first = trace.lines[0][1]
-    if trace.gaps:
-        history.cut.add(Peer(first["group"], first["rank"], first["inc"]))
-    if first["kind"] == _GAP:
-        return
-    place = f"{trace.path.name}:1"
-    try:
-        peer = participant_of(trace.lines[0][1])[0].config.me
-    except (ValueError, KeyError, TypeError) as error:
-        finding.expect(False, f"the header cannot be used: {error}", place)
-        return
-    moves = history.moves.setdefault(peer, [])
-    try:
-        for move, number, difference in replay(trace):
-            place = f"{trace.path.name}:{number}"
-            finding.expect(difference is None, difference or "", place)
-            if difference is not None:
-                return
-            moves.append(move)
-    except (UnreadableMessage, KeyError, AssertionError) as error:
-        finding.expect(False, f"the event after this line cannot be handled: {error!r}", place)
-    for place, line in _notes(trace):
-        data = line["data"]
-        if line["note"] == "consumed" and data["slice"] is not None:
-            history.consumed.append((peer, Token(*data["token"]), data["slice"], place))

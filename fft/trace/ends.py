@@ -5,67 +5,96 @@ Reads the moves of a history; the texts are for `fft audit` and `fft run`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fft.messages.effects import Finish
-from fft.messages.protocol import Ballot, Peer, Record
+from fft.messages.protocol import Ballot, Healed, Peer, Record, Token
 from fft.protocol.equality import differing, odd_ones, tell
-from fft.protocol.invariants import History
+from fft.protocol.invariants import Move
+from fft.protocol.invariants.facts import Numbers
 
 _NAMED = 8
 """Participants that a text names at most."""
 
 
-def divergences(history: History) -> list[str]:
-    """Each time that the states of replicas differed: after which step, who had which digest."""
-    apart = [r for r, _ in history.records().values() if r.odd or r.diverged]
-    return [_divergence(history, record) for record in sorted(apart, key=lambda r: r.n)]
+class Ends:
+    """What the moves of a job, as they come in, tell of its course and end."""
 
+    def __init__(self) -> None:
+        self._apart: dict[int, Record] = {}
+        """Records that tell of states that differ."""
+        self._ballots: dict[Token, tuple[dict[int, dict[Peer, str]], tuple[Peer, ...]]] = {}
+        """Of votes that tell so: what differs, and who is odd."""
+        self._commits, self._epochs = Numbers(), Numbers()
+        self._last_commit = 0
+        self._without_state: list[tuple[Peer, Record | None]] = []
+        """Who stopped so, and the newest record that it knew."""
+        self.bytes_healed = 0
 
-def ended_by_divergence(history: History) -> bool:
-    """Whether the job has ended so, nobody being able to tell whose state is right."""
-    return any(record.diverged for record, _ in history.records().values())
-
-
-def _divergence(history: History, record: Record) -> str:
-    what = record.cause.removeprefix(f"{record.by}: ")
-    odd = record.odd
-    for move in history.all():
+    def take(self, move: Move) -> None:
+        """One move."""
+        if (record := move.record) is not None:
+            if record.kind == "commit":
+                self._commits.add(record.n)
+                self._last_commit = max(self._last_commit, record.n)
+            elif record.kind == "epoch":
+                self._epochs.add(record.n)
+            if record.odd or record.diverged:
+                self._apart.setdefault(record.n, record)
         votes = move.event.votes if isinstance(move.event, Ballot) else ()
-        if move.before.token == record.token and (apart := differing(votes)):
-            what = f"replicas differ after step {record.step}: {tell(apart)}"
-            odd = odd or odd_ones(votes) or ()
-            break
-    names = ", ".join(map(str, odd))
-    if not record.diverged:
-        return f"{what}; the job went on, and the state of {names} was given up for that of most"
-    whose = f"most agree, and {names} differ" if odd else "nobody has a majority"
-    return f"{what}; {whose}, and the job ended with Diverged"
-
-
-def without_state(history: History) -> str | None:
-    """The end of a job whose state was nowhere any more (``NoState``); None: it did not end so."""
-    records = [record for record, _ in history.records().values()]
-    last_commit = max((r.n for r in records if r.kind == "commit"), default=0)
-    ended: list[Peer] = []
-    step = 0
-    for peer, reached in _stopped_without_state(history):
-        if reached is None or reached.n >= last_commit:
-            ended.append(peer)
-            step = reached.step if reached is not None else 0
-    if not ended:
-        return None
-    more = f" and {len(ended) - _NAMED} more" if len(ended) > _NAMED else ""
-    names = ", ".join(map(str, sorted(ended)[:_NAMED])) + more
-    return f"{names} ended with NoState: {about_no_state(step if last_commit else None)}"
-
-
-def _stopped_without_state(history: History) -> Iterator[tuple[Peer, Record | None]]:
-    """Who stopped so, and the newest record that it knew."""
-    for move in history.all():
+        if votes and (apart := differing(votes)):
+            self._ballots.setdefault(move.before.token, (apart, odd_ones(votes) or ()))
+        if isinstance(move.event, Healed):
+            self.bytes_healed += move.event.bytes
         for effect in move.out.effects:
             if isinstance(effect, Finish) and effect.error == "NoState":
-                yield move.peer, move.after.head
+                self._without_state.append((move.peer, move.after.head))
+
+    @property
+    def commits(self) -> int:
+        """How many txns were committed."""
+        return len(self._commits)
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs there were."""
+        return len(self._epochs)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the job has ended for its replicas differ: nobody knows whose state is right."""
+        return any(record.diverged for record in self._apart.values())
+
+    def divergences(self) -> list[str]:
+        """Each time that states of replicas differed: after which step, who had which digest."""
+        return [self._divergence(record) for _, record in sorted(self._apart.items())]
+
+    def _divergence(self, record: Record) -> str:
+        what = record.cause.removeprefix(f"{record.by}: ")
+        odd = record.odd
+        if record.token in self._ballots:
+            apart, odd_by_vote = self._ballots[record.token]
+            what = f"replicas differ after step {record.step}: {tell(apart)}"
+            odd = odd or odd_by_vote
+        names = ", ".join(map(str, odd))
+        if not record.diverged:
+            given_up = f"the state of {names} was given up for that of most"
+            return f"{what}; the job went on, and {given_up}"
+        whose = f"most agree, and {names} differ" if odd else "nobody has a majority"
+        return f"{what}; {whose}, and the job ended with Diverged"
+
+    def without_state(self) -> str | None:
+        """The end of a job whose state was nowhere any more (``NoState``); None: another end."""
+        ended: list[Peer] = []
+        step = 0
+        for peer, reached in self._without_state:
+            if reached is None or reached.n >= self._last_commit:
+                ended.append(peer)
+                step = reached.step if reached is not None else 0
+        if not ended:
+            return None
+        more = f" and {len(ended) - _NAMED} more" if len(ended) > _NAMED else ""
+        names = ", ".join(map(str, sorted(ended)[:_NAMED])) + more
+        found = about_no_state(step if self._last_commit else None)
+        return f"{names} ended with NoState: {found}"
 
 
 def about_no_state(step: int | None) -> str:

@@ -2,53 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
-from fft.messages.protocol import Record
+from fft.messages.protocol import Record, Seen
 from fft.protocol.invariants import Finding
+from fft.protocol.invariants.facts import Numbers
 
 
-@dataclass(frozen=True)
-class Register:
-    """The records of one scope, as far as they are known."""
+class Flow:
+    """What one scope has committed, and what it says of the others; takes its records as they come.
 
-    scope: str
-    bounds: Mapping[str, int]
-    """Other scope → how many steps this one may have committed more than that one."""
-    records: Sequence[Record]
-    is_whole: bool = True
-    """No record is missing that a trace could have had."""
+    Args:
+        bounds: other scope → how many steps this one may have committed more than that one.
+    """
+
+    def __init__(self, scope: str, bounds: Mapping[str, int]) -> None:
+        self.scope = scope
+        self.bounds = bounds
+        self.is_whole = True
+        """No record is missing that a trace could have had."""
+        self.furthest = 0
+        """Committed steps."""
+        self.seen: dict[str, Record] = {}
+        """Other scope → the record that names the furthest version of it."""
+        self.unnamed: dict[str, Record] = {}
+        """Other scope → a record that does not say what was seen of it."""
+        self._commits = Numbers()
+
+    def take(self, record: Record) -> None:
+        """A record of the scope; of all of one number the first counts."""
+        if record.kind != "commit":
+            return
+        self.furthest = max(self.furthest, record.step)
+        for other, ahead in self.bounds.items():
+            if _of(record, other, ahead) is None:
+                self.unnamed.setdefault(other, record)
+            elif other not in self.seen or _version(record, other) > _version(
+                self.seen[other], other
+            ):
+                self.seen[other] = record
+        self._commits.add(record.n)
 
     @property
-    def commits(self) -> list[Record]:
-        """Of its records."""
-        return [record for record in self.records if record.kind == "commit"]
+    def commits(self) -> int:
+        """How many it has."""
+        return len(self._commits)
 
 
-def judge_flow(registers: Iterable[Register]) -> Finding:
+def judge_flow(flows: Iterable[Flow]) -> Finding:
     """6: each scope has kept to what the others had committed.
 
     That a commit keeps to the versions that it names is judged scope by scope (``data_flow``).
     Here: each names all that it is bound to, and versions that were committed.
     """
     found = Finding("flow_order")
-    by_name = {register.scope: register for register in registers}
-    for register in by_name.values():
-        for other, ahead in register.bounds.items():
-            _judge(found, register, other, ahead, by_name.get(other))
+    by_name = {flow.scope: flow for flow in flows}
+    for flow in by_name.values():
+        for name, ahead in flow.bounds.items():
+            _judge(found, flow, name, ahead, by_name.get(name))
     return found
 
 
-def _judge(
-    found: Finding, register: Register, name: str, ahead: int, other: Register | None
-) -> None:
-    reached = max((r.step for r in other.commits), default=0) if other is not None else 0
-    for record in register.commits:
-        place = f"record {record.n} of scope {register.scope}"
-        seen = next((s for s in record.seen if s.scope == name), None)
+def _judge(found: Finding, flow: Flow, name: str, ahead: int, other: Flow | None) -> None:
+    found.checks += flow.commits
+    if (record := flow.unnamed.get(name)) is not None:
+        place = f"record {record.n} of scope {flow.scope}"
         text = f"{place} does not say what it has seen of {name}, with {ahead} ahead"
-        found.expect(seen is not None and seen.ahead == ahead, text, place)
-        if seen is not None and (other is None or other.is_whole):
-            text = f"{place} has seen version {seen.version} of {name}, which came to {reached}"
-            found.expect(seen.version <= reached, text, place)
+        found.expect(False, text, place)
+    if (record := flow.seen.get(name)) is None or (other is not None and not other.is_whole):
+        return
+    place, version = f"record {record.n} of scope {flow.scope}", _version(record, name)
+    reached = 0 if other is None else other.furthest
+    text = f"{place} has seen version {version} of {name}, which came to {reached}"
+    found.expect(version <= reached, text, place)
+
+
+def _of(record: Record, other: str, ahead: int) -> Seen | None:
+    return next((s for s in record.seen if (s.scope, s.ahead) == (other, ahead)), None)
+
+
+def _version(record: Record, other: str) -> int:
+    return next(s.version for s in record.seen if s.scope == other)

@@ -38,17 +38,12 @@ so that the worst case is exponential in how many of those there are at one time
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from fft.messages.effects import Broadcast, CastVote, Decide, Tell
-from fft.messages.protocol import Ack, Ballot, Begin, Decision, Join, Leave, Peer, Ready
-from fft.protocol.invariants import Finding, History, Move
-from fft.protocol.state import member_peers
 from fft.util.errors import FftError
 
 Kind = Literal["start", "enter", "leave", "fail", "act"]
@@ -199,11 +194,11 @@ def _whereabouts(name: str, line: Sequence[Event]) -> list[_Where]:
     return found
 
 
-_Sources = Mapping[tuple[int, int], list[tuple[int, int]]]
+Sources = Mapping[tuple[int, int], list[tuple[int, int]]]
 """For (process, index): what must have happened before it, besides its own past."""
 
 
-def _vectors(lengths: Sequence[int], sources: _Sources) -> list[list[Cut]]:
+def vectors(lengths: Sequence[int], sources: Sources) -> list[list[Cut]]:
     """For every event the least cut that holds it; too short where the order is circular."""
     found: list[list[Cut]] = [[] for _ in lengths]
     progress = True
@@ -253,10 +248,10 @@ class _Model:
     def _needs(self, before: Iterable[tuple[Mark, Mark]]) -> list[list[Cut]]:
         """For every event the least cut that holds it. Raises ``ExecutionError`` on a circle."""
         index = {name: p for p, name in enumerate(self.names)}
-        sources: _Sources = defaultdict(list)
+        sources: Sources = defaultdict(list)
         for (q, j), (name, i) in before:
             sources[index[name], i].append((index[q], j))
-        need = _vectors([len(line) for line in self.lines], sources)
+        need = vectors([len(line) for line in self.lines], sources)
         held = [self.event((p, len(n))) for p, n in enumerate(need) if len(n) < len(self.lines[p])]
         if held:
             raise ExecutionError(f"the order is circular; none can be first of: {', '.join(held)}")
@@ -470,6 +465,12 @@ def _search(model: _Model, stays: list[_Stay]) -> _Search:
     return _Search(model, [[s for s in line if s in stays] for line in model.stays])
 
 
+def judged(execution: Execution) -> tuple[LiveSetVerdict, str | None]:
+    """What `decide` says, and the first that `unheard` does. Raises ``ExecutionError``."""
+    model = _Model(execution)
+    return _decide(model), next(_unheard(model), None)
+
+
 def unheard(execution: Execution) -> list[str]:
     """Answers that hold a member of which the order does not say that it had entered before.
 
@@ -505,186 +506,3 @@ def render(execution: Execution, verdict: LiveSetVerdict) -> str:
             given = f" with {_names(event.members)}" if event.kind == "leave" else ""
             told.append(f"  {x[0]} {event.kind}{given}")
     return "\n".join(told)
-
-
-# --- runs of FFT ----------------------------------------------------------------------------------
-
-_Key = tuple[object, ...]
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What one move is to this page: its events, and what it says and hears."""
-
-    events: list[Event]
-    says: list[_Key]
-    hears: list[_Key]
-    place: str = ""
-
-
-def execution_of(history: History) -> Execution:
-    """The execution of the epochs' barriers that a history tells of.
-
-    A participant **starts** when it takes the record of an epoch (before, nobody waits for it),
-    **enters** the epoch's barrier with ``Healed`` or ``Connected`` (it says ready), **leaves** from
-    healing to training with the members of its record, and has **failed** when it takes another
-    epoch's record or its moves end, whatever the cause: killed, rolled back, left out, drained, or
-    simply the end of the history, after which it may have failed. As failures move, it does not
-    matter when exactly. A participant that ended between ready and leaving may therefore be held
-    for alive: the others leave with it in their set, which is valid, and find out later. What it
-    may not be is a member without having entered.
-
-    The order between participants is that of communication: a message is heard after it was first
-    said, a register record is seen after its author proposed it, votes are seen after they are
-    cast. Clocks are not compared. Members without any moves here (their trace is missing) are
-    taken at their word: they entered where somebody heard their ready.
-
-    Raises:
-        ExecutionError: somebody left a barrier without entering it, or heard what was said later.
-    """
-    turns = {peer: _turns(moves) for peer, moves in history.moves.items()}
-    turns |= _untraced(history)
-    peers = sorted(turns)
-    heard = _hearing(peers, turns)
-    clocks = _vectors([len(turns[p]) for p in peers], heard)
-    for peer, clock in zip(peers, clocks, strict=True):
-        if len(clock) < len(turns[peer]):
-            place = turns[peer][len(clock)].place
-            raise ExecutionError(f"{peer} heard at {place} what was said only later")
-    return _project(peers, turns, clocks)
-
-
-def judge_live_sets(history: History) -> Finding:
-    """Guarantee 8 on a whole history. One check per barrier left.
-
-    Violated if the execution is not valid, and also if it is valid by luck (``unheard``). Of a
-    history of which parts are missing neither can be told.
-    """
-    finding = Finding("barriers")
-    if history.cut:
-        return finding
-    try:
-        model = _Model(execution_of(history))
-        verdict = _decide(model)
-    except ExecutionError as error:
-        finding.expect(False, str(error), "")
-        return finding
-    finding.checks = verdict.answers
-    finding.violation = verdict.reason or next(_unheard(model), None)
-    if finding.violation is not None:
-        places = (e.place for line in model.lines for e in line)
-        finding.place = next((x for x in places if x and f"({x})" in finding.violation), "")
-    return finding
-
-
-def _turns(moves: Sequence[Move]) -> list[_Turn]:
-    found: list[_Turn] = []
-    alive = False
-    for move in moves:
-        events = _events(move)
-        if alive and any(e.kind == "start" for e in events):
-            events.insert(0, Event("fail"))
-        alive = alive or bool(events)
-        found.append(_Turn(events, list(_says(move)), list(_hears(move)), move.place))
-    if alive:
-        found.append(_Turn([Event("fail")], [], []))
-    return found
-
-
-def _events(move: Move) -> list[Event]:
-    """What the move is in the document's words."""
-    events: list[Event] = []
-    old, new = move.before.epoch, move.after.epoch
-    if new is not None and (old is None or old.n != new.n):
-        events.append(Event("start", place=move.place))
-    if move.came_ready:
-        events.append(Event("enter", f"epoch {move.after.token.epoch}", place=move.place))
-    if ("healing", "training") in move.roles:
-        members = frozenset(map(str, member_peers(move.after)))
-        events.append(Event("leave", members=members, place=move.place))
-    return events
-
-
-def _says(move: Move) -> Iterator[_Key]:
-    """What others may hear of after this move: what only this participant can say."""
-    for effect in move.out.effects:
-        match effect:
-            case Broadcast(message=message) | Tell(message=message):
-                yield ("message", message)
-            case Decide(proposal=proposal):
-                yield ("record", proposal)
-            case CastVote(token=token):
-                yield ("vote", token, move.peer)
-
-
-def _hears(move: Move) -> Iterator[_Key]:
-    """What somebody must have said before this move."""
-    match move.event:
-        case Decision(record=record):
-            if record is not None:
-                yield ("record", record)
-        case Ballot(token=token, votes=votes):
-            for vote in votes:
-                yield ("vote", token, vote.peer)
-        case Join() | Ack() | Ready() | Begin() | Leave() as message:
-            yield ("message", message)
-
-
-def _untraced(history: History) -> dict[Peer, list[_Turn]]:
-    """Members that have no moves in the history, as others heard of them."""
-    listed: dict[Peer, set[int]] = defaultdict(set)
-    ready: set[Ready] = set()
-    for move in history.all():
-        for peer in member_peers(move.after):
-            if peer not in history.moves and move.after.epoch is not None:
-                listed[peer].add(move.after.epoch.epoch)
-        if isinstance(move.event, (Ready, Begin)):  # who lets the others begin is there itself
-            ready.add(Ready(move.event.peer, move.event.epoch))
-    return {
-        peer: [_life(Ready(peer, epoch), ready) for epoch in sorted(epochs)]
-        for peer, epochs in listed.items()
-    }
-
-
-def _life(word: Ready, ready: Container[Ready]) -> _Turn:
-    """An epoch of a participant of which only the ready is known, if that."""
-    place = f"{word.peer} without a trace, in epoch {word.epoch}"
-    if word not in ready:
-        return _Turn([Event("start", place=place), Event("fail")], [], [])
-    enter = Event("enter", f"epoch {word.epoch}", place=place)
-    return _Turn([Event("start", place=place), enter, Event("fail")], [("message", word)], [])
-
-
-def _hearing(peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]]) -> _Sources:
-    """For each turn those in which what it hears was first said."""
-    said: dict[_Key, tuple[int, int]] = {}
-    for p, peer in enumerate(peers):
-        for i, turn in enumerate(turns[peer]):
-            for key in turn.says:
-                said.setdefault(key, (p, i))
-    return {
-        (p, i): [said[key] for key in turn.hears if key in said]
-        for p, peer in enumerate(peers)
-        for i, turn in enumerate(turns[peer])
-        if turn.hears
-    }
-
-
-def _project(
-    peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]], clocks: list[list[Cut]]
-) -> Execution:
-    """The order of all moves, cut down to that of the events. Failures have no part in it."""
-    lines: dict[str, tuple[Event, ...]] = {}
-    fixed: list[list[tuple[int, int]]] = []  # by participant: (turn, index of the event)
-    for peer in peers:
-        found = [(i, event) for i, turn in enumerate(turns[peer]) for event in turn.events]
-        lines[str(peer)] = tuple(event for _, event in found)
-        fixed.append([(i, n) for n, (i, event) in enumerate(found) if event.kind != "fail"])
-    before: set[tuple[Mark, Mark]] = set()
-    for p, marks in enumerate(fixed):
-        for i, n in marks:
-            for q, bound in enumerate(clocks[p][i]):
-                at = bisect_left(fixed[q], (bound, 0))
-                if q != p and at:
-                    before.add(((str(peers[q]), fixed[q][at - 1][1]), (str(peers[p]), n)))
-    return Execution(lines, frozenset(before))

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.messages.fault_plans import FaultPlan, in_words, load_plan
-from fft.trace.audit import Trace, read_lines, read_trace, trace_files
 from fft.trace.format import scope_folders
+from fft.trace.read import Trace, read_lines, read_trace, trace_files
 from fft.trace.tail import TraceTail
 
 _PLAN = "faults.json"
@@ -93,6 +93,9 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
         end = next((e for e in ends if e.wall >= wall), None)
         if (alone := _alone(lines, name, wall, who)) is not None:
             found.append((wall, alone))
+            continue
+        if (apart := _while_apart(lines, name, wall, who, end)) is not None:
+            found.append((wall, apart))
             continue
         if end is not None:
             explained.add(end.record["n"])
@@ -252,7 +255,8 @@ def _ends(lines: list[_Line]) -> list[_End]:
             known.setdefault(record["n"], (line.wall, record))
     ends = []
     for n, (wall, record) in sorted(known.items()):
-        if record["kind"] == "abort" or record["change"]:
+        apart = record.get("bound") and not record["leavers"]  # each epoch ends with its commit
+        if record["kind"] == "abort" or (record["change"] and not apart):
             following = known.get(n + 1, (0.0, None))[1]
             ends.append(_End(wall, record, following))
     return ends
@@ -286,6 +290,26 @@ def _alone(
         attempts_lost=1,
         bytes_healed=0,
     )
+
+
+def _while_apart(
+    lines: list[_Line], name: str, wall: float, who: tuple[str, int, int], end: _End | None
+) -> Incident | None:
+    """A fault that ends a process of an asynchronous job between two synchronisations: the others
+    commit, and roll nothing back. None: it was another one."""
+    moves = [x for x in lines if x.who == who and "roles" in x.record]
+    if not moves or moves[-1].wall > wall or moves[-1].record["roles"][1] != "apart":
+        return None
+    commits = (
+        x.wall
+        for x in lines
+        if x.wall >= wall and x.event.get("type") == "applied" and x.who != who
+    )
+    commit = next(commits, None)
+    if commit is None or (end is not None and end.wall < commit):
+        return None
+    told = f"group {who[0]} is left out of the next synchronisation"
+    return Incident(name, told, None, (commit - wall) * 1e3, 0, 0)
 
 
 def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> Incident:

@@ -221,6 +221,11 @@ class RankState:
         self._manager._step = record.step
         self._manager._batches_committed = record.batches
 
+    def stands_apart(self, step: int, groups: int) -> None:
+        """The group goes on alone from ``step``; so many were in its last epoch."""
+        if self._injector is not None:
+            self._injector.begin(step, groups, 0)
+
     def checkpoint_fields(self) -> dict[str, Any]:
         """What belongs into a checkpoint besides torchft's own fields."""
         at = self.position  # not where the engine stands: it hears of an update when it is over

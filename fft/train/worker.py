@@ -222,11 +222,6 @@ class Worker:
         if self._injector is not None:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
-    def stands_apart(self, step: int, groups: int) -> None:
-        """The group goes on alone from ``step``; so many were in its last epoch."""
-        if self._injector is not None:
-            self._injector.begin(step, groups, 0)
-
     def _compare_updates(self, plan: StartTxn) -> None:
         """Have the vote say that no optimizer step has followed the last commit here.
 
@@ -352,11 +347,6 @@ class Worker:
             self._apply_failed(error)
             return False
         return True
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the update of the last commit went well here."""
-        return self._apply_error is None
 
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""

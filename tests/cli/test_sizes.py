@@ -33,7 +33,10 @@ LONG_FILES = {
         640,
         "One world, whose faults and whose services meet in its clock.",
     ),
-    "trace/live_sets.py": (702, "A definition and its decision; reading traces could leave."),
+    "trace/live_sets.py": (
+        508,
+        "A definition and its decision, which are read against each other.",
+    ),
     "train/lighthouse.py": (433, "Heartbeats and quorums, which share a client; could be two."),
     "train/process_group/abortable.py": (
         574,

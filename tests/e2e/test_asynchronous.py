@@ -15,6 +15,7 @@ from waiting import wait_until
 
 import fft
 from fft.trace.audit import read_lines
+from fft.train.hangs import hung
 from fft.util.errors import FftError
 
 EVERY = 2

@@ -25,6 +25,7 @@ from fft.messages.protocol import (
     Peer,
     Prepared,
     Ready,
+    Seen,
     Stop,
     Token,
     Vote,
@@ -607,6 +608,11 @@ def one_leaves_the_barrier_early(h: History) -> str:
 @breaks("live_set", f"{A} left the barrier of epoch 1 without {B}")
 def one_was_never_in_the_barrier(h: History) -> None:
     drop(h, B, of(Healed))
+
+
+@breaks("data_flow", "record 2 names the bounds [('other', 1)], its scope has []")
+def a_commit_names_a_bound_that_its_scope_has_not(h: History) -> None:
+    change_all(h, brings("commit", FIRST), record(seen=(Seen("other", 9, 1),)))
 
 
 @breaks("drain", f"{A} left on purpose in state NORMAL, not after a commit")

@@ -58,6 +58,20 @@ def two_scopes(more: str, sync: str = "every_step") -> Files:
     )
 
 
+def stages(flow: str, *more: str) -> Files:
+    """Two stages with scopes of their own, or more, and the edges between them."""
+    names = ["one", "two", *more]
+    held = "".join(f"  {n}: {{ranks: stages, samples: per_group}}\n" for n in names)
+    scopes = "".join(
+        f"  s_{n}: {{members: stage, commits: [{n}], sync: every_step}}\n" for n in names
+    )
+    return changed(
+        "  model: {ranks: shards}\nscopes:\n"
+        "  step: {members: job, commits: [model], sync: every_step}\n",
+        f"{held}scopes:\n{scopes}flow: {flow}\n",
+    )
+
+
 LIMBO = """
   LIMBO:
     role: healing
@@ -144,6 +158,50 @@ BAD = {
         changed("sync: every_step", "sync: periodic"),
         "scopes.step.sync",
         "add one, or say every_step",
+    ),
+    "a stage beside a scope of the job": (
+        two_scopes("{members: stage, commits: [head], sync: every_step}"),
+        "scopes.step.members",
+        "other scopes are those of stages",
+    ),
+    "a flow from a scope that is not there": (
+        stages("[{from: s_on, to: s_two, ahead: 1}]"),
+        "flow.0.from",
+        "did you mean 's_one'",
+    ),
+    "a flow between scopes of other kinds": (
+        changed("policies:\n", "flow: [{from: step, to: step, ahead: 1}]\npolicies:\n"),
+        "flow.0.from",
+        "is no scope of a stage",
+    ),
+    "an edge twice": (
+        stages("[{from: s_one, to: s_two, ahead: 1}, {from: s_one, to: s_two, ahead: 2}]"),
+        "flow.1",
+        "stands here already",
+    ),
+    "a circle": (
+        stages("[{from: s_one, to: s_two, ahead: 1}, {from: s_two, to: s_one, ahead: 1}]"),
+        "flow.0",
+        "'s_one' would wait for itself: s_one → s_two → s_one",
+    ),
+    "a bound of nothing": (
+        stages("[{from: s_one, to: s_two, ahead: 0}]"),
+        "flow.0.ahead",
+        "greater than or equal to 1",
+    ),
+    "a bound below the depth": (
+        stages(
+            "[{from: s_one, to: s_two, ahead: 1}, {from: s_two, to: s_three, ahead: 1}, "
+            "{from: s_one, to: s_three, ahead: 1}]",
+            "three",
+        ),
+        "flow.2.ahead",
+        "s_one → s_two → s_three is 2 steps deep",
+    ),
+    "a stage that nothing flows to": (
+        stages("[{from: s_one, to: s_two, ahead: 1}]", "three"),
+        "scopes.s_three",
+        "no edge of the flow leads to this stage",
     ),
     "unknown members": (changed("members: job", "members: jobs"), "scopes.step.members", "'job'"),
     "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),

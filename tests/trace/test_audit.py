@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from fft.messages.protocol import Applied, Event, Peer, Prepared
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.prove.cluster import Node
+from fft.trace import audit
 from fft.trace.audit import AuditError, audit_dir, read_lines
 from fft.trace.format import chain
 from fft.trace.report import fired, incidents, input_wait, save_plan
@@ -58,6 +60,13 @@ class TracedJob(Job):
     def close(self) -> None:
         for writer in self.writers.values():
             writer.close()
+
+
+@pytest.fixture(autouse=True, params=[8, 1024])
+def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Records side by side: with few, facts of these short runs are forgotten on the way."""
+    monkeypatch.setattr(audit, "_WINDOW", request.param)
+    return request.param
 
 
 @pytest.fixture
@@ -282,6 +291,46 @@ def test_whatever_a_note_says_the_chain_holds_and_it_is_read_back(
     (note,) = read_lines(tmp_path, lambda line: line["kind"] == "note")
     assert note["data"] == said
     assert audit_dir(tmp_path).ok
+
+
+def test_a_trace_that_lacks_its_end_is_named_and_no_guarantee_is_blamed(
+    traces: Path, window: int
+) -> None:
+    """Wherever it is cut off between two lines: as by a copy that was not finished."""
+    path = traces / "g1r0i1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    named = []
+    for kept in range(1, len(lines)):
+        path.write_bytes(b"".join(lines[:kept]))
+        report = audit_dir(traces)
+        odd = {f.name: f.violation for f in report.findings if f.violation}
+        assert odd.keys() <= {"trace_whole"}, (kept, odd)
+        if odd:
+            named.append(kept)
+            assert odd["trace_whole"].startswith("the trace of 1/0#1 ends before "), odd
+    assert named[:3] == [1, 2, 3] and len(named) > len(lines) / 2
+
+
+def peak_of_audit(directory: Path) -> int:
+    tracemalloc.start()
+    try:
+        assert audit_dir(directory).ok
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_audit_of_a_long_run_takes_no_more_memory(tmp_path: Path, window: int) -> None:
+    if window > 8:
+        pytest.skip("the run is short against it")
+    peaks = []
+    for steps in (200, 800):
+        job = TracedJob(tmp_path / str(steps))
+        for _ in range(steps):
+            job.step()
+        job.close()
+        peaks.append(peak_of_audit(job.directory))
+    assert peaks[1] < 1.2 * peaks[0], peaks
 
 
 def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:

@@ -23,6 +23,7 @@ from fft.protocol.guards import GUARDS
 from fft.protocol.invariants import Finding, History
 from fft.protocol.participant import Participant
 from fft.trace.audit import read_trace, replay, trace_files
+from fft.trace.barriers import execution_of, judge_live_sets
 from fft.trace.live_sets import (
     Event,
     Execution,
@@ -31,8 +32,6 @@ from fft.trace.live_sets import (
     LiveSetVerdict,
     Mark,
     decide,
-    execution_of,
-    judge_live_sets,
     render,
     timed,
     unheard,

@@ -11,6 +11,9 @@ from fft.protocol.effects.base import action
 from fft.protocol.effects.timing import arm
 from fft.protocol.state import Config, Local, hello
 
+_SILENT = 8
+"""Records between which a rank that lives has asked again: it does so in each join_interval."""
+
 
 @action
 def stand_apart(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -29,6 +32,21 @@ def ask_to_come_in(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.hellos = {**s.hellos, (c.me.group, c.me.rank): word}
     s.joining |= {c.me}
     yield Broadcast(Join(word))
+
+
+@action
+def forget_silent_mates(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """A rank of my group that has said nothing while the job went on does not ask any more.
+
+    It may have left, and its word of that may be lost.
+    """
+    newest = s.head.n if s.head is not None else 0
+    s.joining -= {
+        h.peer
+        for h in s.hellos.values()
+        if h.store == c.store and h.peer != c.me and h.head + _SILENT <= newest
+    }
+    return ()
 
 
 @action

@@ -62,8 +62,8 @@ def awaits_others(s: Local, c: Config, event: Event) -> bool:
 @guard
 def from_awaited(s: Local, c: Config, event: Event) -> bool:
     """It is a sign of life from a group that is needed."""
-    needed = apart.awaited(s, c) if isinstance(event, Here) else ()
-    return any(event.peer in each.entry.peers() for each in needed)
+    who = event.peer if isinstance(event, Here) else None
+    return any(who in each.entry.peers() for each in apart.awaited(s, c))
 
 
 @guard

@@ -1,4 +1,4 @@
-"""Guarantee 13, of an asynchronous job: who synchronises, with what, and who is left behind. Pure."""
+"""Guarantee 13, of an asynchronous job: who synchronises with what, who is left behind. Pure."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def _keeps_standings(was: Record, now: Record) -> bool:
 
 
 def _counts_what_it_may(was: Record, now: Record) -> bool:
-    """Contributions are of leases held before. If there are none, all members begin anew."""
+    """Contributions are of leases held before. Where there are none, all members begin anew from
+    the state of the epoch, be it on a slice that one of them had."""
     inside, standing = _inside(now), _by_key(now.standing)
     own = [lease for lease in now.leases if lease[1:] in inside]
     old = [lease for lease in own if lease in was.leases]
@@ -86,7 +87,8 @@ def _counts_what_it_may(was: Record, now: Record) -> bool:
         lease[1:] in standing and now.step + 1 - standing[lease[1:]].base <= now.bound
         for lease in now.leases
     )
-    return known and (len(old) == len(own) or not old)
+    anew = all(lease[1:] in standing and standing[lease[1:]].base == now.step for lease in own)
+    return known and (len(old) == len(own) or (anew and len(own) == len(inside)))
 
 
 def _goes_on(was: Record, now: Record) -> bool:

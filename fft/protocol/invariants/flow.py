@@ -27,8 +27,11 @@ def data_flow(move: Move) -> Iterator[Claim]:
     record = move.record
     if record is not None and record.kind == "commit":
         bound_to = {(e.scope, e.ahead) for e in move.before.elsewhere}
-        text = f"record {record.n} names the bounds {record.seen}, which are not all of {bound_to}"
-        yield Holds({(s.scope, s.ahead) for s in record.seen} == bound_to, text)
+        named = {(s.scope, s.ahead) for s in record.seen}
+        text = (
+            f"record {record.n} names the bounds {sorted(named)}, its scope has {sorted(bound_to)}"
+        )
+        yield Holds(named == bound_to, text)
         for scope, version, ahead in record.seen:
             text = f"record {record.n} commits {record.step}, but {scope!r} had {version} + {ahead}"
             yield Holds(record.step <= version + ahead, text)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never, cast
 
-from fft.messages.protocol import Peer, Token
+from fft.messages.effects import Decide
+from fft.messages.protocol import Ballot, Begin, Decision, Peer, Ready, Token
 from fft.protocol.invariants.bounded import bounded
 from fft.protocol.invariants.claims import (
     Claim,
@@ -20,6 +21,7 @@ from fft.protocol.invariants.claims import (
     Same,
 )
 from fft.protocol.invariants.decisions import agreement, exactly_once, validity
+from fft.protocol.invariants.facts import Facts, Numbers
 from fft.protocol.invariants.flow import data_flow
 from fft.protocol.invariants.membership import decided, drain, join, live_set
 from fft.protocol.invariants.replicas import divergence, fencing, replicas_equal, shard_unity, skip
@@ -73,6 +75,8 @@ class Judge:
         names: invariants to evaluate; all by default.
         traced: participants whose moves will come in; None: all that there are.
         cut: those of whom not all moves will; nothing is claimed of what they may have done.
+        window: moves come in by and by, those of one register record together (`reach`). What no
+            move has spoken of for so many records is judged by then, and forgotten. None: never.
     """
 
     def __init__(
@@ -80,14 +84,37 @@ class Judge:
         names: Iterable[str] | None = None,
         traced: Collection[Peer] | None = None,
         cut: Collection[Peer] = (),
+        window: int | None = None,
     ) -> None:
         self.findings = {name: Finding(name) for name in names or INVARIANTS}
-        self._traced, self._cut = traced, cut
-        self._facts: dict[Key, Any] = {}
-        self._waiting: list[tuple[Finding, Given, str]] = []
+        self.truncated: dict[Peer, str] = {}
+        """Whose moves end before what others had of them, by the place and in words."""
+        self._traced, self._cut = traced, set(cut)
+        self._facts = Facts(window)
+        self._served: dict[int, Numbers] = {}
+        """By rank: slices that were served, as far as the facts of it are forgotten."""
+        self._waiting: dict[int, list[tuple[Finding, Given, str]]] = {}
+        self._ended: set[Peer] = set()
+        """Of whom no more moves will come in."""
+
+    def reach(self, record: int, epoch: int) -> None:
+        """The next moves begin at this register record, in this epoch, or later."""
+        for number in self._facts.due(record, epoch):
+            for finding, claim, place in self._waiting.pop(number, ()):
+                self._ask(finding, claim, place)
+            for kind, *about in self._facts.forget(number - 1):  # what these may have asked for
+                if kind == "served":
+                    served, rank = cast("list[int]", about)
+                    self._served.setdefault(rank, Numbers()).add(served)
+
+    def ended(self, peer: Peer) -> None:
+        """The trace of ``peer`` has no more moves: what it lacks, and others had, is missing."""
+        self._ended.add(peer)
 
     def feed(self, move: Move) -> None:
         """Take one move."""
+        self._facts.at = max(self._facts.at, move.after.head.n if move.after.head else 0)
+        self._note_others(move)
         for name, finding in self.findings.items():
             for claim in INVARIANTS[name](move):
                 self._weigh(finding, claim, move.place)
@@ -98,6 +125,9 @@ class Judge:
             finding = self.findings["samples_once"]
             text = f"slice {number} was served to {peer} in {token}, and to {{was}}"
             key = ("served", number, peer.rank)
+            long_ago = number in self._served.get(peer.rank, ()) and key not in self._facts
+            if long_ago:
+                finding.expect(False, text.replace("{was}", "another, long before"), place)
             self._weigh(finding, Same(key, f"{peer} in {token}", text), place)
             text = f"{peer} consumed slice {number} in txn {token}, which has others"
             given = Given((("data of", token),), text, lambda data: number in data)
@@ -105,18 +135,19 @@ class Judge:
 
     def finish(self) -> list[Finding]:
         """Weigh what had to wait for facts, and tell what was found."""
-        for finding, claim, place in self._waiting:
-            self._ask(finding, claim, place)
+        for waiting in self._waiting.values():
+            for finding, claim, place in waiting:
+                self._ask(finding, claim, place)
         self._waiting.clear()
         return list(self.findings.values())
 
     def _weigh(self, finding: Finding, claim: Claim, place: str) -> None:
         match claim:
             case Know(key=key, value=value):
-                self._facts.setdefault(key, value)
+                self._facts.put(key, value)
             case Same(key=key, value=value, text=text):
                 finding.compared += key[0] == "digest" and key in self._facts
-                was = self._facts.setdefault(key, value)
+                was = self._facts.put(key, value)
                 finding.expect(was == value, text.replace("{was}", str(was)), place)
             case Holds(ok=ok, text=text):
                 finding.expect(ok, text, place)
@@ -124,12 +155,13 @@ class Judge:
                 if all(key in self._facts for key in claim.keys):
                     self._ask(finding, claim, place)
                 else:
-                    self._waiting.append((finding, claim, place))
+                    self._waiting.setdefault(self._facts.bucket, []).append((finding, claim, place))
             case _:
                 assert_never(claim)
 
     def _ask(self, finding: Finding, claim: Given, place: str) -> None:
         missing = [key for key in claim.keys if key not in self._facts]
+        self._look_for_truncated(missing)
         if missing and (not claim.needed or any(map(self._may_be_cut, missing))):
             return
         for peer in (part for key in missing for part in key if isinstance(part, Peer)):
@@ -139,6 +171,38 @@ class Judge:
         holds = False if missing else claim.test(*(self._facts[key] for key in claim.keys))
         if holds is not None:
             finding.expect(holds, claim.text, place)
+
+    def _note_others(self, move: Move) -> None:
+        """What the move tells of what others have done, whatever their own moves tell."""
+        match move.event:
+            case Ballot(token=token, votes=votes):
+                for vote in votes:
+                    self._others_had("yes", token, vote.peer, move)
+            case Decision(record=record) if record is not None and record.kind == "commit":
+                self._others_had("yes", record.token, record.by, move)
+            case Ready(peer=peer, epoch=epoch) | Begin(peer=peer, epoch=epoch):
+                self._others_had("in barrier", epoch, peer, move)
+        for effect in move.out.effects:
+            if isinstance(effect, Decide) and effect.proposal.kind == "commit":
+                self._facts.put(("proposed", move.before.token, move.peer), True)
+
+    def _others_had(self, kind: str, at: Token | int, peer: Peer, move: Move) -> None:
+        if peer != move.peer:
+            self._facts.put(("others had", kind, at, peer), move.place)
+
+    def _look_for_truncated(self, missing: Iterable[Key]) -> None:
+        """Others have had what only this move can have brought: it was made, and its trace is not
+        all here. Nobody else has done anything wrong then."""
+        for key in missing:
+            if (had := ("others had", *key)) not in self._facts:
+                continue
+            kind, at, peer = cast("tuple[str, Token | int, Peer]", key)
+            if peer not in self._ended - self._cut or ("proposed", at, peer) in self._facts:
+                continue
+            of = f"its vote in txn {at}" if kind == "yes" else f"its ready for epoch {at}"
+            text = f"the trace of {peer} ends before {of}, which others had of it"
+            self.truncated[peer] = f"{text} ({self._facts[had]}): lines are missing at its end"
+            self._cut.add(peer)
 
     def _may_be_cut(self, key: Key) -> bool:
         """Whether a fact may be missing because the move that made it is."""

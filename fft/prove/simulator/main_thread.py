@@ -153,12 +153,9 @@ class MainThread:
             self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
             self._stands.says(Applied(token, self.bits.told))
             if self._world.spec.bound:
-                self._process.later(self._world.apart_for(self._process.peer), self._ask)
+                after = self._world.apart_for(who)
+                self._process.later(after, self._process.post, Synchronise())
         self._wait()
-
-    def _ask(self) -> None:
-        """The contribution is computed."""
-        self._process.post(Synchronise())
 
     # --- the process groups ---
 

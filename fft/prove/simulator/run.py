@@ -19,8 +19,8 @@ from fft.protocol.table import EXIT_ROWS, Table
 from fft.prove.clock import Clock
 from fft.prove.simulator.faults import DEFAULT, Weather
 from fft.prove.simulator.job import RunEnds, Violation, World
-from fft.trace.flow import Register, judge_flow
-from fft.trace.live_sets import judge_live_sets
+from fft.trace.barriers import judge_live_sets
+from fft.trace.flow import Flow, judge_flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,13 @@ def _live(worlds: list[World], clock: Clock) -> float | None:
     return settled
 
 
+def _flow_of(world: World) -> Flow:
+    flow = Flow(world.name, {e.scope: e.ahead for e in world.spec.bound_to(world.name)})
+    for record in world.bus.history:
+        flow.take(record)
+    return flow
+
+
 def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None) -> Result:
     """What the seed did, and what is wrong with it."""
     first, told, checks = worlds[0], list[Violation](), 0
@@ -123,14 +130,7 @@ def _judged(seed: int, spec: FsmSpec, worlds: list[World], settled: float | None
         faults += world.seen.faults
         rows |= _names(spec, world.seen.rows)
         told += world.seen.violations
-    flow = judge_flow(
-        Register(
-            world.name,
-            {e.scope: e.ahead for e in spec.bound_to(world.name)},
-            world.bus.history,
-        )
-        for world in worlds
-    )
+    flow = judge_flow(map(_flow_of, worlds))
     told += [Violation(flow.name, flow.violation, flow.place)] if flow.violation else []
     return Result(
         seed=seed,

@@ -154,7 +154,7 @@ class PeriodicLoop:
         assert record is not None and engine is not None, "it was committed"
         synchronizer.lease = own_lease(record.leases, engine.participant.config)
         synchronizer.base = record.step
-        self.loop.worker.stands_apart(record.step, len(plan.members))
+        self.state.stands_apart(record.step, len(plan.members))
         own = replace(plan, step=record.step, lineage=record.lineage, lease=synchronizer.lease)
         if (yield from self._inner_steps(own, inputs)) is None:
             return  # the engine has a word: this group leaves
@@ -173,7 +173,7 @@ class PeriodicLoop:
             # for the slowest group, as long as the process group does
             with self.watchers.waiting():
                 self.synchronizer.finish()
-        return txn.committed and not self.loop.is_over and self.loop.worker.is_whole
+        return txn.committed and not self.loop.is_over and not self.synchronizer.is_launched
 
 
 class JobsPart:

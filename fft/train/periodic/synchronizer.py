@@ -333,6 +333,7 @@ class Synchronizer(ABC):
     def _end_window(self) -> None:
         self._history = _after(self._history, "synchronised")
         self.lease, self.position, self._buckets = None, 0, []
+        self.is_launched = False
         self.shared.note_progress()
 
     # --- what is reduced ---

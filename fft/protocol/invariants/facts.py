@@ -1,0 +1,111 @@
+"""What a judge knows while moves come in: facts, which may be forgotten when their time is over."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any
+
+from fft.protocol.invariants.claims import Key
+
+_OF_EPOCHS = frozenset({"members", "epoch", "in barrier"})
+"""Facts of an epoch (second element of the key), which are asked for as long as it lasts, and when
+the next one begins."""
+_EPOCHS = 2
+
+
+class Facts:
+    """Facts by key. Register records are put into buckets of ``window``; a fact is in the bucket of
+    the record at which it was spoken of last, and is forgotten with it."""
+
+    def __init__(self, window: int | None) -> None:
+        """``window``: None: nothing is forgotten."""
+        self._window = window
+        self.at = 0
+        """The register record that the moves stand at, which speak now."""
+        self._reached = 0
+        self._epoch = 0
+        self._values: dict[Key, Any] = {}
+        self._bucket_of: dict[Key, int] = {}
+        self._keys: dict[int, set[Key]] = {}
+
+    @property
+    def bucket(self) -> int:
+        """Where what is said now belongs."""
+        return 0 if self._window is None else self.at // self._window
+
+    def put(self, key: Key, value: Any) -> Any:
+        """Know it, if nothing is known of ``key``; what is known."""
+        if self._window is not None:
+            self._touch(key, self.bucket)
+        return self._values.setdefault(key, value)
+
+    def _touch(self, key: Key, bucket: int) -> None:
+        if self._bucket_of.get(key, -1) < bucket:
+            self._bucket_of[key] = bucket
+            self._keys.setdefault(bucket, set()).add(key)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: Key) -> Any:
+        return self._values[key]
+
+    def due(self, record: int, epoch: int) -> Iterator[int]:
+        """The buckets that are over when the moves have reached ``record`` in ``epoch``: all before
+        the last one."""
+        self.at, self._epoch = record, max(self._epoch, epoch)
+        if self._window is None:
+            return
+        while self._reached < record // self._window - 1:
+            yield self._reached
+            self._reached += 1
+
+    def forget(self, bucket: int) -> Iterator[Key]:
+        """Forget what was not spoken of since, and tell of what."""
+        keys = self._keys.pop(bucket, set())
+        for key in keys:
+            if self._bucket_of.get(key) != bucket:
+                continue
+            if key[0] in _OF_EPOCHS and key[1] > self._epoch - _EPOCHS:  # type: ignore[operator]
+                self._touch(key, bucket + 1)
+                continue
+            del self._values[key], self._bucket_of[key]
+            yield key
+
+
+class Numbers:
+    """A set of whole numbers, as its runs: what is nearly everything takes a little memory."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        """Of each run, one beyond its last number."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, number: object) -> bool:
+        assert isinstance(number, int)
+        at = bisect_right(self._begins, number)
+        return at > 0 and number < self._ends[at - 1]
+
+    def add(self, number: int) -> None:
+        """Put it in, if it is not."""
+        if number in self:
+            return
+        self._count += 1
+        at = bisect_right(self._begins, number)
+        joins_left = at > 0 and self._ends[at - 1] == number
+        joins_right = at < len(self._begins) and self._begins[at] == number + 1
+        if joins_left and joins_right:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._begins[at]
+        elif joins_left:
+            self._ends[at - 1] = number + 1
+        elif joins_right:
+            self._begins[at] = number
+        else:
+            self._begins.insert(at, number)
+            self._ends.insert(at, number + 1)

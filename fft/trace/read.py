@@ -1,0 +1,129 @@
+"""Trace files: one line after the other, linked by digests, up to their end or the first damage.
+
+Reads files, block by block, so that a run of any length takes a little memory, and any number of
+traces no open files. `read_trace` and `read_lines` are for those who want a trace, or lines, at
+once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fft.trace.format import chain
+from fft.util.errors import FftError
+
+GAP = "gap"
+"""A line in the place of lines that could not be written: what came after it is not audited."""
+_BLOCK = 1 << 18
+
+
+class AuditError(FftError):
+    """There is nothing to audit at the given place."""
+
+
+@dataclass(slots=True)
+class TraceFile:
+    """One file, read by `lines`; the other fields tell of what was read so far."""
+
+    path: Path
+    count: int = 0
+    """Lines that are right."""
+    torn: bool = False
+    """The last lines were cut off, as by SIGKILL; the event that they tell of is left out."""
+    damage: str | None = None
+    gaps: list[str] = field(default_factory=list)
+    """Where lines could not be written, and how many."""
+
+    def lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each line's number from 1, and record, until the end or the first damage."""
+        link = ""
+        for number, piece in enumerate(self._pieces(), 1):
+            problem = _damage(piece, link, number)
+            if isinstance(problem, str):
+                self.damage = f"{self.path.name}:{number}: {problem}"
+                return
+            link = problem["h"]
+            self.count = number
+            if problem["kind"] == GAP:
+                lost = problem.get("lost")
+                self.gaps.append(f"{self.path.name}:{number}: {lost} lines are missing here")
+            yield number, problem
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Whole lines, without their ends. The file is not kept open between two blocks."""
+        rest, at = b"", 0
+        while True:
+            with self.path.open("rb") as file:
+                file.seek(at)
+                block = file.read(_BLOCK)
+            if not block:
+                break
+            at += len(block)
+            *pieces, rest = (rest + block).split(b"\n")
+            yield from pieces
+        self.torn = bool(rest)
+
+
+@dataclass(slots=True)
+class Trace:
+    """One file as a whole, as far as it can be read."""
+
+    path: Path
+    lines: list[tuple[int, dict[str, Any]]]
+    """(line number from 1, record)"""
+    torn: bool
+    damage: str | None
+    gaps: list[str]
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a file and follow its chain until the end or the first damage."""
+    file = TraceFile(path)
+    lines = list(file.lines())
+    return Trace(path, lines, file.torn, file.damage, file.gaps)
+
+
+def has_gap(path: Path) -> bool:
+    """Whether a line of the file tells that others could not be written. Follows no chain."""
+    return any(b'"kind":"gap"' in piece for piece in TraceFile(path)._pieces())
+
+
+def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
+    """The record of a line, or what is wrong with the line."""
+    try:
+        text = piece.decode()
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter: lists within lists, 1000 deep
+        return f"not JSON ({error}); the line was changed after it was written"
+    if not isinstance(record, dict) or not isinstance(record.get("h"), str):
+        return "no chain digest; the line is not from a trace"
+    body = text[: text.rindex(',"h":')] + "}"
+    if chain(link, body) != record["h"]:
+        return "the line does not follow from the one before: changed, removed or inserted here"
+    if record.get("seq") != number:
+        return f"sequence number {record.get('seq')} instead of {number}"
+    return record
+
+
+def trace_files(directory: str | Path) -> list[Path]:
+    """The trace files of a run, by name. Raises ``AuditError`` if there is none."""
+    paths = sorted(Path(directory).glob("*.jsonl"))
+    if not paths:
+        raise AuditError(f"{directory}: no trace files (*.jsonl); pass the run's --trace-dir")
+    return paths
+
+
+def read_lines(
+    directory: str | Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True
+) -> list[dict[str, Any]]:
+    """All transitions and notes of a run, by wall clock; of a long one, those to ``keep``.
+
+    Raises ``AuditError`` if there is no trace.
+    """
+    found = (line for path in trace_files(directory) for _, line in TraceFile(path).lines())
+    lines = [line for line in found if line["kind"] != "header" and keep(line)]
+    return sorted(lines, key=lambda line: line["wall"])

@@ -1,0 +1,187 @@
+"""A trace through the shipped core once more: each event is handled again, and does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from fft.messages.protocol import Peer, UnreadableMessage, event_from_json
+from fft.protocol.flow import Elsewhere
+from fft.protocol.invariants import Finding, Move
+from fft.protocol.participant import Participant
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import Config
+from fft.protocol.table import Table
+from fft.trace.format import FORMAT
+from fft.trace.read import GAP, Trace, TraceFile
+
+_HANDLED = {"transition", "fenced", "refused", "deferred"}
+
+
+class Note(NamedTuple):
+    """A line that is no event of the protocol, and its place."""
+
+    place: str
+    line: dict[str, Any]
+
+
+def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
+    """The participant that a header line describes, and the fields of its start.
+
+    Raises:
+        ValueError, KeyError, TypeError: the header is not one of this format.
+    """
+    if head.get("kind") != "header" or head["format"] != FORMAT:
+        raise ValueError(f"the first line is no header of trace format {FORMAT}")
+    flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
+    values = {**head["config"], "me": Peer(*head["config"]["me"]), "flow": flow}
+    table = Table(FsmSpec.model_validate(head["spec"]))
+    return Participant(table, Config(**values)), head["start"]
+
+
+def _elsewhere(told: dict[str, Any]) -> Elsewhere:
+    return Elsewhere(**{**told, "groups": tuple(told["groups"])})
+
+
+class Replay:
+    """One trace file as moves and notes, in their order; what it does not do right is found."""
+
+    def __init__(self, file: TraceFile, finding: Finding) -> None:
+        self.file, self._finding = file, finding
+        self.head: dict[str, Any] = {}
+        """Its first line, if that is a header of this format."""
+        self.differs = False
+        """Its moves end before the file does: what they would have been nobody knows."""
+
+    def run(self) -> Iterator[Move | Note]:
+        """All of the file; after a difference, or a gap, nothing more than what still can be told:
+        after a gap nothing, after a difference notes."""
+        lines = self.file.lines()
+        number, first = next(lines, (0, {}))
+        if not first or first["kind"] == GAP:
+            for _ in lines:  # the chain goes on
+                pass
+            return
+        name = self.file.path.name
+        try:
+            participant, start = participant_of(first)
+        except (ValueError, KeyError, TypeError) as error:
+            self._finding.expect(False, f"the header cannot be used: {error}", f"{name}:1")
+            moves, self.differs = None, True
+        else:
+            self.head = first
+            moves = _Events(self.file, participant, start)
+        gap = False
+        for number, line in lines:
+            gap = gap or line["kind"] == GAP
+            if moves is not None:
+                move = self._move(moves, number, line)
+                if isinstance(move, Move):
+                    yield move
+                if moves.is_over:
+                    moves = None
+            if line["kind"] == "note" and not gap:
+                yield Note(f"{name}:{number}", line)
+        if moves is not None and isinstance(move := self._move(moves, 0, _END), Move):
+            yield move
+
+    def _move(self, moves: _Events, number: int, line: dict[str, Any]) -> Move | None:
+        try:
+            done = moves.take(number, line)
+        except (UnreadableMessage, KeyError, AssertionError) as error:
+            text = f"the event after this line cannot be handled: {error!r}"
+            self._finding.expect(False, text, f"{self.file.path.name}:{moves.last}")
+            moves.is_over = self.differs = True
+            return None
+        if done is None:
+            return None
+        move, at, difference = done
+        moves.last = at
+        self._finding.expect(difference is None, difference or "", f"{self.file.path.name}:{at}")
+        if difference is not None:
+            moves.is_over = self.differs = True
+            return None
+        return move
+
+
+_END: dict[str, Any] = {"kind": "end", "event": {}}
+
+
+class _Events:
+    """The lines of each event are gathered, and the event is handled when the next one begins."""
+
+    def __init__(self, file: TraceFile | Trace, participant: Participant, start: Any) -> None:
+        self._file, self._participant = file, participant
+        self._local = participant.initial(**start)
+        self._told: list[tuple[int, dict[str, Any]]] = []
+        self.last = 1
+        """The line of the last event that was handled."""
+        self.is_over = False
+
+    def take(self, number: int, line: dict[str, Any]) -> tuple[Move, int, str | None] | None:
+        """The move that ends before this line, its line, and how the trace differs from it."""
+        if line["kind"] == "transition" and line["event"] is None:
+            self._told.append((number, line))
+            return None
+        told, self._told = self._told, [(number, line)] if line["kind"] in _HANDLED else []
+        self.is_over = line["kind"] in (GAP, "end")
+        return self._handled(told, line) if told else None
+
+    def _handled(
+        self, told: list[tuple[int, dict[str, Any]]], line: dict[str, Any]
+    ) -> tuple[Move, int, str | None] | None:
+        first = told[0]
+        event, at = event_from_json(first[1]["event"]), first[1]["at"]
+        before = self._local
+        self._local, out = self._participant.handle(before, event, at)
+        place, peer = f"{self._file.path.name}:{first[0]}", self._participant.config.me
+        move = Move(peer, before, event, self._local, out, place, first[1]["wall"])
+        lines = [t[1] for t in told]
+        if line["kind"] == "end" and _is_cut_off(lines, move):
+            self._file.torn = True
+            return None
+        return move, first[0], _difference(lines, move)
+
+
+def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
+    """Handle every event of a trace again: (move, line, how the trace differs from the core)."""
+    participant, start = participant_of(trace.lines[0][1])
+    events = _Events(trace, participant, start)
+    end: Iterable[tuple[int, dict[str, Any]]] = [(0, _END)]
+    for number, line in [*trace.lines[1:], *end]:
+        if (done := events.take(number, line)) is not None:
+            yield done
+        if events.is_over:
+            return
+
+
+def _rows(lines: list[dict[str, Any]], move: Move) -> tuple[list[Any], list[Any]]:
+    """The rows that an event took: as its lines tell, and as the table has them."""
+    told = [
+        (x.get("from"), x.get("to"), x.get("on"), x.get("guards"), x.get("effects")) for x in lines
+    ]
+    return told, [(s.source, s.dest, s.event, s.guards, s.effects) for s in move.out.steps]
+
+
+def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
+    """Whether the process was killed as it wrote these lines; it had done nothing of them yet."""
+    told, rows = _rows(lines, move)
+    return len(told) < len(rows) and told == rows[: len(told)]
+
+
+def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
+    if move.out.verdict != "row":
+        told = lines[0]["kind"]
+        return (
+            None
+            if told == move.out.verdict
+            else f"the trace has {told}, the core says {move.out.verdict}"
+        )
+    told_rows, is_rows = _rows(lines, move)
+    if told_rows != is_rows:
+        odd = next(i for i, (a, b) in enumerate(zip_longest(told_rows, is_rows)) if a != b)
+        return f"the trace has {told_rows[odd:]}, the table takes {is_rows[odd:]}"
+    after = (move.after.token.epoch, move.after.token.txn, move.after.step, move.after.lineage)
+    told_after = tuple(lines[0][k] for k in ("epoch", "txn", "step", "lineage"))
+    return None if told_after == after else f"the trace has state {told_after}, the core {after}"

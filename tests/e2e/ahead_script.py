@@ -1,0 +1,103 @@
+"""A job of two stages that step by themselves, for test_pipeline_ahead.py.
+
+An encoder with a loss of its own, and a decoder that learns from its vectors. Arguments: the folder
+in which each rank leaves what its state is at the end; the number of steps; seconds that a step of
+the last stage takes at least.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ranks import LIMIT, WIDTH, Samples
+from torch import nn
+from torchft import ProcessGroupGloo
+
+import fft
+
+
+class Encoder(nn.Module):
+    """Has statistics that each forward changes, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.1))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def trained(manager: fft.ManagerFFT, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    manager.register(model, optimizer, schedule)
+    manager.sync_gradients(model)
+    return optimizer
+
+
+def first(manager: fft.ManagerFFT, steps: int, seconds: float) -> None:
+    model = Encoder()
+    trained(manager, model)
+    output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
+    for txn in manager.transactions(fft.CursorLoader(Samples(), 4, seed=5), steps):
+        with txn:
+            wanted = txn.batch.mean(1, keepdim=True)
+            vectors = model(txn.batch)
+            output.put(txn, (vectors, wanted))
+            loss = F.mse_loss(model.head(vectors), wanted)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            txn.log(loss=loss.item())
+
+
+def last(manager: fft.ManagerFFT, steps: int, seconds: float) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+    trained(manager, model)
+    slow = threading.Event()
+    for txn in manager.transactions(
+        fft.StageInput(manager, fft.CursorLoader(Samples(), 4, seed=5)), steps
+    ):
+        with txn:
+            vectors, wanted = txn.batch
+            loss = F.mse_loss(model(vectors), wanted)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            slow.wait(seconds)  # work, as far as the other stage can tell
+            txn.log(loss=loss.item())
+
+
+def main() -> None:
+    """Train this rank's stage, and leave its digest."""
+    folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
+    more: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        spec="pipeline_ahead",
+        min_replica_size=1,
+        replica_id=group,
+        init_sync=False,
+        timeouts={"join_window": 30.0, **more},
+        digest="commit",
+    )
+    torch.manual_seed(3)
+    try:
+        (first, last)[rank](manager, steps, seconds)
+        found = {"digest": manager.digest(), "step": manager.current_step()}
+        (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
+    finally:
+        manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()

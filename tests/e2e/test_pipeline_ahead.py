@@ -1,0 +1,125 @@
+"""Stages that step by themselves: 2 groups x 2 stages under ``fft run``, with faults or without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from forked_run import fft
+from stage import aborts, notes
+
+from benchmarks.slices import slices
+from fft.trace.audit import AuditReport, audit_dir, read_lines
+
+SCRIPT = Path(__file__).with_name("ahead_script.py")
+LIMIT_S = 150
+STEPS = 16
+AHEAD = 2
+
+TRANSIENT = """
+faults:
+  - {name: first-forward, kind: exception, step: 3, group: 0, rank: 0, phase: forward}
+  - {name: last-backward, kind: exception, step: 5, group: 1, rank: 1, phase: backward}
+  - {name: one-sided-first, kind: one_sided, step: 7, group: 1, rank: 0}
+  - {name: one-sided-last, kind: one_sided, step: 9, group: 0, rank: 1}
+  - {name: first-vote, kind: exception, step: 11, group: 0, rank: 0, phase: vote}
+  - {name: cut, kind: network_cut, step: 13, group: 1, rank: 1, phase: during_allreduce}
+"""
+KILLS = """
+faults:
+  - {name: kill-last, kind: kill, step: 6, group: 1, rank: 1, phase: forward}
+  - {name: kill-first, kind: kill, step: 40, group: 0, rank: 0, phase: during_allreduce}
+"""
+
+
+class Ended:
+    """A job that was run to its end."""
+
+    def __init__(
+        self, folder: Path, plan: str = "", steps: int = STEPS, seconds: float = 0.0, **more: float
+    ) -> None:
+        folder.mkdir()
+        (folder / "plan.yaml").write_text(plan or "faults: []")
+        self.traces = folder / "run"
+        command = ["run", "--groups", "2", "--ranks", "2", "--trace-dir", str(self.traces)]
+        command += ["--no-progress", "--faults", str(folder / "plan.yaml")]
+        command += ["--timeout", str(LIMIT_S - 20), str(SCRIPT), str(folder)]
+        command += [f"{steps}", f"{seconds}", json.dumps(more)]
+        done = fft(*command, folder=folder, within=LIMIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "did not fire" not in done.stderr
+        self.ranks = {p.name: json.loads(p.read_text()) for p in folder.glob("?.?.json")}
+
+    @property
+    def last_stage(self) -> Path:
+        return self.traces / "scopes" / "stage1"
+
+    def audited(self) -> AuditReport:
+        report = audit_dir(self.traces)
+        assert report.ok, report.render()
+        assert [scope.directory.name for scope in report.stages] == ["stage1"]
+        flow = next(f for f in report.findings if f.name == "flow_order")
+        assert flow.checks
+        return report
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return Ended(tmp_path_factory.mktemp("ahead") / "clean")
+
+
+def versions(traces: Path) -> list[int]:
+    """By how much the entries that were taken are behind the steps that took them."""
+    return [note["step"] - note["data"]["version"] for note in notes(traces, "entry")]
+
+
+def test_faults_in_either_stage_change_no_bit(clean: Ended, tmp_path: Path) -> None:
+    faulty = Ended(tmp_path / "faulty", TRANSIENT)
+    assert len(clean.ranks) == 4
+    assert faulty.ranks == clean.ranks
+    report = faulty.audited()
+    assert (report.commits, report.stages[0].commits) == (STEPS, STEPS)
+    for scope, least in ((faulty.traces, 3), (faulty.last_stage, 3)):
+        assert len(aborts(scope)) >= least
+
+
+def test_what_one_stage_rolls_back_the_other_does_not_hear_of(clean: Ended, tmp_path: Path) -> None:
+    """Epochs are formed where the fault was; the steps of the other stage go on in theirs."""
+    plan = "faults:\n  - {name: one, kind: exception, step: 4, group: 0, rank: 1, phase: forward}\n"
+    report = Ended(tmp_path / "one", plan).audited()
+    assert report.epochs == 1
+    assert report.stages[0].epochs == 2
+
+
+def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:
+    """The last stage is slow: the first commits as many steps more as it may, and never more."""
+    slow = Ended(tmp_path / "slow", steps=6, seconds=0.6, flow_interval=0.1)
+    slow.audited()
+    held = notes(slow.traces, "held")
+    assert held
+    assert {note["data"]["scope"] for note in held} == {"stage1"}
+    assert all(note["data"]["step"] - note["data"]["version"] == AHEAD for note in held)
+    behind = versions(slow.last_stage)
+    # the version that made an entry is that of its own step, if it waited in the queue
+    assert behind
+    assert set(behind) == {0}
+
+
+def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: Path) -> None:
+    killed = Ended(tmp_path / "killed", KILLS, steps=90, seconds=0.02)
+    report = killed.audited()
+    for scope in (killed.traces, killed.last_stage):
+        data = slices(read_lines(scope))
+        assert data.exact, str(data)
+        assert data.once >= 90
+    assert {rank["step"] for rank in killed.ranks.values()} == {90}
+    first, last = (
+        {r["digest"] for name, r in killed.ranks.items() if name.endswith(f"{rank}.json")}
+        for rank in range(2)
+    )
+    assert len(last) == 1  # its batches have no statistics of their own
+    assert report.bytes_healed > 0
+    assert report.stages[0].bytes_healed > 0
+    assert max(abs(n) for n in versions(killed.last_stage)) <= 2 * AHEAD + 1
+    assert first
