@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +25,12 @@ app = typer.Typer(
 Place = Annotated[str, typer.Argument(metavar="DIR|URL", help="Where the checkpoints are.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 MIB = 2**20
+
+
+class Form(StrEnum):
+    """Other kinds of checkpoints."""
+
+    dcp = "dcp"
 
 
 @contextmanager
@@ -101,3 +109,38 @@ def prune(
     with plain_errors(), _readable(place):
         removed = _opened(place).prune(keep)
     sys.stdout.write("".join(f"removed {name}\n" for name in removed) or "nothing to remove\n")
+
+
+@app.command()
+def export(
+    place: Place,
+    step: Annotated[int, typer.Argument(help="Of the checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="A new directory.")],
+    to: Annotated[Form, typer.Option(help="torch.distributed.checkpoint.")] = Form.dcp,
+) -> None:
+    """Write a checkpoint as one of another kind, with whole tensors; needs its size in memory."""
+    with plain_errors(), _readable(place):
+        from fft.train.checkpoint.dcp import export_dcp
+
+        size = export_dcp(_opened(place), step, target)
+    sys.stdout.write(f"step-{step} is in {target} for {to.value}: {size} bytes of tensors\n")
+
+
+@app.command(name="import")
+def import_(
+    place: Place,
+    source: Annotated[Path, typer.Argument(help="The directory of the other checkpoint.")],
+    of: Annotated[Form, typer.Option("--from", help="What it is.")] = Form.dcp,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Steps behind it, if FFT has not written it.")
+    ] = None,
+    cursor: Annotated[
+        int, typer.Option(min=0, help="Items of the data behind it, if FFT has not.")
+    ] = 0,
+) -> None:
+    """Make a checkpoint of one of another kind, which is unpickled: only one that you trust."""
+    with plain_errors(), _readable(place):
+        from fft.train.checkpoint.dcp import import_dcp
+
+        manifest = import_dcp(_opened(place), source, step, cursor)
+    sys.stdout.write(f"step-{manifest.step} at {place} has what is in {source} ({of.value})\n")

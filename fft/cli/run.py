@@ -197,7 +197,7 @@ def run(
 ) -> None:
     """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
     with _interrupts() as interrupts, plain_errors():
-        from fft.launch.resuming import Resumptions, begun
+        from fft.launch.resuming import Resumptions, begun, held
         from fft.launch.supervisor import RunConfig
         from fft.messages.fault_plans import FaultPlan, load_plan
 
@@ -223,13 +223,14 @@ def run(
             auto_resume=auto_resume,
             take_over=take_over,
         )
-        traces, config = config.trace_dir, begun(config)
-        config.check()
-        config.make_place()
-        plan = load_plan(faults, config.groups_in_all, ranks) if faults else FaultPlan(faults=[])
-        serve = None if join else (bus, cluster, lighthouse)
-        supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
-        verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
+        with held(config, join):
+            traces, config = config.trace_dir, begun(config, join)
+            plan = (
+                load_plan(faults, config.groups_in_all, ranks) if faults else FaultPlan(faults=[])
+            )
+            serve = None if join else (bus, cluster, lighthouse)
+            supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
+            verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
     _tell(verdict, config.trace_dir)
 
 

@@ -6,7 +6,7 @@ Reads and writes files by the store. Nothing here knows what is in them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fft.durable.manifest import (
@@ -109,12 +109,18 @@ class Checkpoints:
 
     # --- writing ---
 
-    def receipts(self, directory: str, attempt: str) -> dict[tuple[str, int], Receipt]:
-        """What ranks have delivered for ``attempt``, and is there with its size."""
-        found: dict[tuple[str, int], Receipt] = {}
+    def receipts(
+        self, directory: str, attempt: str, known: Mapping[tuple[str, int], Receipt] | None = None
+    ) -> dict[tuple[str, int], Receipt]:
+        """What ranks have delivered for ``attempt``, and is there with its size.
+
+        ``known``: what an earlier call has found, which is not read again.
+        """
+        found = dict(known or {})
+        seen = {receipt_name(*place) for place in found}
         there = self.store.files(directory)
         for name in there:
-            if not name.endswith(".receipt"):
+            if not name.endswith(".receipt") or name in seen:
                 continue
             try:
                 receipt = unsealed(Receipt, self.store.read(f"{directory}/{name}"), name)

@@ -7,12 +7,13 @@ has no rename: there a directory is whole when its manifest is there, which is w
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
@@ -35,6 +36,9 @@ class Store(Protocol):
 
     def prepare(self) -> None:
         """Make the place, and see that files can be written there. Raises StoreError."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep the place for one job, where that can be had. Raises StoreError: another has it."""
 
     def directories(self) -> list[str]:
         """Names of all directories."""
@@ -84,6 +88,18 @@ class LocalStore:
                 f"no checkpoints can be written to {self._root}: {error}; give a directory that "
                 "this user may write to, on a disk with room"
             ) from error
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with (self._root / ".job.lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(
+                    f"another job keeps its checkpoints in {self._root}, and runs: end it first, "
+                    "or name another place"
+                ) from None
+            yield  # the kernel lets go of it, however this process ends
 
     def directories(self) -> list[str]:
         if not self._root.is_dir():
@@ -176,6 +192,10 @@ class UrlStore:
             raise StoreError(
                 f"no checkpoints can be written to {self.url}: {type(error).__name__}: {error}"
             ) from error
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        yield  # an object store has no lock that ends with its owner
 
     def directories(self) -> list[str]:
         return sorted(name for name, entry in self._ls("") if entry["type"] == "directory")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,28 +26,42 @@ from fft.trace.starts import start_folder
 logger = logging.getLogger(__name__)
 
 
-def begun(config: RunConfig) -> RunConfig:
+@contextmanager
+def held(config: RunConfig, joins: bool) -> Iterator[None]:
+    """Keep the place of the checkpoints for this job; ``joins``: it may be running already.
+
+    Raises StoreError: no checkpoints can be kept there, or another job keeps its own there.
+    """
+    if config.checkpoint is None:
+        yield
+        return
+    store = open_store(str(config.checkpoint.place))
+    store.prepare()
+    with nullcontext() if joins else store.hold():
+        yield
+
+
+def begun(config: RunConfig, joins: bool = False) -> RunConfig:
     """``config`` with the checkpoint that the job begins with, and a folder for its traces.
 
-    Raises StoreError, CheckpointError.
+    ``joins``: the job may be running already, and have checkpoints. Raises CheckpointError,
+    SupervisorError.
     """
     plan = config.checkpoint
-    if plan is None:
+    if plan is None or (joins and plan.resume is False):
+        config.check()
         return config
     store = open_store(str(plan.place))
-    store.prepare()
     manifest = choose(Checkpoints(store), plan.resume)
     folder = config.trace_dir
     if plan.resume is not False:
         folder = start_folder(folder)
-        logger.warning(
-            "no checkpoint at %s yet: the job begins at its start"
-            if manifest is None
-            else "the job goes on from the checkpoints at %s",
-            store.url,
-        )
+        if manifest is None:
+            logger.warning("no checkpoint at %s yet: the job begins at its start", store.url)
     step = None if manifest is None else manifest.step
-    return replace(config, resume_step=step, trace_dir=folder)
+    found = replace(config, resume_step=step, trace_dir=folder)
+    found.check()
+    return found
 
 
 class Resumptions:
@@ -76,6 +91,7 @@ class Resumptions:
         if config.resume_step is not None:
             self._say(f"resuming from step {config.resume_step}")
         while True:
+            config.make_place()
             found = self._run(config, plan)
             given = config.checkpoint
             if found.lost is None or given is None:
@@ -101,8 +117,8 @@ def _resuming(given: Checkpointing) -> Checkpointing:
 
 def _after(config: RunConfig, again: RunConfig, plan: FaultPlan, began: float) -> RunConfig:
     """The next start: with what is left of its time, and of its faults."""
-    again.trace_dir.mkdir(parents=True, exist_ok=True)
-    path: Path | None = save_plan(again.trace_dir, plan)
+    again.make_place()
+    path = save_plan(again.trace_dir, plan)
     left = config.timeout
     if left is not None:
         left = max(1.0, left - (time.monotonic() - began))

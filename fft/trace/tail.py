@@ -73,6 +73,8 @@ class JobView:
     """Whether any process has committed a step."""
     gone: int = 0
     """The most steps of an incarnation in whose place a newer one has come."""
+    troubles: list[str] = field(default_factory=list)
+    """With durable checkpoints, for whoever tells the operator, and takes them out."""
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
 
@@ -167,6 +169,10 @@ class TraceTail:
             self._take_injection(key[0], record, _mapping(record.get("data")))
         elif record.get("note") == "command":
             self._take_command(record)
+        elif record.get("note") == "checkpoint_failed":
+            data = _mapping(record.get("data"))
+            what = f"no checkpoint of step {data.get('step')} from rank {key[0]}/{key[1]}"
+            self.view.troubles.append(f"{what}: {data.get('error')}")
         self.view.committed |= _role(record) in COMMITTING
         if record.get("kind") == "header":
             needed = _number(_mapping(record.get("config")).get("min_groups"))

@@ -11,7 +11,7 @@ from torchft.process_group import ProcessGroup
 from fft.bus import open_job_bus
 from fft.operate.entering import enter
 from fft.trace.writer import TraceWriter
-from fft.train.checkpoint.checkpointer import Checkpointer, refuse_periodic
+from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.host import EngineHost, LighthouseDoubter
@@ -112,7 +112,6 @@ class Parts:
         settings = self.settings
         if settings.checkpoint is None:
             return None
-        refuse_periodic(settings.spec)
         size = settings.expected_groups, manager._group_world_size
         return Checkpointer(settings.checkpoint, self.job, self.state, settings.spec, *size)
 

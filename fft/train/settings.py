@@ -16,7 +16,7 @@ from typing import Literal
 from torchft.manager import Manager
 
 from fft.bus.token import JobToken
-from fft.durable.plan import Checkpointing, checkpointing_of
+from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
 from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
@@ -112,6 +112,8 @@ def read_settings(
         raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
     token = JobToken.from_env()
     durable = checkpointing_of(checkpoint)
+    if durable is not None:
+        _refuse_several_states(loaded)
     chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
     interval = interval_from(progress_interval)
     wanted = called.arguments["min_replica_size"]
@@ -169,6 +171,16 @@ def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
             f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
             "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
             "whose ranks hold stages, or spec='hsdp_diloco', whose groups step alone"
+        )
+
+
+def _refuse_several_states(spec: FsmSpec) -> None:
+    """Raise CheckpointError if a commit of the job is not one state of all its groups and ranks."""
+    if spec.is_periodic or spec.stages:
+        raise CheckpointError(
+            f"checkpoint= with spec={spec.name!r}: groups or stages that step alone have states of "
+            "their own, which durable checkpoints do not hold. Take them by manager.state_dict() "
+            "and files of yours"
         )
 
 

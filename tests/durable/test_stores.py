@@ -175,3 +175,13 @@ def test_a_job_does_not_begin_anew_where_all_its_checkpoints_are_damaged(tmp_pat
     (tmp_path / "step-3" / "g0r0.json").unlink()
     with pytest.raises(CheckpointError, match=r"step-3/g0r0\.json: the file is missing"):
         choose(found, resume=True)
+
+
+def test_a_place_is_kept_for_one_job_while_it_runs(tmp_path: Path) -> None:
+    one, other = open_store(str(tmp_path)), open_store(str(tmp_path))
+    with one.hold():
+        with pytest.raises(StoreError, match="another job keeps its checkpoints in"), other.hold():
+            pass
+        assert one.directories() == []
+    with other.hold():
+        pass

@@ -1,7 +1,9 @@
 """A small FSDP2 job for test_durable.py; `fft run` starts it. Leaves a digest of its last state.
 
-``durable_script.py STEPS OUT [PAUSE_S [STAGE STEP]]``: PAUSE_S is what a body takes longer. When
-a checkpoint from STEP on comes to STAGE, all ranks end, as in a power cut; once.
+``durable_script.py STEPS OUT [PAUSE_S [STAGE STEP]]``: PAUSE_S is what a body takes longer; 0: the
+first body of each process leaves the whole model, too. When
+a checkpoint from STEP on comes to STAGE, all ranks end, as in a power cut; once. With ``stall`` as
+STAGE group 0 never ends with that of STEP, and the job goes on with one group.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from ranks import Samples, sharded_rank
+from ranks import Rank, Samples, sharded_rank
 
 import fft
 from fft.durable.manifest import step_of
@@ -46,6 +49,18 @@ def cut_at(stage: str, step: int, marks: Path) -> None:
     LocalStore.rename = renaming  # type: ignore[method-assign]
 
 
+def stall(group: str, step: int) -> None:
+    """Have the ranks of a group come to no end with the checkpoint of ``step``."""
+    begin = RankWriter._at
+
+    def at(self: RankWriter, came: str) -> None:
+        begin(self, came)
+        if came == "writing" and self._attempt.record.step == step and self._group == group:
+            threading.Event().wait()
+
+    RankWriter._at = at  # type: ignore[method-assign]
+
+
 def cut(stage: str, marks: Path) -> None:
     """End this process and all others of the job, the first time."""
     try:
@@ -59,18 +74,31 @@ def cut(stage: str, marks: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def dump(rank: Rank, out: Path, step: int) -> None:
+    """What the ranks have together, as the first body of this process finds it."""
+    path = out / f"first-{os.getpid()}.pt"
+    if not path.exists():
+        found = {name: parameter.full_tensor() for name, parameter in rank.model.named_parameters()}
+        torch.save({"step": step, "model": found}, path)
+
+
 def main() -> None:
     """Train to the end; every commit is traced with a digest of the weights."""
     steps, out = int(sys.argv[1]), Path(sys.argv[2])
     pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     (out / f"pid-{os.getpid()}").touch()
-    if len(sys.argv) > 5:
+    if "stall" in sys.argv:
+        stall("0", int(sys.argv[5]))
+    elif len(sys.argv) > 5:
         cut_at(sys.argv[4], int(sys.argv[5]), out)
-    rank = sharded_rank(2, {"quorum": 60.0})
+    least = 1 if "stall" in sys.argv else int(os.environ["NUM_REPLICA_GROUPS"])
+    rank = sharded_rank(least, {"quorum": 60.0})
     try:
         loader = fft.CursorLoader(Samples(), batch_size=8, seed=5)
         for txn in rank.manager.transactions(loader, max_steps=steps):
             with txn:
+                if pause == 0:
+                    dump(rank, out, txn.step)
                 F.mse_loss(rank.model(txn.batch), txn.batch).backward()
                 time.sleep(pause)  # what a larger model computes
         digest = [rank.manager.digest(), rank.manager.current_step()]

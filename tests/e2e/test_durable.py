@@ -37,8 +37,8 @@ pytestmark = pytest.mark.multiprocess
 def arguments(root: Path, *script: object, **options: object) -> list[str]:
     """Of `fft run`; the same for each start of a job."""
     (root / "out").mkdir(exist_ok=True)
-    given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", **options}
-    given |= {"checkpoint": root / "checkpoints", "every": EVERY, "timeout": LIMIT_S - 20}
+    given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
+    given |= {"checkpoint": root / "checkpoints", "every": EVERY, **options}
     flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
     for name, value in given.items():
         flags += [f"--{name}", str(value)]
@@ -123,6 +123,7 @@ def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
     judge(tmp_path, undisturbed, starts=2)
 
 
+@pytest.mark.long
 def test_a_bus_that_forgot_the_job_costs_the_steps_since_the_last_checkpoint(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
@@ -133,6 +134,31 @@ def test_a_bus_that_forgot_the_job_costs_the_steps_since_the_last_checkpoint(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the bus has forgotten the job: the job starts again from the" in done.stderr
     judge(tmp_path, undisturbed, starts=2)
+
+
+def test_if_the_group_that_writes_dies_the_next_one_does(tmp_path: Path) -> None:
+    """At its first commit without it: the next that is due by its step is far away."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("faults:\n  - {name: kill, kind: kill, step: 10, group: 0, phase: backward}\n")
+    script = (STEPS, tmp_path / "out", 0.02, "stall", 8)
+    done = fft(*arguments(tmp_path, *script, faults=plan, every=8), folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = Checkpoints(open_store(str(tmp_path / "checkpoints")))
+    steps = {e.step: e.manifest for e in found.found() if e.step is not None}
+    assert 8 not in steps and 11 in steps, "the first commit after the kill"
+    assert steps[11] is not None and (steps[11].writer, steps[11].groups) == ("1", ("1",))
+    assert audit_job(tmp_path / "traces").ok
+
+
+@pytest.mark.long
+def test_by_time_all_ranks_take_the_same_steps(tmp_path: Path) -> None:
+    given = arguments(tmp_path, 60, tmp_path / "out", 0.03, every="0.5s", keep=0)
+    done = fft(*given, folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = Checkpoints(open_store(str(tmp_path / "checkpoints"))).found()
+    assert len(found) >= 3 and found[-1].step == 60
+    for entry in found:
+        assert entry.manifest is not None and entry.manifest.groups == ("0", "1"), entry
 
 
 def living(root: Path) -> Iterator[int]:

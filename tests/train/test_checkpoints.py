@@ -363,9 +363,10 @@ def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
     assert "safetensors has no type for tensors of torch.complex128" in caplog.text
 
 
-def test_groups_that_step_alone_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="groups that step alone have states of their own"):
-        Start(tmp_path, spec="diloco", checkpoint=at(tmp_path / "checkpoints"))
+@pytest.mark.parametrize("spec", ["diloco", "hsdp_diloco", "async", "pipeline_ahead"])
+def test_groups_and_stages_that_step_alone_are_refused(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="that step alone have states of their own"):
+        Start(tmp_path, spec=spec, checkpoint=at(tmp_path / "checkpoints"))
 
 
 def test_a_torchft_loop_with_functions_of_its_own_resumes(tmp_path: Path) -> None:

@@ -21,16 +21,16 @@ import fft
 from fft.bus import BusError
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import Origin
-from fft.durable.plan import CheckpointError, Checkpointing
+from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
 from fft.messages.protocol import Record
 from fft.protocol.spec import FsmSpec
 from fft.train.checkpoint.loading import Loader, origin_of
-from fft.train.checkpoint.rank_file import UnfitForFile
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, RankWriter
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
+from fft.util.errors import FftError
 
 AT = "checkpoint/at"
 """Register of the job's bus: the step of the newest checkpoint that goes by time."""
@@ -155,7 +155,7 @@ class Checkpointer:
         try:
             shared = peer.group == attempt.writer
             snapshot = Snapshot(self._state, self._staging, shared, self._changed_late)
-        except (TypeError, UnfitForFile, RuntimeError) as error:
+        except (TypeError, FftError, RuntimeError) as error:
             logger.error("no checkpoint of step %d: %s", record.step, error)
             self._job.note("checkpoint_failed", {"step": record.step, "error": str(error)})
             return
@@ -243,16 +243,6 @@ class Checkpointer:
         if thread.is_alive():
             logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
         self._closing.set()
-
-
-def refuse_periodic(spec: FsmSpec) -> None:
-    """Raise CheckpointError if groups step alone: each has a state of its own."""
-    if spec.is_periodic:
-        raise CheckpointError(
-            f"checkpoint= with spec={spec.name!r}: groups that step alone have states of their "
-            "own, which durable checkpoints do not hold. Take them by manager.state_dict() and "
-            "files of yours"
-        )
 
 
 def spec_digest(spec: FsmSpec) -> str:

@@ -17,13 +17,15 @@ import torch
 from fft.bus.base import HEAD
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
-from fft.durable.manifest import DamagedCheckpoint, File, Manifest, Origin, name_of
+from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, name_of
 from fft.durable.plan import CheckpointError, Checkpointing
+from fft.durable.stores import Store
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.state.random_states import load_random
+from fft.train.state.step_state import StepState
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +79,12 @@ class Loader:
         same_ranks = manifest.ranks == self._ranks
         try:
             if same_ranks:
-                tree = self._tree(manifest, manifest.writer, peer.rank)
+                tree = tree_of(self._checkpoints.store, manifest, manifest.writer, peer.rank)
             else:
-                trees = [self._tree(manifest, manifest.writer, r) for r in range(manifest.ranks)]
+                trees = [
+                    tree_of(self._checkpoints.store, manifest, manifest.writer, r)
+                    for r in range(manifest.ranks)
+                ]
                 tree = resharded(trees, state)
         except OSError as error:
             raise CheckpointError(f"{name_of(manifest.step)} cannot be read: {error}") from error
@@ -110,26 +115,8 @@ class Loader:
                 manifest.writer,
             )
             return None
-        own: dict[str, Any] = self._tree(manifest, group, rank)["own"]
+        own: dict[str, Any] = tree_of(self._checkpoints.store, manifest, group, rank)["own"]
         return own
-
-    def _tree(self, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:
-        """What a rank's files hold. Raises DamagedCheckpoint."""
-        store, name = self._checkpoints.store, name_of(manifest.step)
-        files = manifest.files_of(group, rank)
-        for file in files.values():
-            if store.digest(f"{name}/{file.name}") != file.sha256:
-                raise DamagedCheckpoint(f"{name}/{file.name}: its SHA-256 is not as it was written")
-        try:
-            data = from_json(store.read(f"{name}/{files['json'].name}"), files["json"].name)
-            tree: dict[str, Any] = unpacked(data, self._tensors(name, files["safetensors"]))
-        except UnreadableFile as error:
-            raise DamagedCheckpoint(f"{name}: {error}") from error
-        return tree
-
-    def _tensors(self, name: str, file: File) -> dict[str, torch.Tensor]:
-        with self._checkpoints.store.reading(f"{name}/{file.name}") as path:
-            return read_tensors(path)
 
     def _take(
         self, tree: Mapping[str, Any], own: Mapping[str, Any] | None, state: RankState
@@ -152,12 +139,41 @@ class Loader:
                     "with the script that wrote it"
                 )
             local = tree["own"] if own is None else own
-            state.step.load({**tree["state"], "buffers": local["buffers"]})
+            state.step.load(completed(tree["state"], local.get("buffers"), state.step))
         for key, load in loads.items():
             load(tree["user"][key])
         state.updates.loaded()
         if own is not None:
             load_random(state.step.generators if state.step is not None else None, own["random"])
+
+
+def tree_of(store: Store, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:
+    """What a rank's files hold. Raises DamagedCheckpoint, OSError."""
+    name, files = name_of(manifest.step), manifest.files_of(group, rank)
+    for file in files.values():
+        if store.digest(f"{name}/{file.name}") != file.sha256:
+            raise DamagedCheckpoint(f"{name}/{file.name}: its SHA-256 is not as it was written")
+    try:
+        data = from_json(store.read(f"{name}/{files['json'].name}"), files["json"].name)
+        with store.reading(f"{name}/{files['safetensors'].name}") as path:
+            tree: dict[str, Any] = unpacked(data, read_tensors(path))
+    except UnreadableFile as error:
+        raise DamagedCheckpoint(f"{name}: {error}") from error
+    return tree
+
+
+def completed(
+    found: Mapping[str, Any], buffers: Mapping[str, torch.Tensor] | None, step: StepState
+) -> dict[str, Any]:
+    """A state as `StepState.load` takes it. Of a model alone, that somebody else has written, the
+    rest is as it is here."""
+    if found["optimizers"] is not None:
+        return {**found, "buffers": buffers}
+    logger.warning("only a model was imported: optimizers, schedules and the rest begin anew")
+    mine, tensors = step.export(), dict(found["parameters"])
+    own = step.export_buffers()
+    theirs = {name: tensors.pop(name) for name in own if name in tensors}
+    return {**mine, "parameters": tensors, "buffers": theirs}
 
 
 def _stands(manifest: Manifest, ranks: int, state: RankState) -> Loaded:

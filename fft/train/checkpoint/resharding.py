@@ -38,13 +38,24 @@ def _place(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
+def part_of(
+    whole: torch.Tensor, layout: Mapping[str, Any] | None, shape: torch.Size
+) -> torch.Tensor:
+    """A rank's part of what is sharded as a parameter of ``shape``, by its ``layout`` in a file."""
+    if layout is None or whole.shape != shape or whole.dim() == 0:
+        return whole
+    return whole[_place(layout["offset"], layout["local"])]
+
+
 def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The whole state, from those of all ranks of a group.
 
     Raises CheckpointError: it cannot be put together.
     """
     first = trees[0]
-    if first["state"] is None:
+    if first["state"] is None or first["state"]["optimizers"] is None:
+        if len(trees) == 1 and first["state"] is not None:
+            return dict(first)  # a model alone, and whole
         raise CheckpointError("what state_dict= gave is not resharded: use register()")
     _refuse_stages(trees)
     layouts = [_layouts(tree) for tree in trees]
@@ -107,9 +118,10 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
                 for name, entries in optimizer["state"].items()
             },
         }
-        for optimizer in found["optimizers"]
+        for optimizer in found["optimizers"] or ()
     ]
-    return {**whole, "state": {**found, "parameters": parameters, "optimizers": optimizers}}
+    taken = optimizers if found["optimizers"] is not None else None
+    return {**whole, "state": {**found, "parameters": parameters, "optimizers": taken}}
 
 
 def _layouts(tree: Mapping[str, Any]) -> dict[str, Layout]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fft.train.checkpoint.rank_file import packed
-from fft.train.local_tensors import edit_count
+from fft.train.local_tensors import edit_count, local_of
 from fft.train.rank_state import RankState
 from fft.train.state.random_states import export_random
 from fft.train.state.serial import plain
@@ -176,7 +176,11 @@ def _tree_of(state: RankState, shared: bool) -> tuple[dict[str, Any], dict[str, 
         return found, {}
     del found["state"]["buffers"]
     found["layouts"] = {
-        name: {"shape": list(layout.shape), "offset": list(layout.offset)}
+        name: {
+            "shape": list(layout.shape),
+            "offset": list(layout.offset),
+            "local": list(local_of(tensor).shape),
+        }
         for name, tensor in step.names().items()
         if (layout := layout_of(tensor)) is not None
     }

@@ -3,7 +3,7 @@
 It copies, writes its files, reads them again for their digests, and leaves a receipt. The first
 rank of the group that writes waits for the receipts of the others, and publishes. No collective and
 no message is needed: the files are all that ranks know of each other here, so that a rollback has
-nothing to abort. Files have nothing to wait on; they are looked at every `_POLL_S`.
+nothing to abort. Files have nothing to wait on; they are looked at again, in growing pauses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fft.train.checkpoint.rank_file import to_json, write_tensors
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
 
-_POLL_S = 0.05
+_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _WAIT_S, _WAIT_FACTOR = 60.0, 4.0
 """For others, who have as much to write: so many seconds, and so many times as long as here."""
 
@@ -173,14 +173,16 @@ class RankWriter:
         ranks = range(attempt.ranks)
         needed = {(attempt.writer, rank) for rank in ranks}
         wanted = {(group, rank) for group in attempt.groups for rank in ranks}
+        found, pause = dict[tuple[str, int], Receipt](), _POLL_S
         while True:
-            found = self._checkpoints.receipts(attempt.directory, attempt.name)
+            found = self._checkpoints.receipts(attempt.directory, attempt.name, found)
             gone = self._left() - {attempt.writer}
             if {place for place in wanted if place[0] not in gone} <= found.keys():
                 break
             if time.monotonic() >= until:
                 break
-            self._closing.wait(_POLL_S)
+            self._closing.wait(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
         if missing := sorted(needed - found.keys()):
             names = ", ".join(f"rank {rank}" for _, rank in missing)
             raise FftError(

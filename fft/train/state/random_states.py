@@ -1,4 +1,4 @@
-"""The random generators of this process, as plain data: torch's, numpy's and Python's own."""
+"""Random generators of this process: torch's, those of devices, numpy's and Python's own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fft.train import accelerator
+from fft.util.errors import FftError
 
 
 def capture_random(generators: Sequence[torch.Generator] | None) -> list[Callable[[], None]]:
@@ -34,25 +35,26 @@ def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, list(words), gauss],
+        "python": [version, torch.tensor(words), gauss],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state()
+    if (module := accelerator.in_use()) is not None:
+        found["devices"] = module.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [str(name), [int(key) for key in keys], *(_plain(each) for each in rest)]
+        words = torch.from_numpy(keys.astype(numpy.int64))
+        found["numpy"] = [str(name), words, *(_plain(each) for each in rest)]
     return found
 
 
 def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str, Any]) -> None:
     """Put them to where `export_random` found those of the rank that ``state`` comes from.
 
-    Raises ValueError: it was taken with other ``generators``.
+    Raises FftError: it was taken with other ``generators``.
     """
     given = state.get("generators")
     if (given is None) != (generators is None) or len(given or ()) != len(generators or ()):
-        raise ValueError(
+        raise FftError(
             f"random states of {len(given or ())} generators came, {len(generators or ())} are "
             "here: give register(…, generators=) the same ones"
         )
@@ -62,14 +64,15 @@ def load_random(generators: Sequence[torch.Generator] | None, state: Mapping[str
         return
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate((version, tuple(words.tolist()), gauss))
+    module = next((each for each in (torch.cuda, torch.xpu) if each.is_available()), None)
+    if "devices" in state and module is not None:
+        module.set_rng_state_all(state["devices"][: module.device_count()])
     if "numpy" in state:
         import numpy
 
         name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+        numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
 
 
 def _plain(value: Any) -> int | float:

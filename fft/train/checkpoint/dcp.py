@@ -1,0 +1,200 @@
+"""To and from ``torch.distributed.checkpoint``: so that a user can leave, or come. In one process.
+
+Exported are whole tensors under the names that torch's own functions use: ``model.<name>`` for
+parameters and buffers (``model0``, ``model1``, … of several), ``optimizer.state.<name>.<key>``. All
+the rest, and how the tensors were sharded, is JSON in the tensor ``fft``, by which an import
+restores the checkpoint. Of what others have written, an import takes ``model``.
+
+torch's format has a pickle in it (``.metadata``): import only what you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import fft
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.manifest import File, Manifest, Scope, file_stem, name_of, partial_name
+from fft.durable.plan import CheckpointError
+from fft.train.checkpoint.loading import tree_of
+from fft.train.checkpoint.rank_file import from_json, packed, to_json, unpacked, write_tensors
+from fft.train.checkpoint.resharding import part_of, unsharded
+
+WRITER = "import"
+"""In the place of the group that wrote an imported checkpoint."""
+_KEPT = ("step", "lineage", "batches", "cursor", "returned", "spec", "spec_digest", "ranks")
+
+
+def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
+    """Write the checkpoint of ``step`` to the new directory ``target``. Bytes of its tensors.
+
+    Raises CheckpointError, DamagedCheckpoint, OSError.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty: name a new directory")
+    manifest = checkpoints.verify(step)
+    ranks = range(manifest.ranks)
+    trees = [tree_of(checkpoints.store, manifest, manifest.writer, rank) for rank in ranks]
+    whole, own = unsharded(trees), trees[0]["own"]
+    models: dict[str, torch.Tensor] = {**whole["state"]["parameters"], **own.get("buffers", {})}
+    if strays := [name for name in models if not name.startswith("model")]:
+        raise CheckpointError(f"{strays[0]} is in no registered model, so it has no name to go by")
+    rest = {
+        "manifest": {name: manifest.model_dump(mode="json")[name] for name in _KEPT},
+        "parameters": sorted(whole["state"]["parameters"]),
+        "layouts": [tree["layouts"] for tree in trees],
+        "optimizers": [each["param_groups"] for each in whole["state"]["optimizers"]],
+        **{name: whole["state"][name] for name in ("lr_schedulers", "extra")},
+        "data": whole["data"],
+    }
+    data, tensors = packed(rest)
+    text = torch.frombuffer(bytearray(to_json(data)), dtype=torch.uint8)
+    found = {"fft": text, **{f"fft.{name}": tensor for name, tensor in tensors.items()}}
+    found |= {_public(name, models): tensor for name, tensor in models.items()}
+    for i, optimizer in enumerate(whole["state"]["optimizers"]):
+        several = len(whole["state"]["optimizers"]) > 1
+        for name, entries in optimizer["state"].items():
+            for key, value in entries.items():
+                public = f"optimizer{i if several else ''}.state.{_bare(name, models)}.{key}"
+                found[public] = torch.as_tensor(value)
+    save(found, storage_writer=FileSystemWriter(target), no_dist=True)
+    return sum(tensor.nbytes for tensor in found.values())
+
+
+def import_dcp(checkpoints: Checkpoints, source: Path, step: int | None, cursor: int) -> Manifest:
+    """Write what ``source`` holds as a checkpoint.
+
+    Args:
+        step, cursor: of what others have written: how many steps are behind it, and where the data
+            go on, in slices of a group of one rank. What `export_dcp` has written says it itself.
+
+    Raises CheckpointError, OSError.
+    """
+    tensors = _load(source)
+    text = tensors.pop("fft", None)
+    if text is not None:
+        rest = from_json(bytes(text.tolist()), "fft")
+        parts = {n.removeprefix("fft."): t for n, t in tensors.items() if n.startswith("fft.")}
+        return _write_again(checkpoints, unpacked(rest, parts), tensors)
+    if step is None:
+        raise CheckpointError(f"{source} was not written by FFT: say by --step where it stands")
+    model = {
+        f"model0.{name.removeprefix('model.')}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith("model.")
+    }
+    if not model:
+        raise CheckpointError(f"{source} has no tensors under `model`, as dcp.save({{'model': …}})")
+    tree: dict[str, Any] = {"own": {}, "user": {}, "data": None, "layouts": {}}
+    tree["state"] = {"parameters": model, "optimizers": None}
+    names = "|".join(sorted(model))
+    lineage = hashlib.blake2b(f"import|{step}|{names}".encode(), digest_size=12).hexdigest()
+    says = {"step": step, "lineage": lineage, "batches": cursor, "cursor": cursor, "returned": []}
+    return _write(checkpoints, [tree], {**says, "spec": "", "spec_digest": "", "ranks": 1})
+
+
+def _load(source: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint of torch's. Raises CheckpointError."""
+    reader = FileSystemReader(source)
+    try:
+        listed = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CheckpointError(f"{source} is no checkpoint of torch's: {error}") from error
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in listed.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def _write_again(
+    checkpoints: Checkpoints, rest: dict[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Manifest:
+    """What `export_dcp` had read, with each rank's part for itself again."""
+    says, several = rest["manifest"], len(rest["optimizers"]) > 1
+    public = {n: t for n, t in tensors.items() if n.startswith("model")}
+    models = {(f"model0.{n[6:]}" if n.startswith("model.") else n): t for n, t in public.items()}
+    trees = []
+    for rank in range(says["ranks"]):
+        layouts = rest["layouts"][rank]
+        optimizers = [
+            {"param_groups": groups, "state": dict[str, dict[str, torch.Tensor]]()}
+            for groups in rest["optimizers"]
+        ]
+        for i, optimizer in enumerate(optimizers):
+            prefix = f"optimizer{i if several else ''}.state."
+            for full, value in tensors.items():
+                if full.startswith(prefix):
+                    bare, _, key = full.removeprefix(prefix).rpartition(".")
+                    name = bare if bare in models else f"model0.{bare}"
+                    entries = optimizer["state"].setdefault(name, {})
+                    entries[key] = part_of(value, layouts.get(name), models[name].shape)
+        state = {
+            "parameters": {
+                name: part_of(models[name], layouts.get(name), models[name].shape)
+                for name in rest["parameters"]
+            },
+            "optimizers": optimizers,
+            **{name: rest[name] for name in ("lr_schedulers", "extra")},
+        }
+        buffers = {
+            name: tensor for name, tensor in models.items() if name not in rest["parameters"]
+        }
+        tree = {"own": {"buffers": buffers}, "user": {}, "data": rest["data"], "layouts": layouts}
+        trees.append({**tree, "state": state})
+    return _write(checkpoints, trees, says)
+
+
+def _write(
+    checkpoints: Checkpoints, trees: Sequence[dict[str, Any]], says: dict[str, Any]
+) -> Manifest:
+    store, step = checkpoints.store, says["step"]
+    if any(entry.step == step for entry in checkpoints.found()):
+        raise CheckpointError(f"{store.url} has {name_of(step)} already: name another place")
+    directory, files = partial_name(step, WRITER), list[File]()
+    for rank, tree in enumerate(trees):
+        data, tensors = packed(tree)
+        stem = file_stem(WRITER, rank)
+        with store.writing(f"{directory}/{stem}.safetensors") as path:
+            write_tensors(path, {name: t.contiguous().clone() for name, t in tensors.items()})
+        store.write(f"{directory}/{stem}.json", to_json(data))
+        sizes = store.files(directory)
+        for name in (f"{stem}.json", f"{stem}.safetensors"):
+            digest = store.digest(f"{directory}/{name}")
+            files.append(File(name=name, size=sizes[name], sha256=digest))
+    manifest = Manifest(
+        **{**says, "returned": tuple(says["returned"])},
+        scopes={"job": Scope(step=step, lineage=says["lineage"])},
+        writer=WRITER,
+        groups=(),
+        fft_version=fft.__version__,
+        torch_version=torch.__version__,
+        attempt=WRITER,
+        written_at=time.time(),
+        files=tuple(files),
+    )
+    checkpoints.publish(directory, manifest)
+    return manifest
+
+
+def _bare(name: str, models: Mapping[str, Any]) -> str:
+    """A parameter's name as its own model has it, if there is one model only."""
+    is_only = all(each.startswith("model0.") for each in models)
+    return name.removeprefix("model0.") if is_only else name
+
+
+def _public(name: str, models: Mapping[str, Any]) -> str:
+    bare = _bare(name, models)
+    return name if bare == name else f"model.{bare}"

@@ -1,0 +1,80 @@
+"""`fft checkpoint`, and what `fft run` refuses of checkpoints before it starts anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint_files import published, written
+from typer.testing import CliRunner
+
+from fft.cli import app
+from fft.durable.stores import open_store
+
+ended = CliRunner()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Three checkpoints, the newest of them damaged, and one that was not finished."""
+    store = open_store(str(tmp_path / "checkpoints"))
+    published(store, 2, 4, 6)
+    written(store, 7)
+    (tmp_path / "checkpoints" / "step-6" / "g0r1.json").write_text("{}")
+    return tmp_path / "checkpoints"
+
+
+def said(*arguments: object) -> tuple[int, str]:
+    found = ended.invoke(app, ["checkpoint", *map(str, arguments)])
+    return found.exit_code, found.output
+
+
+def test_list_names_all_with_what_is_wrong(place: Path) -> None:
+    code, text = said("list", place, "--json")
+    entries = {entry["name"]: entry for entry in json.loads(text)}
+    assert code == 0 and len(entries) == 4
+    assert entries["step-4"]["cursor"] == 8 and entries["step-4"]["problem"] is None
+    assert "step-6/g0r1.json: it has 2 bytes" in entries["step-6"]["problem"]
+    assert "was not finished" in entries["step-7.partial-a1"]["problem"]
+    code, text = said("list", place)
+    assert code == 0 and "step-7.partial-a1" in text and "complete" in text
+
+
+def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
+    code, text = said("verify", place)
+    assert code == 1
+    assert "step-2: whole, 8 files" in text and "DAMAGED: step-6/g0r1.json" in text
+    assert said("verify", place, "--step", 4)[0] == 0
+    assert said("verify", place, "--step", 5)[0] == 1
+    assert said("verify", place / "nothing")[0] == 1
+
+
+def test_prune_keeps_what_is_whole(place: Path) -> None:
+    code, text = said("prune", place, "--keep", 1)
+    assert code == 0 and text == "removed step-2\n"
+    assert said("prune", place, "--keep", 1) == (0, "nothing to remove\n")
+    assert sorted(p.name for p in place.iterdir()) == ["step-4", "step-6", "step-7.partial-a1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--checkpoint", "{place}"], "go on from them by --resume"),
+        (["--resume"], "--resume needs --checkpoint"),
+        (["--checkpoint", "{place}", "--every", "soon"], "give a number of steps, such as 100"),
+        (["--checkpoint", "{place}/step-2/manifest.json/x"], "give a directory that this user may"),
+        (["--checkpoint", "nosuch://x"], "checkpoints cannot be kept at nosuch://x"),
+    ],
+)
+def test_run_refuses_before_it_starts_anything(
+    options: list[str], says: str, place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("")
+    traces = tmp_path / "traces"
+    given = [option.format(place=place) for option in options]
+    command = ["run", "--trace-dir", str(traces), *given, str(tmp_path / "script.py")]
+    found = ended.invoke(app, command)
+    assert found.exit_code == 2
+    assert says in found.output
+    assert not traces.exists()

@@ -1,0 +1,148 @@
+"""Checkpoints on a real S3 server (moto's) in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torchft
+from checkpoint_files import manifest_of, published, written
+
+import fft
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.manifest import DamagedCheckpoint
+from fft.durable.stores import MANIFEST, StoreError, UrlStore, open_store
+
+pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("moto", reason="the extra dev is not installed")
+
+START_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Its URL; found through the environment, as users do."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _await(port, process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _await(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline, "moto did not start"
+            time.sleep(0.05)  # a port that nobody listens at has nothing to wait on
+
+
+@pytest.fixture
+def place(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A bucket of the test's own."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    import s3fs
+
+    bucket = f"bucket-{os.getpid()}-{abs(hash(request.node.name)) % 10**6}"
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+    return f"s3://{bucket}/jobs/run7"
+
+
+def test_what_is_published_is_read_again_and_pruned(place: str) -> None:
+    store = open_store(place)
+    assert isinstance(store, UrlStore)
+    store.prepare()
+    published(store, 2, 4, 6)
+    again = Checkpoints(open_store(place))  # as another process
+    newest, problems = again.newest()
+    assert newest is not None and newest.step == 6 and not problems
+    assert again.prune(2) == ["step-2"]
+    assert [e.step for e in again.found()] == [4, 6]
+    with again.store.reading("step-6/g0r1.safetensors") as path:
+        assert isinstance(path, Path) and path.stat().st_size > 256
+
+
+def test_what_is_cut_or_damaged_on_the_server_is_never_chosen(place: str) -> None:
+    store = open_store(place)
+    found = published(store, 2, 4)
+    written(store, 6)  # and its writer died
+    directory = written(store, 5)  # this one died as it published: the manifest comes last
+    manifest_of(store, directory, "a1", 5)
+    store.write("step-5/g0r0.json", b"{}")
+    data = bytearray(store.read("step-4/g1r1.safetensors"))
+    data[-1] ^= 4
+    store.write("step-4/g1r1.safetensors", bytes(data))
+    newest, problems = found.newest()
+    assert newest is not None and newest.step == 2
+    assert [p.partition(":")[0] for p in problems] == ["step-5", "step-4/g1r1.safetensors"]
+    with pytest.raises(DamagedCheckpoint, match=MANIFEST):
+        found.manifest(5)
+
+
+def test_a_bucket_that_is_not_there_and_a_server_that_is_not(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # it accepts, and never answers
+        port = nobody.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    store = open_store(place)
+    with pytest.raises(StoreError, match="no checkpoints can be written to s3://"):
+        store.prepare()
+    with pytest.raises(OSError, match=r"s3://|Connect"):
+        Checkpoints(store).found()
+
+
+def train(traces: Path, steps: int, seed: int, place: str | None) -> tuple[str, int]:
+    """A job of one process; what it ends with, and how many steps it made itself."""
+    torch.manual_seed(seed)
+    plan = None if place is None else fft.Checkpointing(place, every=4, resume=True)
+    manager = fft.ManagerFFT(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        trace_dir=traces,
+        checkpoint=plan,
+    )
+    model = torch.nn.Linear(4, 1)
+    manager.register(model, torch.optim.AdamW(model.parameters()))
+    manager.sync_gradients(model)
+    made = 0
+    try:
+        loader = fft.CursorLoader(torch.sin(torch.arange(256.0)).reshape(64, 4), batch_size=4)
+        for txn in manager.transactions(loader, max_steps=steps):
+            with txn:
+                model(txn.batch).square().mean().backward()
+            made += 1
+        return manager.digest(), made
+    finally:
+        manager.shutdown()
+
+
+def test_a_job_goes_on_from_there(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    whole, _ = train(tmp_path / "whole", 9, 3, None)
+    train(tmp_path / "a", 6, 3, place)
+    assert train(tmp_path / "b", 9, 55, place) == (whole, 3)

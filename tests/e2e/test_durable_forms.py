@@ -1,0 +1,139 @@
+"""Checkpoints for another number of ranks, and to and from torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from forked_run import fft
+from test_durable import LIMIT_S, SCRIPT
+from torch import nn
+
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.stores import open_store
+from fft.trace.resumed import audit_job
+from fft.train.checkpoint.loading import tree_of
+from fft.train.checkpoint.resharding import unsharded
+
+pytestmark = pytest.mark.multiprocess
+RANKS, STEPS = 3, 8
+"""16 rows in three shards: 6, 6 and 4."""
+
+
+def run(root: Path, ranks: int, steps: int, place: Path, name: str) -> tuple[int, str]:
+    """A job of one group; its exit code, and what it and its ranks have said."""
+    (root / name).mkdir(exist_ok=True)
+    flags = ["run", "--no-lighthouse", "--no-progress", "--ranks", str(ranks), "--resume"]
+    flags += ["--checkpoint", str(place), "--every", "4", "--trace-dir", str(root / "traces")]
+    flags += ["--max-restarts", "0"]
+    done = fft(*flags, str(SCRIPT), str(steps), str(root / name), folder=root, within=LIMIT_S)
+    logs = "".join(p.read_text() for p in sorted((root / "traces").rglob("*.log")))
+    return done.returncode, done.stderr + logs
+
+
+def began_with(root: Path, name: str) -> list[dict[str, Any]]:
+    """Step and whole model that each rank found at first."""
+    return [torch.load(path) for path in sorted((root / name).glob("first-*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of three ranks that has come to its end: checkpoints and traces."""
+    root = tmp_path_factory.mktemp("written")
+    code, said = run(root, RANKS, STEPS, root / "checkpoints", "out")
+    assert code == 0, said
+    return root
+
+
+@pytest.fixture
+def root(written: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(written, tmp_path / "job")
+    return tmp_path / "job"
+
+
+def whole(place: Path, step: int = STEPS) -> dict[str, Any]:
+    """The state of a checkpoint, put together from the files of all ranks."""
+    found = Checkpoints(open_store(str(place)))
+    manifest = found.verify(step)
+    ranks = range(manifest.ranks)
+    return unsharded([tree_of(found.store, manifest, manifest.writer, r) for r in ranks])["state"]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_another_number_of_ranks_has_the_same_state_and_the_same_data(
+    ranks: int, root: Path
+) -> None:
+    before = whole(root / "checkpoints")
+    code, said = run(root, ranks, STEPS + 3, root / "checkpoints", "again")
+    assert code == 0, said
+    assert "the same bits as without this are not promised" in said
+    found = began_with(root, "again")
+    assert len(found) == ranks
+    expected = {name.removeprefix("model0."): t for name, t in before["parameters"].items()}
+    for each in found:
+        assert each["step"] == STEPS and same(each["model"], expected)
+    report = audit_job(root / "traces")
+    assert report.ok and report.resumed.checks, report.render()
+    manifest = Checkpoints(open_store(str(root / "checkpoints"))).verify(STEPS + 3)
+    assert manifest.cursor * ranks == STEPS * RANKS + 3 * ranks
+    after = whole(root / "checkpoints", STEPS + 3)["optimizers"][0]["state"]
+    assert {float(entries["step"]) for entries in after.values()} == {STEPS + 3.0}
+
+
+def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Path) -> None:
+    code, said = run(root, 5, STEPS + 3, root / "checkpoints", "again")
+    assert code == 1
+    assert "stands at item 24 of the data, which groups of 5 ranks cannot begin with" in said
+
+
+def test_what_is_exported_loads_as_torchs_own_and_is_imported_again(root: Path) -> None:
+    place, target, again = root / "checkpoints", root / "dcp", root / "imported"
+    done = fft(
+        *("checkpoint", "export", str(place), str(STEPS), str(target)), folder=root, within=60
+    )
+    assert done.returncode == 0, done.stderr
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.Dropout()) for _ in range(2))
+    model = nn.Sequential(*layers)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=target, no_dist=True)
+    before = whole(place)
+    expected = {name.removeprefix("model0."): t for name, t in before["parameters"].items()}
+    assert same(state["model"], expected)
+    done = fft("checkpoint", "import", str(again), str(target), folder=root, within=60)
+    assert done.returncode == 0, done.stderr
+    after = whole(again)
+    assert same(after["parameters"], before["parameters"])
+    for name, entries in before["optimizers"][0]["state"].items():
+        assert same(after["optimizers"][0]["state"][name], entries)
+    one, other = (Checkpoints(open_store(str(p))).verify(STEPS) for p in (place, again))
+    assert (one.lineage, one.cursor, one.ranks) == (other.lineage, other.cursor, other.ranks)
+    code, said = run(root, RANKS, STEPS + 2, again, "again")
+    assert code == 0, said
+    assert all(same(each["model"], expected) for each in began_with(root, "again"))
+
+
+def test_a_model_of_torchs_is_where_a_job_begins(tmp_path: Path) -> None:
+    torch.manual_seed(77)
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.Dropout()) for _ in range(2))
+    model = nn.Sequential(*layers)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    place = tmp_path / "checkpoints"
+    command = ["checkpoint", "import", str(place), str(tmp_path / "dcp")]
+    done = fft(*command, folder=tmp_path, within=60)
+    assert done.returncode == 2 and "say by --step where it stands" in done.stderr
+    done = fft(*command, "--step", "5", "--cursor", "20", folder=tmp_path, within=60)
+    assert done.returncode == 0, done.stderr
+    code, said = run(tmp_path, 2, 7, place, "out")
+    assert code == 0, said
+    assert "only a model was imported" in said
+    for each in began_with(tmp_path, "out"):
+        assert each["step"] == 5 and same(each["model"], dict(model.named_parameters()))
