@@ -35,7 +35,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of a random run")
     parser.add_argument(
         "--trainer",
-        choices=("gpt", "cnn", "pipeline", *sorted(TRAINERS)),
+        choices=("gpt", "cnn", "pipeline", "pipeline_ahead", *sorted(TRAINERS)),
         help="of a random run: a real loop",
     )
     parser.add_argument("--traces", type=Path, help="keep them there; else a folder in /tmp")

@@ -62,7 +62,7 @@ class Progressions(torch.utils.data.Dataset[torch.Tensor]):
 
 
 Body = Callable[[Any], torch.Tensor | None]
-"""An attempt at a step; may give the loss."""
+"""An attempt at a step, given its batch, or in `pipeline_ahead` its txn; may give the loss."""
 
 
 def shard(manager: fft.ManagerFFT, model: nn.Module) -> nn.Module:
@@ -165,6 +165,41 @@ def _next_tokens(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
+def pipeline_ahead(manager: fft.ManagerFFT) -> tuple[Body, Any]:
+    """The GPT's halves as stages that step by themselves; the first has a head of its own."""
+    whole = GPT(2, 64)
+    rank = int(os.environ["RANK"])
+    model = nn.ModuleDict({"stage": Stage(whole, rank, 2), "head": Stage(GPT(2, 64), 1, 2)})
+    if rank:
+        del model["head"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager.register(model, optimizer)
+    manager.sync_gradients(model, bucket_cap_mb=0.2)
+    loader = fft.CursorLoader(Progressions(), batch_size=4, seed=5)
+
+    def learn(scores: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        loss = _next_tokens(scores[:, :-1], batch[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss.detach()
+
+    if rank:
+
+        def last(txn: fft.Transaction) -> torch.Tensor:
+            vectors, batch = txn.batch
+            return learn(model["stage"](vectors), batch)
+
+        return last, fft.StageInput(manager, loader)
+    output = fft.StageOutput(manager, lambda batch: (model["stage"](batch), batch))
+
+    def first(txn: fft.Transaction) -> torch.Tensor:
+        vectors = model["stage"](txn.batch)
+        output.put(txn, (vectors, txn.batch))
+        return learn(model["head"](vectors), txn.batch)
+
+    return first, loader
+
+
 def alone(manager: fft.ManagerFFT, make: Callable[..., Any]) -> tuple[Body, fft.CursorLoader]:
     """The GPT, each group for itself; ``make`` has them synchronise."""
     model = GPT(2, 64)
@@ -208,6 +243,7 @@ TRAINERS = {
     "gpt": gpt,
     "cnn": cnn,
     "pipeline": pipeline,
+    "pipeline_ahead": pipeline_ahead,
     "local_sgd": local_sgd,
     "diloco": diloco,
 }
@@ -219,6 +255,7 @@ def main() -> None:
     timeouts = {key: float(value) for key, _, value in (word.partition("=") for word in given)}
     group, groups = os.environ["REPLICA_GROUP_ID"], int(os.environ["NUM_REPLICA_GROUPS"])
     torch.set_num_threads(1)
+    shards = RANKS > 1 and name != "pipeline_ahead"
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -230,7 +267,7 @@ def main() -> None:
         timeouts={"join_window": 30.0, **timeouts},  # on a busy machine a group may start late
         digest="commit",
         check_replicas=CHECK_EVERY,
-        shard_pg=fft.ShardProcessGroupGloo(timeout=LIMIT) if RANKS > 1 else None,
+        shard_pg=fft.ShardProcessGroupGloo(timeout=LIMIT) if shards else None,
         spec="hsdp" if name in ("gpt", "cnn") else name,
     )
     torch.manual_seed(3)
@@ -242,7 +279,7 @@ def main() -> None:
             with txn:
                 whole = manager.num_participants() == groups
                 time.sleep(pace if whole or not lonely else max(pace, LONELY_S))
-                loss = body(txn.batch)
+                loss = body(txn if name == "pipeline_ahead" else txn.batch)
                 if loss is not None:
                     txn.log(loss=loss.item())
             if txn.committed:

@@ -40,6 +40,9 @@ from fft.messages.protocol import (
 )
 from fft.util.errors import FftError
 
+SCOPES = "scopes"
+"""Register of a job whose stages have scopes of their own: names of all but the first, whose bus
+is the job's, as JSON."""
 EPOCH = "epoch"
 """Register of the newest epoch record; written by who won it, so it may be late by a moment."""
 

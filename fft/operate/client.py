@@ -6,18 +6,19 @@ Opens one bus; ends it, its listeners and its inboxes when it is closed.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import queue
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from fft.bus import BusError, ErrorBus
+from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.base import HEAD, Topic
 from fft.bus.starts import open_newest
 from fft.bus.token import JobToken
@@ -35,6 +36,7 @@ from fft.messages.protocol import BusMessage, GroupEntry, Record, UnreadableMess
 from fft.messages.speed import Report, decode_report
 from fft.messages.wire import (
     EPOCH,
+    SCOPES,
     Packed,
     Wire,
     decode,
@@ -150,9 +152,11 @@ class JobClient:
         ``token``: of the job; None: what the environment names. ``me``: who asks, for people.
         ``bus``: opened already, whatever start it is of; it is closed with this.
         """
-        if bus is None:
-            bus = open_newest(url, token or JobToken.from_env(), timeout or bus_operation(url))
-        self.bus = bus
+        token, timeout = token or JobToken.from_env(), timeout or bus_operation(url)
+        self.bus = bus = bus or open_newest(url, token, timeout)
+        self._open = partial(open_job_bus, token=token, timeout=timeout)
+        self._stages: list[JobClient] | None = None
+        """Of the scopes of further stages; None: not looked for."""
         self.me = me or f"{_user()}@{socket.gethostname()}"
         self._wire = Wire()
 
@@ -165,10 +169,28 @@ class JobClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for stage in self._stages or ():
+            stage.bus.close()
         self.bus.close()
 
     def job(self) -> JobState:
-        """The head record and its epoch, as of now."""
+        """The head record and its epoch, as of now.
+
+        Where stages have scopes of their own: those of the first, and the ranks of all.
+        """
+        state = self._first()
+        if state.epoch is None:
+            return state
+        if self._stages is None:
+            held = self.bus.read(SCOPES)
+            names = [] if held is None else json.loads(held)
+            url, me = self.bus.url, self.me
+            self._stages = [JobClient(url, me=me, bus=self._open(f"{url}.{n}")) for n in names]
+        groups = [stage._first().groups for stage in self._stages]
+        members = tuple(_with_ranks(entry, groups) for entry in state.epoch.members)
+        return JobState(state.head, replace(state.epoch, members=members))
+
+    def _first(self) -> JobState:
         head = None
         for _ in range(_READS):
             held = self.bus.read(HEAD)
@@ -241,6 +263,12 @@ class JobClient:
             with suppress(BusError):  # a bus that is gone keeps nothing
                 for inbox in inboxes:
                     self.bus.delete(inbox)
+
+
+def _with_ranks(entry: GroupEntry, others: Iterable[Mapping[str, GroupEntry]]) -> GroupEntry:
+    """The group with its ranks in other scopes."""
+    more = (r for groups in others if entry.group in groups for r in groups[entry.group].ranks)
+    return replace(entry, ranks=(*entry.ranks, *more))
 
 
 def _user() -> str:

@@ -5,6 +5,7 @@ Owns the buses of the scopes; the first stage's is the job's, which others own.
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torchft.manager import Manager
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.other_scopes import OtherScope
+from fft.messages.wire import SCOPES
 from fft.protocol.flow import Elsewhere
 from fft.protocol.spec import FsmSpec
 from fft.trace.format import scope_folder
@@ -31,7 +33,7 @@ class StageScope:
         self.bus = job_bus
         """Of this scope."""
         self.others: list[OtherScope] = []
-        self._first = spec.stages[0]
+        self._names = spec.stages
         self._job_bus = job_bus
         self._opened = ExitStack()
 
@@ -39,12 +41,13 @@ class StageScope:
         """Open the buses of this scope and of those that it is bound to. Raises BusError."""
 
         def bus_of(name: str) -> ErrorBus:
-            if name == self._first:
+            if name == self._names[0]:
                 return self._job_bus
             bus = open_job_bus(f"{url}.{name}", token, operation_s)
             self._opened.callback(bus.close)
             return bus
 
+        self._job_bus.write(SCOPES, json.dumps(self._names[1:]).encode())  # for operators
         self.bus = bus_of(self.name)
         self.others = [OtherScope(bound.scope, bus_of(bound.scope)) for bound in self.flow]
 
