@@ -21,6 +21,8 @@ CHOICES = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try)
 DATA = {
     "_tell": "An address: None means everyone.",
     "note_leave": "The cause that is known already stays.",
+    "note_vote": "What the vote says: that its group leaves, if it may.",
+    "note_scope": "Of several scopes the one that the event speaks of.",
     "note_cause": "An event without a cause leaves the one that is known.",
     "say_leave": "An event without a cause gets a text.",
     "finish": "An event without a cause gets a text.",
