@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import nn
 from waiting import wait_until
 
 import fft
+from fft.messages.protocol import decode_record
+from fft.operate.job_view import APART, IN_EPOCH, JobModel
 from fft.trace.audit import read_lines
 from fft.train.hangs import hung
 from fft.util.errors import FftError
@@ -255,6 +258,18 @@ def test_who_was_left_out_takes_the_state_and_counts_from_its_next_steps(
     assert "2" not in {lease[1] for lease in first["leases"]}, "weight 0"
     made.audit()
     _assert_exactly_once(made)
+
+
+def test_an_operator_sees_who_stands_apart(made: Job, tmp_path: Path) -> None:
+    _run(_members(made, tmp_path), 3, lambda member, txn: None)
+    seen: list[set[str]] = []
+    model = JobModel()
+    for line in read_lines(made.traces):
+        if line["group"] == "0" and (record := (line.get("event") or {}).get("record")):
+            model.see(decode_record(json.dumps(record).encode()), 0.0)
+            seen.append({row.state() for row in model.rows()})
+    assert seen[0] == {IN_EPOCH}
+    assert {APART} in seen
 
 
 # --- what is refused ------------------------------------------------------------------------------

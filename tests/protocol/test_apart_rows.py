@@ -17,15 +17,18 @@ from fft.messages.protocol import (
     Drain,
     Fault,
     HealFailed,
+    Join,
+    Leave,
     Manifest,
     Peer,
     Prepared,
     Record,
     Restored,
     Synchronise,
+    Timer,
 )
 from fft.protocol.load import find_spec, load_spec
-from fft.protocol.state import committed
+from fft.protocol.state import committed, hello, missing_mates
 from fft.prove.cluster import Node
 
 ASYNC = load_spec("async")
@@ -475,3 +478,53 @@ def test_a_torn_update_is_fetched_again_and_brings_nothing() -> None:
     assert {x.group for x in epoch.leases} == {"0", "1"}
     assert job.node("2").heals[-1].fetch_from is not None
     assert_sound(job)
+
+
+# --- words that are lost, or late -----------------------------------------------------------------
+
+
+def test_who_asks_counts_itself_though_its_own_word_is_lost() -> None:
+    job = apart()
+    node = job.node("0")
+    job.post(node, Synchronise())
+    job.deliver(node)
+    assert node.peer in node.local.joining
+    assert node.local.hellos["0", 0].lease == node.local.lease
+
+
+def test_an_older_word_does_not_hide_a_newer_one() -> None:
+    """Its state is torn since; the word of before comes late."""
+    job = apart()
+    node, other = job.node("0"), job.node("1")
+    old = hello(other.local, other.participant.config)
+    assert job.head is not None
+    new = replace(old, lineage="", lease=None, head=job.head.n + 2)
+    for word in (new, old):
+        take(job, node, Join(word))
+    assert node.local.hellos["1", 0] == new
+
+
+def _shards() -> tuple[Job, Node, Node]:
+    job = Job(2, 2, spec=ASYNC, leases=True, bound=4).until_running()
+    job.step()
+    return job, job.node("0", 0), job.node("0", 1)
+
+
+def test_a_rank_leaves_with_its_mate() -> None:
+    job, node, mate = _shards()
+    assert take(job, node, Leave(mate.peer, "drained"))[:2] == ("APART", "EXIT")
+    assert node.finished is not None and node.finished.error is None
+
+
+def test_a_mate_that_is_silent_while_the_job_goes_on_does_not_count_as_asking() -> None:
+    job, node, mate = _shards()
+    job.post(node, Synchronise())
+    job.post(mate, Synchronise())
+    job.settle()
+    assert missing_mates(node.local, node.participant.config) == []
+    assert job.head is not None
+    later = replace(job.head, n=job.head.n + 9, kind="abort")
+    take(job, node, Decision(later))
+    timer = node.timers["join_interval"]
+    take(job, node, Timer(timer.name, timer.serial))
+    assert missing_mates(node.local, node.participant.config) == [1]

@@ -80,6 +80,10 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "second process with one identity": "second_process_of_one_identity",
         "bus gone": "bus_comes_back_empty",
         "repeated rollbacks without a commit": "repeated_rollbacks_pause",
+        "slow group of an asynchronous job": "group_left_behind",
+        "group of an asynchronous job killed between two synchronisations": (
+            "group_lost_while_apart"
+        ),
     }
     beneath_the_core = {
         "a host vanishes": "e2e/test_vanished_host.py",
@@ -136,6 +140,7 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "restart": "comes back",
         "twin": "is started twice",
         "drain": "is asked to leave",
+        "late": "waits no longer for others",
         "hang": "is said to hang",
         "early": " early",
         "lose": "never hears",
