@@ -34,14 +34,17 @@ def main() -> int:
     if args.device == "cuda" and (why := machine.missing(about)):
         print(f"skipped: {why}; run it on a machine with an NVIDIA GPU, or with --device cpu.")
         return 0
-    for line in machine.in_words(about):
-        print(line)
-    folder = args.folder or Path("runs") / f"gpu-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = folder.resolve()
-    folder.mkdir(parents=True)
-    results = runner.run(args.parts, args.device, args.small, folder, args.total)
-    _write_lines(folder / "results.jsonl", about, results)
-    print(f"results: {folder / 'results.jsonl'}")
+    print("\n".join(machine.in_words(about)), flush=True)
+    args.folder.mkdir(parents=True)
+    lines = args.folder / "results.jsonl"
+    _write(lines, {"machine": about})
+
+    def tell(result: dict[str, Any]) -> None:
+        _write(lines, result)
+        print(runner.in_words(result), flush=True)
+
+    results = runner.run(args.parts, args.device, args.small, args.folder, args.total, tell)
+    print(f"results: {lines}")
     if args.write:
         page.write(page.PAGE, about, results, f"{datetime.now():%Y-%m-%d %H:%M}")
         print(f"page: {page.PAGE}")
@@ -65,14 +68,17 @@ def _arguments() -> argparse.Namespace:
         args.parts = chosen(args.parts)
     except ValueError as error:
         parser.error(str(error))
+    folder = args.folder or Path("runs") / f"gpu-{datetime.now():%Y%m%d-%H%M%S}"
+    args.folder = folder.resolve()
+    if args.folder.exists():
+        parser.error(f"{args.folder} is there already: name a new folder")
     return args
 
 
-def _write_lines(path: Path, about: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """The machine, then each part, each followed by its findings."""
-    with path.open("w", encoding="utf-8") as file:
-        for line in [{"machine": about}, *results]:
-            file.write(json.dumps(line) + "\n")
+def _write(path: Path, line: dict[str, Any]) -> None:
+    """At once: nothing is lost if this process is ended."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,10 @@ def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return "unknown (nvidia-smi does not answer)"
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
 
 

@@ -41,12 +41,12 @@ def run(
     small: bool,
     folder: Path,
     total_s: float,
-    say: Callable[[str], None] = print,
+    tell: Callable[[dict[str, Any]], None],
     command: Callable[[Part], list[str]] | None = None,
 ) -> list[dict[str, Any]]:
     """The results of ``parts``: for each its status, how long it took, and its findings.
 
-    ``command``: what runs a part, for tests.
+    ``tell``: hears each as soon as it is there. ``command``: what runs a part, for tests.
     """
     _inherit_orphans()
     deadline, results = time.monotonic() + total_s, []
@@ -63,7 +63,7 @@ def run(
             words = _command(part, device, small, own, limit) if command is None else command(part)
             result = _run(part, words, own, limit)
         results.append(result)
-        say(in_words(result))
+        tell(result)
     return results
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fft.bus.base import BusError, check_job
+from fft.bus.natskeeper import NatsKeeper
 from fft.util.die_with_parent import tied
 
 _START_S: Final = 60.0  # a cluster elects its first leader within 10 s, on a machine with time
@@ -62,10 +63,12 @@ class NatsServers:
         job: str | None = None,
         cluster: int = 1,
         settings: str = "",
+        keep: bool = False,
     ) -> None:
         """Start them and wait until they take requests. `port` 0 takes free ones.
 
-        `settings` are further lines of their configuration.
+        `settings` are further lines of their configuration. `keep`: those that end by themselves
+        are started again; then `kill`, `stop` and `start` are not for the caller.
 
         Raises `BusError` if nats-server is not installed, or one cannot be started.
         """
@@ -83,10 +86,13 @@ class NatsServers:
         self.url = f"nats://{','.join(f'{self._place}:{one}' for one in self.ports)}/{job}"
         self._directory = Path(tempfile.mkdtemp(prefix="fft-nats-"))
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * cluster
+        self._keeper: NatsKeeper | None = None
         try:
             for number in range(cluster):
                 self.start(number)
             self.wait()
+            if keep:
+                self._keeper = NatsKeeper(self._processes, self.start)
         except BaseException:
             self.close()
             raise
@@ -213,6 +219,8 @@ class NatsServers:
 
     def close(self) -> None:
         """End all servers and remove their stores. Idempotent."""
+        if self._keeper is not None:
+            self._keeper.close()
         for number in range(len(self._processes)):
             self.kill(number)
         shutil.rmtree(self._directory, ignore_errors=True)

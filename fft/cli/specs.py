@@ -23,14 +23,21 @@ class GraphFormat(StrEnum):
 def graph(
     spec: Annotated[str, SPEC],
     form: Annotated[GraphFormat, typer.Option("--format", help="Language.")] = GraphFormat.mermaid,
+    scopes: Annotated[
+        bool, typer.Option("--scopes", help="Its scopes, and what flows between them.")
+    ] = False,
 ) -> None:
-    """Draw a spec's machine as text."""
-    from fft.protocol.graph import to_dot, to_mermaid
-    from fft.protocol.load import load_machine
+    """Draw a spec as text: its machine, or its scopes."""
+    from fft.protocol import graph
+    from fft.protocol.load import load_machine, load_spec
 
     with plain_errors():
-        loaded = load_machine(spec)
-        text = to_dot(loaded) if form is GraphFormat.dot else to_mermaid(loaded)
+        if scopes:
+            draw = {"dot": graph.scopes_to_dot, "mermaid": graph.scopes_to_mermaid}[form]
+            text = draw(load_spec(spec))
+        else:
+            drawn = graph.to_dot if form is GraphFormat.dot else graph.to_mermaid
+            text = drawn(load_machine(spec))
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 

@@ -33,7 +33,7 @@ from typing import assert_never
 from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.host import Host
-from fft.engine.other_scopes import Heard, OtherScope
+from fft.engine.other_scopes import Heard, OtherScope, tell_held
 from fft.engine.votes import Ballots
 from fft.messages.commands import (
     COMMANDS,
@@ -457,17 +457,10 @@ class Engine:
                 assert_never(effect)
 
     def _tell_held(self, held: TellHeld) -> None:
-        if held == self._told_held:
-            return
-        self._told_held = held
-        logger.warning(
-            "step %d waits for version %d of scope %s, which is at %d",
-            held.step,
-            held.needed,
-            held.scope,
-            held.version,
-        )
-        self.trace.note("held", asdict(held), self.local)
+        if held != self._told_held:
+            self._told_held = held
+            self.trace.note("held", asdict(held), self.local)
+            tell_held(held, self.participant.config.me, self._job_bus)
 
     def _use_bus(self, effect: BusEffect) -> None:
         begun = time.monotonic()

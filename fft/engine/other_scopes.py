@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from fft.bus.base import HEAD, ErrorBus, Subscription
+from fft.bus.base import HEAD, BusError, ErrorBus, Subscription
 from fft.bus.resubscribing import ResubscribingListener
-from fft.messages.protocol import Record, ScopeRecord, UnreadableMessage
+from fft.messages.effects import TellHeld
+from fft.messages.protocol import Peer, Record, ScopeRecord, UnreadableMessage
+from fft.messages.speed import HeldReport, encode_report
 from fft.messages.wire import EPOCH, Packed, Wire, decode, decode_packed
 
 logger = logging.getLogger(__name__)
@@ -73,3 +76,18 @@ class OtherScope:
         """
         held = self.bus.read(HEAD)
         return None if held is None else self.take(decode_packed(held))
+
+
+def tell_held(held: TellHeld, me: Peer, bus: ErrorBus) -> None:
+    """Say in the log, and to who watches, that ``me`` waits for another scope."""
+    logger.warning(
+        "step %d waits for version %d of scope %s, which is at %d",
+        held.step,
+        held.needed,
+        held.scope,
+        held.version,
+    )
+    step, version = held.step, held.version
+    report = HeldReport(me.group, me.rank, me.inc, step, held.scope, version, held.needed)
+    with suppress(BusError):  # for who watches; it is in the trace
+        bus.broadcast(encode_report(report), "progress")

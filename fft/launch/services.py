@@ -189,7 +189,7 @@ def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -
     if kind == "nats":
         from fft.bus.natsserver import NatsServers
 
-        return NatsServers(host, port, job, cluster)
+        return NatsServers(host, port, job, cluster, keep=True)
     if cluster != 1:
         raise BusError(f"the {kind} bus is one process; --cluster is for --bus nats")
     return serve_tcp(host, port, job)

@@ -1,4 +1,4 @@
-"""Speed reports: how fast a rank is by itself, sent now and then in the topic ``progress``.
+"""What ranks report in the topic ``progress``: how fast each is by itself, and whom it waits for.
 
 They are not part of the protocol: only those listen that want to know which rank is slow (the
 supervisor, ``fft watch``), and losing one is harmless. Pure data, with a strict form.
@@ -33,24 +33,45 @@ class SpeedReport:
     inc: Count
     step: Count
     compute: Seconds
+    scope: Name | None = None
+    """Of the steps, where stages have scopes of their own."""
     v: Literal[1] = 1
     type: Literal["progress"] = "progress"
 
 
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class HeldReport:
+    """A rank does not begin ``step`` of its scope: another one must come to version ``needed``."""
+
+    group: Name
+    rank: Count
+    inc: Count
+    step: Count
+    scope: Name
+    """The one that it waits for."""
+    version: Count
+    needed: Count
+    v: Literal[1] = 1
+    type: Literal["held"] = "held"
+
+
+Report = SpeedReport | HeldReport
+
+
 @cache
-def _adapter() -> TypeAdapter[SpeedReport]:
-    return TypeAdapter(SpeedReport)
+def _adapter() -> TypeAdapter[Report]:
+    return TypeAdapter(Annotated[Report, Field(discriminator="type")])
 
 
-def encode_speed(word: SpeedReport) -> bytes:
+def encode_report(word: Report) -> bytes:
     """Word → bytes for the topic ``progress``."""
-    return _adapter().dump_json(word)
+    return _adapter().dump_json(word, exclude_none=True)
 
 
-def decode_speed(payload: bytes) -> SpeedReport:
+def decode_report(payload: bytes) -> Report:
     """Bytes of the topic ``progress`` → word. Raises ``UnreadableMessage``."""
     if len(payload) > MAX_WORD:
-        raise UnreadableMessage(f"speed report of {len(payload)} bytes; the limit is {MAX_WORD}")
+        raise UnreadableMessage(f"report of {len(payload)} bytes; the limit is {MAX_WORD}")
     try:
         return _adapter().validate_json(payload)
     except ValidationError as error:

@@ -32,7 +32,7 @@ from fft.messages.commands import (
     encode_command,
 )
 from fft.messages.protocol import BusMessage, GroupEntry, Record, UnreadableMessage
-from fft.messages.speed import SpeedReport, decode_speed
+from fft.messages.speed import Report, decode_report
 from fft.messages.wire import (
     EPOCH,
     Packed,
@@ -48,11 +48,11 @@ FIRST_ANSWER_S = 5.0
 _READS = 16
 """How often the job may move on while it is looked at."""
 
-Word = BusMessage | Command | SpeedReport | Packed
+Word = BusMessage | Command | Report | Packed
 _READERS: dict[Topic, Callable[[bytes], Word | RollCall]] = {
     "protocol": decode,
     "commands": decode_command,
-    "progress": decode_speed,
+    "progress": decode_report,
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from fft.health.detectors.straggler import Stragglers
 from fft.messages.commands import COMMANDS, Command, command_to_json
 from fft.messages.protocol import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
-from fft.messages.speed import SpeedReport
+from fft.messages.speed import HeldReport, Report, SpeedReport
 
 _RATE_COMMITS = 20  # over so many commits the rate of steps is taken
 _STALE_S = 10.0  # after so long without a commit there is no rate
@@ -66,6 +66,9 @@ class JobModel:
     decisions: deque[Record] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
     commands: deque[Command] = field(default_factory=lambda: deque(maxlen=_DECISIONS))
     stragglers: Stragglers = field(default_factory=Stragglers)
+    scopes: dict[str, int] = field(default_factory=dict)
+    """Committed steps, where stages have scopes of their own."""
+    _held: dict[tuple[str, int], HeldReport] = field(default_factory=dict)
     _groups: dict[str, dict[int, RankSeen]] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
     _commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_COMMITS))
@@ -79,15 +82,18 @@ class JobModel:
         if head is not None and (self.head is None or head.n >= self.head.n):
             self.head = head
 
-    def see(
-        self, word: BusMessage | Record | Command | SpeedReport, now: float
-    ) -> list[dict[str, Any]]:
+    def see(self, word: BusMessage | Record | Command | Report, now: float) -> list[dict[str, Any]]:
         """Take in one thing that was broadcast; lines for ``--json`` on what it changes.
 
         A record is whole. What a word says by itself is in `event_of`.
         """
         match word:
+            case HeldReport():
+                self._held[(word.group, word.rank)] = word
             case SpeedReport():
+                self._held.pop((word.group, word.rank), None)
+                if word.scope is not None:
+                    self.scopes[word.scope] = max(word.step, self.scopes.get(word.scope, 0))
                 rank = f"{word.group}/{word.rank}"
                 changes = self.stragglers.hear(rank, word.inc, word.compute)
                 return [{"event": "straggler", **asdict(change)} for change in changes]
@@ -111,6 +117,14 @@ class JobModel:
         """The slow ranks of ``group``, each with how many times the median time it takes."""
         places = ((rank.rpartition("/"), factor) for rank, factor in self.stragglers.slow.items())
         return ", ".join(f"rank {rank}: {by:.1f} ×" for (of, _, rank), by in places if of == group)
+
+    def held(self) -> list[str]:
+        """Who waits for another scope, and for what."""
+        return [
+            f"group {group} rank {rank} is held: step {word.step} waits for version {word.needed} "
+            f"of scope {word.scope}, which is at {word.version}"
+            for (group, rank), word in sorted(self._held.items())
+        ]
 
     def rate(self, now: float) -> float | None:
         """Committed steps a second; None: too few commits, or none lately."""
@@ -179,7 +193,7 @@ class JobModel:
             known.state, known.why = state, why
 
 
-def event_of(word: BusMessage | Record | Command | SpeedReport) -> dict[str, Any] | None:
+def event_of(word: BusMessage | Record | Command | Report) -> dict[str, Any] | None:
     """One line for ``--json``; None: nothing that a person would want to know."""
     match word:
         case Record():
@@ -203,6 +217,8 @@ def event_of(word: BusMessage | Record | Command | SpeedReport) -> dict[str, Any
         case Death() | Suspect():
             where = {"group": word.group, "rank": word.rank, "pid": word.pid, "host": word.host}
             return {"event": word.type, **where, "by": word.by, "cause": word.cause}
+        case HeldReport():
+            return {"event": "held", **asdict(word)}
         case Drain():
             return {"event": "drain", "groups": list(word.groups), "by": word.by}
         case _ if isinstance(word, COMMANDS):

@@ -22,7 +22,7 @@ from fft.bus import BusError
 from fft.bus.base import TOPICS
 from fft.messages.commands import Check, Command, Evict
 from fft.messages.protocol import BusMessage, Decision, Record, UnreadableMessage
-from fft.messages.speed import SpeedReport
+from fft.messages.speed import Report
 from fft.messages.wire import Packed
 from fft.operate.client import Ear, JobClient, Word
 from fft.operate.job_view import JobModel, event_of
@@ -108,7 +108,7 @@ class Watch:
                 return
 
 
-def _plain(desk: JobClient, word: Word) -> BusMessage | Command | SpeedReport | Record | None:
+def _plain(desk: JobClient, word: Word) -> BusMessage | Command | Report | Record | None:
     """Records whole, however they were announced."""
     if isinstance(word, Packed):
         return desk.whole(word) or word.record
@@ -190,6 +190,10 @@ def render(watch: JobModel, url: str, now: float) -> RenderableType:
         steps = "" if rate is None else f", {rate:.1f} steps/s"
         title = f"{url}: epoch {head.epoch}, step {head.step}{steps}"
     parts: list[RenderableType] = [Text(title), _groups(watch)]
+    if watch.scopes:
+        steps_of = (f"scope {name}: step {step}" for name, step in sorted(watch.scopes.items()))
+        parts.insert(1, Text(", ".join(steps_of)))
+    parts += [Text(text, style="yellow") for text in watch.held()]
     if watch.lost:
         parts.insert(0, Text(f"the bus is lost, trying again: {watch.lost}", style="bold red"))
     if watch.decisions:

@@ -1,10 +1,13 @@
-"""Diagrams of a spec, drawn from the spec alone: Mermaid and Graphviz DOT. Pure."""
+"""Diagrams of a spec, drawn from the spec alone: Mermaid and Graphviz DOT. Pure.
+
+Of its machine; or of its scopes: who decides of which parameters, and what flows between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.protocol.spec import MachineSpec, SubState
+from fft.protocol.spec import FsmSpec, MachineSpec, SubState
 
 
 def edges(spec: MachineSpec) -> Iterator[tuple[str, str, str]]:
@@ -71,3 +74,39 @@ def to_dot(spec: MachineSpec) -> str:
         lines.append(f'  "{source}" -> "{target}" [label="{text}"];')
     lines.append("}")
     return "\n".join(lines) + "\n"
+
+
+def _scopes(spec: FsmSpec) -> Iterator[tuple[str, list[str]]]:
+    """Each scope, and the lines that tell what it is."""
+    who = {"job": "all ranks", "group": "each group alone", "stage": "one rank of all groups"}
+    for name, scope in spec.scopes.items():
+        sync = scope.sync.replace("_", " ")
+        yield name, [name, f"{who[scope.members]}, {sync}", f"commits {', '.join(scope.commits)}"]
+
+
+def _flows(spec: FsmSpec) -> Iterator[tuple[str, str, str]]:
+    """(from, to, label) for what one scope waits for in another."""
+    for edge in spec.flow:
+        yield edge.source, edge.to, f"at most {edge.ahead} ahead"
+    inner = next((name for name, scope in spec.scopes.items() if scope.members == "group"), None)
+    for name, scope in spec.scopes.items():
+        if inner is not None and scope.members == "job":
+            yield inner, name, "after some commits"
+
+
+def scopes_to_mermaid(spec: FsmSpec) -> str:
+    """A Mermaid flow chart of the scopes."""
+    lines = ["flowchart LR"]
+    lines += [f'    {name}["{"<br/>".join(told)}"]' for name, told in _scopes(spec)]
+    lines += [f'    {first} -->|"{label}"| {then}' for first, then, label in _flows(spec)]
+    return "\n".join(lines) + "\n"
+
+
+def scopes_to_dot(spec: FsmSpec) -> str:
+    """The same as a Graphviz digraph."""
+    lines = [f'digraph "{spec.name}" {{', "  rankdir=LR; node [shape=box];"]
+    for name, told in _scopes(spec):
+        text = "\\n".join(told)
+        lines.append(f'  "{name}" [label="{text}"];')
+    lines += [f'  "{first}" -> "{then}" [label="{label}"];' for first, then, label in _flows(spec)]
+    return "\n".join([*lines, "}"]) + "\n"

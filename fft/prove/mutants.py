@@ -1,8 +1,7 @@
 """Planted bugs: small changes of table, core or bus, each of which the checker must catch.
 
-Pure, but for ``write_table``. A mutant names the property that catches it, and the smallest bounds
-found to be wide enough for that; the shipped table must be clean within the same bounds, or the
-catch would mean nothing. A mutant that survives is a hole in the properties.
+A mutant names the property that catches it, and the smallest bounds found to be wide enough for
+that, within which the shipped table must be clean. One that survives is a hole in the properties.
 """
 
 from __future__ import annotations

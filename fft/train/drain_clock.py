@@ -58,6 +58,7 @@ class _Heard:
 @dataclass(frozen=True)
 class _Left:
     at: float
+    error: str | None
 
 
 class DrainClock:
@@ -80,9 +81,10 @@ class DrainClock:
         """This participant has been asked to leave, and knows by when."""
         self._words.put(_Heard(notice, time.monotonic()))
 
-    def left(self) -> None:
-        """The main thread knows that this participant is out."""
-        self._words.put(_Left(time.monotonic()))
+    def left(self, error: str | None = None) -> None:
+        """The main thread knows that this participant is out; ``error``: by this one (its class),
+        so that it has not drained."""
+        self._words.put(_Left(time.monotonic(), error))
 
     def close(self, limit_s: float = 5.0) -> None:
         """End the thread, after what was said so far. Idempotent."""
@@ -105,7 +107,7 @@ class DrainClock:
                 case _Heard():
                     self._take(word.notice, word.at)
                 case _Left():
-                    self._close_account(word.at)
+                    self._close_account(word.at, word.error)
 
     def _wait(self) -> float | None:
         if self._due is None:
@@ -139,13 +141,18 @@ class DrainClock:
             logger.error("this participant stops before its deadline, and could not tell anybody")
             self._leaver.note("drain_untold", {"reason": notice.reason})
 
-    def _close_account(self, at: float) -> None:
+    def _close_account(self, at: float, error: str | None) -> None:
         deadline, notice = self._earliest.deadline, self._earliest.notice
         self._due = None
         if self._over or notice is None:
             return
         self._over = True
         left = None if deadline is None else deadline - at
+        if error is not None:
+            logger.warning("this participant has not drained: it stopped with %s", error)
+            told = {"reason": notice.reason, "left": left, "error": error}
+            self._leaver.note("drain_failed", told)
+            return
         if left is not None:
             when = "before" if left >= 0 else "after"
             logger.warning("this participant has left, %.1f s %s its deadline", abs(left), when)

@@ -77,7 +77,9 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
         parts.inner.start(config)
     if parts.quorums is not None:
         parts.quorums.start()
-    speed = watchers.report_speed(job.bus, job.peer, settings.progress_interval)
+    speed = watchers.report_speed(
+        job.bus, job.peer, settings.progress_interval, None if stage is None else stage.name
+    )
     if parts.groups.shard is not None:
         parts.groups.shard.waiting = speed.waiting
     engine.post(Start())

@@ -97,9 +97,9 @@ class Leaving:
         if notice := os.environ.get("FFT_NOTICE"):
             drain_on(source_of(notice, group, rank))
 
-    def left(self) -> None:
-        """This participant is out."""
-        self._clock.left()
+    def left(self, error: str | None = None) -> None:
+        """This participant is out; ``error``: by an error of this class."""
+        self._clock.left(error)
 
     def end_notices(self) -> None:
         """Ask no source any more. Idempotent."""

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from fft.bus.base import BusError, ErrorBus
 from fft.messages.protocol import Peer
-from fft.messages.speed import SpeedReport, encode_speed
+from fft.messages.speed import SpeedReport, encode_report
 from fft.util.errors import FftError
 from fft.util.log_sampler import LogSampler
 
@@ -79,13 +79,14 @@ class SpeedReporter:
         peer: Peer,
         interval: float,
         clock: Callable[[], float] = time.monotonic,
+        scope: str | None = None,
     ) -> None:
         self.clock = clock
         self.waiting = _Waiting(self)
         """To be entered around waits for others; not within itself."""
         self.waited = 0.0
         """Seconds in the present body that were no work of its own."""
-        self._bus, self._peer, self._interval = bus, peer, interval
+        self._bus, self._peer, self._interval, self._scope = bus, peer, interval, scope
         self._begun = 0.0
         self._own = 0.0
         self._lock = threading.Lock()
@@ -131,7 +132,7 @@ class SpeedReporter:
         if not bodies:
             return None
         group, rank, inc = self._peer
-        return SpeedReport(group, rank, inc, step, round(median_low(bodies), 6))
+        return SpeedReport(group, rank, inc, step, round(median_low(bodies), 6), self._scope)
 
     def _speak(self) -> None:
         while not self._stop.wait(max(self._interval, self._ranks / WORDS_A_SECOND)):
@@ -139,7 +140,7 @@ class SpeedReporter:
             if word is None:
                 continue
             try:
-                self._bus.broadcast(encode_speed(word), "progress")
+                self._bus.broadcast(encode_report(word), "progress")
             except BusError as error:  # what is wrong with the bus, the engine finds out itself
                 if (count := self._failed.add("word")) is not None:
                     logger.info("a word of progress was not said (%d by now): %s", count, error)

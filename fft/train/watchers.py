@@ -43,9 +43,11 @@ class Watchers:
             self._hold = hold(os.environ.get("FFT_DEATH_MUTEX_FD"))
         self.main = threading.get_ident()
 
-    def report_speed(self, bus: ErrorBus, peer: Peer, interval_s: float) -> SpeedReporter:
+    def report_speed(
+        self, bus: ErrorBus, peer: Peer, interval_s: float, scope: str | None
+    ) -> SpeedReporter:
         """Say on ``bus`` how fast this rank is."""
-        self.speed = SpeedReporter(bus, peer, interval_s)
+        self.speed = SpeedReporter(bus, peer, interval_s, scope=scope)
         return self.speed
 
     # --- the main thread ---

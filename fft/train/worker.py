@@ -183,14 +183,14 @@ class Worker:
     def _stop(self, command: Finish) -> None:
         """The engine's last word. Raises the error that it names, if it names one."""
         self._finish = command
-        self._leave_txn()
+        self._leave_txn(command.error)
         if command.error is not None:
             raise error_of(command) from self._apply_error
 
-    def _leave_txn(self) -> None:
+    def _leave_txn(self, error: str | None = None) -> None:
         """Out: what the main thread does from now on is no step of the job's."""
         self._give_up_txn()
-        self._leaving.left()
+        self._leaving.left(error)
 
     def _give_up_txn(self) -> None:
         """Nothing of it is done any more on this thread."""

@@ -46,7 +46,8 @@ def run(
         findings = str(folder / each.name / FINDINGS)
         return [sys.executable, "-c", FINDS + scripts[each.name], findings]
 
-    results = runner.run(parts, "cpu", True, folder, total_s, said.append, command)
+    tell = lambda result: said.append(runner.in_words(result))  # noqa: E731
+    results = runner.run(parts, "cpu", True, folder, total_s, tell, command)
     return {result["part"]: result for result in results}, said
 
 
@@ -148,9 +149,8 @@ def test_the_exit_code_says_what_failed(statuses: list[str], code: int) -> None:
 
 
 def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
-    said: list[str] = []
     only = part("gpu1", on_cpu=False)
-    results = runner.run([only], "cpu", True, tmp_path, LIMIT_S, said.append, lambda p: ["false"])
+    results = runner.run([only], "cpu", True, tmp_path, LIMIT_S, print, lambda p: ["false"])
     assert [(r["status"], r["why"]) for r in results] == [("not run", "needs a GPU")]
 
 
@@ -271,6 +271,12 @@ def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
     assert done.stdout.count("\n") == 1
 
 
+def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
+    done = command("--device", "cpu", "--folder", str(tmp_path))
+    assert done.returncode == 2
+    assert f"{tmp_path} is there already: name a new folder" in done.stderr
+
+
 def test_a_trial_on_cpu_by_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = command("5", "6", "--device", "cpu", "--small", "--folder", str(folder))
@@ -288,8 +294,7 @@ def test_a_trial_on_cpu_by_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [p.name for p in PARTS if p.on_cpu])
 def test_every_trial_that_can_be_made_on_cpu(tmp_path: Path, name: str) -> None:
     runner.find_packages()
-    said: list[str] = []
     (each,) = chosen([name])
     slow = Part(each.number, each.name, each.title, 250.0)
-    (result,) = runner.run([slow], "cpu", True, tmp_path, 260.0, said.append)
+    (result,) = runner.run([slow], "cpu", True, tmp_path, 260.0, print)
     assert result["status"] == "ok", json.dumps(result, indent=1)

@@ -51,7 +51,7 @@ from fft.messages.protocol import (
     encode_record,
     encode_vote,
 )
-from fft.messages.speed import SpeedReport, decode_speed, encode_speed
+from fft.messages.speed import SpeedReport, decode_report, encode_report
 from fft.messages.wire import (
     Wire,
     decode_packed,
@@ -341,7 +341,7 @@ DECODERS: list[tuple[Callable[[bytes], Any], list[bytes]]] = [
     (decode_wire, MESSAGES),
     (decode, MESSAGES),
     (decode_command, COMMANDS),
-    (decode_speed, [encode_speed(SpeedReport("1", 0, 3, 17, 0.25))]),
+    (decode_report, [encode_report(SpeedReport("1", 0, 3, 17, 0.25))]),
     (decode_packed, [Wire().encode_record(EPOCH), Wire().encode_record(COMMIT)]),
     (decode_record, [encode_record(EPOCH)]),
     (decode_vote, [encode_vote(Vote(PEER, Manifest(1, 4, "s")))]),

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -129,6 +130,29 @@ def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
         assert "in doubt: it has voted YES" in why(made) and "out of reach" in why(made)
         made.audit()
     print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
+
+
+def test_who_was_to_leave_and_stops_in_doubt_has_not_drained(tmp_path: Path) -> None:
+    bus = serve_tcp()
+    both = threading.Barrier(2, action=bus.close)
+
+    def body(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == STEP:
+            member.manager.drain(None, "asked to")
+            both.wait(LIMIT_S)
+
+    limits = {"timeouts": {"bus_limit": 3.0}, "connect_timeout": timedelta(seconds=1)}
+    with job(tmp_path / "traces", 2, bus.url) as made:
+        members = [made.member(group, **limits) for group in ("0", "1")]
+        for member in members:
+            member.start(lambda m: m.train(9, body=body))
+        for member in members:
+            member.end()
+            assert isinstance(member.error, InDoubt), repr(member.error)
+            assert "for 3 s or more after an operation on it was given up" in str(member.error)
+    assert not notes(made.traces, "drained")
+    failed = [line["data"] for line in notes(made.traces, "drain_failed")]
+    assert failed == [{"reason": "asked to", "left": None, "error": "InDoubt"}] * 2
 
 
 @pytest.mark.long

@@ -39,7 +39,7 @@ from fft.messages.protocol import (
     UnreadableMessage,
     decode,
 )
-from fft.messages.speed import SpeedReport
+from fft.messages.speed import HeldReport, SpeedReport
 from fft.messages.wire import EPOCH, decode_packed
 from fft.operate import drain, say
 from fft.operate.client import JobClient, OperatorError, bus_url
@@ -484,6 +484,25 @@ def test_stragglers_show_in_the_picture_and_as_events() -> None:
     Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
     assert "rank 0: 3.0 ×" in file.getvalue()
     assert event_of(SpeedReport("0", 0, 1, 5, 0.1)) is None, "too many to be shown"
+
+
+def test_scopes_of_stages_show_and_who_is_held_by_another() -> None:
+    watch = JobModel()
+    watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
+    held = HeldReport("1", 0, 1, 6, "stage1", 3, 4)
+    for word in (SpeedReport("1", 1, 1, 4, 0.1, "stage1"), held):
+        watch.see(word, 1.0)
+    file = io.StringIO()
+    Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
+    assert "scope stage1: step 4" in file.getvalue()
+    told = "group 1 rank 0 is held: step 6 waits for version 4 of scope stage1, which is at 3"
+    assert told in file.getvalue()
+    line = event_of(held)
+    assert line is not None
+    assert (line["event"], line["needed"]) == ("held", 4)
+    watch.see(SpeedReport("1", 0, 1, 6, 0.1, "stage0"), 2.0)
+    assert watch.held() == []
+    assert watch.scopes == {"stage0": 6, "stage1": 4}
 
 
 def _two_groups() -> tuple[GroupEntry, ...]:

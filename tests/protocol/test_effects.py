@@ -26,6 +26,7 @@ DATA = {
     "finish": "An event without a cause gets a text.",
     "abort_record": "An ABORT without a cause gets a text.",
     "commit_record": "What the record says of the votes: who leaves, and whether the epoch ends.",
+    "_end_of_synchronisation": "The same, of an asynchronous job.",
     "succeed_epoch": "For teaching specs: outside every epoch, of the last record.",
 }
 """Functions that choose, and what they choose. Nothing of it is a step of the protocol."""

@@ -51,6 +51,9 @@ STRANGER = Peer("9", 0, 1)
 FIRST, ABORTED, SECOND, LAST = Token(1, 1), Token(1, 2), Token(2, 1), Token(2, 2)
 """Txns of the recorded life; with the last one group 1 leaves."""
 
+OF_OTHER_JOBS = {"bounded"}
+"""Of asynchronous jobs: shown to fail in test_bounded.py."""
+
 Which = Callable[[Move], bool]
 Make = Callable[[Move], Move]
 
@@ -654,7 +657,7 @@ def test_the_history_that_is_doctored_is_clean_and_asks_every_invariant() -> Non
     for ranks in (1, 2):
         findings = judge(life(ranks))
         assert [f.name for f in findings if f.violation] == []
-        assert all(f.checks for f in findings)
+        assert all(f.checks for f in findings if f.name not in OF_OTHER_JOBS)
     kinds = [(r.kind, r.token) for r, _ in life().records().values()]
     assert sorted(kinds, key=lambda x: x[1])[:5] == [
         ("epoch", Token(1, 0)), ("commit", FIRST), ("abort", ABORTED), ("epoch", Token(2, 0)),
@@ -676,7 +679,7 @@ def test_a_doctored_history_is_found_and_told(name: str) -> None:
 
 
 def test_every_invariant_is_shown_to_fail() -> None:
-    assert {case.invariant for case in CASES.values()} == set(INVARIANTS)
+    assert {case.invariant for case in CASES.values()} == set(INVARIANTS) - OF_OTHER_JOBS
 
 
 # --- what is no violation -------------------------------------------------------------------------

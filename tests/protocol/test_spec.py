@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from specs import whole_text
 
-from fft.protocol.graph import edges, in_mermaid, to_dot, to_mermaid
+from fft.protocol.graph import (
+    edges,
+    in_mermaid,
+    scopes_to_dot,
+    scopes_to_mermaid,
+    to_dot,
+    to_mermaid,
+)
 from fft.protocol.load import find_spec, json_schema, load_machine, load_spec, parse_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
@@ -184,7 +191,7 @@ BAD = {
         "flow.0",
         "'s_one' would wait for itself: s_one → s_two → s_one",
     ),
-    "a bound of nothing": (
+    "an edge that lets nobody go on": (
         stages("[{from: s_one, to: s_two, ahead: 0}]"),
         "flow.0.ahead",
         "greater than or equal to 1",
@@ -202,6 +209,42 @@ BAD = {
         stages("[{from: s_one, to: s_two, ahead: 1}]", "three"),
         "scopes.s_three",
         "no edge of the flow leads to this stage",
+    ),
+    "a bounded scope without a bound": (
+        changed(
+            "  model: {ranks: shards}\nscopes:\n"
+            "  step: {members: job, commits: [model], sync: every_step}",
+            "  copy: {ranks: shards}\n  model: {ranks: shards}\nscopes:\n"
+            "  inner: {members: group, commits: [copy], sync: every_step}\n"
+            "  outer: {members: job, commits: [model], sync: bounded}",
+        ),
+        "policies",
+        "scope 'outer' is bounded, and nothing says by what: give policies a bound",
+    ),
+    "a bound of nothing": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  bound: 4\n"),
+        "policies.bound",
+        "no scope has sync: bounded; remove the bound",
+    ),
+    "a bound below 1": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  bound: 0\n"),
+        "policies.bound",
+        "greater than or equal to 1",
+    ),
+    "a quorum that is no majority": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  quorum: 0.4\n"),
+        "policies.quorum",
+        "greater than or equal to 0.5",
+    ),
+    "a quorum of more than all": (
+        changed("  min_reductions: 1\n", "  min_reductions: 1\n  quorum: 1.0\n"),
+        "policies.quorum",
+        "less than 1",
+    ),
+    "bounded steps of nothing": (
+        changed("sync: every_step", "sync: bounded"),
+        "scopes.step.sync",
+        "bounded counts the commits of a scope with members `group`, and there is none",
     ),
     "unknown members": (changed("members: job", "members: jobs"), "scopes.step.members", "'job'"),
     "unknown key": ({"hsdp.yaml": FILES["hsdp.yaml"] + "intial: INIT\n"}, "intial", "spelling"),
@@ -434,3 +477,12 @@ def test_what_is_proved_of_hsdp_holds_of_the_specs_that_only_hold_parameters_oth
     own = {"name", "doc", "parameter_groups", "scopes"}
     assert load_spec(name).model_dump(exclude=own) == load_spec("hsdp").model_dump(exclude=own)
     assert load_spec(name).digest() != load_spec("hsdp").digest()
+
+
+def test_scopes_and_what_flows_between_them_are_drawn() -> None:
+    ahead, guide = load_spec("pipeline_ahead"), ROOT / "docs" / "guides" / "paradigms.md"
+    assert scopes_to_mermaid(ahead) in guide.read_text(), (
+        "put in: fft graph pipeline_ahead --scopes"
+    )
+    assert '"stage0" -> "stage1" [label="at most 2 ahead"];' in scopes_to_dot(ahead)
+    assert 'inner -->|"after some commits"| outer' in scopes_to_mermaid(load_spec("diloco"))

@@ -29,6 +29,9 @@ SLOW = {
     "first_deferred_only",
     "learner_votes_early",
     "learner_not_counted",
+    "lease_lost_while_apart",
+    "base_of_who_was_not_there",
+    "left_out_though_alive",
 }
 
 

@@ -259,7 +259,7 @@ def test_the_audit_of_a_good_seed_finds_what_the_simulator_counted(tmp_path: Pat
         (["--seed", "1", "--seeds", "5"], "leave out --seeds and --first, or --seed"),
         (
             ["no_such_spec"],
-            "no spec named 'no_such_spec'; there are: ddp, diloco, hsdp, hsdp_diloco, ",
+            "no spec named 'no_such_spec'; there are: async, ddp, diloco, hsdp, hsdp_diloco, ",
         ),
     ],
 )

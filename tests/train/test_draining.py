@@ -70,6 +70,19 @@ def test_a_notice_without_a_deadline_waits_for_a_commit() -> None:
     assert not place.causes
 
 
+def test_who_stops_with_an_error_has_not_drained() -> None:
+    """As in doubt, where the bus was lost on the way."""
+    place = Place()
+    clock = DrainClock(place, 5.0)
+    clock.hear(Notice("asked to"))
+    clock.left("InDoubt")
+    clock.left()
+    ended(clock)
+    assert place.notes[1:] == [
+        ("drain_failed", {"reason": "asked to", "left": None, "error": "InDoubt"})
+    ]
+
+
 def test_who_leaves_in_time_says_how_much_was_left() -> None:
     place = Place()
     clock = DrainClock(place, 5.0)

@@ -15,7 +15,7 @@ from fft.bus import BusUnreachable
 from fft.bus.base import Topic
 from fft.bus.memory import MemoryBus
 from fft.messages.protocol import Peer, UnreadableMessage
-from fft.messages.speed import MAX_WORD, SpeedReport, decode_speed, encode_speed
+from fft.messages.speed import MAX_WORD, SpeedReport, decode_report, encode_report
 from fft.train.speed_reporter import SpeedReporter, interval_from
 from fft.util.errors import FftError
 
@@ -50,8 +50,8 @@ def body(pacer: SpeedReporter, clock: Hand, own: float, waited: float, step: int
 
 def test_a_word_has_one_form_and_no_other() -> None:
     word = SpeedReport("1", 0, 3, 17, 0.25)
-    assert decode_speed(encode_speed(word)) == word
-    plain = json.loads(encode_speed(word))
+    assert decode_report(encode_report(word)) == word
+    plain = json.loads(encode_report(word))
     assert plain == {
         "group": "1",
         "rank": 0,
@@ -71,10 +71,10 @@ def test_a_word_has_one_form_and_no_other() -> None:
         {"group": "x" * MAX_WORD},
     ):
         with pytest.raises(UnreadableMessage):
-            decode_speed(json.dumps({**plain, **changed}).encode())
+            decode_report(json.dumps({**plain, **changed}).encode())
     for other in (b"", b"[]", b"NaN", b'{"type":"progress"}'):
         with pytest.raises(UnreadableMessage):
-            decode_speed(other)
+            decode_report(other)
 
 
 def test_a_body_is_timed_without_what_it_waited() -> None:
@@ -98,7 +98,7 @@ def test_words_are_said_by_a_thread_until_it_is_closed() -> None:
         mine.subscribe(heard.put, lambda error: None, "progress")
         pacer = SpeedReporter(mine, ME, 0.01, clock)
         body(pacer, clock, 0.5, 1.0, 1)
-        assert decode_speed(heard.get(timeout=LIMIT_S)) == SpeedReport("1", 0, 3, 1, 0.5)
+        assert decode_report(heard.get(timeout=LIMIT_S)) == SpeedReport("1", 0, 3, 1, 0.5)
         pacer.close()
         pacer.close()
         body(pacer, clock, 0.5, 1.0, 2)

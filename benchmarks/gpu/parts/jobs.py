@@ -13,6 +13,8 @@ from typing import Any
 from benchmarks.gpu.part import Setting
 
 TRAINER = Path(__file__).with_name("trainer.py")
+LIMITS_S = {"cuda": 80.0, "cpu": 180.0}
+"""For one job; a process that is started again on a busy machine without a GPU takes its time."""
 _TAIL = 600
 
 
@@ -52,7 +54,6 @@ def run(
     name: str,
     faults: list[dict[str, Any]],
     steps: int = 0,
-    limit_s: float = 60.0,
     **options: str,
 ) -> Ended:
     """Train with the faults to so many steps; 0: until all faults have fired, and a little on.
@@ -63,6 +64,7 @@ def run(
         importlib.import_module(room)
     folder = setting.folder / name
     folder.mkdir()
+    limit_s = LIMITS_S[setting.device]
     words = ["run", "--groups", "2", "--no-progress", "--no-lighthouse"]
     words += ["--trace-dir", str(folder / "traces"), "--timeout", str(limit_s)]
     if faults:

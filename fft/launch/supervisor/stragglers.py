@@ -12,7 +12,7 @@ from fft.bus import ErrorBus
 from fft.bus.resubscribing import ResubscribingListener
 from fft.health.detectors.straggler import Change, Stragglers
 from fft.messages.protocol import UnreadableMessage
-from fft.messages.speed import SpeedReport, decode_speed
+from fft.messages.speed import SpeedReport, decode_report
 
 
 class PaceEar:
@@ -39,4 +39,6 @@ class PaceEar:
 
     def _hear(self, payload: bytes) -> None:
         with suppress(UnreadableMessage):  # nothing depends on it
-            self._heard.put(decode_speed(payload))
+            word = decode_report(payload)
+            if isinstance(word, SpeedReport):
+                self._heard.put(word)

@@ -11,9 +11,6 @@ from fft.protocol.effects.base import action
 from fft.protocol.effects.timing import arm
 from fft.protocol.state import Config, Local, hello
 
-_SILENT = 8
-"""Records between which a rank that lives has asked again: it does so in each join_interval."""
-
 
 @action
 def stand_apart(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -40,12 +37,7 @@ def forget_silent_mates(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
     It may have left, and its word of that may be lost.
     """
-    newest = s.head.n if s.head is not None else 0
-    s.joining -= {
-        h.peer
-        for h in s.hellos.values()
-        if h.store == c.store and h.peer != c.me and h.head + _SILENT <= newest
-    }
+    s.joining -= apart.silent_mates(s, c)
     return ()
 
 

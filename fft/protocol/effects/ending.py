@@ -121,7 +121,7 @@ def stop_without_bus(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 def _without_bus(s: Local, c: Config, doubt: str = "") -> Effect:
     return Finish(
-        f"{doubt}the bus was out of reach for {c.timeouts['bus_limit']:g} s at step {s.step}, "
-        f"epoch {s.token.epoch}, txn {s.token.txn}",
+        f"{doubt}the bus was out of reach for {c.timeouts['bus_limit']:g} s or more after an "
+        f"operation on it was given up, at step {s.step}, epoch {s.token.epoch}, txn {s.token.txn}",
         error="InDoubt",
     )

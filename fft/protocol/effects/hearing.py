@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from fft.messages.effects import Effect
 from fft.messages.protocol import Ack, Death, Drain, Event, Hello, Join, Leave, Ready, Suspect
-from fft.protocol.apart import in_job, standing
+from fft.protocol.apart import standing
 from fft.protocol.effects.base import action
-from fft.protocol.state import Config, Local, incarnations, is_member, member_peers, peers_meant
+from fft.protocol.state import Config, Local, incarnations, member_peers, peers_meant
 
 
 def _heard(s: Local, h: Hello) -> None:
@@ -82,7 +82,8 @@ def blame_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Who does not move, or is not heard of, is waited for no longer, until it says it is back."""
     assert isinstance(event, Suspect)
-    suspected = {p for p in peers_meant(s, event) if is_member(s, p) or in_job(s, p)} - {c.me}
+    known = set(member_peers(s)) | {p for each in standing(s) for p in each.entry.peers()}
+    suspected = (set(peers_meant(s, event)) & known) - {c.me}
     s.suspected |= suspected
     names = ", ".join(map(str, sorted(suspected)))
     s.cause = f"{names} is suspected: {event.cause} (seen by {event.by})"

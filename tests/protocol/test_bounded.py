@@ -1,0 +1,103 @@
+"""Guarantee 13 can fail: the life of an asynchronous job, and what a doctored record shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from jobs import Job
+
+from fft.messages.effects import Decide
+from fft.messages.protocol import Decision, Lease, Record, Synchronise
+from fft.protocol.invariants import History, Move, judge
+from fft.protocol.load import load_spec
+
+Doctor = Callable[[Record], Record]
+
+
+def life() -> History:
+    """Five groups; two of them miss a synchronisation, and a sixth one comes."""
+    spec = load_spec("async")
+    job = Job(5, spec=spec, leases=True, bound=2).until_running()
+    job.step()
+    job.start_group("5")
+    for asking in ("012", "0123", "01234"):
+        for group in asking:
+            job.post(job.node(group), Synchronise())
+        job.settle()
+        job.fire("join_window")
+        job.settle()
+        job.step()
+    assert job.head is not None and job.head.step == 3
+    job.record.consumed.clear()
+    return job.record
+
+
+def doctored(kind: str, step: int, doctor: Doctor) -> History:
+    """The record of a kind with so many committed steps, as everybody hears and proposes it."""
+    history = life()
+
+    def of(move: Move) -> Move:
+        record = move.record
+        if record is not None and (record.kind, record.step) == (kind, step):
+            move = replace(move, event=Decision(doctor(record)))
+        effects = [
+            replace(e, proposal=doctor(e.proposal))
+            if isinstance(e, Decide) and (e.proposal.kind, e.proposal.step) == (kind, step)
+            else e
+            for e in move.out.effects
+        ]
+        return replace(move, out=replace(move.out, effects=effects))
+
+    return History({peer: [of(m) for m in moves] for peer, moves in history.moves.items()})
+
+
+def found(history: History) -> list[str]:
+    (finding,) = judge(history, ["bounded"])
+    assert finding.checks
+    return [finding.violation or ""]
+
+
+def _fewer(record: Record) -> Record:
+    return replace(record, members=record.members[:2])
+
+
+def _tighter(record: Record) -> Record:
+    return replace(record, bound=1)
+
+
+def _moved(record: Record) -> Record:
+    at = record.standing[-1]
+    return replace(record, standing=(*record.standing[:-1], at._replace(base=at.base + 1)))
+
+
+def _without(record: Record) -> Record:
+    return replace(record, standing=record.standing[:-1])
+
+
+def _weighted(record: Record) -> Record:
+    new = next(g for g in record.members if g.group == "5")
+    return replace(record, leases=(*record.leases, Lease(record.cursor, new.group, new.store)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "doctor", "says"),
+    [
+        ("epoch", 1, _fewer, "is formed by no majority of the job"),
+        ("epoch", 1, _tighter, "leaves a group more than 1 steps behind"),
+        ("epoch", 1, _moved, "changes the standing of a group"),
+        ("epoch", 1, _without, "leaves 4 out of the job, and nothing is said against its life"),
+        ("epoch", 1, _weighted, "counts what is no contribution of the lease"),
+        ("commit", 2, _moved, "does not go on with the job's groups before it"),
+    ],
+)
+def test_a_doctored_record_is_found_and_told(
+    kind: str, step: int, doctor: Doctor, says: str
+) -> None:
+    (told,) = found(doctored(kind, step, doctor))
+    assert says in told
+
+
+def test_the_life_that_is_doctored_is_clean() -> None:
+    assert [f.violation for f in judge(life()) if f.violation] == []
