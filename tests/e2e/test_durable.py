@@ -161,6 +161,27 @@ def test_by_time_all_ranks_take_the_same_steps(tmp_path: Path) -> None:
         assert entry.manifest is not None and entry.manifest.groups == ("0", "1"), entry
 
 
+@pytest.mark.long
+def test_a_job_that_is_stopped_by_its_operator_goes_on_where_it_was(
+    undisturbed: dict[str, list[object]], tmp_path: Path
+) -> None:
+    """SIGTERM drains it, with a checkpoint of the last commit."""
+    command = arguments(tmp_path, STEPS, tmp_path / "out", 0.3, every=1000)
+    traces = tmp_path / "traces"
+    with running(*command, folder=tmp_path) as process:
+        wait_until(lambda: any('"consumed"' in p.read_text() for p in traces.glob("*.jsonl")), "it")
+        process.signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0, process.tail()
+    for mark in (tmp_path / "out").glob("final-*"):
+        mark.unlink()
+    found = Checkpoints(open_store(str(tmp_path / "checkpoints"))).newest()[0]
+    assert found is not None and 0 < found.step < STEPS
+    done = fft(*command, folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert began_at(traces / "start2") == found.step
+    judge(tmp_path, undisturbed, starts=2)
+
+
 def living(root: Path) -> Iterator[int]:
     """Processes of the job that run, by what they have said of themselves."""
     for mark in (root / "out").glob("pid-*"):

@@ -29,6 +29,7 @@ from fft.durable.manifest import DamagedCheckpoint
 from fft.durable.plan import CheckpointError
 from fft.durable.stores import LocalStore, open_store
 from fft.trace.audit import audit_dir, read_lines
+from fft.trace.resumed import audit_job
 from fft.train.data.source import DataError
 from fft.train.state.serial import StateMismatch
 
@@ -304,6 +305,24 @@ def test_a_disk_without_room_costs_the_checkpoint_and_leaves_nothing_half(tmp_pa
     assert [n["step"] for n in failed] == [4, 8, 9]
     assert all(n["stage"] == "writing" for n in failed)
     assert (tmp_path / "log").read_text().count("no checkpoint of step") == 3
+
+
+def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_path: Path) -> None:
+    place, traces = tmp_path / "checkpoints", tmp_path / "traces"
+    Start(traces, checkpoint=at(place)).train(Stream(), 6)
+    Start(traces / "start2", 7, checkpoint=at(place)).train(Stream(), 9)
+    found = audit_job(traces)
+    assert found.ok and found.resumed.checks == 1, found.render()
+    assert "2 starts: resumed 1 checks  ok" in found.render()
+    Start(tmp_path / "other", seed=3).train(Stream(), 6)  # the same steps, on another lineage
+    for path in traces.glob("*.jsonl"):
+        path.unlink()
+    for path in (tmp_path / "other").glob("*.jsonl"):
+        path.rename(traces / path.name)
+    found = audit_job(traces)
+    assert not found.ok and not found.to_json()["ok"]
+    assert "where no earlier start has committed" in found.render()
+    assert "start2/" in found.resumed.place
 
 
 # --- what does not fit ----------------------------------------------------------------------------

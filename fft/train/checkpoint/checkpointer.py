@@ -101,7 +101,10 @@ class Checkpointer:
         told |= {"place": self.checkpoints.store.url, "seconds": round(seconds, 3)}
         self._resumed = told
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
-        if manifest.spec_digest != self._spec_digest or manifest.fft_version != fft.__version__:
+        is_other = (
+            manifest.spec_digest != self._spec_digest or manifest.fft_version != fft.__version__
+        )
+        if manifest.spec and is_other:  # an imported one has none
             logger.warning(
                 "the checkpoint of step %d was written by FFT %s with spec %s, and this is FFT %s "
                 "with spec %s, or another version of it",
@@ -119,10 +122,10 @@ class Checkpointer:
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """The state is that of ``record`` as a whole. ``epoch``: of its members."""
-        if epoch is None or epoch.epoch != record.epoch:
-            return  # the job has gone on without this rank
+        if record.skip or epoch is None or epoch.epoch != record.epoch:
+            return  # no step; or the job has gone on without this rank
         is_new, self._epoch = record.epoch != self._epoch, record.epoch
-        if record.skip or not self._is_due(record, epoch, is_new):
+        if not self._is_due(record, epoch, is_new):
             return
         self._last, self._since = (record, epoch), time.monotonic()
         step = record.step

@@ -33,16 +33,17 @@ class Staging:
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
-    def like(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors on the CPU of the same shapes and types."""
-        self._held = {name: self._one(name, tensor) for name, tensor in tensors.items()}
-        return self._held
+    def keep_only(self, names: Set[str]) -> None:
+        """Free what is for tensors of other names."""
+        self._held = {name: held for name, held in self._held.items() if name in names}
 
-    def _one(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """One on the CPU of the same shape and type; that of ``name`` again, if it fits."""
         held = self._held.get(name)
-        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
-            return held
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._held[name] = held
+        return held
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,15 @@ class Snapshot:
     ) -> None:
         tree, self._watched = _tree_of(state, shared)
         self.data, live = packed(tree)
-        self._targets = staging.like(live)
+        staging.keep_only(live.keys())
         edited = state.step.edited if state.step is not None else None
         edited = None if edited is None else edited | at_once
         late = [name for name in live if name.startswith(LATE) and not _is_in(name, edited)]
         self._versions = {name: edit_count(t) for name, t in self._watched.items()}
         self._late = {name: live[name] for name in late}
-        for name in live.keys() - self._late.keys():
-            self._targets[name].copy_(live[name])
+        now = {name: tensor for name, tensor in live.items() if name not in self._late}
+        self._targets = {n: staging.like(n, tensor).copy_(tensor) for n, tensor in now.items()}
+        self._staging = staging
         self._late_names = frozenset(late)
         self._streams = _mark_streams(self._late)
         self._copied = threading.Event()
@@ -110,6 +112,8 @@ class Snapshot:
         return self.problem is None
 
     def _copy(self) -> None:
+        # here, since memory that is pinned takes as long to be had as to be filled
+        self._targets |= {n: self._staging.like(n, tensor) for n, tensor in self._late.items()}
         for device, marked in self._streams.items():
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
