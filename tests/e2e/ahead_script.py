@@ -2,7 +2,7 @@
 
 An encoder with a loss of its own, and a decoder that learns from its vectors. Arguments: the folder
 in which each rank leaves what its state is at the end; the number of steps; seconds that a step of
-the last stage takes at least.
+the last stage takes at least; timeouts, and `forget`: a step in which nothing is put, as JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def trained(manager: fft.ManagerFFT, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def first(manager: fft.ManagerFFT, steps: int, seconds: float) -> None:
+def first(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
     model = Encoder()
     trained(manager, model)
     output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
@@ -51,7 +51,8 @@ def first(manager: fft.ManagerFFT, steps: int, seconds: float) -> None:
         with txn:
             wanted = txn.batch.mean(1, keepdim=True)
             vectors = model(txn.batch)
-            output.put(txn, (vectors, wanted))
+            if txn.step != forget:
+                output.put(txn, (vectors, wanted))
             loss = F.mse_loss(model.head(vectors), wanted)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -79,6 +80,7 @@ def main() -> None:
     folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     more: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    forget = more.pop("forget", -1)
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -92,7 +94,7 @@ def main() -> None:
     )
     torch.manual_seed(3)
     try:
-        (first, last)[rank](manager, steps, seconds)
+        (first, last)[rank](manager, steps, seconds if rank else forget)
         found = {"digest": manager.digest(), "step": manager.current_step()}
         (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
     finally:

@@ -85,11 +85,19 @@ def test_faults_in_either_stage_change_no_bit(clean: Ended, tmp_path: Path) -> N
 
 
 def test_what_one_stage_rolls_back_the_other_does_not_hear_of(clean: Ended, tmp_path: Path) -> None:
-    """Epochs are formed where the fault was; the steps of the other stage go on in theirs."""
+    """Epochs are formed where the fault was; the steps of the other stage go on in theirs.
+
+    In one step the first stage forgets to give anything: the entry is made anew, and that is said.
+    """
     plan = "faults:\n  - {name: one, kind: exception, step: 4, group: 0, rank: 1, phase: forward}\n"
-    report = Ended(tmp_path / "one", plan).audited()
+    ended = Ended(tmp_path / "one", plan, forget=8)
+    report = ended.audited()
     assert report.epochs == 1
     assert report.stages[0].epochs == 2
+    forgotten = notes(ended.traces, "entry_forgotten")
+    assert sorted(note["data"]["slice"] for note in forgotten) == [16, 17]
+    anew = {note["data"]["slice"] for note in notes(ended.traces, "entry_made_anew")}
+    assert {16, 17} <= anew
 
 
 def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import socket
 import threading
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fft.train.data.source import DataError, Due, Superseded, as_source
-from fft.train.stages.link import JOIN_S, LOST, cut, key_of, parts_of, place
+from fft.train.stages.link import JOIN_S, LOST, Stranger, cut, greet, key_of, parts_of, place
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT
+
+
+logger = logging.getLogger(__name__)
 
 
 class StageInput:
@@ -59,9 +63,11 @@ class StageInput:
         """Connect. Raises DataError: there is nobody."""
         store = self._manager._store
         try:
-            host, port = json.loads(store.get(place(self.scope)))
-            connection = Client((host, port), authkey=key_of(self._parts))
-        except (RuntimeError, AuthenticationError, *LOST) as error:
+            address = tuple(json.loads(store.get(place(self.scope))))
+            end = socket.create_connection(address, self._manager._connect_timeout.total_seconds())
+            end.settimeout(None)
+            connection = greet(end, key_of(self._parts), first=False)
+        except (RuntimeError, Stranger, *LOST) as error:
             raise DataError(
                 f"rank of stage {self.scope!r} of this group offers nothing: {error}; does it make "
                 "fft.StageOutput(manager, …)?"
@@ -79,7 +85,8 @@ class StageInput:
         self._ask(due.number, due.first)
         engine = self._parts.job.engine
         assert engine is not None, "a txn is open"
-        is_there = engine.wait_for(lambda: due.number in self._got or bool(self._lost))
+        with self._parts.watchers.waiting():
+            is_there = engine.wait_for(lambda: due.number in self._got or bool(self._lost))
         if not is_there:
             raise Superseded
         if due.number not in self._got:
@@ -111,8 +118,14 @@ class StageInput:
                 self._got[found["slice"]] = found
                 self._nudge()
         except LOST as error:
-            self._lost = f"the stage before has gone ({error!r})"
-            self._nudge()
+            self._lose(f"the stage before has gone ({error!r})")
+        except Exception as error:
+            logger.exception("an entry cannot be read")
+            self._lose(f"it cannot be read: {error!r}")
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        self._nudge()
 
     def _nudge(self) -> None:
         if (engine := self._parts.job.engine) is not None:

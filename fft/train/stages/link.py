@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import os
 import socket
+import struct
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +27,16 @@ if TYPE_CHECKING:
 
 JOIN_S = 5.0
 """For a thread of ours to end that was told to."""
+_GREET_S = 10.0
+"""For the other end of a connection to show that it has the job's token."""
 LOST = (EOFError, OSError)
 """What a connection raises whose other end has gone."""
+PLAIN = (int, float, bool, str, bytes, type(None))
+"""What may be in an entry beside tensors."""
+
+
+class Stranger(Exception):
+    """The other end has not shown in time that it has the job's token."""
 
 
 def parts_of(manager: ManagerFFT) -> tuple[Parts, StageScope]:
@@ -57,7 +67,42 @@ def packed(value: dict[str, Any]) -> bytes:
 
 
 def kept_of(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    """A copy in the host's memory, without gradients. Raises FftError: it cannot be sent."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, PLAIN):
+        return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+    raise FftError(
+        f"an entry holds a {kind}; it can hold tensors, numbers, text, bytes and None, in tuples, "
+        "lists and dicts: put a tensor in its place"
+    )
+
+
+def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
+    """A connection on ``end``, whose other end has ``key``, too. Raises Stranger, and closes it.
+
+    ``first``: who asks first; the other end does not.
+    """
+    _limit(end, _GREET_S)
+    connection = Connection(end.detach())
+    steps = (deliver_challenge, answer_challenge)
+    try:
+        for step in steps if first else reversed(steps):
+            step(connection, key)
+    except (AuthenticationError, *LOST) as error:
+        connection.close()
+        raise Stranger(str(error)) from error
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        _limit(same, 0.0)
+    return connection
+
+
+def _limit(end: socket.socket, seconds: float) -> None:
+    """Reading and writing fail after so long; 0: they wait."""
+    packed_time = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, option, packed_time)
 
 
 def cut(connection: Connection) -> None:

@@ -17,8 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,18 @@ from torch.utils._pytree import tree_map
 
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataError, DataSource, Due
-from fft.train.stages.link import JOIN_S, LOST, cut, kept_of, key_of, packed, parts_of, place
+from fft.train.stages.link import (
+    JOIN_S,
+    LOST,
+    Stranger,
+    cut,
+    greet,
+    kept_of,
+    key_of,
+    packed,
+    parts_of,
+    place,
+)
 from fft.train.state.random_states import capture_random
 from fft.util.errors import FftError
 
@@ -37,6 +47,10 @@ if TYPE_CHECKING:
     from fft.train.watchers import Watchers
 
 logger = logging.getLogger(__name__)
+
+
+_TAKER = "fft-flow-taker"
+"""Name of threads that serve the next stage."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +92,17 @@ class StageOutput:
         """All before it are committed by who takes them."""
         self._takers: list[_Taker] = []
         self._was_taken = self._leaves = self._closed = False
+        self._begun: int | None = None
+        """The slice of the txn that began last."""
+        self._forgets = False
         self._source: DataSource | None = None
         self._key = key_of(self._parts)
-        self._listener = Listener(("", 0), "AF_INET", authkey=self._key)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
         self._thread = threading.Thread(target=self._accept, name="fft-flow", daemon=True)
         self._thread.start()
-        address = [socket.gethostname(), self._listener.address[1]]
+        address = [socket.gethostname(), self._listening.getsockname()[1]]
         manager._store.set(place(stage.name), json.dumps(address))
         self._parts.worker.output = self
 
@@ -123,11 +142,16 @@ class StageOutput:
 
     def make(self, but: int | None = None) -> None:
         """Make the entries that are waited for; all ``but`` that which is about to be computed."""
+        self._look_for_forgotten(but)
         for number in sorted(self._wanted - {but}):
             assert self._source is not None, "the loop has begun"
             batch = copied(self._source.take(Due(0, number, 1)))
-            with _preserved(self._parts.state), torch.no_grad():
-                value = tree_map(kept_of, self._produce(batch))
+            try:
+                with _preserved(self._parts.state), torch.no_grad():
+                    value = tree_map(kept_of, self._produce(batch))
+            except Exception as error:
+                error.add_note(f"as StageOutput made the entry of slice {number} anew")
+                raise
             version = self._manager._step
             logger.info("the entry of slice %d was made anew, with version %d", number, version)
             self._parts.job.note("entry_made_anew", {"slice": number, "version": version})
@@ -135,6 +159,23 @@ class StageOutput:
                 self._entries[number] = _Entry(value, version)
                 self._wanted.discard(number)
                 self._changed.notify_all()
+
+    def _look_for_forgotten(self, begins: int | None) -> None:
+        """Say once that a body has put nothing."""
+        if begins is None:
+            return
+        last, self._begun = self._begun, begins
+        if last is None or last == begins or last in self._entries or last < self._taken:
+            return
+        if self._forgets:
+            return
+        self._forgets = True
+        logger.warning(
+            "the body of slice %d has given nothing to the next stage; its entry is made anew when "
+            "it is asked for, with later weights. Call output.put(txn, …) in each body",
+            last,
+        )
+        self._parts.job.note("entry_forgotten", {"slice": last})
 
     def finish(self, leaves: bool) -> None:
         """The loop is over: give what is left, until the next stage has ended, too.
@@ -169,32 +210,36 @@ class StageOutput:
             self._changed.notify_all()
             for taker in self._takers:
                 cut(taker.connection)
-        with suppress(*LOST, AuthenticationError):  # it waits for somebody to come
-            Client(("localhost", self._listener.address[1]), authkey=self._key).close()
+            with suppress(OSError):
+                self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._thread.join(JOIN_S)
-        self._listener.close()
+        self._listening.close()
 
     # --- threads of ours ---
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection = self._listener.accept()
-            except AuthenticationError as error:
-                logger.warning("somebody without the job's token came for entries: %s", error)
+                end, _ = self._listening.accept()
+            except OSError:  # closed; or whoever came has gone already
                 continue
-            except LOST:
-                continue
-            with self._changed:
-                if self._closed:
-                    connection.close()
-                    return
-                taker = _Taker(connection)
-                self._takers.append(taker)
-                self._was_taken = True
-            name = "fft-flow-taker"
-            for work in (self._hear, self._send):
-                threading.Thread(target=work, args=(taker,), name=name, daemon=True).start()
+            threading.Thread(target=self._meet, args=(end,), name=_TAKER, daemon=True).start()
+
+    def _meet(self, end: socket.socket) -> None:
+        """Serve somebody, if he has the job's token."""
+        try:
+            taker = _Taker(greet(end, self._key, first=True))
+        except Stranger as error:
+            logger.warning("somebody without the job's token came for entries: %s", error)
+            return
+        with self._changed:
+            if self._closed:
+                taker.connection.close()
+                return
+            self._takers.append(taker)
+            self._was_taken = True
+        threading.Thread(target=self._send, args=(taker,), name=_TAKER, daemon=True).start()
+        self._hear(taker)
 
     def _hear(self, taker: _Taker) -> None:
         """What somebody asks for, until it has ended."""

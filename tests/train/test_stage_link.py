@@ -1,0 +1,68 @@
+"""The connection between two stages: who may come, and what may be sent."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from numpy import zeros
+
+from fft.train.stages import link
+from fft.train.stages.link import Stranger, greet, kept_of, packed
+from fft.util.errors import FftError
+
+KEY = b"k" * 32
+
+
+def met(mine: bytes, theirs: bytes) -> list[object]:
+    """What both ends of a connection come to: what was heard, or the error."""
+    ends, found = socket.socketpair(), [None, None]
+
+    def meet(number: int, key: bytes) -> None:
+        try:
+            with greet(ends[number], key, first=number == 0) as connection:
+                if number:
+                    connection.send_bytes(packed({"value": 7}))
+                else:
+                    found[0] = connection.recv_bytes()  # type: ignore[call-overload]
+        except Stranger as error:
+            found[number] = error  # type: ignore[call-overload]
+
+    other = threading.Thread(target=meet, args=(1, theirs))
+    other.start()
+    meet(0, mine)
+    other.join(20.0)
+    assert not other.is_alive()
+    return found
+
+
+def test_who_has_the_key_is_heard_and_nobody_else() -> None:
+    heard, no_error = met(KEY, KEY)
+    assert isinstance(heard, bytes)
+    assert no_error is None
+    assert all(isinstance(error, Stranger) for error in met(KEY, b"x" * 32))
+
+
+def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_GREET_S", 0.2)
+    mine, theirs = socket.socketpair()
+    with theirs, pytest.raises(Stranger):
+        greet(mine, KEY, first=True)
+
+
+@pytest.mark.parametrize("odd", [zeros(3), Path("x"), {1, 2}, torch.float32, object()])
+def test_what_could_not_be_read_is_refused_where_it_is_put(odd: object) -> None:
+    with pytest.raises(FftError, match="put a tensor in its place"):
+        kept_of(odd)
+
+
+def test_an_entry_is_a_copy_without_gradients() -> None:
+    given = torch.ones(3, requires_grad=True)
+    kept = kept_of(given)
+    with torch.no_grad():
+        given.add_(1.0)
+    assert kept.tolist() == [1.0, 1.0, 1.0]
+    assert not kept.requires_grad
