@@ -42,6 +42,12 @@ def held_for(s: Local) -> Elsewhere | None:
     return next((e for e in s.elsewhere if version > e.version + e.ahead), None)
 
 
+def ended_before(s: Local) -> Elsewhere | None:
+    """The scope that the present txn is held for, if all groups have left it; None: it goes on."""
+    other = held_for(s)
+    return other if other is not None and other.n and not other.groups else None
+
+
 def may_leave(s: Local, group: str) -> bool:
     """Whether a group that is asked to leave may: it leaves scopes in the order of the flow.
 

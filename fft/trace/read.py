@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from fft.util.errors import FftError
 
 GAP = "gap"
 """A line in the place of lines that could not be written: what came after it is not audited."""
+_IS_GAP = re.compile(rb'\{"seq":\d+,"kind":"gap"')
+"""How such a line begins; what users put into notes may say the same."""
 _BLOCK = 1 << 18
 
 
@@ -89,7 +92,7 @@ def read_trace(path: Path) -> Trace:
 
 def has_gap(path: Path) -> bool:
     """Whether a line of the file tells that others could not be written. Follows no chain."""
-    return any(b'"kind":"gap"' in piece for piece in TraceFile(path)._pieces())
+    return any(_IS_GAP.match(piece) for piece in TraceFile(path)._pieces())
 
 
 def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -53,6 +54,8 @@ def _encode(line: dict[str, Any]) -> str:
 def trace_path(directory: Path, peer: Peer) -> Path:
     """File of one participant: ``g<group>r<rank>i<incarnation>.jsonl``."""
     safe = "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in peer.group)
+    if safe != peer.group:  # groups of unlike names have unlike files
+        safe += f"-{hashlib.blake2b(peer.group.encode(), digest_size=4).hexdigest()}"
     return directory / f"g{safe}r{peer.rank}i{peer.inc}.jsonl"
 
 

@@ -48,7 +48,7 @@ class NotEnoughGroups(NoEpoch):
 
 
 class FlowStalled(FftError):
-    """Another scope, which this one's next step waits for, has committed nothing in time."""
+    """Another scope, which the next step waits for, has committed nothing in time, or has ended."""
 
 
 class NoQuorum(FftError):

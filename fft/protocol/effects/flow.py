@@ -8,7 +8,7 @@ from dataclasses import replace
 from fft.messages.effects import Effect, Finish, ReadScope, TellHeld
 from fft.messages.protocol import Event, ScopeRecord
 from fft.protocol.effects.base import action
-from fft.protocol.flow import held_for, next_version
+from fft.protocol.flow import ended_before, held_for, next_version
 from fft.protocol.state import Config, Local
 
 
@@ -50,5 +50,17 @@ def stop_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     yield Finish(
         f"step {next_version(s) - 1} waits for version {needed} of scope {other.scope!r}, which "
         f"has stood at {other.version} for {c.timeouts['flow_limit']:g} s; its own ranks say why",
+        error="FlowStalled",
+    )
+
+
+@action
+def stop_flow_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: the scope that my txn waits for has ended."""
+    other = ended_before(s)
+    assert other is not None, "the row is guarded by flow_has_ended"
+    yield Finish(
+        f"step {next_version(s) - 1} waits for scope {other.scope!r}, which all groups have left "
+        f"after {other.version} steps: give all stages the same max_steps, and the same data",
         error="FlowStalled",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fft.messages.protocol import Event
-from fft.protocol.flow import held_for
+from fft.protocol.flow import ended_before, held_for
 from fft.protocol.guards.base import guard
 from fft.protocol.state import Config, Local
 
@@ -21,3 +21,9 @@ def in_flow(s: Local, c: Config, event: Event) -> bool:
 def in_first_txn(s: Local, c: Config, event: Event) -> bool:
     """The txn I stand at is the first of its epoch."""
     return s.token.txn == 1
+
+
+@guard
+def flow_has_ended(s: Local, c: Config, event: Event) -> bool:
+    """All groups have left the scope that my txn waits for: it commits nothing any more."""
+    return ended_before(s) is not None

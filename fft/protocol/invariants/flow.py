@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import ScopeRecord
-from fft.protocol.flow import may_leave
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move
 
 
@@ -42,4 +41,6 @@ def data_flow(move: Move) -> Iterator[Claim]:
             text = f"{move.peer} votes with version {version} of {scope!r}, which nobody has heard"
             yield Given((("version", scope, version),), text) if version else Holds(True, text)
         text = f"{move.peer} leaves before its group has left the scopes that this one follows"
-        yield Holds(not vote.leaving or may_leave(move.after, move.peer.group), text)
+        before = [e for e in move.after.elsewhere if e.ahead == 0]
+        is_in = any(move.peer.group in e.groups for e in before)
+        yield Holds(not (vote.leaving and is_in), text)

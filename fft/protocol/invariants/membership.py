@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fft.messages.effects import Decide, Finish
 from fft.messages.protocol import Begin, Join, Peer, Record, Stop, Timer
+from fft.protocol.flow import ended_before
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, leavers_of
 from fft.protocol.roles import COMMITTING, OUTSIDE
 from fft.protocol.state import Local, member_peers
@@ -64,6 +65,7 @@ def drain(move: Move) -> Iterator[Claim]:
     """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it.
 
     Or between two epochs: all others left with the last commit, or none could be formed in time.
+    Or held for a scope that all have left.
     """
     record = move.record
     if move.entered("terminal"):
@@ -72,7 +74,8 @@ def drain(move: Move) -> Iterator[Claim]:
         on_purpose = bool(gone) and gone[0].error is None and not isinstance(move.event, Stop)
         if on_purpose:
             text = f"{move.peer} left on purpose in state {exit_.source}, not after a commit"
-            yield Holds(exit_.roles[0] in OUTSIDE or _nobody_to_go_on_with(move), text)
+            alone = _nobody_to_go_on_with(move) or ended_before(move.after) is not None
+            yield Holds(exit_.roles[0] in OUTSIDE or alone, text)
     if record is None:
         return
     yield Know(("record", record.n), record)

@@ -122,8 +122,10 @@ class Checkpointer:
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """The state is that of ``record`` as a whole. ``epoch``: of its members."""
-        if record.skip or epoch is None or epoch.epoch != record.epoch:
-            return  # no step; or the job has gone on without this rank
+        if epoch is None or epoch.epoch != record.epoch:
+            return  # the job has gone on without this rank
+        if record.skip and not (record.last and self._is_behind(record)):
+            return  # no step, and more are to come
         is_new, self._epoch = record.epoch != self._epoch, record.epoch
         if not self._is_due(record, epoch, is_new):
             return
@@ -141,6 +143,10 @@ class Checkpointer:
             self._job.note("checkpoint_skipped", {"step": step, "reason": "the last is under way"})
             return
         self._begin(record, epoch)
+
+    def _is_behind(self, record: Record) -> bool:
+        """Whether the steps before ``record`` are in no checkpoint of this job."""
+        return self._last is None or self._last[0].step < record.step
 
     def _begin(self, record: Record, epoch: Record) -> None:
         self.before_change()
