@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from fft.messages.protocol import GroupEntry, Hello, Lease, Peer, Record, Standing
 from fft.protocol.leases import Granted, granted, lease_of
-from fft.protocol.state import Base, Config, Local, members, whole_groups
+from fft.protocol.state import Base, Config, Local, leavers, members, whole_groups
 
 Groups = Sequence[Sequence[Hello]]
 _SILENT = 8
@@ -57,10 +57,12 @@ def is_lost(s: Local, entry: GroupEntry) -> bool:
 def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
     """Groups that ask to come in. What one said before it was last in an epoch is void."""
     since = {_key(each.entry): each.since for each in standing(s)}
+    left = leavers(s)
     return [
         ranks
         for ranks in whole_groups(s, c)
-        if all(h.head >= since.get(_said_by(ranks), 0) for h in ranks)
+        if ranks[0].peer.group not in left
+        and all(h.head >= since.get(_said_by(ranks), 0) for h in ranks)
     ]
 
 
