@@ -133,14 +133,18 @@ def terms(
     data = Granted(base.cursor, tuple(kept), tuple(sorted((*base.returned, *lost))))
     alive |= {key: alive[key]._replace(since=n) for key in brings.keys() & alive.keys()}
     if not any(lease[1:] in brings for lease in kept):
-        data = _granted_besides(data, entries)
+        own = tuple(lease for lease in base.leases if lease[1:] in brings)
+        data = _granted_besides(data, own, entries)
         alive |= {_key(entry): Standing(entry, base.step, n) for entry in entries}
     return data, _in_order(alive.values())
 
 
-def _granted_besides(data: Granted, entries: Sequence[GroupEntry]) -> Granted:
-    """Leases for ``entries``; others keep theirs."""
-    new = granted(Granted(data.cursor, (), data.returned), entries)
+def _granted_besides(
+    data: Granted, own: tuple[Lease, ...], entries: Sequence[GroupEntry]
+) -> Granted:
+    """Leases for ``entries``, of which some have had their ``own``; others keep theirs."""
+    free = tuple(set(data.returned) - {lease.slice for lease in own})
+    new = granted(Granted(data.cursor, own, free), entries)
     return new._replace(leases=tuple(sorted((*new.leases, *data.leases))))
 
 
