@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from fft.messages.protocol import GroupEntry, Hello, Lease, Peer, Record, Standing
 from fft.protocol.leases import Granted, granted, lease_of
-from fft.protocol.state import Base, Config, Local, members, whole_groups
+from fft.protocol.state import Base, Config, Local, leavers, members, whole_groups
 
 Groups = Sequence[Sequence[Hello]]
 _SILENT = 8
@@ -57,10 +57,12 @@ def is_lost(s: Local, entry: GroupEntry) -> bool:
 def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
     """Groups that ask to come in. What one said before it was last in an epoch is void."""
     since = {_key(each.entry): each.since for each in standing(s)}
+    left = leavers(s)
     return [
         ranks
         for ranks in whole_groups(s, c)
-        if all(h.head >= since.get(_said_by(ranks), 0) for h in ranks)
+        if ranks[0].peer.group not in left
+        and all(h.head >= since.get(_said_by(ranks), 0) for h in ranks)
     ]
 
 
@@ -131,14 +133,18 @@ def terms(
     data = Granted(base.cursor, tuple(kept), tuple(sorted((*base.returned, *lost))))
     alive |= {key: alive[key]._replace(since=n) for key in brings.keys() & alive.keys()}
     if not any(lease[1:] in brings for lease in kept):
-        data = _granted_besides(data, entries)
+        own = tuple(lease for lease in base.leases if lease[1:] in brings)
+        data = _granted_besides(data, own, entries)
         alive |= {_key(entry): Standing(entry, base.step, n) for entry in entries}
     return data, _in_order(alive.values())
 
 
-def _granted_besides(data: Granted, entries: Sequence[GroupEntry]) -> Granted:
-    """Leases for ``entries``; others keep theirs."""
-    new = granted(Granted(data.cursor, (), data.returned), entries)
+def _granted_besides(
+    data: Granted, own: tuple[Lease, ...], entries: Sequence[GroupEntry]
+) -> Granted:
+    """Leases for ``entries``, of which some have had their ``own``; others keep theirs."""
+    free = tuple(set(data.returned) - {lease.slice for lease in own})
+    new = granted(Granted(data.cursor, own, free), entries)
     return new._replace(leases=tuple(sorted((*new.leases, *data.leases))))
 
 
