@@ -174,7 +174,7 @@ class ManagerFFT(TorchftInterface):
 
         Args:
             model: one or several modules; FSDP2 modules by their roots.
-            optimizer: stepped by the transaction after COMMIT, in this order.
+            optimizer: stepped after COMMIT, in this order; ``[]``: of a stage that is frozen.
             lr_scheduler: stepped after the optimizers.
             extra: name → object with ``state_dict`` / ``load_state_dict``, for anything else that
                 is equal on all groups: a group that joins takes it over from another one.

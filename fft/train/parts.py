@@ -66,7 +66,7 @@ class Parts:
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
-        self.state = RankState(manager, self.injector, settings)
+        self.state = RankState(manager, self.injector, settings, self.stage)
         self.exchange = StateExchange(manager, self.state, transfer)
         self.checkpointer = self._make_checkpointer(manager)
         self.inner = self._make_inner(manager)
@@ -145,8 +145,8 @@ class Parts:
         if self.quorums is not None:
             self.quorums.close()
         self.healer.stop_learning()
-        if self.worker.output is not None:
-            self.worker.output.close()
+        if self.state.output is not None:
+            self.state.output.close()
         self.leaving.close()
         self.state.close_source()
         if self.checkpointer is not None:

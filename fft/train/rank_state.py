@@ -19,6 +19,7 @@ from fft.train.data.source import DataSource, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
 from fft.train.periodic.shared_state import SharedState
 from fft.train.settings import Settings
+from fft.train.stages.input import refuse_unconnected
 from fft.train.state.equality_checks import EqualityChecks
 from fft.train.state.step_state import Rewindable, StepState, TornState
 from fft.train.updates import Updates
@@ -27,6 +28,8 @@ from fft.util.errors import FftError
 if TYPE_CHECKING:
     from fft.train.periodic.inner_scope import InnerScope
     from fft.train.periodic.synchronizer import Synchronizer
+    from fft.train.stages.output import StageOutput
+    from fft.train.stages.scope import StageScope
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,18 @@ SCALER = "grad_scaler"
 class RankState:
     """Of one rank. Before ``register`` it is only what functions of the user's load and save."""
 
-    def __init__(self, manager: Manager, injector: Injector | None, settings: Settings) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        injector: Injector | None,
+        settings: Settings,
+        stage: StageScope | None = None,
+    ) -> None:
+        """``stage``: which one this rank is, where each steps by itself."""
         self._manager = manager
+        self._stage = stage
+        self.output: StageOutput | None = None
+        """What this stage gives to the next one."""
         self._takers = 1 if settings.spec.samples == "per_group" else manager._group_world_size
         """Ranks of a group that take an item of the data each; 1: all take the same."""
         self._injector = injector
@@ -106,6 +119,11 @@ class RankState:
         """Groups step alone: what they share is ``synchronizer``'s, and a COMMIT steps it."""
         self.synchronizer = synchronizer
         self.checks = EqualityChecks(synchronizer.shared.fingerprint, self._check_every)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing is trained here: a stage that only feeds the next one."""
+        return self._stage is not None and self.step is not None and not self.updates.has_optimizers
 
     def refuse_sync(self) -> None:
         """Raise FftError if gradients are not averaged in this job."""
@@ -195,6 +213,8 @@ class RankState:
 
     def open_source(self, loader: Any, replay_only: bool) -> DataSource:
         """The data source of ``loader``, where the checkpoint says; the caller opens it."""
+        if self._stage is not None:
+            refuse_unconnected(self._stage, self.output, loader)
         if self.source is None or self._loader is not loader or self.source.in_any_order:
             self.source, self._loader = as_source(loader, replay_only), loader
         if self._resume_at is not None:

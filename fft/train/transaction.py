@@ -99,9 +99,9 @@ class TransactionLoop:
                 yield from alone.run(source, max_steps)
                 return
             yield from self._txns(source, inputs, max_steps)
-            if self.worker.output is not None:
+            if state.output is not None:
                 with self._watchers.waiting():
-                    self.worker.output.finish(leaves=not self.is_over)
+                    state.output.finish(leaves=not self.is_over)
         finally:
             foreign.close()
             state.close_source()
@@ -110,7 +110,7 @@ class TransactionLoop:
         self, source: DataSource, inputs: Inputs, max_steps: int | None
     ) -> Iterator[Transaction]:
         """Those that share a step with all groups."""
-        step, output = self._state.step, self.worker.output
+        step, output = self._state.step, self._state.output
         assert step is not None, "looked at before"
         if output is not None:
             output.draws_from(source)

@@ -67,6 +67,11 @@ class Updates:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         return [parameter for group in groups for parameter in group["params"]]
 
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether anything is stepped."""
+        return bool(self._optimizers)
+
     def on_commit(self, function: Callable[[], object]) -> None:
         """Call ``function`` once after each update, in the order of registration."""
         self.after.append(function)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torchft.manager import Manager
 
@@ -36,9 +36,6 @@ from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.util.errors import FftError, NoQuorum, TxnAborted
-
-if TYPE_CHECKING:
-    from fft.train.stages.output import StageOutput
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +95,6 @@ class Worker:
         self._committed: tuple[Record, Record | None] | None = None  # and its epoch
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
-        self.output: StageOutput | None = None
-        """What this stage gives to the next one, where each steps by itself."""
         self._by_loop = LoopUpdates()
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
@@ -171,8 +166,8 @@ class Worker:
     def _wait(self, engine: Engine, limit: Limit | None) -> Command:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
         left = None if limit is None else limit.left()
-        if self.output is not None:
-            self.output.give_until_command(engine, self._watchers)
+        if self._state.output is not None:
+            self._state.output.give_until_command(engine, self._watchers)
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)

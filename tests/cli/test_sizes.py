@@ -42,7 +42,6 @@ LONG_FILES = {
         574,
         "One class; each collective is tracked, then aborted.",
     ),
-    "train/worker.py": (414, "One method for each effect of the main thread's table."),
     "train/state/step_state.py": (447, "What is captured is read against what is put back."),
     "train/state/transfer.py": (499, "Both ends of one connection; its frames could leave."),
 }

@@ -2,7 +2,8 @@
 
 An encoder with a loss of its own, and a decoder that learns from its vectors. Arguments: the folder
 in which each rank leaves what its state is at the end; the number of steps; seconds that a step of
-the last stage takes at least; timeouts, and `forget`: a step in which nothing is put, as JSON.
+the last stage takes at least; as JSON timeouts, and `forget`: a step in
+which nothing is put; `frozen`: the encoder is; `more_steps` of the last stage.
 """
 
 from __future__ import annotations
@@ -59,6 +60,15 @@ def first(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
             txn.log(loss=loss.item())
 
 
+def frozen(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
+    model = Encoder().eval().requires_grad_(False)
+    manager.register(model, [])
+    output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
+    for txn in manager.transactions(fft.CursorLoader(Samples(), 4, seed=5), steps):
+        with txn:
+            output.put(txn, (model(txn.batch), txn.batch.mean(1, keepdim=True)))
+
+
 def last(manager: fft.ManagerFFT, steps: int, seconds: float) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
     trained(manager, model)
@@ -80,7 +90,8 @@ def main() -> None:
     folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     more: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    forget = more.pop("forget", -1)
+    forget, is_frozen = more.pop("forget", -1), more.pop("frozen", 0)
+    more_steps = int(more.pop("more_steps", 0))
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -94,7 +105,8 @@ def main() -> None:
     )
     torch.manual_seed(3)
     try:
-        (first, last)[rank](manager, steps, seconds if rank else forget)
+        stage = last if rank else frozen if is_frozen else first
+        stage(manager, steps + more_steps * rank, seconds if rank else forget)
         found = {"digest": manager.digest(), "step": manager.current_step()}
         (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
     finally:

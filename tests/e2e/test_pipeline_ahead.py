@@ -114,6 +114,23 @@ def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:
     assert set(behind) == {0}
 
 
+def test_a_frozen_stage_feeds_the_next_one_and_steps_nothing(tmp_path: Path) -> None:
+    plan = "faults:\n  - {name: one, kind: exception, step: 3, group: 0, rank: 0, phase: forward}\n"
+    ended = Ended(tmp_path / "frozen", plan, steps=8, frozen=1)
+    assert ended.audited().commits == 8
+    assert {rank["step"] for rank in ended.ranks.values()} == {8}
+    assert len({r["digest"] for name, r in ended.ranks.items() if name.endswith(".0.json")}) == 1
+
+
+def test_a_stage_that_wants_more_steps_than_the_one_before_ends_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(AssertionError) as failed:
+        Ended(tmp_path / "more", steps=4, more_steps=2, flow_interval=0.1)
+    told = "which all groups have left after 4 steps: give all stages the same max_steps"
+    assert told in str(failed.value)
+
+
 def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: Path) -> None:
     killed = Ended(tmp_path / "killed", KILLS, steps=90, seconds=0.02)
     report = killed.audited()

@@ -22,6 +22,8 @@ from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT
+    from fft.train.stages.output import StageOutput
+    from fft.train.stages.scope import StageScope
 
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class StageInput:
                 "fft.StageOutput(manager, …)?"
             ) from error
         self._connection, self._lost = connection, ""
+        connection.send_bytes(json.dumps(["data", repr(self._slices.export(0))]).encode())
         self._reader = threading.Thread(target=self._read, name="fft-flow", daemon=True)
         self._reader.start()
 
@@ -90,7 +93,7 @@ class StageInput:
         if not is_there:
             raise Superseded
         if due.number not in self._got:
-            raise DataError(f"the entry of slice {due.number} was waited for: {self._lost}")
+            raise DataError(f"the entry of slice {due.number} does not come: {self._lost}")
         found = self._got[due.number]
         if self._slices.holds(due.number, due.step + 1):
             self._ask(due.number + due.step, due.first, is_needed=False)
@@ -114,6 +117,9 @@ class StageInput:
                 if "leaves" in found:
                     self._manager.drain(reason=f"stage {self.scope} of this group has left")
                     continue
+                if "refused" in found:
+                    self._lose(found["refused"])
+                    return
                 self._asked.pop(found["slice"], None)
                 self._got[found["slice"]] = found
                 self._nudge()
@@ -146,3 +152,18 @@ class StageInput:
         if self._reader is not None:
             self._reader.join(JOIN_S)
         connection.close()
+
+
+def refuse_unconnected(stage: StageScope, output: StageOutput | None, loader: Any) -> None:
+    """Raise FftError if a stage takes nothing from the one before it, or gives the next nothing."""
+    for other in stage.flow:
+        if other.ahead and output is None:
+            raise FftError(
+                f"this stage feeds {other.scope!r}, and gives it nothing: make "
+                "fft.StageOutput(manager, …) before transactions(), and call its put() in each body"
+            )
+        if not other.ahead and not isinstance(loader, StageInput):
+            raise FftError(
+                f"this stage follows {other.scope!r}, whose entries are its data: give "
+                "transactions() fft.StageInput(manager, loader) in the place of the loader"
+            )

@@ -95,6 +95,8 @@ class StageOutput:
         self._begun: int | None = None
         """The slice of the txn that began last."""
         self._forgets = False
+        self._put_in: tuple[int, int] | None = None
+        """The attempt in which something was put last."""
         self._source: DataSource | None = None
         self._key = key_of(self._parts)
         dual = socket.has_dualstack_ipv6()
@@ -104,7 +106,7 @@ class StageOutput:
         self._thread.start()
         address = [socket.gethostname(), self._listening.getsockname()[1]]
         manager._store.set(place(stage.name), json.dumps(address))
-        self._parts.worker.output = self
+        self._parts.state.output = self
 
     def put(self, txn: Any, value: Any) -> None:
         """In the body of ``txn``: offer ``value``, of its batch, to the next stage.
@@ -112,14 +114,25 @@ class StageOutput:
         It is copied to the host's memory, without its gradients.
         """
         drawn = txn._drawn
-        if drawn.slice is None:
-            return  # a batch that does not count here: another group offers it
+        if drawn.slice is None:  # a batch that does not count here: another group offers it
+            self._meet_others()
+            return
+        if (attempt := (txn.epoch, txn.attempt)) == self._put_in:
+            raise FftError("put() is called twice in this body: a slice of the data has one entry")
+        self._put_in = attempt
         kept = tree_map(kept_of, value)
         with self._changed:
             if drawn.slice >= self._taken:
                 self._entries[drawn.slice] = _Entry(kept, txn.step)
             self._wanted.discard(drawn.slice)
             self._changed.notify_all()
+        self._meet_others()
+
+    def _meet_others(self) -> None:
+        """Of a frozen stage, which has no gradients: the groups reduce something all the same, so
+        that they are in one step, and the commit is not one of nothing."""
+        if self._parts.state.is_frozen:
+            self._manager.allreduce(torch.ones(1)).wait()
 
     # --- the main thread, between two transactions ---
 
@@ -245,7 +258,11 @@ class StageOutput:
         """What somebody asks for, until it has ended."""
         try:
             while True:
-                number, done, is_needed = json.loads(taker.connection.recv_bytes())
+                words = json.loads(taker.connection.recv_bytes())
+                if words[0] == "data":
+                    taker.data = words[1]
+                    continue
+                number, done, is_needed = words
                 with self._changed:
                     self._forget(done)
                     taker.asked.add(number)
@@ -287,10 +304,22 @@ class StageOutput:
             if taker.is_told < self._leaves:
                 taker.is_told = True
                 return packed({"leaves": True})
+            if (refused := self._unlike(taker)) is not None:
+                return packed({"refused": refused})
             number = min(taker.asked & self._entries.keys())
             taker.asked.discard(number)
             entry = self._entries[number]
         return packed({"slice": number, "version": entry.version, "value": entry.value})
+
+    def _unlike(self, taker: _Taker) -> str | None:
+        """What to say to somebody who has other data; None: they are the same."""
+        mine = None if self._source is None else repr(self._source.export(0))
+        if mine is None or taker.data in ("", mine):
+            return None
+        return (
+            f"its loader is {taker.data}, and that of the first stage is {mine}: give StageInput "
+            "the loader of the first stage"
+        )
 
     def _forget(self, done: int) -> None:
         """The slices before ``done`` are committed by who takes them."""
@@ -312,6 +341,8 @@ class _Taker:
     is_gone: bool = False
     is_told: bool = False
     """That the group leaves."""
+    data: str = ""
+    """What it takes the data to be; empty: it has not said yet."""
 
 
 @contextmanager
