@@ -42,10 +42,13 @@ def _readable(place: str) -> Iterator[None]:
         raise FftError(f"{place}: {error}") from error
 
 
-def _opened(place: str) -> Any:
+def _opened(place: str, is_new: bool = False) -> Any:
+    """Raises FftError: nothing is there, and ``is_new`` does not say that it may be."""
     from fft.durable.checkpoints import Checkpoints
     from fft.durable.stores import open_store
 
+    if not is_new and "://" not in place and not Path(place).is_dir():
+        raise FftError(f"{place}: there is no such directory")
     return Checkpoints(open_store(place))
 
 
@@ -87,6 +90,9 @@ def verify(
     with plain_errors(), _readable(place):
         checkpoints = _opened(place)
         steps = [entry.step for entry in checkpoints.found() if entry.step is not None]
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, sorted(steps))) or "none"
+            raise FftError(f"{place}: no checkpoint of step {step}; there are: {there}")
         bad = 0
         for each in steps if step is None else [step]:
             try:
@@ -142,5 +148,5 @@ def import_(
     with plain_errors(), _readable(place):
         from fft.train.checkpoint.dcp import import_dcp
 
-        manifest = import_dcp(_opened(place), source, step, cursor)
+        manifest = import_dcp(_opened(place, is_new=True), source, step, cursor)
     sys.stdout.write(f"step-{manifest.step} at {place} has what is in {source} ({of.value})\n")

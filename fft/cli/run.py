@@ -245,6 +245,8 @@ def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Ch
     """As asked for on the command line. Raises FftError."""
     if resume and not place:
         raise FftError("--resume needs --checkpoint, the place of the checkpoints")
+    if not place and (every, keep) != (EVERY, KEEP):
+        raise FftError("--every and --keep need --checkpoint, the place of the checkpoints")
     return Checkpointing(place, every, keep, resume) if place else None
 
 

@@ -218,9 +218,11 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
     elif record.get("kind") == "transition":
         state, role = record.get("to"), _role(record)
         if isinstance(state, str) and role is not None:
-            view.commits += role in COMMITTING and role != view.role
+            was = view.role
+            view.commits += role in COMMITTING and role != was
             view.state, view.role = state, role
-            view.leaves |= role == "last_commit"
+            # an asynchronous job does not wait at its end for who stands apart
+            view.leaves |= role == "last_commit" or (was, role) == ("apart", "terminal")
         members = record.get("members")
         if isinstance(members, list):
             view.members = tuple(sorted(str(member) for member in members))
