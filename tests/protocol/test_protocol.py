@@ -1409,26 +1409,3 @@ def test_a_whole_group_that_joins_waits_as_long_as_members_live() -> None:
     job.fire("join_interval", mates)
     job.settle()
     assert all(m.local.timers["quorum"] > was for m, was in zip(mates, limits, strict=True))
-
-
-def test_each_trouble_of_the_bus_has_the_whole_limit_to_pass() -> None:
-    job = Job(2).until_running()
-    a, b = job.live()
-
-    def trouble() -> SetTimer:
-        job.post(a, BusDown("read", "cut off"))
-        job.settle()
-        return a.timers["bus_limit"]
-
-    first = trouble()
-    assert trouble() == first, "it lasts"
-    job.post(a, Ready(b.peer, 1))  # the bus has come back
-    job.settle()
-    second = trouble()
-    assert second.serial > first.serial
-    job.post(a, Timer(first.name, first.serial))
-    job.settle()
-    assert a.finished is None
-    job.post(a, Timer(second.name, second.serial))
-    job.settle()
-    assert error_of(a)[0] == "InDoubt"

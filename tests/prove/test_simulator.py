@@ -180,11 +180,6 @@ def test_who_leaves_is_left_out_rightly_by_a_proposal_that_comes_late() -> None:
     assert not run_seed(50119, HSDP).violations
 
 
-def test_each_trouble_of_the_bus_has_the_whole_limit() -> None:
-    """The limit of an outage that was long over ended a participant in doubt in the next one."""
-    assert not run_seed(71043, "pipeline_ahead").violations
-
-
 def test_a_batch_breaks_nothing() -> None:
     """Fresh seeds each time; what fails is told with the command that replays it."""
     first = int(time.time()) // 60 * 100

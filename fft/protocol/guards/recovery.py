@@ -211,6 +211,6 @@ def no_retry_due(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def bus_was_up(s: Local, c: Config, event: Event) -> bool:
-    """This is a new trouble: something has come from the bus since the last one."""
-    return not s.bus_down
+def no_limit_set(s: Local, c: Config, event: Event) -> bool:
+    """The bus has not been given a limit to come back."""
+    return "bus_limit" not in s.timers
