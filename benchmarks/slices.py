@@ -77,7 +77,7 @@ def _add_registered(records: Mapping[int, Mapping[str, Any]], claims: dict[int, 
             continue
         token = (record["epoch"], record["txn"])
         if before.get("leases"):
-            inside = {entry["group"] for entry in before["members"]}
+            inside = {entry["group"] for entry in before.get("members", ())}
             for number, group, *_ in before["leases"]:
                 if record.get("bound") and group not in inside:
                     continue  # it stands apart, and keeps it

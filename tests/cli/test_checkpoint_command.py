@@ -47,7 +47,7 @@ def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
     assert "step-2: whole, 8 files" in text and "DAMAGED: step-6/g0r1.json" in text
     assert said("verify", place, "--step", 4)[0] == 0
     assert said("verify", place, "--step", 5)[0] == 2  # there is none
-    assert said("verify", place / "nothing")[0] == 1
+    assert said("verify", place / "nothing")[0] == 2  # nor a directory
 
 
 def test_prune_keeps_what_is_whole(place: Path) -> None:

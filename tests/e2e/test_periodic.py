@@ -662,14 +662,22 @@ def test_what_the_user_reports_in_a_body_is_not_committed(
 
 
 def test_the_audit_finds_an_inner_step_that_is_left_out(made: Job, tmp_path: Path) -> None:
-    from fft.trace.inner_steps import judge_inner_steps
+    from fft.protocol.invariants import Finding
+    from fft.trace.inner_steps import InnerSteps
+
+    def violation(told: list[tuple[str, Any]]) -> str | None:
+        finding = Finding("inner_steps")
+        steps = InnerSteps(finding)
+        for place, line in told:
+            steps.take(place, line)
+        return finding.violation
 
     member = _registered(made)
     _train(member, 2)
     member.manager.shutdown()
     lines = [line for line in read_lines(tmp_path / "traces") if line["kind"] == "note"]
     notes = [(f"line {i}", line) for i, line in enumerate(lines)]
-    assert judge_inner_steps([notes]).violation is None
+    assert violation(notes) is None
     commits = [i for i, (_, line) in enumerate(notes) if line["note"] == "inner_commit"]
     assert len(commits) == 2 * EVERY
     for doctored in (
@@ -677,7 +685,7 @@ def test_the_audit_finds_an_inner_step_that_is_left_out(made: Job, tmp_path: Pat
         [*notes[: commits[1]], notes[commits[1]], *notes[commits[1] :]],  # one is twice
         notes[: commits[2]] + notes[commits[2] + 1 :],  # the last one is missing
     ):
-        assert judge_inner_steps([doctored]).violation is not None
+        assert violation(doctored) is not None
 
 
 def test_torchfts_loop_is_told_that_it_is_another_paradigms(made: Job) -> None:

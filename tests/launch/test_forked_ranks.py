@@ -78,16 +78,17 @@ def test_a_forked_rank_sees_what_a_new_one_sees(tmp_path: Path) -> None:
 
 def test_it_is_the_supervisors_child_and_dies_with_it(tmp_path: Path) -> None:
     script = tmp_path / "stays.py"
-    script.write_text("import signal; print('ready'); signal.pause()")
+    script.write_text("import os, signal; print('ready', os.getpid(), '.'); signal.pause()")
     traces = tmp_path / "traces"
     with running("run", "--trace-dir", str(traces), str(script), folder=tmp_path) as job:
 
-        def ready() -> bool:
-            return any("ready" in log.read_text() for log in traces.glob("logs/*"))
+        def said() -> list[str]:
+            return [word for log in traces.glob("logs/*") for word in log.read_text().split()]
 
-        wait_until(ready, "it runs", LIMIT_S)
+        wait_until(lambda: "." in said(), "it runs", LIMIT_S)
         started = psutil.Process(job.pid).children(recursive=True)
-        (rank,) = [one for one in started if one.pid != started[0].pid]
+        rank = psutil.Process(int(said()[1]))
+        assert rank in started
         assert rank.ppid() == job.pid
         job.signal(signal.SIGKILL)
         assert job.wait(LIMIT_S) == -signal.SIGKILL

@@ -22,7 +22,7 @@ from fft.prove.simulator.batch import Batch, run_batch, simulate
 from fft.prove.simulator.faults import CALM, CHANCES, DEFAULT, RATES, Weather
 from fft.prove.simulator.job import World
 from fft.prove.simulator.process import Process
-from fft.prove.simulator.run import run_seed
+from fft.prove.simulator.run import live, run_seed
 from fft.trace.audit import audit_dir
 
 HSDP = load_spec("hsdp")
@@ -61,7 +61,7 @@ def failures(batch: Batch) -> list[str]:
 
 def test_the_same_seed_leaves_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from fft.prove.simulator.run import run_seed\n"
+        "import sys; from pathlib import Path; from fft.prove.simulator.run import live, run_seed\n"
         "for seed in range(4):\n"
         "    result = run_seed(seed, trace_dir=Path(sys.argv[1]) / str(seed))\n"
         "    print(result.events, result.commits, sorted(result.faults.items()), result.seconds)"
@@ -126,7 +126,7 @@ def test_listeners_hear_in_one_order_and_the_register_is_a_chain() -> None:
             deliver(to, message)
 
         job.bus.publish, job.bus._deliver = note_said, note_heard  # type: ignore[method-assign]
-        job.run()
+        live([job], job.clock)
         place = {id(message): number for number, message in enumerate(said)}
         for messages in heard.values():
             # What was told to one participant alone has no place in the order.
@@ -142,7 +142,7 @@ def test_processes_die_between_two_effects_of_one_event() -> None:
     between = 0
     for seed in range(30):
         job = world(seed, Weather({"kill_rank": 1.0}, {}))
-        job.run()
+        live([job], job.clock)
         between += sum(
             0 < p._done < len(p._effects) for p in job.processes.values() if p.code == -9
         )

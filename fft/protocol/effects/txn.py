@@ -25,7 +25,7 @@ from fft.protocol.state import (
 def _start(s: Local, c: Config, at: Local | Record) -> Effect:
     able = contributors(s, c)
     slices = {group: index for index, group in enumerate(able)}
-    s.vote, s.proposed, s.skip, s.cause = None, False, False, ""
+    _open(s)
     return StartTxn(
         token=s.token,
         step=at.step,
@@ -38,6 +38,17 @@ def _start(s: Local, c: Config, at: Local | Record) -> Effect:
         lease=lease_of(at.leases, c.me.group, c.store),
         next_cursor=data_after(s, c, at).cursor,
     )
+
+
+def _open(s: Local) -> None:
+    s.vote, s.proposed, s.skip, s.cause = None, False, False, ""
+
+
+@action
+def open_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The txn I stand at is open, and not begun: what was voted and proposed was for another."""
+    _open(s)
+    return ()
 
 
 @action

@@ -71,7 +71,7 @@ def run_seed(
     for world in worlds:
         world.beside = {other.name: other for other in worlds if other is not world}
         world.target = worlds[0].target
-    settled = _live(worlds, clock)
+    settled = live(worlds, clock)
     return _judged(seed, loaded, worlds, settled)
 
 
@@ -79,7 +79,7 @@ def _place(trace_dir: Path | None, stage: str) -> Path | None:
     return trace_dir / stage if trace_dir is not None and stage else trace_dir
 
 
-def _live(worlds: list[World], clock: Clock) -> float | None:
+def live(worlds: list[World], clock: Clock) -> float | None:
     """The whole life of a job. Returns how long it took to settle when it was calm; None: it is
     lost, as it must be."""
     settled: float | None = None
