@@ -60,9 +60,11 @@ class StageInput:
         """Slices that were asked for, and whether they are needed."""
         self._got: dict[int, Any] = {}
         self._lost = ""
+        self._ready = threading.Event()
 
     def open(self) -> None:
-        """Connect. Raises DataError: there is nobody."""
+        """Connect, and wait until the stage before is in its scope, with the job's weights: before
+        that this rank does not join its own. Raises DataError: there is nobody."""
         store = self._manager._store
         try:
             address = tuple(json.loads(store.get(place(self.scope))))
@@ -78,6 +80,12 @@ class StageInput:
         connection.send_bytes(json.dumps(["data", repr(self._slices.export(0))]).encode())
         self._reader = threading.Thread(target=self._read, name="fft-flow", daemon=True)
         self._reader.start()
+        limit_s = self._parts.limits["flow_limit"].seconds
+        with self._parts.watchers.waiting():
+            came = self._ready.wait(limit_s)
+        if not came or self._lost:
+            why = self._lost or f"it has begun no step within {limit_s:g} s"
+            raise DataError(f"stage {self.scope!r} of this group gives nothing: {why}")
 
     def holds(self, first: int, count: int) -> bool:
         return self._slices.holds(first, count)
@@ -117,6 +125,9 @@ class StageInput:
                 if "leaves" in found:
                     self._manager.drain(reason=f"stage {self.scope} of this group has left")
                     continue
+                if "ready" in found:
+                    self._ready.set()
+                    continue
                 if "refused" in found:
                     self._lose(found["refused"])
                     return
@@ -131,6 +142,7 @@ class StageInput:
 
     def _lose(self, why: str) -> None:
         self._lost = why
+        self._ready.set()
         self._nudge()
 
     def _nudge(self) -> None:

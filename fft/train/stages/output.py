@@ -92,6 +92,8 @@ class StageOutput:
         """All before it are committed by who takes them."""
         self._takers: list[_Taker] = []
         self._was_taken = self._leaves = self._closed = False
+        self._is_ready = False
+        """A txn has begun here with the job's weights."""
         self._begun: int | None = None
         """The slice of the txn that began last."""
         self._forgets = False
@@ -149,13 +151,18 @@ class StageOutput:
         """Make what is waited for, until the engine has a command for this thread."""
         while not engine.has_word():
             with watchers.waiting():
-                is_due = engine.wait_for(lambda: bool(self._wanted))
+                is_due = engine.wait_for(lambda: bool(self._wanted) and self._has_state)
             if is_due:
                 self.make()
 
     def make(self, but: int | None = None) -> None:
         """Make the entries that are waited for; all ``but`` that which is about to be computed."""
         self._look_for_forgotten(but)
+        if not self._has_state:
+            return
+        with self._changed:
+            self._is_ready = True
+            self._changed.notify_all()
         for number in sorted(self._wanted - {but}):
             assert self._source is not None, "the loop has begun"
             batch = copied(self._source.take(Due(0, number, 1)))
@@ -172,6 +179,12 @@ class StageOutput:
                 self._entries[number] = _Entry(value, version)
                 self._wanted.discard(number)
                 self._changed.notify_all()
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether the weights here are the job's: not those of a process that has just come."""
+        local = self._parts.job.local
+        return local is not None and local.healed
 
     def _look_for_forgotten(self, begins: int | None) -> None:
         """Say once that a body has put nothing."""
@@ -208,7 +221,7 @@ class StageOutput:
                     ),
                     limit_s,
                 )
-                if not self._wanted or self._closed:
+                if not self._wanted or self._closed or not self._has_state:
                     break
             self.make()
         if not came:
@@ -296,6 +309,7 @@ class StageOutput:
                     self._closed
                     or taker.is_gone
                     or taker.is_told < self._leaves
+                    or taker.is_welcome < self._is_ready
                     or bool(taker.asked & self._entries.keys())
                 )
             )
@@ -304,6 +318,9 @@ class StageOutput:
             if taker.is_told < self._leaves:
                 taker.is_told = True
                 return packed({"leaves": True})
+            if taker.is_welcome < self._is_ready:
+                taker.is_welcome = True
+                return packed({"ready": True})
             if (refused := self._unlike(taker)) is not None:
                 return packed({"refused": refused})
             number = min(taker.asked & self._entries.keys())
@@ -341,6 +358,8 @@ class _Taker:
     is_gone: bool = False
     is_told: bool = False
     """That the group leaves."""
+    is_welcome: bool = False
+    """It knows that there is somebody with the job's weights here."""
     data: str = ""
     """What it takes the data to be; empty: it has not said yet."""
 
