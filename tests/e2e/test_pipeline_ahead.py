@@ -146,5 +146,11 @@ def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: 
     assert len(last) == 1  # its batches have no statistics of their own
     assert report.bytes_healed > 0
     assert report.stages[0].bytes_healed > 0
-    assert max(abs(n) for n in versions(killed.last_stage)) <= 2 * AHEAD + 1
+    # A stage of one group takes fewer slices per step than one of two, so entries may wait longer
+    # than AHEAD steps. None is made with the weights that a newcomer starts with, version 0.
+    late = [
+        note["data"]["version"] for note in notes(killed.last_stage, "entry") if note["step"] >= 40
+    ]
+    assert late
+    assert min(late) > 0
     assert first
