@@ -239,7 +239,8 @@ class Engine:
     def wait_for(self, done: Callable[[], bool]) -> bool:
         """Main thread: wait until ``done()``; False if a command came before, which stays there.
 
-        Who makes it true says so by `nudge`, and has a limit of its own.
+        Who makes it true says so by `nudge`, and has a limit of its own. This thread does so when
+        the state of this rank is there (`Local.healed`).
         """
         with self._changed:
             self._changed.wait_for(lambda: done() or self.has_word())
@@ -401,6 +402,8 @@ class Engine:
         before, now = self.local, time.monotonic()
         after, out = self.participant.handle(before, event, now)
         self.local = after
+        if after.healed and not before.healed:
+            self.nudge()  # no command says it
         if out.verdict == "fenced":
             self.fenced += 1
         elif out.verdict == "refused" or (out.verdict == "row" and out.reason):

@@ -2,8 +2,9 @@
 
 An encoder with a loss of its own, and a decoder that learns from its vectors. Arguments: the folder
 in which each rank leaves what its state is at the end; the number of steps; seconds that a step of
-the last stage takes at least; as JSON timeouts, and `forget`: a step in
-which nothing is put; `frozen`: the encoder is; `more_steps` of the last stage.
+the last stage takes at least; as JSON timeouts, and `forget`: a step in which nothing is put;
+`frozen`: the encoder is; `more_steps` of the last stage; `alone`: seconds that its steps take while
+the other group is away, so that it comes back before the end; `groups`: what a step needs.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def frozen(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
             output.put(txn, (model(txn.batch), txn.batch.mean(1, keepdim=True)))
 
 
-def last(manager: fft.ManagerFFT, steps: int, seconds: float) -> None:
+def last(manager: fft.ManagerFFT, steps: int, seconds: float, alone: float) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
     trained(manager, model)
     slow = threading.Event()
@@ -81,7 +82,8 @@ def last(manager: fft.ManagerFFT, steps: int, seconds: float) -> None:
             loss = F.mse_loss(model(vectors), wanted)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            slow.wait(seconds)  # work, as far as the other stage can tell
+            # work, as far as the other stage can tell
+            slow.wait(seconds if manager.num_participants() > 1 else max(seconds, alone))
             txn.log(loss=loss.item())
 
 
@@ -91,13 +93,14 @@ def main() -> None:
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     more: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
     forget, is_frozen = more.pop("forget", -1), more.pop("frozen", 0)
-    more_steps = int(more.pop("more_steps", 0))
+    more_steps, alone = int(more.pop("more_steps", 0)), more.pop("alone", 0.0)
+    groups = int(more.pop("groups", 1))
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
         state_dict=None,
         spec="pipeline_ahead",
-        min_replica_size=1,
+        min_replica_size=groups,
         replica_id=group,
         init_sync=False,
         timeouts={"join_window": 30.0, **more},
@@ -105,8 +108,10 @@ def main() -> None:
     )
     torch.manual_seed(3)
     try:
-        stage = last if rank else frozen if is_frozen else first
-        stage(manager, steps + more_steps * rank, seconds if rank else forget)
+        if rank:
+            last(manager, steps + more_steps, seconds, alone)
+        else:
+            (frozen if is_frozen else first)(manager, steps, forget)
         found = {"digest": manager.digest(), "step": manager.current_step()}
         (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
     finally:

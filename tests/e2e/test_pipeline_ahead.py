@@ -29,7 +29,8 @@ faults:
 KILLS = """
 faults:
   - {name: kill-last, kind: kill, step: 6, group: 1, rank: 1, phase: forward}
-  - {name: kill-first, kind: kill, step: 40, group: 0, rank: 0, phase: during_allreduce}
+  - {name: kill-first, kind: kill, step: 12, group: 0, rank: 0, phase: during_allreduce,
+     with_groups: 2, settled_steps: 12}
 """
 
 
@@ -131,14 +132,24 @@ def test_a_stage_that_wants_more_steps_than_the_one_before_ends_with_the_reason(
     assert told in str(failed.value)
 
 
+def test_stages_that_need_all_groups_wait_for_the_one_that_was_killed(tmp_path: Path) -> None:
+    """Its first stage is held by its last one, which comes when the first has the state."""
+    plan = "faults:\n  - {name: one, kind: kill, step: 5, group: 1, rank: 1, phase: forward}\n"
+    ended = Ended(tmp_path / "all", plan, seconds=0.2, groups=2)
+    report = ended.audited()
+    assert (report.commits, report.stages[0].commits) == (STEPS, STEPS)
+    assert {rank["step"] for rank in ended.ranks.values()} == {STEPS}
+
+
 def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: Path) -> None:
-    killed = Ended(tmp_path / "killed", KILLS, steps=90, seconds=0.02)
+    steps = 80
+    killed = Ended(tmp_path / "killed", KILLS, steps=steps, seconds=0.02, alone=0.25)
     report = killed.audited()
     for scope in (killed.traces, killed.last_stage):
         data = slices(read_lines(scope))
         assert data.exact, str(data)
-        assert data.once >= 90
-    assert {rank["step"] for rank in killed.ranks.values()} == {90}
+        assert data.once >= steps
+    assert {rank["step"] for rank in killed.ranks.values()} == {steps}
     first, last = (
         {r["digest"] for name, r in killed.ranks.items() if name.endswith(f"{rank}.json")}
         for rank in range(2)
@@ -149,7 +160,7 @@ def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: 
     # A stage of one group takes fewer slices per step than one of two, so entries may wait longer
     # than AHEAD steps. None is made with the weights that a newcomer starts with, version 0.
     late = [
-        note["data"]["version"] for note in notes(killed.last_stage, "entry") if note["step"] >= 40
+        note["data"]["version"] for note in notes(killed.last_stage, "entry") if note["step"] >= 12
     ]
     assert late
     assert min(late) > 0

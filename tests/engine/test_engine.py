@@ -16,10 +16,19 @@ from fft.bus import BusError, ErrorBus, Subscription, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
 from fft.bus.natsserver import NatsServers
-from fft.engine.loop import HEAD, Engine
+from fft.engine.loop import HEAD, Command, Engine
 from fft.messages.commands import Evict, encode_command
-from fft.messages.effects import Broadcast, Decide, SetTimer
-from fft.messages.protocol import Begin, Drain, GroupEntry, Peer, RankEntry, Record, encode
+from fft.messages.effects import Broadcast, Decide, Heal, SetTimer
+from fft.messages.protocol import (
+    Begin,
+    Drain,
+    GroupEntry,
+    Healed,
+    Peer,
+    RankEntry,
+    Record,
+    encode,
+)
 from fft.messages.wire import (
     Packed,
     Wire,
@@ -502,3 +511,29 @@ def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> N
     after = {timer.name: due for due, _, timer in engine._timers}
     assert after["bus_limit"] == before["bus_limit"]
     assert after["ack_window"] >= before["ack_window"] + 0.5
+
+
+def test_who_waits_for_its_state_is_woken_when_it_is_there(
+    stack: ExitStack, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has no command for it then: the other group is not ready."""
+    woken = threading.Event()
+
+    def do(rank: Rank, command: Command) -> None:
+        if not isinstance(command, Heal) or rank.peer.group == "1":
+            return
+        engine, asked = rank.engine, []
+
+        def is_healed() -> bool:
+            if not asked:  # as it was asked just before the engine has heard of it
+                asked.append(engine.post(Healed(command.record.epoch)))
+                wait_until(lambda: engine.local.healed, "the engine has heard of it")
+                return False
+            return engine.local.healed
+
+        if engine.wait_for(is_healed):
+            woken.set()
+
+    monkeypatch.setattr(Rank, "_do", do)
+    EngineJob(stack, url, 2, 1).start()
+    assert woken.wait(LIMIT_S)

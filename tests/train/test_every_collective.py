@@ -113,15 +113,16 @@ class Rank:
         waiter.join(NOISE_S)
         assert not waiter.is_alive(), "the abort did not free it"
         self.group.quiesce(LIMIT)
-        assert self.group.pending() == 0
-        if self.rank == 0:
-            self.meet()
-            return {}
+        # a send that gloo has forgotten writes nothing, but ends only with its timeout
+        assert self.group.pending() == 0 or self.group._era.stranded
         for tensor in place.outputs:
             tensor.fill_(SENTINEL)
         self.meet()
-        self.meet()
+        if self.rank == 1:
+            self.meet()
         assert all(bool((tensor == SENTINEL).all()) for tensor in place.outputs)
+        if self.rank == 0:
+            return {}
         assert errors[0] is not None, "it ended as if nothing had happened"
         return {"error": f"{type(errors[0]).__name__}: {errors[0]}", "freed": ended[0] - begin}
 

@@ -93,7 +93,7 @@ class StageOutput:
         self._takers: list[_Taker] = []
         self._was_taken = self._leaves = self._closed = False
         self._is_ready = False
-        """A txn has begun here with the job's weights."""
+        """The job's weights are here."""
         self._begun: int | None = None
         """The slice of the txn that began last."""
         self._forgets = False
@@ -148,10 +148,16 @@ class StageOutput:
         self._source = source
 
     def give_until_command(self, engine: Engine, watchers: Watchers) -> None:
-        """Make what is waited for, until the engine has a command for this thread."""
+        """Make what is waited for, until the engine has a command for this thread.
+
+        A txn of this stage that is held may wait for this very thing. The next stage is told as
+        soon as the job's weights are here: it may be its turn to come, before a txn begins here.
+        """
         while not engine.has_word():
             with watchers.waiting():
-                is_due = engine.wait_for(lambda: bool(self._wanted) and self._has_state)
+                is_due = engine.wait_for(
+                    lambda: self._has_state and (bool(self._wanted) or not self._is_ready)
+                )
             if is_due:
                 self.make()
 
