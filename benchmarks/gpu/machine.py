@@ -12,9 +12,10 @@ import platform
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.side_by_side.machine import commit, version_of
 
 _PACKAGES = ("torch", "torchft", "pydantic", "transitions", "PyYAML", "typer", "rich", "numpy")
 _ROOMS = (
@@ -31,8 +32,8 @@ def described() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit(),
+        "packages": {name: version_of(name) for name in _PACKAGES},
+        "commit": commit(),
         "driver": _driver(),
         "device": None,
         "nccl": None,
@@ -102,13 +103,6 @@ def in_words(machine: dict[str, Any]) -> list[str]:
     ]
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
@@ -118,16 +112,6 @@ def _driver() -> str | None:
     except subprocess.TimeoutExpired:
         return "unknown (nvidia-smi does not answer)"
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
-
-
-def _commit() -> str:
-    told = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    if shutil.which("git") is None:
-        return "unknown"
-    done = subprocess.run(
-        told, capture_output=True, text=True, timeout=30, cwd=Path(__file__).parent
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

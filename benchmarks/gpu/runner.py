@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.gpu.findings import read
 from benchmarks.gpu.part import FINDINGS
 from benchmarks.gpu.plan import Device, Part
+from benchmarks.side_by_side.place import family
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -167,7 +168,7 @@ def _end_children() -> list[int]:
     It has none but those of the part that has just ended.
     """
     deadline = time.monotonic() + _END_S
-    while children := _children():
+    while children := family(os.getpid())[1:]:
         for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -178,8 +179,3 @@ def _end_children() -> list[int]:
             return children
         time.sleep(0.01)  # the kernel takes its time, and says nothing of grandchildren
     return []
-
-
-def _children() -> list[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text().split()]

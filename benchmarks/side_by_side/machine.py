@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,8 +24,8 @@ def described() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
-        "commit": _commit(),
-        **{name: _version(name) for name in _PACKAGES},
+        "commit": commit(),
+        **{name: version_of(name) for name in _PACKAGES},
     }
 
 
@@ -46,15 +47,17 @@ def _field(path: str, name: str) -> str:
     return "unknown"
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the code that is measured; with a + if it differs from it."""
+    if shutil.which("git") is None:
+        return "unknown"
     here = Path(__file__).parent
     told = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
     done = subprocess.run(told, capture_output=True, text=True, timeout=30)

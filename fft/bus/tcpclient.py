@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from fft.util.hedged import hedged
+from fft.util.kernel_limit import limit_in_kernel
 
 _U32: Final = struct.Struct("=I")
 _I64: Final = struct.Struct("=q")
@@ -163,12 +164,7 @@ class StoreClient:
         self._limit = limit
         self.silent = False
         """An answer was not waited for any longer; the server may be there, and be slow."""
-        seconds = 0.0 if limit is None else max(limit, 1e-6)
-        bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        # the kernel's own bounds: with Python's each read would be two system calls
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+        limit_in_kernel(self._socket, limit)  # Python's would make two system calls of each read
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
             self._socket.setsockopt(socket.IPPROTO_TCP, name, value)

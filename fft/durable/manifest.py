@@ -9,18 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import string
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fft.durable.stores import PARTIAL
 from fft.util.errors import FftError
+from fft.util.names import in_file_name
 
 FORMAT = 1
 """Version of files and manifest; a reader refuses another one."""
 _NAME = re.compile(r"^step-(0|[1-9][0-9]{0,17})$")
-_IN_NAMES = frozenset(string.ascii_letters + string.digits + "-_.")
 _FILE = r"^g[A-Za-z0-9_.-]{1,200}r[0-9]{1,6}\.(json|safetensors)$"
 
 Count = Annotated[int, Field(ge=0)]
@@ -128,10 +127,7 @@ def partial_name(step: int, attempt: str) -> str:
 
 def file_stem(group: str, rank: int) -> str:
     """Of a rank's files; groups of unlike names have unlike stems."""
-    safe = "".join(ch if ch in _IN_NAMES else "_" for ch in group)
-    if safe != group:
-        safe += f"-{hashlib.blake2b(group.encode(), digest_size=4).hexdigest()}"
-    return f"g{safe}r{rank}"
+    return f"g{in_file_name(group)}r{rank}"
 
 
 def receipt_name(group: str, rank: int) -> str:

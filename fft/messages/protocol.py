@@ -164,7 +164,12 @@ def next_lineage(lineage: str, token: Token, step: int, cursor: int, skip: bool 
     ``step``: committed steps after that; ``skip``: the txn was none of them.
     """
     text = f"{lineage}|{token.epoch}.{token.txn}|{step}|{cursor}{'|skip' if skip else ''}"
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return lineage_of(text)
+
+
+def lineage_of(history: str) -> str:
+    """The lineage that stands for a history told in full: 24 hex digits."""
+    return hashlib.blake2b(history.encode(), digest_size=12).hexdigest()
 
 
 # --- events: from the bus -------------------------------------------------------------------

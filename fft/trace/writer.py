@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local, members
 from fft.trace.format import FORMAT, chain
+from fft.util.names import in_file_name
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,7 @@ def _encode(line: dict[str, Any]) -> str:
 
 def trace_path(directory: Path, peer: Peer) -> Path:
     """File of one participant: ``g<group>r<rank>i<incarnation>.jsonl``."""
-    safe = "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in peer.group)
-    if safe != peer.group:  # groups of unlike names have unlike files
-        safe += f"-{hashlib.blake2b(peer.group.encode(), digest_size=4).hexdigest()}"
-    return directory / f"g{safe}r{peer.rank}i{peer.inc}.jsonl"
+    return directory / f"g{in_file_name(peer.group)}r{peer.rank}i{peer.inc}.jsonl"
 
 
 def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str, Any]:

@@ -1,9 +1,13 @@
-"""How an unknown name is told, wherever a user may have misspelt one."""
+"""Names that users give: told when they are unknown, and as parts of file names."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import string
 from collections.abc import Iterable
+
+_IN_FILE_NAMES = frozenset(string.ascii_letters + string.digits + "-_.")
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -11,3 +15,11 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
     return f"unknown {kind} {name!r}; {hint}"
+
+
+def in_file_name(name: str) -> str:
+    """``name`` without what file systems and URLs may not take; unlike names stay unlike."""
+    safe = "".join(ch if ch in _IN_FILE_NAMES else "_" for ch in name)
+    if safe != name:
+        safe += f"-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+    return safe

@@ -9,7 +9,6 @@ first rank of the group that writes names the step in a register of the job's bu
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 import time
@@ -64,7 +63,7 @@ class Checkpointer:
         self.origin: Origin | None = None
         """The checkpoint that this job has begun with."""
         self._job, self._state = job, state
-        self._spec, self._spec_digest = spec.name, spec_digest(spec)
+        self._spec, self._spec_digest = spec.name, spec.digest()
         self._groups, self._ranks = groups, ranks
         self._staging = Staging()
         self._snapshot: Snapshot | None = None
@@ -252,12 +251,6 @@ class Checkpointer:
         if thread.is_alive():
             logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
         self._closing.set()
-
-
-def spec_digest(spec: FsmSpec) -> str:
-    """Of the spec as it was loaded."""
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _name_of(generation: str, record: Record) -> str:

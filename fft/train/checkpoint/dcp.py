@@ -10,7 +10,6 @@ torch's format has a pickle in it (``.metadata``): import only what you trust.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,10 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import fft
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import File, Manifest, Scope, file_stem, name_of, partial_name
+from fft.durable.manifest import File, Manifest, Scope, name_of, partial_name
 from fft.durable.plan import CheckpointError
+from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.loading import tree_of
-from fft.train.checkpoint.rank_file import from_json, packed, to_json, unpacked, write_tensors
+from fft.train.checkpoint.rank_file import from_json, packed, to_json, unpacked, write_rank
 from fft.train.checkpoint.resharding import part_of, unsharded
 
 WRITER = "import"
@@ -98,7 +98,7 @@ def import_dcp(checkpoints: Checkpoints, source: Path, step: int | None, cursor:
     tree: dict[str, Any] = {"own": {}, "user": {}, "data": None, "layouts": {}}
     tree["state"] = {"parameters": model, "optimizers": None}
     names = "|".join(sorted(model))
-    lineage = hashlib.blake2b(f"import|{step}|{names}".encode(), digest_size=12).hexdigest()
+    lineage = lineage_of(f"import|{step}|{names}")
     says = {"step": step, "lineage": lineage, "batches": cursor, "cursor": cursor, "returned": []}
     return _write(checkpoints, [tree], {**says, "spec": "", "spec_digest": "", "ranks": 1})
 
@@ -166,14 +166,8 @@ def _write(
     directory, files = partial_name(step, WRITER), list[File]()
     for rank, tree in enumerate(trees):
         data, tensors = packed(tree)
-        stem = file_stem(WRITER, rank)
-        with store.writing(f"{directory}/{stem}.safetensors") as path:
-            write_tensors(path, {name: t.contiguous().clone() for name, t in tensors.items()})
-        store.write(f"{directory}/{stem}.json", to_json(data))
-        sizes = store.files(directory)
-        for name in (f"{stem}.json", f"{stem}.safetensors"):
-            digest = store.digest(f"{directory}/{name}")
-            files.append(File(name=name, size=sizes[name], sha256=digest))
+        apart = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        files += write_rank(store, directory, (WRITER, rank), data, apart)
     manifest = Manifest(
         **{**says, "returned": tuple(says["returned"])},
         scopes={"job": Scope(step=step, lineage=says["lineage"])},

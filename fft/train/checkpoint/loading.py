@@ -6,7 +6,6 @@ states. Nothing is changed before all has been read and fits.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from fft.durable.choice import choose
 from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, name_of
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.durable.stores import Store
+from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
 from fft.train.participation import Participation
@@ -180,9 +180,7 @@ def _stands(manifest: Manifest, ranks: int, state: RankState) -> Loaded:
     """Lineage and cursor for groups of ``ranks`` ranks. Raises CheckpointError."""
     if manifest.ranks == ranks:
         return Loaded(manifest, manifest.lineage, manifest.cursor)
-    lineage = hashlib.blake2b(
-        f"{manifest.lineage}|ranks {ranks}".encode(), digest_size=12
-    ).hexdigest()
+    lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
     if state.items_per_slice != ranks:  # all ranks of a group take the same item
         return Loaded(manifest, lineage, manifest.cursor)
     items = manifest.cursor * manifest.ranks

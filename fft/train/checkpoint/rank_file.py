@@ -16,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fft.durable.manifest import File, file_stem
+from fft.durable.stores import Store
 from fft.util.errors import FftError
 
 
@@ -44,8 +46,29 @@ def unpacked(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise UnreadableFile(f"the JSON does not fit its tensors: {error!r}") from error
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises OSError. The tensors are on the CPU, and share no memory."""
+def write_rank(
+    store: Store,
+    directory: str,
+    place: tuple[str, int],
+    data: Any,
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[File, ...]:
+    """Both files of a group's rank, read again for their digests.
+
+    Raises OSError, UnfitForFile. The tensors are on the CPU, and share no memory.
+    """
+    stem = file_stem(*place)
+    with store.writing(f"{directory}/{stem}.safetensors") as path:
+        _write_tensors(path, tensors)
+    store.write(f"{directory}/{stem}.json", to_json(data))
+    sizes = store.files(directory)
+    return tuple(
+        File(name=name, size=sizes[name], sha256=store.digest(f"{directory}/{name}"))
+        for name in (f"{stem}.json", f"{stem}.safetensors")
+    )
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:

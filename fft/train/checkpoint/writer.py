@@ -25,11 +25,10 @@ from fft.durable.manifest import (
     Origin,
     Receipt,
     Scope,
-    file_stem,
     partial_name,
 )
 from fft.messages.protocol import Record
-from fft.train.checkpoint.rank_file import to_json, write_tensors
+from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
 
@@ -133,17 +132,9 @@ class RankWriter:
     def _write(self) -> tuple[File, ...]:
         """This rank's files and its receipt."""
         store, directory = self._checkpoints.store, self._attempt.directory
-        stem = file_stem(self._group, self._rank)
         self._at("writing")
-        with store.writing(f"{directory}/{stem}.safetensors") as path:
-            write_tensors(path, self._snapshot.tensors)
-        store.write(f"{directory}/{stem}.json", to_json(self._snapshot.data))
-        sizes = store.files(directory)
-        names = [f"{stem}.json", f"{stem}.safetensors"]
-        files = tuple(
-            File(name=name, size=sizes[name], sha256=store.digest(f"{directory}/{name}"))
-            for name in names
-        )
+        place, snapshot = (self._group, self._rank), self._snapshot
+        files = write_rank(store, directory, place, snapshot.data, snapshot.tensors)
         receipt = Receipt(
             attempt=self._attempt.name, group=self._group, rank=self._rank, files=files
         )

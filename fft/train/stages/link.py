@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import socket
-import struct
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -19,6 +18,7 @@ import torch
 
 from fft.bus.token import derive
 from fft.util.errors import FftError
+from fft.util.kernel_limit import limit_in_kernel
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT
@@ -84,7 +84,7 @@ def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
 
     ``first``: who asks first; the other end does not.
     """
-    _limit(end, _GREET_S)
+    limit_in_kernel(end, _GREET_S)
     connection = Connection(end.detach())
     steps = (deliver_challenge, answer_challenge)
     try:
@@ -94,15 +94,8 @@ def greet(end: socket.socket, key: bytes, first: bool) -> Connection:
         connection.close()
         raise Stranger(str(error)) from error
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        _limit(same, 0.0)
+        limit_in_kernel(same, None)
     return connection
-
-
-def _limit(end: socket.socket, seconds: float) -> None:
-    """Reading and writing fail after so long; 0: they wait."""
-    packed_time = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        end.setsockopt(socket.SOL_SOCKET, option, packed_time)
 
 
 def cut(connection: Connection) -> None:
