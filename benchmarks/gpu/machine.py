@@ -126,7 +126,8 @@ def ask() -> dict[str, Any]:
             cwd=ROOT,
         )
         if done.returncode == 0:
-            answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            answer: dict[str, Any] = json.loads(lines[-1])  # libraries may say more, at exit too
             return {**_nothing(), **answer}
         why = f"exit code {done.returncode}: {done.stderr[-1500:]}"
     except (subprocess.TimeoutExpired, OSError, ValueError, IndexError) as error:

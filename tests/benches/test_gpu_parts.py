@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu import runner
 from benchmarks.gpu.findings import Pen, read
 from benchmarks.gpu.part import Setting
-from benchmarks.gpu.parts import nccl_pair, nccl_rebuild
+from benchmarks.gpu.parts import jobs, nccl_pair, nccl_rebuild, nets
 
 FAR_S = 600.0
 
@@ -169,3 +169,48 @@ def test_two_ranks_that_have_tried_nothing_are_not_well(
     judged, why = runner._judge(0, FAR_S, read(tmp_path / "found"))
     assert judged == status
     assert says in why
+
+
+# --- how much of the device's work is in flight --------------------------------------------------
+
+
+def test_how_long_the_device_is_busy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of 3 million cycles a millisecond, where a kernel takes a while to start."""
+    asked: list[int] = []
+    queued, now = [0.0], [0.0]
+
+    def sleep(cycles: int) -> None:
+        asked.append(cycles)
+        queued[0] += 0.00001 + cycles / 3e9
+
+    def synchronize() -> None:
+        now[0] += queued[0]
+        queued[0] = 0.0
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(nets.time, "perf_counter", lambda: now[0])
+    nets._cycles_per_ms.cache_clear()
+    try:
+        nets.keep_busy("cuda", 10.0)
+        assert asked[-1] == pytest.approx(3e7, rel=0.01)
+        measured = len(asked)
+        nets.keep_busy("cuda", 2.0)
+        assert len(asked) == measured + 1, "measured once"
+        nets.keep_busy("cpu", 2.0)
+        assert len(asked) == measured + 1
+    finally:
+        nets._cycles_per_ms.cache_clear()
+
+
+@pytest.mark.parametrize(("in_flight", "status"), [([2, 1], "ok"), ([0, 0], "failed")])
+def test_faults_that_meet_no_work_of_the_device_show_nothing(
+    tmp_path: Path, in_flight: list[int], status: str
+) -> None:
+    words = [{"failed": 3, "in_flight": count} for count in in_flight]
+    ended = jobs.Ended(0, "", words, 0, "")
+    on_device = Setting("cuda", True, tmp_path, time.monotonic() + FAR_S)
+    jobs.overlap(Pen(tmp_path / "found", "p"), on_device, "an exception", ended, True)
+    (found,) = read(tmp_path / "found")
+    assert found["status"] == status
+    assert (found["failed"], found["in_flight"]) == (6, sum(in_flight))
