@@ -52,7 +52,7 @@ def described() -> dict[str, Any]:
     note("python", platform.python_version)
     note("kernel", platform.release)
     note("packages", lambda: {name: version_of(name) for name in _PACKAGES})
-    note("commit", commit)
+    note("commit", _commit)
     note("gpus", _gpus)
     note("driver", _driver)
     note("lookup_ms", _lookup_ms)
@@ -176,6 +176,14 @@ def _unusable(torch: Any) -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
     return "torch.cuda.is_available() says no"
+
+
+def _commit() -> str:
+    """Of FFT: by git, or as `packages` has noted it, where the tree came without its history."""
+    if (found := commit()) != "unknown":
+        return found
+    noted = ROOT / "gpu-packages" / "commit.txt"
+    return noted.read_text(encoding="utf-8").strip() if noted.exists() else found
 
 
 def _smi(question: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import machine, page, runner
+from benchmarks.gpu import machine, packages, page, runner
 from benchmarks.gpu.findings import Pen, read
 from benchmarks.gpu.packages import needed
 from benchmarks.gpu.part import FINDINGS
@@ -304,6 +304,19 @@ def test_what_cannot_be_found_out_hides_nothing_else(
     assert about["gpus"] == ["NVIDIA H100"]
     assert about["python"] == platform.python_version()
     assert machine.mend(about).startswith("NVIDIA H100 with driver unknown is here: install")
+
+
+def test_the_commit_is_known_where_the_tree_has_no_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`packages` has noted it."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "commit", lambda: "unknown")
+    assert machine._commit() == "unknown"
+    noted = tmp_path / packages.COMMIT.relative_to(runner.ROOT)
+    noted.parent.mkdir()
+    noted.write_text("abc1234\n")
+    assert machine._commit() == "abc1234"
 
 
 def test_nothing_that_the_parts_need_fails_on_import_with_an_older_torch() -> None:

@@ -53,7 +53,8 @@ class LibraryRing:
         return self._made.allreduce([tensor], dist.AllreduceOptions())
 
     def abort(self) -> None:
-        abort_within(self._made.abort, LIMIT.total_seconds(), "a trial's group")
+        if not abort_within(self._made.abort, LIMIT.total_seconds(), "a trial's group"):
+            raise TimeoutError(f"an abort is not over after {LIMIT.total_seconds():g} s")
 
     def quiet(self) -> None:
         accelerator.wait(LIMIT)
