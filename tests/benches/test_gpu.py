@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_what_a_part_leaves_of_its_time_goes_to_the_next(
         return {"number": each.number, "part": each.name, "status": "ok"}
 
     monkeypatch.setattr(runner, "_run", tried)
-    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     parts = [part("a1", 40.0), part("b2", 50.0), part("c3", 30.0)]
     runner.run(parts, "cpu", True, tmp_path, 130.0, lambda result: None)
     assert limits == {"a1": 40.0, "b2": 80.0, "c3": 30.0}
