@@ -46,6 +46,7 @@ def main() -> int:
             return UNUSABLE
         print(f"skipped: {why}; run it on a machine with an NVIDIA GPU, or with --device cpu.")
         return 0
+    about |= {"on": args.device, "small": args.small}
     print("\n".join(machine.in_words(about)), flush=True)
     args.folder.mkdir(parents=True)
     lines = args.folder / "results.jsonl"

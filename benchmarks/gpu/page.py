@@ -71,7 +71,7 @@ def lines(machine: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
     ]
     return [
         "",
-        f"Run on {machine.get('when') or 'a day that is not known'}.",
+        f"Run on {machine.get('when') or 'a day that is not known'}{_how(machine)}.",
         "",
         *(f"- {_one_line(line)}" for line in in_words(machine)),
         "",
@@ -79,6 +79,12 @@ def lines(machine: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
         *(line for result in results if result["findings"] for line in _details(result)),
         "",
     ]
+
+
+def _how(machine: dict[str, Any]) -> str:
+    """What keeps a run from being one of a GPU."""
+    on_cpu = ", **on CPU, to try the parts themselves**" if machine.get("on") == "cpu" else ""
+    return on_cpu + (", with small sizes" if machine.get("small") else "")
 
 
 def _details(result: dict[str, Any]) -> Iterator[str]:

@@ -412,13 +412,14 @@ def test_the_page_is_written_from_what_another_machine_has_found(
     target = tmp_path / "gpu.md"
     target.write_text("<!-- gpu: begin -->\nnot run yet\n<!-- gpu: end -->\n")
     monkeypatch.setattr(page, "PAGE", target)
-    head = {"machine": MACHINE, "parts": ["random_state", "transfer"]}
+    head = {"machine": MACHINE | {"on": "cpu"}, "parts": ["random_state", "transfer"]}
     path = saved(tmp_path, head, RESULT, '{"number": 5, "part": "tran')
     assert ended_by(monkeypatch, "--page", str(path)) == 0
     text = target.read_text()
     assert "device: NVIDIA H100" in text
     assert "| 3 | three | ok | 1 |" in text
     assert "| it holds | ok |" in text
+    assert "Run on 2026-01-01 12:00, **on CPU, to try the parts themselves**." in text
     assert "| not begun | 0 | the run ended before |" in text
     assert "not run yet" not in text
 
