@@ -22,7 +22,7 @@ class Part:
     name: str
     title: str
     limit_s: float
-    """What it is sure to get, in seconds; what those before it have left comes on top."""
+    """What it is sure to get, in seconds; what nobody else has, or has left, comes on top."""
     on_cpu: bool = True
     """Whether its logic can be tried without a GPU, with gloo and CPU tensors."""
 

@@ -53,7 +53,10 @@ def run(
     """
     _inherit_orphans()
     began = time.monotonic()
-    deadline, sure, results = began + total_s, 0.0, []
+    parts, results = list(parts), []
+    deadline = began + total_s
+    # until when all up to the part before may last, after `began`
+    sure = max(0.0, total_s - sum(part.limit_s for part in parts))
     for part in parts:
         own = folder / part.name
         own.mkdir(parents=True)

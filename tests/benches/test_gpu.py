@@ -164,8 +164,10 @@ def test_what_a_part_leaves_of_its_time_goes_to_the_next(
     monkeypatch.setattr(runner, "_run", tried)
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     parts = [part("a1", 40.0), part("b2", 50.0), part("c3", 30.0)]
-    runner.run(parts, "cpu", True, tmp_path, 130.0, lambda result: None)
+    runner.run(parts, "cpu", True, tmp_path / "full", 120.0, lambda result: None)
     assert limits == {"a1": 40.0, "b2": 80.0, "c3": 30.0}
+    runner.run(parts[:1], "cpu", True, tmp_path / "alone", 120.0, lambda result: None)
+    assert limits["a1"] == 120.0, "who is alone has all of it"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_a_real_part_that_hangs_tells_where(
     runner.prepare_children()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     slow = Part(3, "random_state", "a real one", 5.0)
-    (result,) = runner.run([slow], "cpu", True, tmp_path / "run", LIMIT_S, print)
+    (result,) = runner.run([slow], "cpu", True, tmp_path / "run", slow.limit_s, print)
     assert result["status"] == "hung"
     assert "most recent call first" in result["why"], "the stacks of its threads"
     assert "in in_torch" in result["why"], "where it hangs"
