@@ -124,9 +124,10 @@ def _alone(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
             said = str(error)
         freed = time.perf_counter()
         killer.join()
-        took = 1e3 * (freed - at["asked"])
+        took, abort = (1e3 * (end - at["asked"]) for end in (freed, time.perf_counter()))
         what = "a rank that connects, and the other does not, is freed"
-        pen.check(what, bool(said) and 0 <= took < FREED_MS, said, freed_ms=round(took, 2))
+        figures = {"freed_ms": round(took, 2), "abort_ms": round(abort, 2)}
+        pen.check(what, bool(said) and 0 <= took < FREED_MS, said, **figures)
         _meet(store, "free")
     elif device == "cuda":
         library = ring.pg._library
