@@ -21,6 +21,7 @@ from fft.messages.fault_plans import FaultPlan
 from fft.operate import drain, inject
 from fft.operate.client import JobClient
 from fft.protocol.roles import AT_WORK
+from fft.trace.format import scope_folders
 from fft.trace.tail import TraceTail
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -64,6 +65,7 @@ class Job:
         """
         self.script = WORKER if trainer is None else TRAINER
         self.layout, self.traces = layout, directory / "traces"
+        self._waits_for_none = trainer == "async"
         self._said = directory / "run.log"
         self.traces.mkdir(parents=True)
         command = [sys.executable, "-m", "fft.cli", "run", "--injectable", "--no-progress"]
@@ -134,20 +136,29 @@ class Job:
 
     # --- what it is doing ---
 
-    def whole_epoch(self) -> int | None:
-        """The epoch that all ranks of all groups are at work in, if there is one."""
+    def whole_epoch(self) -> tuple[int, ...] | None:
+        """The epoch that all groups are at work in, by rank, if there is one.
+
+        It is one and the same, but for stages that step by themselves. Groups that wait for no slow
+        one are in few epochs together: ``()`` where all have been in one since they began.
+        """
         view, groups = self.tail.poll(), [str(g) for g in range(self.layout.groups)]
-        ranks = [rank for group in groups for rank in view.of(group)]
-        together = (
-            len(ranks) == self.layout.groups * self.layout.ranks
-            and len({rank.epoch for rank in ranks}) == 1
-            and all(r.role in AT_WORK and r.members == tuple(groups) for r in ranks)
-        )
-        return ranks[0].epoch if together else None
+        ranks = [view.of(group) for group in groups]
+        if any(len(found) != self.layout.ranks for found in ranks):
+            return None
+        if self._waits_for_none:
+            return () if all(r.commits and not r.leaves for rs in ranks for r in rs) else None
+        if not all(r.role in AT_WORK and r.members == tuple(groups) for rs in ranks for r in rs):
+            return None
+        epochs = {tuple(rank.epoch for rank in found) for found in ranks}
+        first = epochs.pop()
+        is_one = len(set(first)) == 1 or len(scope_folders(self.traces)) > 1
+        return first if is_one and not epochs else None
 
     def settle(self, what: str, within: float = RECOVERED_S) -> None:
         """Wait until the whole job has committed some steps in one epoch, from now on."""
-        epoch, goal = None, 0
+        epoch: tuple[int, ...] | None = None
+        goal = 0
 
         def settled() -> bool:
             nonlocal epoch, goal

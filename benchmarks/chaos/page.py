@@ -5,6 +5,7 @@ Reads and writes that page only.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -90,6 +91,9 @@ def soak_lines(soak: Soak) -> list[str]:
     checks = soak.checks.get("agreement", 0), soak.checks.get("replicas_equal", 0)
     divergent = sum(text.startswith("replicas_equal") for text in soak.splits)
     data, inner = soak.data, soak.inner
+    goodput = f"; clean step {soak.clean_step_ms:.0f} ms; **goodput {soak.goodput:.1%}**"
+    if math.isnan(soak.clean_step_ms):
+        goodput = ""  # no two commits in one epoch
     alone = []
     if inner is not None:
         alone = [
@@ -104,8 +108,7 @@ def soak_lines(soak: Soak) -> list[str]:
         f"- {soak.seconds:.0f} s, seed {soak.seed}: {sum(soak.faults.values())} faults ({kinds}); "
         f"{soak.missed} more were drawn for a group that was away just then.",
         f"- {soak.commits} commits, {soak.aborts} rollbacks, {soak.epochs} epochs in "
-        f"{soak.wall_s:.0f} s; clean step {soak.clean_step_ms:.0f} ms; **goodput "
-        f"{soak.goodput:.1%}**.",
+        f"{soak.wall_s:.0f} s{goodput}.",
         *alone,
         f"- Slices of the data consumed once / twice / never: **{data}**, of {data.granted} "
         f"granted; {data.held} are held or returned at the end.",

@@ -29,6 +29,7 @@ from fft.messages.fault_plans import AnyFault, DrainFault, FaultPlan
 from fft.operate import inject
 from fft.operate.client import OperatorError
 from fft.trace.audit import audit_dir, read_lines
+from fft.trace.format import scope_folders
 from fft.util.errors import FftError
 
 PACE_S = 0.2
@@ -44,6 +45,8 @@ DRAIN_EVERY = 5
 TIMEOUTS = ("hang_grace=3",)
 """So that who is stopped for 5 s is ended by its monitor, and not waited for."""
 _TICK_S = 0.1
+_STAGES_APART = 2
+"""Steps, at most, of stages that step by themselves: the step that is looked at is the first's."""
 _APART = 10
 """Steps from one fault that may end a process to the next; it has begun by then, or is over."""
 
@@ -130,7 +133,7 @@ class _Driver:
         self._job, self._soak, self._sampler, self._say = job, soak, sampler, say
         self._safe_from = 0
         """The step from which a fault may end a process again."""
-        self._whole: tuple[int | None, int] = (None, 0)
+        self._whole: tuple[tuple[int, ...] | None, int] = (None, 0)
         """The epoch that the whole job was last seen at work in, and the step at which it began."""
         self._leaving: str | None = None
         """The group that is being drained."""
@@ -166,7 +169,8 @@ class _Driver:
         if epoch != self._whole[0]:
             self._whole = (epoch, step)
         # who has just joined has the state only with the first commit of the epoch
-        return epoch is not None and step > self._whole[1] and step >= self._safe_from
+        has_state = step > self._whole[1] + _STAGES_APART
+        return epoch is not None and has_state and step >= self._safe_from
 
     def _inject(self, fault: AnyFault) -> None:
         soak, job = self._soak, self._job
@@ -210,7 +214,9 @@ def _judge(soak: Soak, traces: Path) -> None:
     soak.splits = [f"{f.name}: {f.violation} ({f.place})" for f in report.findings if f.violation]
     lines = read_lines(traces, _tells)
     soak.clean_step_ms = median_step_ms(lines, soak.layout.groups)
-    soak.faults = Counter(r["data"]["kind"] for r in lines if r.get("note") == "inject")
+    _, *further = scope_folders(traces)
+    fired = lines + [line for folder in further for line in read_lines(folder, _is_fault)]
+    soak.faults = Counter(line["data"]["kind"] for line in fired if _is_fault(line))
     try:
         soak.data = slices(lines)
     except ValueError as error:
@@ -228,6 +234,10 @@ def _judge(soak: Soak, traces: Path) -> None:
         soak.commits, soak.wall_s = len(gaps), commits[-1] - commits[0]
         soak.longest_gap_s = max(gaps)
         soak.hangs = sum(gap > HUNG_S for gap in gaps)
+
+
+def _is_fault(line: dict[str, Any]) -> bool:
+    return line.get("note") == "inject"
 
 
 def _tells(line: dict[str, Any]) -> bool:

@@ -1,5 +1,5 @@
 """One rank of a job to be broken that trains as people do: a GPT, a convolutional network, a
-pipeline; a GPT by LocalSGD and by DiLoCo.
+pipeline; a GPT by LocalSGD, by DiLoCo, and by DiLoCo that waits for no slow group.
 
 ``trainer.py NAME PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do beside loss and
 backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers.
@@ -239,6 +239,16 @@ def diloco(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     return alone(manager, make)
 
 
+def asynchronous(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
+    """DiLoCo that waits for no slow group; who is in a synchronisation is as it comes."""
+
+    def make(manager: fft.ManagerFFT, model: GPT, inner: torch.optim.Optimizer) -> fft.DiLoCo:
+        outer = torch.optim.SGD(model.parameters(), lr=0.7)
+        return fft.DiLoCo(manager, [model], inner, outer, EVERY)
+
+    return alone(manager, make)
+
+
 TRAINERS = {
     "gpt": gpt,
     "cnn": cnn,
@@ -246,6 +256,7 @@ TRAINERS = {
     "pipeline_ahead": pipeline_ahead,
     "local_sgd": local_sgd,
     "diloco": diloco,
+    "async": asynchronous,
 }
 
 
@@ -255,6 +266,8 @@ def main() -> None:
     timeouts = {key: float(value) for key, _, value in (word.partition("=") for word in given)}
     group, groups = os.environ["REPLICA_GROUP_ID"], int(os.environ["NUM_REPLICA_GROUPS"])
     torch.set_num_threads(1)
+    # on a busy machine a group may start late; groups that wait for no slow one, wait for none
+    joins = {"join_window": 0.2, "join_interval": 0.1} if name == "async" else {"join_window": 30.0}
     shards = RANKS > 1 and name != "pipeline_ahead"
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
@@ -264,7 +277,7 @@ def main() -> None:
         replica_id=group,
         init_sync=False,
         connect_timeout=timedelta(seconds=10),
-        timeouts={"join_window": 30.0, **timeouts},  # on a busy machine a group may start late
+        timeouts={**joins, **timeouts},
         digest="commit",
         check_replicas=CHECK_EVERY,
         shard_pg=fft.ShardProcessGroupGloo(timeout=LIMIT) if shards else None,
