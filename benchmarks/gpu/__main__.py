@@ -2,10 +2,12 @@
 
 Takes at most 8 minutes and no network, installs nothing, and runs from the source tree. Packages
 that the machine lacks may lie in gpu-packages/ beside it (python -m benchmarks.gpu.packages).
-Results: results.jsonl in the run's folder, and docs/gpu.md with --write.
+Results: results.jsonl in the run's folder, and docs/gpu.md with --write. Where that page is wanted
+on another machine, bring results.jsonl there, and give it to --page.
 
-Exit code: 0 all that was tried is well, or there is no GPU; 1 something that must hold does not;
-2 wrong arguments; 3 a part has crashed or hung.
+Exit code: 0 all that was tried is well, or there is no GPU; 1 something that must hold does not, or
+nothing was tried, or the machine cannot be described; 2 wrong arguments; 3 a part has crashed or
+hung, or was not begun for want of time; 4 there is a GPU that torch cannot use.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from typing import Any
 from benchmarks.gpu import machine, page, runner
 from benchmarks.gpu.plan import PARTS, TOTAL_S, chosen
 
+UNUSABLE = 4
+"""Exit code: there is a GPU, and torch cannot use it."""
+
 
 def main() -> int:
     """Run what is chosen; the exit code."""
@@ -27,17 +32,25 @@ def main() -> int:
     if args.list:
         for part in PARTS:
             where = "" if part.on_cpu else ", on a GPU only"
-            print(f"{part.number} {part.name}: {part.title} (at most {part.limit_s:g} s{where})")
+            print(f"{part.number} {part.name}: {part.title} (about {part.limit_s:g} s{where})")
         return 0
-    runner.find_packages()
+    if args.page:
+        page.write(page.PAGE, *args.page)
+        print(f"page: {page.PAGE}")
+        return 0
+    runner.prepare_children()
     about = machine.ask()
     if args.device == "cuda" and (why := machine.missing(about)):
+        if mend := machine.mend(about):
+            print(f"failed: {why}; {mend}")
+            return UNUSABLE
         print(f"skipped: {why}; run it on a machine with an NVIDIA GPU, or with --device cpu.")
         return 0
+    about |= {"on": args.device, "small": args.small}
     print("\n".join(machine.in_words(about)), flush=True)
     args.folder.mkdir(parents=True)
     lines = args.folder / "results.jsonl"
-    _write(lines, {"machine": about})
+    _write(lines, {"machine": about, "parts": [part.name for part in args.parts]})
 
     def tell(result: dict[str, Any]) -> None:
         _write(lines, result)
@@ -46,9 +59,9 @@ def main() -> int:
     results = runner.run(args.parts, args.device, args.small, args.folder, args.total, tell)
     print(f"results: {lines}")
     if args.write:
-        page.write(page.PAGE, about, results, f"{datetime.now():%Y-%m-%d %H:%M}")
+        page.write(page.PAGE, about, results)
         print(f"page: {page.PAGE}")
-    return runner.exit_code(results)
+    return runner.exit_code(results) or (runner.FAILED if machine.ASK in about["fails"] else 0)
 
 
 def _arguments() -> argparse.Namespace:
@@ -62,11 +75,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="a new one, for results and logs")
     parser.add_argument("--total", type=float, default=TOTAL_S, help="seconds for all parts")
     parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FROM.jsonl",
+        help="write docs/gpu.md from the results of another machine, and run nothing",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     args = parser.parse_args()
     try:
         args.parts = chosen(args.parts)
-    except ValueError as error:
+        args.page = page.read_run(args.page) if args.page else None
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     folder = args.folder or Path("runs") / f"gpu-{datetime.now():%Y%m%d-%H%M%S}"
     args.folder = folder.resolve()

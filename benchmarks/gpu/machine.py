@@ -1,7 +1,7 @@
 """What is on this machine: device, driver, torch, NCCL, packages.
 
 ``python -m benchmarks.gpu.machine`` prints one JSON object. Run in a process of its own: any of it
-may fail to load.
+may fail to load. What cannot be found out is among ``fails``, and the rest is told.
 """
 
 from __future__ import annotations
@@ -10,47 +10,67 @@ import importlib
 import json
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.side_by_side.machine import commit, version_of
 
+ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "torchft", "pydantic", "transitions", "PyYAML", "typer", "rich", "numpy")
 _ROOMS = (
     "fft.train.state.step_state",
     "fft.train.nccl_library",
+    "fft.train.process_group.nccl",
     "fft.train.manager",
     "fft.cli.run",
 )
 """What parts need of FFT, from what needs least to what needs most."""
+_KEYS = ("python", "kernel", "commit", "driver", "device", "nccl", "cuda", "when")
+_PROC = Path("/proc/driver/nvidia/gpus")
+_ASK_S = 120.0
+_SLOW_LOOKUP_MS = 500
 
 
 def described() -> dict[str, Any]:
     """All of it."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "packages": {name: version_of(name) for name in _PACKAGES},
-        "commit": commit(),
-        "driver": _driver(),
-        "device": None,
-        "nccl": None,
-        "cuda": None,
-        "fails": {},
-    }
+    found = _nothing()
+
+    def note(key: str, ask: Callable[[], Any]) -> None:
+        try:
+            found[key] = ask()
+        except Exception as error:  # noqa: BLE001 - the rest is to be told, whatever it was
+            found["fails"][key] = f"{type(error).__name__}: {error}"
+
+    note("when", lambda: time.strftime("%Y-%m-%d %H:%M"))
+    note("python", platform.python_version)
+    note("kernel", platform.release)
+    note("packages", lambda: {name: version_of(name) for name in _PACKAGES})
+    note("commit", _commit)
+    note("gpus", _gpus)
+    note("driver", _driver)
+    note("lookup_ms", _lookup_ms)
     try:
         import torch
-    except (ImportError, OSError) as error:  # a library of CUDA that is not there
+    except Exception as error:  # noqa: BLE001 - such as a library of CUDA that is not there
         found["fails"]["torch"] = str(error)
         return found
-    found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name(0)
-        found["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    note("cuda", lambda: torch.version.cuda)
+    note("unusable", lambda: _unusable(torch))
+    if not found["unusable"]:
+        note("device", lambda: torch.cuda.get_device_name(0))
+        note(
+            "memory_gib",
+            lambda: round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+        )
     if torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
+        note("nccl", lambda: ".".join(str(number) for number in torch.cuda.nccl.version()))
     for room in _ROOMS:
         try:
             importlib.import_module(room)
@@ -60,31 +80,59 @@ def described() -> dict[str, Any]:
 
 
 def missing(machine: dict[str, Any]) -> str:
-    """Why no GPU can be used, in a few words; empty: one can."""
+    """Why no GPU can be used, in a few words; empty: one can, or that is not known."""
+    if ASK in machine["fails"]:
+        return ""
     if "torch" in machine["fails"]:
         return f"torch cannot be loaded ({machine['fails']['torch']})"
-    if machine["device"] is not None:
+    if machine["device"] is not None or "device" in machine["fails"]:
         return ""
+    torch = machine["packages"].get("torch")
     if machine["cuda"] is None:
-        return f"torch {machine['packages']['torch']} was built without CUDA"
-    return f"torch {machine['packages']['torch']} finds no GPU" + (
+        return f"torch {torch} was built without CUDA"
+    return f"torch {torch} finds no GPU ({machine['unusable']})" + (
         "" if machine["driver"] else ", and there is no NVIDIA driver (nvidia-smi)"
     )
 
 
-def ask() -> dict[str, Any]:
-    """`described`, by a process of its own. Raises RuntimeError if that fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.machine"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).resolve().parents[2],
+def mend(machine: dict[str, Any]) -> str:
+    """What to install where there is a GPU that torch cannot use; empty: there is none."""
+    if not machine["gpus"] and "gpus" not in machine["fails"]:
+        return ""
+    names = ", ".join(machine["gpus"]) or f"a GPU, perhaps ({machine['fails']['gpus']}),"
+    has = f"{names} with driver {machine['driver'] or 'unknown'} is here"
+    if "torch" in machine["fails"] or machine["cuda"] is None:
+        return f"{has}: install a torch that was built for CUDA, with its nvidia-… packages"
+    return (
+        f"{has}: install a driver for CUDA {machine['cuda']} (580 or newer for CUDA 13, 525 or "
+        "newer for CUDA 12), or a torch that was built for the CUDA that nvidia-smi shows; if both "
+        "fit, see that this user, or this container, may use the device"
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"this machine cannot be described: {done.stderr[-1500:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+
+
+ASK = "this machine"
+"""Among ``fails``: it could not be described at all."""
+
+
+def ask() -> dict[str, Any]:
+    """`described`, by a process of its own; if that fails, why, among ``fails``."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu.machine"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_S,
+            cwd=ROOT,
+        )
+        if done.returncode == 0:
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            answer: dict[str, Any] = json.loads(lines[-1])  # libraries may say more, at exit too
+            return {**_nothing(), **answer}
+        why = f"exit code {done.returncode}: {done.stderr[-1500:]}"
+    except (subprocess.TimeoutExpired, OSError, ValueError, IndexError) as error:
+        why = f"{type(error).__name__}: {error}"
+    return {**_nothing(), "fails": {ASK: why}, "when": time.strftime("%Y-%m-%d %H:%M")}
 
 
 def in_words(machine: dict[str, Any]) -> list[str]:
@@ -92,26 +140,80 @@ def in_words(machine: dict[str, Any]) -> list[str]:
     packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     memory = f", {machine['memory_gib']} GiB" if "memory_gib" in machine else ""
     lacks = [name for name, number in machine["packages"].items() if number == "not installed"]
-    mend = "bring them along, as docs/gpu.md says (make gpu-packages)"
+    bring = "bring them along, as docs/gpu.md says (make gpu-packages)"
+    lookup = machine.get("lookup_ms") or 0
     return [
         f"device: {machine['device'] or 'none'}{memory}; driver {machine['driver'] or 'none'}; "
         f"CUDA {machine['cuda'] or 'none'}; NCCL {machine['nccl'] or 'none'}",
-        f"Python {machine['python']}, Linux {machine['kernel']}; {packages}; "
+        f"Python {machine['python']}, Linux {machine['kernel']}; {packages or 'packages unknown'}; "
         f"FFT at commit {machine['commit']}",
-        *([f"not installed: {', '.join(lacks)}; {mend}"] if lacks else []),
-        *(f"cannot be loaded: {name}: {why}" for name, why in machine["fails"].items()),
+        *([f"not installed: {', '.join(lacks)}; {bring}"] if lacks else []),
+        *([f"names are slow here: {lookup} ms for one"] if lookup > _SLOW_LOOKUP_MS else []),
+        *(
+            f"cannot be loaded or found out: {name}: {why}"
+            for name, why in machine["fails"].items()
+        ),
     ]
 
 
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _nothing() -> dict[str, Any]:
+    return dict.fromkeys(_KEYS) | {
+        "packages": {},
+        "fails": {},
+        "gpus": [],
+        "unusable": "",
+    }
+
+
+def _unusable(torch: Any) -> str:
+    """Why torch can use no GPU, in its words; empty: it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says the same by the error
+        if torch.cuda.is_available():
+            return ""
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return "unknown (nvidia-smi does not answer)"
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "torch.cuda.is_available() says no"
+
+
+def _commit() -> str:
+    """Of FFT: by git, or as `packages` has noted it, where the tree came without its history."""
+    if (found := commit()) != "unknown":
+        return found
+    noted = ROOT / "gpu-packages" / "commit.txt"
+    return noted.read_text(encoding="utf-8").strip() if noted.exists() else found
+
+
+def _smi(question: str) -> list[str]:
+    """The answer's lines; none, where there is no nvidia-smi, or it knows no GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=30)
+    if done.returncode != 0:  # "No devices were found", or it does not fit the driver
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def _gpus() -> list[str]:
+    """Their names, as the driver has them, whether torch can use them or not."""
+    return _smi("name") or (
+        [each.name for each in sorted(_PROC.iterdir())] if _PROC.is_dir() else []
+    )
+
+
+def _driver() -> str | None:
+    return next(iter(_smi("driver_version")), None)
+
+
+def _lookup_ms() -> int:
+    """How long the question for a name takes that nobody knows, as torch asks it (`runner`)."""
+    began = time.monotonic()
+    with suppress(OSError):
+        socket.getnameinfo(("192.0.2.1", 80), socket.NI_NAMEREQD)  # RFC 5737: nobody's address
+    return round(1e3 * (time.monotonic() - began))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.machine import in_words
+from benchmarks.gpu.plan import PARTS
 from benchmarks.pages import fill, markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
@@ -14,13 +16,49 @@ NAME = "gpu"
 _USUAL = frozenset({"part", "status", "what", "text"})
 
 
-def write(page: Path, machine: dict[str, Any], results: list[dict[str, Any]], when: str) -> None:
+def write(page: Path, machine: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """Put a run into the page. Raises ValueError if it has no place for one."""
-    fill(page, NAME, lines(machine, results, when))
+    fill(page, NAME, lines(machine, results))
 
 
-def lines(machine: dict[str, Any], results: list[dict[str, Any]], when: str) -> list[str]:
-    """What stands there."""
+def read_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The machine and the results in a run's ``results.jsonl``, such as `write` takes them.
+
+    A part that the run has not come to is among them, as one that was not begun.
+
+    Raises OSError, or ValueError: that is not such a file.
+    """
+    found = []
+    texts = path.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(texts, 1):
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            if number == len(texts) > 1:
+                break  # the run was ended while it wrote; its part is not among the results
+            raise ValueError(f"{path}, line {number}: no JSON ({error})") from error
+    head, results = (found[0], found[1:]) if found else ({}, [])
+    try:
+        machine, began = head["machine"], head["parts"]
+        done = {result["part"] for result in results if result["findings"] is not None}
+        in_words(machine)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: no results of `python -m benchmarks.gpu` (they begin with the machine): "
+            f"{error!r} is not there"
+        ) from error
+    results += [
+        {"number": part.number, "part": part.name, "title": part.title}
+        | {"status": "not begun", "why": "the run ended before", "findings": [], "seconds": 0.0}
+        for part in PARTS
+        if part.name in began and part.name not in done
+    ]
+    return machine, results
+
+
+def lines(machine: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
+    """What stands there; the parts by number."""
+    results = sorted(results, key=lambda result: int(result["number"]))
     rows = [
         [
             str(result["number"]),
@@ -33,7 +71,7 @@ def lines(machine: dict[str, Any], results: list[dict[str, Any]], when: str) -> 
     ]
     return [
         "",
-        f"Run on {when}.",
+        f"Run on {machine.get('when') or 'a day that is not known'}{_how(machine)}.",
         "",
         *(f"- {_one_line(line)}" for line in in_words(machine)),
         "",
@@ -41,6 +79,12 @@ def lines(machine: dict[str, Any], results: list[dict[str, Any]], when: str) -> 
         *(line for result in results if result["findings"] for line in _details(result)),
         "",
     ]
+
+
+def _how(machine: dict[str, Any]) -> str:
+    """What keeps a run from being one of a GPU."""
+    on_cpu = ", **on CPU, to try the parts themselves**" if machine.get("on") == "cpu" else ""
+    return on_cpu + (", with small sizes" if machine.get("small") else "")
 
 
 def _details(result: dict[str, Any]) -> Iterator[str]:

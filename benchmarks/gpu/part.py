@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import importlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from benchmarks.gpu.findings import Pen
 from benchmarks.gpu.plan import PARTS, Device
 
 FINDINGS = "findings.jsonl"
+STACKS_S, END_S = 2.0, 4.0
+"""So long before its limit a part says where its threads are, and has come to an end by itself."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,12 @@ class Setting:
     """Sizes and repetitions that only show whether the part itself works."""
     folder: Path
     """Its own, for files of its jobs."""
+    ends: float
+    """Monotonic seconds, shortly before the part is ended: by then it has written what it has."""
+
+    def left(self) -> float:
+        """Seconds until `ends`, not below zero."""
+        return max(0.0, self.ends - time.monotonic())
 
 
 def main() -> None:
@@ -33,17 +42,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--stacks-after", type=float, metavar="S")
+    parser.add_argument("--limit", type=float, required=True, metavar="S", help="then it is ended")
     args = parser.parse_args()
+    ends = time.monotonic() + max(0.0, args.limit - END_S)
     faulthandler.enable()
     # cuBLAS gives the same bits in each run only so (its documentation, "Results reproducibility")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if args.stacks_after is not None:
-        faulthandler.dump_traceback_later(args.stacks_after)
+    faulthandler.dump_traceback_later(max(0.5, args.limit - STACKS_S))
     pen = Pen(args.folder / FINDINGS, args.name)
     with pen.trial("the part itself"):
         module = importlib.import_module(f"benchmarks.gpu.parts.{args.name}")
-        module.run(pen, Setting(args.device, args.small, args.folder))
+        module.run(pen, Setting(args.device, args.small, args.folder, ends))
 
 
 if __name__ == "__main__":

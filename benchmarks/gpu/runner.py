@@ -26,14 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 _END_S = 10.0
 """For a process that was killed to be gone: one that waits in a driver may stay."""
-_STACKS_BEFORE_S = 2.0
-"""So long before its limit a part writes where its threads are."""
 _LOG_TAIL = 1500
 _LEAST_S = 3.0
 """A part is not begun with less time."""
+_RESOLVER = "timeout:1 attempts:1"
+"""Of the C library (resolv.conf(5)): torch asks for the name of whoever connects to a store, which
+costs 10 s each time where no name server answers. Read by every process at its first question."""
 
 FAILED, DIED = 1, 3
-"""Exit codes: something that must hold does not; a part has crashed or hung, which comes first."""
+"""Exit codes: something that must hold does not, or nothing was tried; a part has crashed or hung,
+or was not begun, which comes first."""
 
 
 def run(
@@ -50,26 +52,37 @@ def run(
     ``tell``: hears each as soon as it is there. ``command``: what runs a part, for tests.
     """
     _inherit_orphans()
-    deadline, results = time.monotonic() + total_s, []
+    began = time.monotonic()
+    parts, results = list(parts), []
+    deadline = began + total_s
+    # until when all up to the part before may last, after `began`
+    sure = max(0.0, total_s - sum(part.limit_s for part in parts))
     for part in parts:
         own = folder / part.name
         own.mkdir(parents=True)
         left = deadline - time.monotonic()
         if device == "cpu" and not part.on_cpu:
-            result = _not_run(part, "needs a GPU")
+            result = _not_run(part, "skipped", "needs a GPU")
         elif left < _LEAST_S:
-            result = _not_run(part, f"the {total_s:g} s for all parts were over", "no time")
+            why = f"the {total_s:g} s for all parts were over"
+            result = _not_run(part, "not begun", why)
         else:
-            limit = min(part.limit_s, left)
+            saved = max(0.0, sure - (time.monotonic() - began))
+            limit = min(part.limit_s + saved, left)
             words = _command(part, device, small, own, limit) if command is None else command(part)
             result = _run(part, words, own, limit)
+            sure += part.limit_s
         results.append(result)
         tell(result)
     return results
 
 
-def find_packages() -> None:
-    """Have processes that are started from now on find FFT's source, and what was brought along."""
+def prepare_children() -> None:
+    """Have processes that are started from now on find FFT's source, and what was brought along.
+
+    And have them ask a name server that does not answer only once.
+    """
+    os.environ.setdefault("RES_OPTIONS", _RESOLVER)
     brought = ROOT / "gpu-packages" / f"{sys.version_info.major}.{sys.version_info.minor}"
     paths = [str(ROOT), *([str(brought)] if brought.is_dir() else [])]
     paths += [path] if (path := os.environ.get("PYTHONPATH")) else []
@@ -79,9 +92,9 @@ def find_packages() -> None:
 def exit_code(results: Iterable[dict[str, Any]]) -> int:
     """0: all that was tried is well."""
     found = {result["status"] for result in results}
-    if found & {"crashed", "hung", "no time"}:
+    if found & {"crashed", "hung", "not begun"}:
         return DIED
-    return FAILED if "failed" in found else 0
+    return FAILED if "failed" in found or found == {"skipped"} else 0
 
 
 def in_words(result: dict[str, Any]) -> str:
@@ -97,7 +110,7 @@ def in_words(result: dict[str, Any]) -> str:
 
 def _command(part: Part, device: Device, small: bool, own: Path, limit: float) -> list[str]:
     words = [sys.executable, "-m", "benchmarks.gpu.part", part.name, "--folder", str(own)]
-    words += ["--device", device, "--stacks-after", str(max(0.5, limit - _STACKS_BEFORE_S))]
+    words += ["--device", device, "--limit", str(limit)]
     return words + (["--small"] if small else [])
 
 
@@ -139,7 +152,12 @@ def _judge(code: int | None, limit: float, findings: list[dict[str, Any]]) -> tu
         return "crashed", "it ended without having found anything"
     if "failed" in statuses:
         return "failed", ""
-    return ("not run" if statuses == {"not here"} else "ok"), ""
+    absent = [
+        f"{each['what']}: {each['text']}" for each in findings if each["status"] == "not here"
+    ]
+    if "ok" not in statuses:
+        return "skipped", "nothing was tried: " + ("; ".join(absent) or "it has only measured")
+    return "ok", f"without {len(absent)} that cannot be tried here" if absent else ""
 
 
 def _last_words(log: str) -> str:
@@ -148,7 +166,7 @@ def _last_words(log: str) -> str:
     return log[-_LOG_TAIL:] if at < 0 else log[at : at + _LOG_TAIL]
 
 
-def _not_run(part: Part, why: str, status: str = "not run") -> dict[str, Any]:
+def _not_run(part: Part, status: str, why: str) -> dict[str, Any]:
     return {**_about(part), "status": status, "why": why, "findings": [], "seconds": 0.0}
 
 

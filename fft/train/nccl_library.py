@@ -1,12 +1,16 @@
 """What is asked of NCCL: to make a communicator for one epoch, to connect it, to abort it.
 
-Touches one variable of the environment, which torch reads once (`TorchNccl.make`). Needs torch
-only, so that it can be tried where nothing else is installed (``python -m benchmarks.gpu``).
+Touches variables of the environment that torch reads (`outlive_aborts`, `TorchNccl.make`). Needs
+torch only, so that it can be tried where nothing else is installed (``python -m benchmarks.gpu``).
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,10 +20,21 @@ from torch.distributed.distributed_c10d import Store
 
 from fft.util.errors import FftError
 
+logger = logging.getLogger(__name__)
+
+_BEGUN_KEY = "fft/begun/{rank}"
 _LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _WATCHDOG_LIMIT = timedelta(hours=24)
-"""After which torch's watchdog ends the process for an op. How long a step may take is for FFT's
-windows to say, whose rollback a process survives."""
+"""After which torch's watchdog takes an op for failed. How long a step may take is for FFT's
+windows to say. torch waits as long for an abort, so who aborts waits by `abort_within`."""
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "its watchdog would end the process when a group is aborted",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "its monitor would end the process, or hold it up for 8 minutes",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "its watchdog would hold up an aborted group's end",
+}
+"""All are 0 under FFT; why not what torch has. It reads them whenever a group is made
+(ProcessGroupNCCL.cpp, the constructors of ProcessGroupNCCL and HeartbeatMonitor)."""
+_settings_lock = threading.Lock()
 
 
 class Communicator(Protocol):
@@ -34,9 +49,14 @@ class NcclLibrary(Protocol):
 
     def make(
         self, store: Store, rank: int, world_size: int, timeout: timedelta, name: str
-    ) -> Communicator: ...
+    ) -> Communicator:
+        """One that is not connected."""
 
-    def connect(self, made: Communicator) -> None: ...
+    def connect(self, made: Communicator) -> None:
+        """Begin to meet the other ranks; waits for them at ``store`` at most."""
+
+    def finish(self, made: Communicator) -> None:
+        """Return when it is connected: when all ranks have begun, it takes as long as they do."""
 
 
 class TorchNccl:
@@ -54,6 +74,7 @@ class TorchNccl:
                 "ShardProcessGroupNCCL needs a GPU and a torch that was built with NCCL; on CPU "
                 "use fft.ShardProcessGroupGloo"
             )
+        outlive_aborts()
         os.environ.setdefault(_LIMIT, str(max(1, round(timeout.total_seconds()))))
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -68,6 +89,95 @@ class TorchNccl:
         return pg
 
     def connect(self, made: Communicator) -> None:
-        """Meet the other ranks, on the current device."""
+        """Have NCCL begin, in threads of its own, on the current device."""
         device = torch.device("cuda", torch.cuda.current_device())
         made._get_backend(device).eager_connect_single_device(device)  # type: ignore[attr-defined]
+
+    def finish(self, made: Communicator) -> None:
+        """Have a first op wait until NCCL has connected.
+
+        torch waits in the first op, and holds a lock meanwhile that an abort needs, too
+        (``NCCLComm::getNcclComm``), at most the ``timeout`` of `make`. So that op is not the
+        training's.
+        """
+        number = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+        made.allreduce([number], dist.AllreduceOptions()).wait()  # type: ignore[attr-defined]
+
+
+def meet(
+    library: NcclLibrary, made: Communicator, store: Store, rank: int, world_size: int
+) -> None:
+    """Connect ``made`` with the other ranks, of which each calls this.
+
+    Nothing frees a thread that waits for another rank within NCCL. So none does before all have
+    begun, and that is waited for at ``store``, whose waits a rollback can end.
+    """
+    library.connect(made)
+    store.set(_BEGUN_KEY.format(rank=rank), "1")
+    store.wait([_BEGUN_KEY.format(rank=each) for each in range(world_size)])
+    library.finish(made)
+
+
+def outlive_aborts() -> None:
+    """Have this process outlive an abort of any group of NCCL's that it makes from now on.
+
+    What was set otherwise (``torchrun`` sets one of them) is changed, and the log says so.
+    """
+    with _settings_lock:
+        for name, why in _SETTINGS.items():
+            was = os.environ.get(name)
+            if was == "0":
+                continue
+            os.environ[name] = "0"
+            if was is not None:
+                logger.warning("%s was %s and is 0 now: %s", name, was, why)
+        debug = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
+        if debug == "DETAIL" or _is_on(os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "")):
+            logger.error(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL or TORCH_NCCL_DESYNC_DEBUG=1 is set: with it torch "
+                "ends a process whose group is aborted, so that a rollback loses it; unset it"
+            )
+
+
+def abort_within(abort: Callable[[], None], limit_s: float, what: str) -> bool:
+    """Call ``abort`` in a thread, and wait for it so many seconds at most; whether it has ended.
+
+    torch gives an abort no limit that one may choose: it waits for locks of its own. One that takes
+    longer goes on in its thread, and the log says so, and when it has ended.
+
+    Raises: what ``abort`` raises within the limit.
+    """
+    began = time.monotonic()
+    lock, failures = threading.Lock(), list[BaseException]()
+    over = is_left = False
+
+    def run() -> None:
+        nonlocal over
+        failure: BaseException | None = None
+        try:
+            abort()
+        except Exception as error:  # noqa: BLE001 - raised in the caller, or logged
+            failure = error
+        with lock:
+            over = True
+            if failure is not None:
+                failures.append(failure)
+            if is_left:
+                took = time.monotonic() - began
+                logger.warning("the abort of %s is over after %.1f s: %s", what, took, failure)
+
+    thread = threading.Thread(target=run, name="fft-nccl-abort", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    with lock:
+        is_left = not over
+    if is_left:
+        logger.error("the abort of %s is not over after %g s, and goes on", what, limit_s)
+    if failures and not is_left:
+        raise failures[0]
+    return not is_left
+
+
+def _is_on(value: str) -> bool:
+    """As torch reads it."""
+    return value.strip().lower() in ("1", "y", "yes", "t", "true")

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import runpy
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import machine, page, runner
+from benchmarks.gpu import machine, packages, page, runner
 from benchmarks.gpu.findings import Pen, read
 from benchmarks.gpu.packages import needed
 from benchmarks.gpu.part import FINDINGS
 from benchmarks.gpu.plan import PARTS, TOTAL_S, Part, chosen
+from fft.launch.supervisor.groups import base_env
 
 LIMIT_S = 60.0
 FINDS = "from benchmarks.gpu.findings import Pen; from pathlib import Path; import sys, os, time\n"
@@ -38,7 +42,7 @@ def run(
     total_s: float = LIMIT_S,
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The results of parts that are these scripts, by name, and what was said."""
-    runner.find_packages()
+    runner.prepare_children()
     said: list[str] = []
     parts = [part(name, (limits or {}).get(name, LIMIT_S)) for name in scripts]
 
@@ -62,9 +66,9 @@ def same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- which parts ----------------------------------------------------------------------------------
 
 
-def test_parts_are_chosen_by_number_and_name_in_the_plans_order() -> None:
-    assert chosen([]) == list(PARTS)
-    assert [p.name for p in chosen(["transfer", "1", "5"])] == ["across_groups", "transfer"]
+def test_parts_are_chosen_by_number_and_name_in_the_order_of_their_turns() -> None:
+    assert sorted(chosen([]), key=lambda p: p.number) == list(PARTS)
+    assert [p.name for p in chosen(["1", "transfer", "5"])] == ["transfer", "across_groups"]
     with pytest.raises(ValueError, match=r"no part 'nccl'; there are 1 \(across_groups\), 2"):
         chosen(["nccl"])
 
@@ -72,7 +76,7 @@ def test_parts_are_chosen_by_number_and_name_in_the_plans_order() -> None:
 def test_the_plan_is_that_of_the_issue() -> None:
     assert [p.number for p in PARTS] == list(range(1, 10))
     assert all((runner.ROOT / f"benchmarks/gpu/parts/{p.name}.py").is_file() for p in PARTS)
-    assert TOTAL_S < 8 * 60
+    assert sum(p.limit_s for p in PARTS) <= TOTAL_S < 8 * 60, "each gets its own time"
 
 
 # --- what becomes of a part -----------------------------------------------------------------------
@@ -80,35 +84,48 @@ def test_the_plan_is_that_of_the_issue() -> None:
 
 def test_parts_that_crash_hang_and_fail_hide_no_other(tmp_path: Path) -> None:
     scripts = {
-        "good1": GOOD,
-        "killed2": GOOD + "os.kill(os.getpid(), 11)\n",
-        "exits3": "sys.exit(7)\n",
-        "hangs4": GOOD + "print('it was here', flush=True); time.sleep(600)\n",
+        "hangs1": GOOD + "print('it was here', flush=True); time.sleep(600)\n",
+        "good2": GOOD,
+        "killed3": GOOD + "os.kill(os.getpid(), 11)\n",
+        "exits4": "sys.exit(7)\n",
         "silent5": "",
         "fails6": GOOD + "pen.check('it does not hold', False, 'because')\n",
-        "absent7": "pen.absent('it', 'needs the package nothing')\n",
-        "good8": GOOD,
+        "good7": GOOD + "pen.absent('half of it', 'needs a GPU')\n",
     }
-    results, said = run(tmp_path, scripts, {"hangs4": 3.0})
+    results, said = run(tmp_path, scripts, {"hangs1": 3.0})
     assert {name: result["status"] for name, result in results.items()} == {
-        "good1": "ok",
-        "killed2": "crashed",
-        "exits3": "crashed",
-        "hangs4": "hung",
+        "hangs1": "hung",
+        "good2": "ok",
+        "killed3": "crashed",
+        "exits4": "crashed",
         "silent5": "crashed",
         "fails6": "failed",
-        "absent7": "not run",
-        "good8": "ok",
+        "good7": "ok",
     }
-    assert "signal SIGSEGV" in results["killed2"]["why"]
-    assert results["killed2"]["findings"][0]["figure"] == 1.5, "what it found before is kept"
-    assert "exit code 7" in results["exits3"]["why"]
-    assert "not through after 3 s" in results["hangs4"]["why"]
-    assert "it was here" in results["hangs4"]["why"], "its last output"
+    assert "signal SIGSEGV" in results["killed3"]["why"]
+    assert results["killed3"]["findings"][0]["figure"] == 1.5, "what it found before is kept"
+    assert "exit code 7" in results["exits4"]["why"]
+    assert "not through after 3 s" in results["hangs1"]["why"]
+    assert "it was here" in results["hangs1"]["why"], "its last output"
     assert "without having found anything" in results["silent5"]["why"]
+    assert "without 1 that cannot be tried here" in results["good7"]["why"]
     assert "failed: it does not hold: because" in "\n".join(said)
-    assert "not here: it: needs the package nothing" in "\n".join(said)
     assert len(said) == len(scripts), "each is told of at once"
+
+
+def test_a_part_that_has_judged_nothing_is_not_well(tmp_path: Path) -> None:
+    scripts = {
+        "absent1": "pen.absent('it', 'needs the package nothing')\n",
+        "measured2": "pen.measured('a figure', ms=3)\n",
+        "both3": "pen.measured('a way', 'no'); pen.absent('two ranks', 'no way is known')\n",
+    }
+    results, said = run(tmp_path, scripts)
+    assert {result["status"] for result in results.values()} == {"skipped"}
+    assert results["absent1"]["why"] == "nothing was tried: it: needs the package nothing"
+    assert results["measured2"]["why"] == "nothing was tried: it has only measured"
+    assert results["both3"]["why"] == "nothing was tried: two ranks: no way is known"
+    assert "not here: it: needs the package nothing" in "\n".join(said)
+    assert runner.exit_code(results.values()) == runner.FAILED, "not one was tried"
 
 
 def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
@@ -117,30 +134,51 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
         "import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
     )
     start += "pen.check('started', True, pid=child.pid)\n"
-    scripts = {"ends1": start, "hangs2": start + "time.sleep(600)\n"}
-    results, _ = run(tmp_path, scripts, {"hangs2": 3.0})
+    scripts = {"hangs1": start + "time.sleep(600)\n", "ends2": start}
+    results, _ = run(tmp_path, scripts, {"hangs1": 2.0})
     for result in results.values():
         pid = result["findings"][0]["pid"]
         assert not Path(f"/proc/{pid}").exists(), result
 
 
-def test_no_part_is_begun_when_the_time_for_all_is_over(tmp_path: Path) -> None:
-    began = time.monotonic()
-    results, _ = run(tmp_path, {"hangs1": "time.sleep(600)", "late2": GOOD}, total_s=5.0)
+def test_parts_that_are_not_begun_when_the_time_for_all_is_over_are_listed(tmp_path: Path) -> None:
+    scripts = {"hangs1": "time.sleep(600)", "late2": GOOD, "late3": GOOD}
+    results, said = run(tmp_path, scripts, total_s=3.5)
     assert results["hangs1"]["status"] == "hung", "its own limit is longer"
-    assert results["late2"]["status"] == "no time"
-    assert time.monotonic() - began < LIMIT_S
+    assert [results[f"late{n}"]["status"] for n in (2, 3)] == ["not begun"] * 2
+    assert "3. the part late3: not begun (0.0 s): the 3.5 s for all parts were over" in said
     assert runner.exit_code(results.values()) == runner.DIED
+
+
+def test_what_a_part_leaves_of_its_time_goes_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, limits = [1000.0], {}
+    took = {"a1": 10.0, "b2": 80.0, "c3": 1.0}
+
+    def tried(each: Part, words: list[str], own: Path, limit: float) -> dict[str, Any]:
+        limits[each.name] = limit
+        now[0] += took[each.name]
+        return {"number": each.number, "part": each.name, "status": "ok"}
+
+    monkeypatch.setattr(runner, "_run", tried)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = [part("a1", 40.0), part("b2", 50.0), part("c3", 30.0)]
+    runner.run(parts, "cpu", True, tmp_path / "full", 120.0, lambda result: None)
+    assert limits == {"a1": 40.0, "b2": 80.0, "c3": 30.0}
+    runner.run(parts[:1], "cpu", True, tmp_path / "alone", 120.0, lambda result: None)
+    assert limits["a1"] == 120.0, "who is alone has all of it"
 
 
 @pytest.mark.parametrize(
     ("statuses", "code"),
     [
-        (["ok", "not run"], 0),
+        (["ok", "skipped"], 0),
+        (["skipped"], 1),
         (["ok", "failed"], 1),
         (["failed", "crashed"], 3),
         (["hung"], 3),
-        (["no time"], 3),
+        (["ok", "not begun"], 3),
         ([], 0),
     ],
 )
@@ -151,7 +189,7 @@ def test_the_exit_code_says_what_failed(statuses: list[str], code: int) -> None:
 def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
     only = part("gpu1", on_cpu=False)
     results = runner.run([only], "cpu", True, tmp_path, LIMIT_S, print, lambda p: ["false"])
-    assert [(r["status"], r["why"]) for r in results] == [("not run", "needs a GPU")]
+    assert [(r["status"], r["why"]) for r in results] == [("skipped", "needs a GPU")]
 
 
 def test_a_real_part_that_hangs_tells_where(
@@ -160,10 +198,10 @@ def test_a_real_part_that_hangs_tells_where(
     """Through `benchmarks.gpu.part`; it hangs in a torch that another one stands for."""
     text = "import time\n\n\ndef in_torch():\n    time.sleep(600)\n\n\nin_torch()\n"
     (tmp_path / "torch.py").write_text(text)
-    runner.find_packages()
+    runner.prepare_children()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    slow = Part(3, "random_state", "a real one", 8.0)
-    (result,) = runner.run([slow], "cpu", True, tmp_path / "run", LIMIT_S, print)
+    slow = Part(3, "random_state", "a real one", 5.0)
+    (result,) = runner.run([slow], "cpu", True, tmp_path / "run", slow.limit_s, print)
     assert result["status"] == "hung"
     assert "most recent call first" in result["why"], "the stacks of its threads"
     assert "in in_torch" in result["why"], "where it hangs"
@@ -210,23 +248,113 @@ MACHINE: dict[str, Any] = {
     "nccl": "2.28.9",
     "cuda": "13.0",
     "fails": {"fft.train.manager": "ModuleNotFoundError: No module named 'torchft'"},
+    "gpus": ["NVIDIA H100"],
+    "unusable": "",
+    "when": "2026-01-01 12:00",
 }
+NO_GPU: dict[str, Any] = {"device": None, "gpus": [], "driver": None, "unusable": "No CUDA GPUs"}
+OLD = "The NVIDIA driver on your system is too old (found version 12020)."
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "why", "mend"),
     [
-        ({}, ""),
-        ({"device": None, "cuda": None}, "torch 2.11.0 was built without CUDA"),
-        ({"device": None}, "torch 2.11.0 finds no GPU"),
-        ({"device": None, "driver": None}, "finds no GPU, and there is no NVIDIA driver"),
-        ({"fails": {"torch": "libcudart.so.13"}}, "torch cannot be loaded (libcudart.so.13)"),
+        ({}, "", None),
+        (NO_GPU | {"cuda": None}, "torch 2.11.0 was built without CUDA", ""),
+        (NO_GPU | {"driver": "580.1"}, "torch 2.11.0 finds no GPU (No CUDA GPUs)", ""),
+        (NO_GPU, "and there is no NVIDIA driver", ""),
+        ({"fails": {"torch": "libcudart.so.13"}}, "cannot be loaded (libcudart.so.13)", "install"),
+        ({"device": None, "driver": "535.9", "unusable": OLD}, OLD, "580 or newer for CUDA 13"),
+        ({"device": None, "cuda": None}, "built without CUDA", "torch that was built for CUDA"),
+        (NO_GPU | {"fails": {"gpus": "TimeoutExpired: nvidia-smi"}}, "no GPU", "nvidia-smi"),
+        ({"fails": {machine.ASK: "exit code 1"}, "device": None}, "", None),
     ],
 )
-def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
-    said = machine.missing({**MACHINE, **changes})
+def test_what_is_missing_is_said_and_what_mends_it(
+    changes: dict[str, Any], why: str, mend: str | None
+) -> None:
+    """Where there is no GPU, nothing mends it."""
+    about = {**MACHINE, **changes}
+    said = machine.missing(about)
     assert why in said
     assert bool(said) == bool(why)
+    if mend is not None:
+        assert mend in machine.mend(about)
+        assert bool(machine.mend(about)) == bool(mend)
+
+
+def test_a_machine_that_cannot_be_described_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    about = machine.ask()
+    assert about["fails"] == {machine.ASK: "exit code 1: "}
+    assert any("this machine: exit code 1" in line for line in machine.in_words(about))
+
+
+def test_what_cannot_be_found_out_hides_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the process that asks. Neither torch nor git can be loaded there."""
+    (tmp_path / "torch.py").write_text("raise RuntimeError('libcudart is another one')\n")
+    smi = "#!/bin/sh\ncase $1 in *name*) echo NVIDIA H100;; *) exit 9;; esac\n"
+    for name, text in (("nvidia-smi", smi), ("git", "#!/bin/sh\nprintf '\\377'\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{runner.ROOT}")
+    about = machine.ask()
+    assert about["fails"]["torch"] == "libcudart is another one"
+    assert "UnicodeDecodeError" in about["fails"]["commit"]
+    assert about["gpus"] == ["NVIDIA H100"]
+    assert about["python"] == platform.python_version()
+    assert machine.mend(about).startswith("NVIDIA H100 with driver unknown is here: install")
+
+
+def test_the_commit_is_known_where_the_tree_has_no_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`packages` has noted it."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "commit", lambda: "unknown")
+    assert machine._commit() == "unknown"
+    noted = tmp_path / packages.COMMIT.relative_to(runner.ROOT)
+    noted.parent.mkdir()
+    noted.write_text("abc1234\n")
+    assert machine._commit() == "abc1234"
+
+
+def test_nothing_that_the_parts_need_fails_on_import_with_an_older_torch() -> None:
+    """torch 2.11 has no GroupName. (All of it has been imported, and tried on CPU, with 2.11.)"""
+    script = """
+import builtins
+from benchmarks.gpu import machine
+real = builtins.__import__
+def older(name, globals=None, locals=None, fromlist=(), level=0):
+    if "GroupName" in (fromlist or ()) and globals["__name__"].startswith("fft"):
+        raise ImportError(f"cannot import name 'GroupName' from {name!r}")
+    return real(name, globals, locals, fromlist, level)
+builtins.__import__ = older
+print(machine.described()["fails"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S * 2,
+        cwd=runner.ROOT,
+    )
+    assert done.stdout.strip() == "{}", done.stderr
+
+
+def test_a_name_server_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every process of the parts; the C library reads it."""
+    monkeypatch.delenv("RES_OPTIONS", raising=False)
+    monkeypatch.setenv("RES_OPTIONS", "")  # so that what is set here is taken back
+    del os.environ["RES_OPTIONS"]
+    runner.prepare_children()
+    script = "import os; print(os.environ['RES_OPTIONS'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "timeout:1 attempts:1"
+    assert base_env({})["RES_OPTIONS"] == "timeout:1 attempts:1", "of jobs by `fft run`, too"
 
 
 def test_the_page_tells_the_machine_each_part_and_each_finding(tmp_path: Path) -> None:
@@ -234,12 +362,13 @@ def test_the_page_tells_the_machine_each_part_and_each_finding(tmp_path: Path) -
     results, _ = run(tmp_path, scripts)
     target = tmp_path / "gpu.md"
     target.write_text("# GPU\n<!-- gpu: begin -->\nnot run yet\n<!-- gpu: end -->\nthe end\n")
-    page.write(target, MACHINE, list(results.values()), "2026-01-01 12:00")
+    page.write(target, MACHINE, list(results.values()))
     text = target.read_text()
     assert "not run yet" not in text
     assert text.endswith("the end\n")
+    assert "Run on 2026-01-01 12:00." in text
     assert "device: NVIDIA H100, 79.1 GiB; driver 580.1; CUDA 13.0; NCCL 2.28.9" in text
-    assert "cannot be loaded: fft.train.manager: ModuleNotFoundError" in text
+    assert "cannot be loaded or found out: fft.train.manager: ModuleNotFoundError" in text
     assert "| it holds | ok | figure 1.5 |" in text
     assert "| a \\| b | failed |  | one … &lt;three> |" in text
 
@@ -253,6 +382,106 @@ def test_what_a_machine_may_lack_is_all_but_torch() -> None:
     names = {text.partition("==")[0] for text in needed("3.12")}
     assert {"torchft", "transitions", "pydantic", "pydantic-core", "opentelemetry-sdk"} <= names
     assert names.isdisjoint({"torch", "numpy", "triton", "sympy", "pytest"})
+
+
+RESULT = {"number": 3, "part": "random_state", "title": "three", "status": "ok", "why": ""} | {
+    "seconds": 1.0,
+    "findings": [{"part": "random_state", "status": "ok", "what": "it holds", "text": ""}],
+}
+
+
+def saved(folder: Path, *lines: Any) -> Path:
+    """What was brought from another machine."""
+    path = folder / "results.jsonl"
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in lines]
+    path.write_text("\n".join(texts))
+    return path
+
+
+def ended_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of the command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("benchmarks.gpu", run_name="__main__")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_page_is_written_from_what_another_machine_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run there was ended while it wrote the result of a part."""
+    target = tmp_path / "gpu.md"
+    target.write_text("<!-- gpu: begin -->\nnot run yet\n<!-- gpu: end -->\n")
+    monkeypatch.setattr(page, "PAGE", target)
+    head = {"machine": MACHINE | {"on": "cpu"}, "parts": ["random_state", "transfer"]}
+    path = saved(tmp_path, head, RESULT, '{"number": 5, "part": "tran')
+    assert ended_by(monkeypatch, "--page", str(path)) == 0
+    text = target.read_text()
+    assert "device: NVIDIA H100" in text
+    assert "| 3 | three | ok | 1 |" in text
+    assert "| it holds | ok |" in text
+    assert "Run on 2026-01-01 12:00, **on CPU, to try the parts themselves**." in text
+    assert "| not begun | 0 | the run ended before |" in text
+    assert "not run yet" not in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([], "no results of"),
+        ([{"status": "ok"}], "no results of"),
+        ([{"machine": MACHINE, "parts": []}, "{", RESULT], "line 2: no JSON"),
+        ([{"machine": {"python": "3.12"}, "parts": []}], "no results of"),
+    ],
+)
+def test_what_is_no_run_of_another_machine_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lines: list[Any],
+    said: str,
+) -> None:
+    path = saved(tmp_path, *lines)
+    assert ended_by(monkeypatch, "--page", str(path)) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(path) in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "statuses", "code"),
+    [
+        ({}, ["ok"], 0),
+        ({}, ["ok", "failed"], 1),
+        ({}, ["ok", "crashed"], 3),
+        ({}, ["ok", "not begun"], 3),
+        ({"fails": {machine.ASK: "exit code 1"}, "device": None}, ["ok"], 1),
+        ({"device": None, "unusable": OLD}, [], 4),
+        (NO_GPU, [], 0),
+    ],
+)
+def test_the_commands_exit_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    statuses: list[str],
+    code: int,
+) -> None:
+    """The machine and what its parts come to are made up; that a part is run is another test's."""
+    begun: list[Any] = []
+
+    def results(parts: list[Part], *_: Any) -> list[dict[str, Any]]:
+        begun.extend(parts)
+        return [{"status": status} for status in statuses]
+
+    monkeypatch.setattr(machine, "ask", lambda: {**MACHINE, **changes})
+    monkeypatch.setattr(runner, "run", results)
+    assert ended_by(monkeypatch, "--folder", str(tmp_path / "run")) == code
+    assert begun == (chosen([]) if statuses else [])
+    said = capsys.readouterr().out
+    assert said.startswith({0: "skipped: ", 4: "failed: "}.get(code, "") if not statuses else "dev")
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -277,15 +506,16 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
     assert f"{tmp_path} is there already: name a new folder" in done.stderr
 
 
-def test_a_trial_on_cpu_by_the_command(tmp_path: Path) -> None:
+def test_trials_on_cpu_by_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    done = command("5", "6", "--device", "cpu", "--small", "--folder", str(folder))
+    done = command("6", "2", "--device", "cpu", "--small", "--folder", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     about, *results = [json.loads(line) for line in (folder / "results.jsonl").open()]
     assert about["machine"]["packages"]["torch"] == torch.__version__
-    assert [result["status"] for result in results] == ["ok", "ok"]
+    assert about["machine"]["fails"] == {}
+    assert about["parts"] == ["side_stream", "nccl_rebuild"]
+    assert [result["status"] for result in results] == ["skipped", "ok"]
     held = {f["what"] for result in results for f in result["findings"] if f["status"] == "ok"}
-    assert "a state that was fetched has the same bits" in held
     assert "by ShardProcessGroupGloo: nothing is left behind" in held
 
 
@@ -293,7 +523,7 @@ def test_a_trial_on_cpu_by_the_command(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [p.name for p in PARTS if p.on_cpu])
 def test_every_trial_that_can_be_made_on_cpu(tmp_path: Path, name: str) -> None:
-    runner.find_packages()
+    runner.prepare_children()
     (each,) = chosen([name])
     slow = Part(each.number, each.name, each.title, 250.0)
     (result,) = runner.run([slow], "cpu", True, tmp_path, 260.0, print)

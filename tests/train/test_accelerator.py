@@ -21,6 +21,7 @@ from torchft import ProcessGroupGloo
 from fft.train import accelerator
 from fft.train.process_group import AbortableGroup, StepState
 from fft.train.state.fingerprint import fingerprint
+from fft.train.state.random_states import capture_random, export_random, load_random
 from fft.util.error_places import place_of
 from fft.util.errors import DeviceLost
 
@@ -94,6 +95,12 @@ class Device:
     def is_initialized(self) -> bool:
         return True
 
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self.rng)
+
     def current_device(self) -> int:
         return 0
 
@@ -107,7 +114,8 @@ class Device:
         return [state.clone() for state in self.rng]
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        self.rng = [state.clone() for state in states]
+        assert len(states) <= len(self.rng), "torch: invalid device ordinal"
+        self.rng[: len(states)] = [state.clone() for state in states]
 
 
 @pytest.fixture
@@ -298,3 +306,53 @@ def test_the_wait_ends_no_other_thread(device: Device) -> None:
     assert accelerator.wait(SOON) == 1
     thread.join(SOON.total_seconds())
     assert not thread.is_alive()
+
+
+# --- random states, and several devices
+
+
+def test_random_states_of_devices_travel_with_the_state(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one rank to another, which has drawn other numbers."""
+    monkeypatch.setattr(torch, "cuda", device)
+    there = export_random(None)
+    device.rng = [torch.tensor([7]), torch.tensor([8])]
+    assert [int(each) for each in there["devices"]] == [1, 2], "a copy, not what goes on"
+    load_random(None, there)
+    assert [int(each) for each in device.rng] == [1, 2]
+
+
+def test_random_states_of_more_devices_than_there_are_here(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "cuda", device)
+    there = export_random(None)
+    device.rng = [torch.tensor([7])]
+    load_random(None, there)
+    assert [int(each) for each in device.rng] == [1]
+
+
+def test_a_rollback_puts_back_the_generators_of_all_devices(device: Device) -> None:
+    put_back = capture_random(None)
+    device.rng = [torch.tensor([7]), torch.tensor([8])]
+    for each in put_back:
+        each()
+    assert [int(each) for each in device.rng] == [1, 2]
+
+
+def test_every_device_in_use_is_waited_for_and_no_other(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three devices this process has contexts on the first and the last."""
+    device.rng = [torch.tensor([0])] * 3
+    streams = {number: Stream(device, 0) for number in (0, 2)}
+    monkeypatch.setattr(device, "default_stream", lambda number: streams[number])
+    monkeypatch.setattr(device, "current_stream", lambda number=0: streams[number])
+    monkeypatch.setattr(torch, "cuda", device)
+    has_context = streams.__contains__
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context, raising=False)
+    assert accelerator.wait(NEVER) == 0
+    streams[2].queued = 1
+    with pytest.raises(TimeoutError, match=r"1 of the device's streams"):
+        accelerator.wait(NEVER)

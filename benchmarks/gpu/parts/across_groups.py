@@ -20,6 +20,7 @@ from benchmarks.gpu.part import Setting
 from benchmarks.gpu.parts import nets
 
 LIMIT = timedelta(seconds=30)
+BUSY_MS = 10.0
 TRANSIENT = [
     {
         "name": "exception",
@@ -54,6 +55,7 @@ def run(pen: Pen, setting: Setting) -> None:
 
         ended = jobs.run(setting, "kill", KILL)
         pen.check("two groups, SIGKILL during a reduction", ended.is_whole, ended.in_words())
+        jobs.overlap(pen, setting, "SIGKILL, seen by who stays", ended, False)
 
 
 def _transient(pen: Pen, setting: Setting) -> None:
@@ -63,6 +65,7 @@ def _transient(pen: Pen, setting: Setting) -> None:
     pen.check("two groups without faults", plain.is_whole, plain.in_words())
     faulty = jobs.run(setting, "transient", TRANSIENT, steps=18)
     pen.check("exception, one-sided failure, cut connection", faulty.is_whole, faulty.in_words())
+    jobs.overlap(pen, setting, "exception, one-sided failure, cut connection", faulty, True)
     same = bool(plain.bits) and plain.bits == faulty.bits
     pen.check("the same bits with and without these faults", same, f"{plain.bits} {faulty.bits}")
 
@@ -102,7 +105,7 @@ def _future(pen: Pen, setting: Setting) -> None:
     rounds, count = (4, 1 << 16) if setting.small else (20, 1 << 24)
     for _ in range(rounds):
         tensors = [torch.ones(count, device=setting.device) for _ in pair.groups]
-        nets.keep_busy(setting.device, 4_000_000)
+        nets.keep_busy(setting.device, 2)
         works = [_reduce(g, t) for g, t in zip(pair.groups, tensors, strict=True)]
         for work, tensor in zip(works, tensors, strict=True):
             work.get_future().wait()
@@ -118,14 +121,16 @@ def _aborted(pen: Pen, setting: Setting) -> None:
     rounds, count = (8, 1 << 16) if setting.small else (60, 1 << 22)
     pair = _Pair()
     groups = pair.groups
-    written, ended, quiet_ms = 0, 0, []
+    written, in_flight, quiet_ms = 0, 0, []
+    pair.build(0)
+    whole_s = _reduction_s(groups, count, setting.device)
     for number in range(rounds):
-        pair.build(number)
+        pair.build(number + 1)
         tensors = [torch.ones(count, device=setting.device) for _ in groups]
-        nets.keep_busy(setting.device, 20_000_000)  # the copies to gloo wait so long
+        nets.keep_busy(setting.device, BUSY_MS)  # the copies to gloo wait so long
         works = [_reduce(g, t) for g, t in zip(groups, tensors, strict=True)]
-        time.sleep(0.03 * number / rounds)
-        ended += all(work.is_completed() for work in works)
+        time.sleep(whole_s * number / rounds)  # at any point of one that is let be
+        in_flight += not all(work.is_completed() for work in works)
         began = time.perf_counter()
         for group in groups:
             group.abort("planned")
@@ -138,11 +143,30 @@ def _aborted(pen: Pen, setting: Setting) -> None:
         "no reduction, copy or kernel of an aborted attempt writes afterwards",
         written == 0,
         rounds=rounds,
-        over_before_the_abort=ended,
+        in_flight=in_flight,
         written=written,
         abort_ms=round(median(quiet_ms), 3),
         abort_ms_most=round(max(quiet_ms), 3),
+        reduction_ms=round(1e3 * whole_s, 3),
     )
+    if setting.device == "cuda":
+        what = "most reductions were under way at the abort"
+        pen.check(what, 2 * in_flight > rounds, rounds=rounds, in_flight=in_flight)
+
+
+def _reduction_s(groups: list[Any], count: int, device: str) -> float:
+    """How long one takes behind a busy device, median of some."""
+    took = []
+    for _ in range(5):
+        tensors = [torch.ones(count, device=device) for _ in groups]
+        nets.synchronize(device)
+        began = time.perf_counter()
+        nets.keep_busy(device, BUSY_MS)
+        for work in [_reduce(g, t) for g, t in zip(groups, tensors, strict=True)]:
+            work.wait()
+        nets.synchronize(device)
+        took.append(time.perf_counter() - began)
+    return median(took)
 
 
 def _reduce(group: Any, tensor: torch.Tensor) -> Any:

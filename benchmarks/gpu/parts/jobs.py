@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.findings import Pen
 from benchmarks.gpu.part import Setting
 
 TRAINER = Path(__file__).with_name("trainer.py")
-LIMITS_S = {"cuda": 80.0, "cpu": 180.0}
-"""For one job; a process that is started again on a busy machine without a GPU takes its time."""
+LIMITS_S = {"cuda": 60.0, "cpu": 180.0}
+"""For one job, at most. Where processes start again on few cores, they take their time."""
+_AUDIT_S = 5.0
 _TAIL = 600
 
 
@@ -26,7 +28,7 @@ class Ended:
     """Of ``fft run``."""
     log: str
     words: list[dict[str, Any]]
-    """What each process wrote at its end: group, step, bits, step times."""
+    """What each process wrote at its end: group, step, bits, step times, attempts that failed."""
     audit: int
     """Exit code of ``fft audit``: 0, the traces show what must be."""
     audit_text: str
@@ -49,6 +51,16 @@ class Ended:
         return f"{text}; audit {self.audit}: {self.audit_text[-_TAIL:]}\n{self.log[-_TAIL:]}"
 
 
+def overlap(pen: Pen, setting: Setting, what: str, ended: Ended, demanded: bool) -> None:
+    """Tell in how many of the bodies that failed the device was still at work."""
+    figures = {key: sum(word[key] for word in ended.words) for key in ("failed", "in_flight")}
+    if demanded and setting.device == "cuda":
+        what = f"{what}: work of the device was in flight"
+        pen.check(what, figures["in_flight"] > 0, **figures)
+    else:
+        pen.measured(f"{what}: bodies that failed", **figures)
+
+
 def run(
     setting: Setting,
     name: str,
@@ -64,7 +76,7 @@ def run(
         importlib.import_module(room)
     folder = setting.folder / name
     folder.mkdir()
-    limit_s = LIMITS_S[setting.device]
+    limit_s = max(1.0, min(LIMITS_S[setting.device], setting.left() - _AUDIT_S))
     words = ["run", "--groups", "2", "--no-progress", "--no-lighthouse"]
     words += ["--trace-dir", str(folder / "traces"), "--timeout", str(limit_s)]
     if faults:
@@ -76,7 +88,7 @@ def run(
     words += [str(TRAINER), "--device", setting.device, "--out", str(folder)]
     words += ["--steps", str(steps), *(["--small"] if setting.small else [])]
     words += [part for key, value in options.items() for part in (f"--{key}", value)]
-    done = _fft(words, limit_s + 20)
+    done = _fft(words, limit_s + 20)  # to say why, and to end all that it has started
     audit = _fft(["audit", str(folder / "traces")], 60)
     ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
     logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("traces/logs/*.log")))

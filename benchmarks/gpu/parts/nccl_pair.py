@@ -9,6 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,26 +40,67 @@ WAYS: dict[str, dict[str, list[dict[str, str]]]] = {
 }
 """How two ranks may be let share a device: the environment of each. NCCL refuses a GPU else
 ("Duplicate GPU detected")."""
-_TRIAL_S = 40.0
+_TRIAL_S = {"connects": 15.0, "blocked": 25.0, "fsdp": 30.0}
+"""For both ranks together, as long as the part has; twice as long without a GPU, on few cores."""
+_KILL_S = 5.0
+_REFUSED = ("Duplicate GPU", "invalid usage", "invalid argument", "ncclInvalid")
+"""NCCL's words where two ranks may not share a GPU. Any other error is none of the machine's."""
 
 
 def run(pen: Pen, setting: Setting) -> None:
     """By the first way that connects, with each sort of group."""
     rings, ways = list(RINGS[setting.device]), WAYS[setting.device]
-    connects = (name for name in ways if _works(pen, setting, name, "connects", rings[0]))
-    way = next(connects, None)
+    way = None
+    for name in ways:
+        ended = _run(setting, name, "connects", rings[0])
+        pen.measured(f"two ranks connect by {name}", "yes" if ended.holds else f"no; {ended.text}")
+        if ended.holds:
+            way = name
+            break
+        if not ended.is_refused:
+            pen.check(f"two ranks connect by {name}, or NCCL says why not", False, ended.text)
     if way is None:
         pen.absent("two ranks on one GPU", "this NCCL connects them in no way that is known")
         return
     for ring in rings:
         with pen.trial(f"a blocked rank, by {ring}"):
-            _works(pen, setting, way, "blocked", ring)
+            _tell(pen, f"a blocked rank, by {ring}", _run(setting, way, "blocked", ring))
     with pen.trial(f"FSDP2 over {rings[-1]}"):
-        _works(pen, setting, way, "fsdp", rings[-1])
+        _tell(pen, f"FSDP2 over {rings[-1]}", _run(setting, way, "fsdp", rings[-1]))
 
 
-def _works(pen: Pen, setting: Setting, way: str, trial: str, ring: str) -> bool:
-    """Run a trial in two processes, and pass on what they found; whether all of it holds."""
+@dataclass(frozen=True)
+class Ended:
+    """A trial that is over."""
+
+    codes: list[int | None]
+    """The exit codes of its processes; None: it was ended, since the time was over."""
+    findings: list[dict[str, Any]]
+    text: str
+    """Why it did not come to its end; empty, if it did."""
+
+    @property
+    def holds(self) -> bool:
+        """Both came to their end, and nothing failed."""
+        return not self.text and all(each["status"] != "failed" for each in self.findings)
+
+    @property
+    def is_refused(self) -> bool:
+        """NCCL does not do it, and says so."""
+        return any(word in self.text for word in _REFUSED)
+
+
+def _tell(pen: Pen, what: str, ended: Ended) -> None:
+    """Its findings; and a failure if it has not come to its end, or has tried nothing."""
+    pen.pass_on(ended.findings)
+    if ended.text:
+        pen.check(f"{what}: both processes come to their end", False, ended.text)
+    elif not any(each["status"] in ("ok", "failed", "not here") for each in ended.findings):
+        pen.check(f"{what}: something was tried", False, "both processes ended without a finding")
+
+
+def _run(setting: Setting, way: str, trial: str, ring: str) -> Ended:
+    """A trial, in two processes, which have one deadline."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ways = WAYS[setting.device]
     name = f"{trial} {ring}".replace(" ", "-")
@@ -62,34 +109,51 @@ def _works(pen: Pen, setting: Setting, way: str, trial: str, ring: str) -> bool:
     words = [sys.executable, "-m", "benchmarks.gpu.parts.nccl_rank", "--folder", str(folder)]
     words += ["--trial", trial, "--port", str(store.port), "--ring", ring]
     words += ["--device", setting.device]
-    ranks, logs = [], [(folder / f"rank{rank}.txt") for rank in range(2)]
-    for rank, env in enumerate(ways[way]):
-        with logs[rank].open("wb") as out:
-            ranks.append(
-                subprocess.Popen(
-                    [*words, "--rank", str(rank)], stdout=out, stderr=out, env={**os.environ, **env}
-                )
-            )
+    logs = [folder / f"rank{rank}.txt" for rank in range(2)]
+    limit_s = _TRIAL_S[trial] * (1 if setting.device == "cuda" else 2)
+    limit_s = min(limit_s, setting.left())
+    codes = run_ranks(
+        [[*words, "--rank", str(rank)] for rank in range(2)],
+        [{"NCCL_DEBUG": "WARN", **os.environ, **env} for env in ways[way]],
+        logs,
+        limit_s,
+    )
+    findings = [f for rank in range(2) for f in read(folder / f"rank{rank}.jsonl")]
+    text = "" if codes == [0, 0] else f"exit codes {codes}: {_ends(logs)}"
+    if None in codes:
+        text = f"not over after {limit_s:.1f} s; {text}"
+    return Ended(codes, findings, text)
+
+
+def run_ranks(
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    logs: Sequence[Path],
+    limit_s: float,
+) -> list[int | None]:
+    """Run them beside each other; their exit codes.
+
+    After ``limit_s`` for all of them together those that still run are killed: None.
+    """
+    ends = time.monotonic() + limit_s
+    ranks = []
+    for command, environment, log in zip(commands, environments, logs, strict=True):
+        with log.open("wb") as out:
+            ranks.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
     codes: list[int | None] = []
     for process in ranks:
         try:
-            codes.append(process.wait(_TRIAL_S))
+            codes.append(process.wait(max(0.0, ends - time.monotonic())))
         except subprocess.TimeoutExpired:
             codes.append(None)
-            process.kill()
-            process.wait()
-    findings = [f for rank in range(2) for f in read(folder / f"rank{rank}.jsonl")]
-    pen.pass_on(findings)
-    holds = codes == [0, 0] and all(found["status"] != "failed" for found in findings)
-    text = "" if codes == [0, 0] else f"exit codes {codes}: {_ends(logs)}"
-    if trial == "connects":
-        pen.measured(f"two ranks connect by {way}", "yes" if holds else f"no; {text}")
-    elif codes != [0, 0]:
-        pen.check(f"{name}: both processes come to their end", False, text)
-    return holds
+    for process in ranks:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that waits in a driver may stay
+            process.wait(_KILL_S)
+    return codes
 
 
-def _ends(logs: list[os.PathLike[str]]) -> str:
+def _ends(logs: list[Path]) -> str:
     """The last lines of what the ranks have said, those about NCCL before others."""
     found = []
     for path in logs:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.findings import Pen
 from benchmarks.gpu.parts import nets
-from benchmarks.gpu.parts.rings import LIMIT, RINGS
+from benchmarks.gpu.parts.rings import LIMIT, RINGS, GroupRing
 
 FREED_MS = 100.0
 """From the abort to when a rank that waited is free (the guarantee that is tried here)."""
@@ -95,6 +95,60 @@ def _blocked(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
         if rank == 1:
             ring.abort()
             ring.quiet()
+    if isinstance(ring, GroupRing):  # alone, the library waits at a store that cannot be cancelled
+        _alone(pen, ring, rank, store, device)
+
+
+class _Late:
+    """NCCL's library for a rank that is there, and does not begin before the other is free."""
+
+    def __init__(self, library: Any, store: Any) -> None:
+        self._store, self.make = store, library.make
+
+    def connect(self, made: Any) -> None:
+        _meet(self._store, "free")
+        raise RuntimeError("planned: this rank does not connect")
+
+
+def _alone(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
+    """Rank 0 connects, rank 1 does not: rank 0 is freed, and the next epoch works."""
+    record = 10
+    if rank == 0:
+        at: dict[str, float] = {}
+        killer = threading.Thread(target=_abort_later, args=(ring, at))
+        killer.start()
+        said = ""
+        try:
+            ring.build(record)
+        except RuntimeError as error:
+            said = str(error)
+        freed = time.perf_counter()
+        killer.join()
+        took, abort = (1e3 * (end - at["asked"]) for end in (freed, time.perf_counter()))
+        what = "a rank that connects, and the other does not, is freed"
+        figures = {"freed_ms": round(took, 2), "abort_ms": round(abort, 2)}
+        pen.check(what, bool(said) and 0 <= took < FREED_MS, said, **figures)
+        _meet(store, "free")
+    elif device == "cuda":
+        library = ring.pg._library
+        ring.pg._library = _Late(library, store)
+        try:
+            ring.build(record)
+        except RuntimeError as error:
+            pen.measured("what the rank that does not connect hears", str(error))
+        ring.pg._library = library
+    else:  # of gloo there is no such place: it does not come at all
+        _meet(store, "free")
+    ring.abort()
+    ring.quiet()
+    ring.build(record + 1)
+    tensor = torch.full((1024,), float(rank + 1), device=device)
+    ring.reduce(tensor).wait()
+    right = bool((tensor == 3.0).all())
+    pen.check(f"and the group is good in the next epoch (rank {rank})", right)
+    _meet(store, "good")
+    ring.abort()
+    ring.quiet()
 
 
 def _abort_later(ring: Any, at: dict[str, float]) -> None:

@@ -1,6 +1,7 @@
 """Part 6: NCCL with one rank: abort in the middle of a collective, build anew, many times.
 
-Memory, threads and file descriptors are counted after the first rounds and after the last.
+Memory, threads and file descriptors are counted after the first rounds and after the last. What was
+found is told every so many rounds, and what was reached when the time is over.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -19,59 +21,113 @@ from benchmarks.gpu.part import Setting
 from benchmarks.gpu.parts import nets
 from benchmarks.gpu.parts.rings import RINGS, Ring
 
-WARM = 10
+WARM, LEAST, TOLD_EVERY = 10, 10, 50
+"""Rounds: before the first count; without which nothing is judged; between two tellings."""
 SLACK_MB = 16
 """Of the device's memory: NCCL and the allocator take it in pieces."""
+BUSY_MS = 2.0
 
 
 def run(pen: Pen, setting: Setting) -> None:
-    """With each sort of group."""
+    """With each sort of group, which get the same share of the time."""
     if setting.device == "cuda":
         torch.cuda.set_device(0)
         torch.cuda.init()
-    for name, make in RINGS[setting.device].items():
+    rings = list(RINGS[setting.device].items())
+    for number, (name, make) in enumerate(rings):
         with pen.trial(f"one rank, by {name}"):
+            ends = time.monotonic() + setting.left() / (len(rings) - number)
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             ring = make(store.port, 0, 1)
-            _rounds(pen, name, ring, setting)
+            _rounds(pen, name, ring, setting, ends)
             ring.close()
 
 
-def _rounds(pen: Pen, name: str, ring: Ring, setting: Setting) -> None:
-    count, device = 20 if setting.small else 200, setting.device
-    tensor = torch.ones(1 << 22, device=device)
-    before: dict[str, int] = {}
-    built, aborted, right = [], [], 0
-    for record in range(count + WARM):
+@dataclass
+class Reached:
+    """What the rounds so far have shown."""
+
+    wanted: int
+    rounds: int = 0
+    right: int = 0
+    in_flight: int = 0
+    built: list[float] = field(default_factory=list)
+    aborted: list[float] = field(default_factory=list)
+    before: dict[str, int] = field(default_factory=dict)
+    """What was held after ``WARM`` rounds."""
+
+    def figures(self) -> dict[str, Any]:
+        """For a finding."""
+        return {
+            "rounds": self.rounds,
+            "in_flight": self.in_flight,
+            "build_ms": round(median(self.built), 2),
+            "build_ms_most": round(max(self.built), 2),
+            "abort_ms": round(median(self.aborted), 2),
+            "abort_ms_most": round(max(self.aborted), 2),
+        }
+
+
+def value_of(record: int, rank: int = 0) -> float:
+    """What a rank reduces in a round: no other round, and no other rank, has it."""
+    return 3.0 + 2 * record + 1000 * rank
+
+
+def _rounds(pen: Pen, name: str, ring: Ring, setting: Setting, ends: float) -> None:
+    device = setting.device
+    reached = Reached(WARM + (20 if setting.small else 200))
+    tensor = torch.empty(1 << (16 if setting.small else 22), device=device)
+    for record in range(reached.wanted):
+        if time.monotonic() > ends:
+            break
         if record == WARM:
-            before = _held(device)
-        began = time.perf_counter()
-        ring.build(record)
-        built.append(1e3 * (time.perf_counter() - began))
-        tensor.fill_(1.0)
-        ring.reduce(tensor).wait()
-        right += float(tensor[0]) == 1.0
-        nets.keep_busy(device, 4_000_000)  # what is reduced next waits behind it
-        ring.reduce(tensor)
-        began = time.perf_counter()
-        ring.abort()
-        aborted.append(1e3 * (time.perf_counter() - began))
-        ring.quiet()
+            reached.before = _held(device)
+        _round(ring, record, tensor, device, reached)
+        if reached.rounds % TOLD_EVERY == 0:
+            pen.measured(f"by {name}: so far", right=reached.right, **reached.figures())
+    _judge(pen, name, device, reached)
+
+
+def _round(ring: Ring, record: int, tensor: torch.Tensor, device: str, reached: Reached) -> None:
+    began = time.perf_counter()
+    ring.build(record)
+    reached.built.append(1e3 * (time.perf_counter() - began))
+    tensor.fill_(value_of(record))
+    ring.reduce(tensor).wait()
+    reached.right += bool((tensor == value_of(record)).all())
+    doomed = torch.ones_like(tensor)
+    nets.keep_busy(device, BUSY_MS)  # what is reduced next waits behind it
+    work = ring.reduce(doomed)
+    reached.in_flight += not work.is_completed()
+    began = time.perf_counter()
+    ring.abort()
+    reached.aborted.append(1e3 * (time.perf_counter() - began))
+    ring.quiet()
+    reached.rounds += 1
+
+
+def _judge(pen: Pen, name: str, device: str, reached: Reached) -> None:
+    rounds = reached.rounds
+    over = "" if rounds == reached.wanted else f"the time was over after {rounds} rounds"
+    if over:
+        over += f" of {reached.wanted}"
+    if rounds < WARM + LEAST:
+        pen.check(f"by {name}: enough rounds to judge", False, over, rounds=rounds)
+        return
+    right = reached.right == rounds
+    pen.check(f"by {name}: every group reduces", right, over, right=reached.right, groups=rounds)
+    if device == "cuda":
+        what = f"by {name}: most reductions were under way at the abort"
+        pen.check(what, 2 * reached.in_flight > rounds, groups=rounds, in_flight=reached.in_flight)
     after = _held(device)
-    grown = {key: after[key] - before[key] for key in before}
-    pen.check(f"by {name}: every group reduces", right == count + WARM, groups=count + WARM)
+    grown = {key: after[key] - count for key, count in reached.before.items()}
     holds = grown["threads"] <= 2 and grown["descriptors"] <= 2 and grown["device_mb"] <= SLACK_MB
-    pen.check(f"by {name}: nothing is left behind", holds, f"grown after {WARM} rounds", **grown)
-    pen.measured(
-        f"by {name}",
-        build_ms=round(median(built), 2),
-        build_ms_most=round(max(built), 2),
-        abort_ms=round(median(aborted), 2),
-        abort_ms_most=round(max(aborted), 2),
-    )
+    text = f"grown after {WARM} rounds" + (f"; {over}" if over else "")
+    pen.check(f"by {name}: nothing is left behind", holds, text, **grown)
+    pen.measured(f"by {name}", over, **reached.figures())
 
 
-def _held(device: str) -> dict[str, Any]:
+def _held(device: str) -> dict[str, int]:
     gc.collect()
     nets.synchronize(device)
     free, total = torch.cuda.mem_get_info() if device == "cuda" else (0, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,10 +63,35 @@ def state_bits(model: nn.Module) -> str:
     return bits([*model.parameters(), *model.buffers()])
 
 
-def keep_busy(device: str, cycles: int) -> None:
-    """Queue a kernel that does nothing for so many cycles, 2 million of them a millisecond."""
+def keep_busy(device: str, ms: float) -> None:
+    """Queue a kernel that does nothing for so long, as measured at the first call. Not on CPU."""
     if device == "cuda":
+        torch.cuda._sleep(int(ms * _cycles_per_ms()))
+
+
+def is_busy(device: str) -> bool:
+    """Whether the device has something to do yet that was queued on the current stream."""
+    if device != "cuda":
+        return False
+    try:
+        return not torch.cuda.current_stream().query()
+    except RuntimeError:  # the device is lost: it does nothing any more
+        return False
+
+
+@cache
+def _cycles_per_ms() -> float:
+    """Of the clock that a sleeping kernel counts by."""
+    cycles = 1_000_000  # 0.5 ms, so that the start of a kernel does not count; doubled if need be
+    while True:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
         torch.cuda._sleep(cycles)
+        torch.cuda.synchronize()
+        took_ms = 1e3 * (time.perf_counter() - began)
+        if took_ms > 20:
+            return cycles / took_ms
+        cycles *= 2
 
 
 def synchronize(device: str) -> None:

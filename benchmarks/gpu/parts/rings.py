@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fft.train import accelerator
-from fft.train.nccl_library import TorchNccl
+from fft.train.nccl_library import TorchNccl, abort_within, meet
 
 LIMIT = timedelta(seconds=30)
 
@@ -47,13 +47,14 @@ class LibraryRing:
     def build(self, record: int) -> None:
         store = dist.PrefixStore(f"library/{record}", self._store)
         self._made = self._library.make(store, self._rank, self._size, LIMIT, f"trial-{record}")
-        self._library.connect(self._made)
+        meet(self._library, self._made, store, self._rank, self._size)
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         return self._made.allreduce([tensor], dist.AllreduceOptions())
 
     def abort(self) -> None:
-        self._made.abort()
+        if not abort_within(self._made.abort, LIMIT.total_seconds(), "a trial's group"):
+            raise TimeoutError(f"an abort is not over after {LIMIT.total_seconds():g} s")
 
     def quiet(self) -> None:
         accelerator.wait(LIMIT)

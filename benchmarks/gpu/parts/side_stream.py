@@ -19,8 +19,8 @@ from benchmarks.gpu.parts import nets
 from fft.train import accelerator
 
 LIMIT = timedelta(seconds=20)
-CYCLES = 200_000_000
-"""Of a kernel that does nothing: about 100 ms."""
+BUSY_MS = 50.0
+"""For how long a stream is busy, measured: longer than all that the process does meanwhile."""
 
 
 def run(pen: Pen, setting: Setting) -> None:
@@ -51,7 +51,7 @@ def _every_stream(pen: Pen) -> None:
     for name, stream in _streams().items():
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(CYCLES // 4)
+            nets.keep_busy("cuda", BUSY_MS)
         end = stream.record_event()
         before = end.query()
         busy = accelerator.wait(LIMIT)
@@ -61,7 +61,7 @@ def _every_stream(pen: Pen) -> None:
 
 def _limit(pen: Pen) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(CYCLES)
+        nets.keep_busy("cuda", 2 * BUSY_MS)
     began = time.perf_counter()
     try:
         accelerator.wait(timedelta(milliseconds=5))
@@ -80,15 +80,15 @@ def _cost(pen: Pen, setting: Setting) -> None:
         "whole device": torch.cuda.synchronize,
         "current stream": lambda: torch.cuda.current_stream().synchronize(),
     }
-    for state, cycles in (("idle", 0), ("busy for about 5 ms", CYCLES // 20)):
+    for state, busy_ms in (("idle", 0.0), ("busy for 5 ms", 5.0)):
         found = {}
         for name, wait in ways.items():
             took = []
             for _ in range(count):
                 torch.cuda.synchronize()
                 began = time.perf_counter()
-                if cycles:
-                    torch.cuda._sleep(cycles)
+                if busy_ms:
+                    nets.keep_busy("cuda", busy_ms)
                 wait()
                 took.append(1e3 * (time.perf_counter() - began))
             found[f"{name} (ms)"] = round(median(took), 4)
@@ -103,7 +103,7 @@ def _transaction(pen: Pen, setting: Setting) -> None:
     def body(job: Any, txn: Any) -> torch.Tensor:
         loss = alone.plain_body(job, txn)
         with torch.cuda.stream(side):
-            torch.cuda._sleep(CYCLES // 4)
+            nets.keep_busy("cuda", BUSY_MS)
         ends.append(side.record_event())
         at_vote.append(ends[-1].query())
         return loss
@@ -116,25 +116,33 @@ def _transaction(pen: Pen, setting: Setting) -> None:
 
     alone.train(setting.device, setting.small, 5, body, prepare)
     holds = len(at_commit) == 5 and all(at_commit) and not any(at_vote)
-    pen.check("the vote waits for a side stream", holds, f"{at_vote} {at_commit}")
+    in_flight = at_vote.count(False)
+    what = "the vote waits for a side stream"
+    pen.check(what, holds, f"{at_vote} {at_commit}", steps=5, in_flight=in_flight)
 
 
 def _rollback(pen: Pen, setting: Setting) -> None:
     """A side stream of a failed attempt writes into a buffer, late."""
     from benchmarks.gpu.parts import alone
 
-    side = torch.cuda.Stream()
+    side, in_flight = torch.cuda.Stream(), []
 
     def body(job: Any, txn: Any) -> torch.Tensor:
         norm = job.model.layers[1]
-        if txn.step == 2 and not job.failed:
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(CYCLES // 2)
-                norm.running_mean.fill_(99.0)
-        return alone.plain_body(job, txn)
+        if txn.step != 2 or job.failed:
+            return alone.plain_body(job, txn)
+        with torch.cuda.stream(side):
+            nets.keep_busy("cuda", 2 * BUSY_MS)
+            norm.running_mean.fill_(99.0)
+        try:
+            return alone.plain_body(job, txn)
+        except alone.Planned:
+            in_flight.append(not side.query())
+            raise
 
     plain, _ = alone.train(setting.device, setting.small, 5, alone.plain_body)
     faulty, job = alone.train(setting.device, setting.small, 5, body, fails=[(2, "forward")])
     nets.synchronize(setting.device)
-    holds = plain == faulty and job.failed == 1
-    pen.check("a side stream of a failed attempt changes nothing", holds, f"{plain} {faulty}")
+    holds = plain == faulty and job.failed == 1 and in_flight == [True]
+    what = "a side stream of a failed attempt changes nothing"
+    pen.check(what, holds, f"{plain} {faulty}", in_flight=sum(in_flight))

@@ -1,6 +1,7 @@
 """One replica group of a trial's job; its device is shared with the other's. Run by ``fft run``.
 
-At its end it writes ``end-<group>.json``: its step, the bits of its state, how long steps took.
+At its end it writes ``end-<group>.json``: its step, the bits of its state, how long steps took, how
+many bodies failed, and in how many of these the device was still at work.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchft
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--digest", choices=["commit", "never"], default="commit")
+    parser.add_argument("--busy", type=float, default=10.0, help="ms of the device, in each body")
     parser.add_argument("--breaks", default="", help="STEP=WAY,…: how the device fails group 1")
     args = parser.parse_args()
     group = os.environ["REPLICA_GROUP_ID"]
@@ -53,17 +56,30 @@ def main() -> None:
     manager.sync_gradients(model)
     loader = fft.CursorLoader(nets.data(width), batch_size=nets.BATCH, seed=3)
     took, before = [], time.perf_counter()
+    failed = in_flight = 0
+
+    def body(txn: Any) -> None:
+        x = txn.batch[0].to(args.device)
+        nets.keep_busy(args.device, args.busy)  # all that follows waits behind it
+        loss = nets.loss_of(model, x)
+        breaker.at(txn.step)
+        loss.backward()
+
     try:
         for txn in manager.transactions(loader, args.steps or None):
             with txn:
-                loss = nets.loss_of(model, txn.batch[0].to(args.device))
-                breaker.at(txn.step)
-                loss.backward()
+                try:
+                    body(txn)
+                except BaseException:
+                    failed += 1
+                    in_flight += nets.is_busy(args.device)
+                    raise
             nets.synchronize(args.device)
             if txn.committed:
                 took.append(time.perf_counter() - before)
             before = time.perf_counter()
         end = {"group": group, "step": manager.current_step(), "ms": [1e3 * s for s in took]}
+        end |= {"failed": failed, "in_flight": in_flight}
         # batch norm's buffers are each group's own
         end["bits"] = nets.bits(model.parameters())
         (args.out / f"end-{group}.json").write_text(json.dumps(end))

@@ -28,10 +28,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torchft.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
+    ProcessGroupNCCL,
     ProcessGroupWrapper,
 )
 
 from fft.train import accelerator
+from fft.train.nccl_library import outlive_aborts
 from fft.train.process_group import sockets
 from fft.train.process_group.backend import TrackedBackend
 from fft.train.process_group.freeing import time_left
@@ -394,6 +396,8 @@ class AbortableGroup:
         if not self._gloo:
             _refuse_used(store, era.rank, call.store_addr)
             _, self.notes = _exchange(store, era, self.note)
+            if isinstance(self._target, ProcessGroupNCCL):
+                outlive_aborts()
             return self._target._create_pg(store, call.rank, call.world_size)
         devices = self._take_devices()
         era.own = frozenset(address for _, address in devices)

@@ -13,8 +13,20 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from fft.train.nccl_library import Communicator, NcclLibrary, TorchNccl
+from fft.train.nccl_library import (
+    Communicator,
+    NcclLibrary,
+    TorchNccl,
+    abort_within,
+    meet,
+)
 from fft.train.process_group.shard import ShardGroup
+
+_ABORT_S = 5.0
+"""For an abort: milliseconds as a rule. What it has not ended then, the device is still busy with,
+and a rollback waits for that (`AbortableGroup.quiesce`)."""
+_ABORT_CONNECTING_S = 0.05
+"""For one of a group that is connecting: torch may hold it up until connecting has timed out."""
 
 
 class ShardProcessGroupNCCL(ShardGroup):
@@ -49,26 +61,36 @@ class ShardProcessGroupNCCL(ShardGroup):
         with self._lock:
             self._connecting = made
         try:
-            self._library.connect(made)
+            meet(self._library, made, store, rank, world_size)
         except BaseException:
-            self._abort_connecting()
+            if self._take_connecting(made):
+                abort_within(made.abort, _ABORT_S, f"a group that could not connect ({name})")
             raise
-        with self._lock:
-            is_aborted, self._connecting = self._connecting is None, None
-        if is_aborted:
+        if not self._take_connecting(made):
             raise RuntimeError("the group was aborted while it connected")
         return made
 
     def abort(self, errored: bool = True) -> None:
-        """End all ops of the group, or its connecting. As torchft's; any thread."""
-        self._abort_connecting()
+        """End all ops of the group, or its connecting. As torchft's; any thread.
+
+        Returns after 5 s at most: `AbortableGroup.quiesce` tells whether the device is still busy.
+        """
+        with self._lock:
+            connecting, self._connecting = self._connecting, None
         pg: Any = vars(self).get("_pg")
         self._pg = None
+        if connecting is not None:  # nothing of the user's is in it, so nobody need wait
+            abort_within(connecting.abort, _ABORT_CONNECTING_S, "a group that is connecting")
         if pg is not None:
-            pg.abort()
+            abort_within(pg.abort, _ABORT_S, f"the group of epoch {self._quorum_id}")
 
-    def _abort_connecting(self) -> None:
+    def _take_connecting(self, made: Communicator) -> bool:
+        """Whether ``made`` was still connecting, for all that is known here, and nobody aborts it.
+
+        A later one may be connecting by now: it is not touched.
+        """
         with self._lock:
-            made, self._connecting = self._connecting, None
-        if made is not None:
-            made.abort()
+            is_mine = self._connecting is made
+            if is_mine:
+                self._connecting = None
+        return is_mine
