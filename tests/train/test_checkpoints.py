@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -334,6 +335,19 @@ def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_
     assert not found.ok and not found.to_json()["ok"]
     assert "where no earlier start has committed" in found.render()
     assert "start2/" in found.resumed.place
+
+
+def test_a_start_whose_traces_were_removed_is_missed(tmp_path: Path) -> None:
+    """Though it committed nothing that the next one goes on from."""
+    place, traces = tmp_path / "checkpoints", tmp_path / "traces"
+    Start(traces, checkpoint=at(place)).train(Stream(), 4)
+    for number in (2, 3):
+        Start(traces / f"start{number}", 7, checkpoint=at(place, resume=4)).train(Stream(), 6)
+    assert audit_job(traces).ok
+    shutil.rmtree(traces / "start2")
+    found = audit_job(traces)
+    assert not found.ok
+    assert "start2 has no traces, and start3 came after it" in found.render()
 
 
 # --- what does not fit ----------------------------------------------------------------------------
