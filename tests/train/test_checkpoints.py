@@ -319,6 +319,30 @@ def test_a_disk_without_room_costs_the_checkpoint_and_leaves_nothing_half(tmp_pa
     assert (tmp_path / "log").read_text().count("no checkpoint of step") == 3
 
 
+@pytest.mark.parametrize(
+    ("group", "groups", "is_own"), [("x", 1, True), ("0", 2, True), ("1", 2, False)]
+)
+def test_a_group_takes_the_random_states_that_were_its_own(
+    group: str,
+    groups: int,
+    is_own: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The only group of a job may have another name than before. Of several, who was not in the
+    checkpoint does not draw what another one draws."""
+    monkeypatch.setenv("FFT_GROUP", "0")
+    whole = Start(tmp_path / "whole").train(Stream(), 5)
+    Start(tmp_path / "first", checkpoint=at(tmp_path / "checkpoints")).train(Stream(), 4)
+    monkeypatch.setenv("FFT_GROUP", group)
+    again = Start(tmp_path / "second", 7, checkpoint=at(tmp_path / "checkpoints"))
+    again.manager._parts.checkpointer._groups = groups  # a process alone announces one
+    again.train(Stream(), 5)
+    assert (again.losses == whole.losses[4:]) == is_own
+    assert ("no buffers and random states of group 1" in caplog.text) == (not is_own)
+
+
 def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_path: Path) -> None:
     place, traces = tmp_path / "checkpoints", tmp_path / "traces"
     Start(traces, checkpoint=at(place)).train(Stream(), 6)
