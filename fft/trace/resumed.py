@@ -26,6 +26,12 @@ class Stand(NamedTuple):
     step: int
     cursor: int
     batches: int
+    unused: tuple[int, ...]
+    """Slices before the cursor that were not consumed."""
+
+    def __str__(self) -> str:
+        told = f"step {self.step}, cursor {self.cursor} and {self.batches} batches"
+        return told + (f", without slices {list(self.unused)}" if self.unused else "")
 
 
 @dataclass
@@ -103,10 +109,10 @@ def _judge(root: Path, later: list[Path]) -> Finding:
         for (lineage, stand), place in start.begins.items():
             source, takes_same = start.resharded.get(lineage, (lineage, False))
             was, ranks = known.get(source, (None, start.ranks))
-            said = "" if was is None else f"; that was at {tuple(was)}, of groups of {ranks} ranks"
+            said = "" if was is None else f"; that was at {was}, of groups of {ranks} ranks"
             finding.expect(
                 was is not None and _is_same(stand, start.ranks, was, ranks, takes_same),
-                f"groups of {start.ranks} ranks begin at (step, cursor, batches) {tuple(stand)} of "
+                f"groups of {start.ranks} ranks begin at {stand} of "
                 f"lineage {source}, where no earlier start has committed{said}",
                 place,
             )
@@ -131,7 +137,8 @@ def _read(folder: Path) -> _Start:
             if line.get("kind") == "header":
                 found.ranks, at = line["config"]["world"], line["start"]
                 if at["step"] > 0:
-                    stand = Stand(at["step"], at["cursor"], at["batches"])
+                    unused = tuple(sorted(at["returned"]))
+                    stand = Stand(at["step"], at["cursor"], at["batches"], unused)
                     place = f"{path.parent.name}/{path.name}:{number}"
                     found.begins.setdefault((at["lineage"], stand), place)
             elif line.get("note") == "resumed" and line["data"]["as"] != line["data"]["lineage"]:
@@ -140,7 +147,9 @@ def _read(folder: Path) -> _Start:
                 continue
             record = (line.get("event") or {}).get("record")
             if record is not None and record["kind"] == "commit":
-                stand = Stand(record["step"], record["cursor"], record["batches"])
+                held = (lease[0] for lease in record["leases"])
+                unused = tuple(sorted((*record["returned"], *held)))
+                stand = Stand(record["step"], record["cursor"], record["batches"], unused)
                 found.commits[record["lineage"]] = stand
     return found
 

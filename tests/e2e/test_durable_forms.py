@@ -90,7 +90,7 @@ def test_another_number_of_ranks_has_the_same_state_and_the_same_data(
     for path in trace_files(root / "traces" / "start2"):
         rewrite(path, lambda r: [r if r["kind"] != "header" else _elsewhere(r, where + 1)])
     told = audit_job(root / "traces").render()
-    assert f"groups of {ranks} ranks begin at (step, cursor, batches) ({STEPS}, {where + 1}" in told
+    assert f"groups of {ranks} ranks begin at step {STEPS}, cursor {where + 1} and" in told
     manifest = Checkpoints(open_store(str(root / "checkpoints"))).verify(STEPS + 3)
     assert manifest.cursor * ranks == STEPS * RANKS + 3 * ranks
     after = whole(root / "checkpoints", STEPS + 3)["optimizers"][0]["state"]

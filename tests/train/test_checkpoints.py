@@ -431,9 +431,31 @@ def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
     assert "safetensors has no type for tensors of torch.complex128" in caplog.text
 
 
-@pytest.mark.parametrize("spec", ["diloco", "hsdp_diloco", "async", "pipeline_ahead"])
-def test_groups_and_stages_that_step_alone_are_refused(spec: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="that step alone have states of their own"):
+def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_alone(
+    place: Path, tmp_path: Path
+) -> None:
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        spec="local_sgd",
+        checkpoint=at(place),
+    )
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.register(model, optimizer)
+    fft.LocalSGD(manager, model, optimizer, 2)
+    try:
+        with pytest.raises(CheckpointError, match="taken by groups that step together"):
+            next(manager.transactions(fft.CursorLoader(data(), 4, seed=5), 4))
+    finally:
+        manager.shutdown()
+
+
+@pytest.mark.parametrize("spec", ["async", "pipeline_ahead"])
+def test_groups_and_stages_that_do_not_commit_as_one_are_refused(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="are at steps of their own when one of them commits"):
         Start(tmp_path, spec=spec, checkpoint=at(tmp_path / "checkpoints"))
 
 
