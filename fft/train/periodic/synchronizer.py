@@ -190,19 +190,18 @@ class Synchronizer(ABC):
         self.load(state, keep_gradients=False)
 
     def export_own(self) -> dict[str, Any]:
-        """At the end of a window: what this group has besides what is shared. Parameters and
-        optimizer state are live: copy them before the next inner step."""
-        state = self._manager._parts.state
-        assert state.step is not None, "it is registered"
-        own = state.step.export(across_body=True)
+        """At the end of a window: this group's own. Copy its tensors before the next inner step."""
+        step = self._manager._parts.state.step
+        assert step is not None, "it is registered"
+        own = step.export(across_body=True)
         del own["buffers"]
         return {"state": own, "weights": list(self._weights)}
 
     def load_own(self, own: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         """Go on as the group that has exported it, after `load_state_dict`."""
-        state = self._manager._parts.state
-        assert state.step is not None, "it is registered"
-        state.step.load({**own["state"], "buffers": buffers})
+        step = self._manager._parts.state.step
+        assert step is not None, "it is registered"
+        step.load({**own["state"], "buffers": buffers})
         self._weights = list(own["weights"])
 
     # --- a txn of the job ---
