@@ -105,7 +105,7 @@ _SHOWN = 200
 """Bytes of an unreadable message, and of what is wrong with it, that log and trace have."""
 _SILENCE_S = 0.3
 """An operation on the bus that takes longer is a silence of the bus."""
-_BUS_TIMERS = ("bus_retry", "bus_limit")
+_BUS_TIMERS = ("bus_retry", "bus_limit", "bus_quiet")
 _REMOVALS = 16
 """Inboxes removed with one commit, so that the commit is not held up."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -16,15 +16,24 @@ from fft.bus.natsserver import NatsServers
 LIMIT_S = 120.0
 
 
-def servers_of_this_process() -> dict[int, psutil.Process]:
-    """NATS servers that this process has started, by pid; also the dead that nobody has reaped."""
+Servers = Callable[[], dict[int, psutil.Process]]
+
+
+def of_this_process() -> dict[int, psutil.Process]:
     children = psutil.Process().children()
     return {child.pid: child for child in children if "nats-server" in child.name()}
 
 
+@pytest.fixture
+def servers_of_this_test() -> Servers:
+    """By pid; also the dead that nobody has reaped. Other tests may keep one for their module."""
+    others = set(of_this_process())
+    return lambda: {pid: one for pid, one in of_this_process().items() if pid not in others}
+
+
 @pytest.mark.parametrize("cluster", [1, 3])
 def test_who_dies_is_started_again_and_the_bus_goes_on(
-    cluster: int, caplog: pytest.LogCaptureFixture
+    cluster: int, caplog: pytest.LogCaptureFixture, servers_of_this_test: Servers
 ) -> None:
     """One after the other, so often that without it no majority would be left."""
     with (
@@ -33,28 +42,28 @@ def test_who_dies_is_started_again_and_the_bus_goes_on(
     ):
         bus.write("register", b"0")
         for number in range(2):
-            before = servers_of_this_process()
+            before = servers_of_this_test()
             assert len(before) == cluster
             victim = sorted(before)[number % cluster]
             before[victim].send_signal(signal.SIGKILL)
-            wait_until(lambda v=victim: v not in servers_of_this_process(), "reaped", LIMIT_S)  # type: ignore[misc]
+            wait_until(lambda v=victim: v not in servers_of_this_test(), "reaped", LIMIT_S)  # type: ignore[misc]
             assert f"(pid {victim}) ended with status -9; it is started again" in caplog.text
-            wait_until(lambda: len(servers_of_this_process()) == cluster, "back", LIMIT_S)
+            wait_until(lambda: len(servers_of_this_test()) == cluster, "back", LIMIT_S)
             servers.wait(LIMIT_S)
             if cluster > 1:
                 wait_until(servers.whole, "it has caught up", LIMIT_S)
             assert bus.read("register") == b"%d" % number
             bus.write("register", b"%d" % (number + 1))
-    assert not servers_of_this_process()
+    assert not servers_of_this_test()
 
 
 def test_a_server_that_cannot_run_is_tried_ever_more_seldom(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, servers_of_this_test: Servers
 ) -> None:
     monkeypatch.setattr("fft.bus.natskeeper._PAUSES", (0.0, 0.05, 600.0))
     with NatsServers(job="kept", keep=True) as servers:
         servers._program = "/bin/false"
-        (victim,) = servers_of_this_process().values()
+        (victim,) = servers_of_this_test().values()
         victim.send_signal(signal.SIGKILL)
         wait_until(lambda: "started again in 600 s" in caplog.text, "it gives it time", LIMIT_S)
         began = time.monotonic()

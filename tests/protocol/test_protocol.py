@@ -276,6 +276,42 @@ def test_the_bus_limit_means_nothing_once_the_bus_has_spoken() -> None:
     assert a.finished is None
 
 
+def test_a_trouble_that_is_over_takes_nothing_from_the_limit_of_the_next() -> None:
+    job = Job(2).until_running()
+    a = job.node("0")
+    job.post(a, BusDown("read", "away"))
+    job.broadcast(Ready(a.peer, 1))
+    job.settle()
+    assert "bus_limit" in a.local.timers
+    job.fire("bus_quiet", [a])
+    job.settle()
+    assert "bus_limit" not in a.local.timers
+    job.post(a, BusDown("read", "away"))
+    job.settle()
+    assert "bus_limit" in a.local.timers
+
+
+def test_a_trouble_lasts_while_operations_fail_or_nothing_is_heard() -> None:
+    """Messages alone are no sign that the register can be asked."""
+    job = Job(2).until_running()
+    a = job.node("0")
+    job.post(a, BusDown("read", "away"))
+    job.settle()
+    first = dict(a.local.timers)
+    job.fire("bus_quiet", [a])
+    job.settle()
+    assert a.local.timers["bus_limit"] == first["bus_limit"], "nothing was heard"
+    assert a.local.timers["bus_quiet"] > first["bus_quiet"]
+    for _ in range(3):
+        before = a.local.timers["bus_quiet"]
+        job.broadcast(Ready(a.peer, 1))
+        job.settle()
+        job.post(a, BusDown("read", "away"))
+        job.settle()
+        assert a.local.timers["bus_limit"] == first["bus_limit"]
+        assert a.local.timers["bus_quiet"] > before, "it has to be quiet from now on"
+
+
 @pytest.mark.parametrize("operation", ["listen", "forgot"])
 def test_who_has_lost_the_order_stops_even_if_it_could_still_speak(operation: str) -> None:
     job = Job(2).until_running()

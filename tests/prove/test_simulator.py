@@ -174,6 +174,11 @@ def test_states_that_differ_end_a_job_in_good_order_at_any_time(seed: int) -> No
     assert not run_seed(seed, HSDP).violations
 
 
+def test_a_trouble_with_the_bus_that_is_over_does_not_end_anybody_in_the_next() -> None:
+    """Its limit went on, and ran out in a trouble that had just begun."""
+    assert not run_seed(71043, load_spec("pipeline_ahead")).violations
+
+
 def test_who_leaves_is_left_out_rightly_by_a_proposal_that_comes_late() -> None:
     """Its writer applies the commit when the others are nine records further, and hears of them in
     the same move: a member that left with that commit was taken for one that was forgotten."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fft.messages.effects import Effect, SetTimer
+from fft.messages.effects import ClearTimers, Effect, SetTimer
 from fft.messages.protocol import BusDown, Event, Timer
 from fft.protocol.effects.base import action
 from fft.protocol.state import FREE_ROLLBACKS, Config, Local
@@ -105,6 +105,19 @@ def arm_bus_retry(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def arm_bus_limit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Give the bus the limit to come back."""
     yield arm(s, c, "bus_limit")
+
+
+@action
+def arm_bus_quiet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The trouble goes on: it is over when nothing fails for so long."""
+    yield arm(s, c, "bus_quiet")
+
+
+@action
+def forget_bus_limit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The trouble is over."""
+    s.timers = {name: serial for name, serial in s.timers.items() if name != "bus_limit"}
+    yield ClearTimers(("bus_limit",))
 
 
 @action
