@@ -188,6 +188,11 @@ class _Line:
         self.next: Move | Note | None = None
         self.step()
 
+    @property
+    def owed(self) -> tuple[str, ...]:
+        """The notes that it is to have of each txn, by its header."""
+        return tuple(self.replay.head.get("notes", ()))
+
     def step(self) -> None:
         """Go on to its next move or note."""
         self.next = next(self._items, None)
@@ -199,7 +204,7 @@ class _Line:
     def take(self, item: Move | Note) -> None:
         """Judge what this trace alone tells of steps and their data."""
         if isinstance(item, Move):
-            self.inputs.move(item, self.replay.head.get("notes", ()))
+            self.inputs.move(item, self.owed)
             return
         self.inner.take(item.place, item.line)
         self.inputs.note(item.place, item.line)
@@ -265,6 +270,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         consumed = item.line["note"] == "consumed" and data["slice"] is not None
         if consumed and line.peer is not None and not line.replay.differs:
             judge.consumed(line.peer, Token(*data["token"]), data["slice"], item.place)
+    _compare_owed(found.inputs, [line for line in lines if line.replay.head])
     judged = judge.finish()
     for line in lines:
         said = line.file.damage or judge.truncated.get(line.peer) if line.peer else line.file.damage
@@ -298,6 +304,17 @@ def audit_dir(directory: str | Path) -> AuditReport:
         stages=stages,
         flow=flow,
     )
+
+
+def _compare_owed(finding: Finding, lines: list[_Line]) -> None:
+    """3: all ranks of a scope run the same loop, and owe the same notes."""
+    for line in lines:
+        if line.owed != lines[0].owed:
+            mine, first = (sorted(each.owed) for each in (line, lines[0]))
+            text = (
+                f"its header owes the notes {mine}, and that of {lines[0].file.path.name} {first}"
+            )
+            finding.expect(False, text, f"{line.file.path.name}:1")
 
 
 def _flow_of(lines: list[_Line]) -> Flow | None:

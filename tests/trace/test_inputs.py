@@ -86,6 +86,13 @@ def test_a_job_that_draws_no_data_by_fft_owes_no_notes(traces: Path) -> None:
     assert "not checked" in next(x for x in report.render().splitlines() if "inputs" in x)
 
 
+def test_a_header_that_owes_less_than_others_is_found(traces: Path) -> None:
+    path = trace_files(traces)[1]
+    rewrite(path, lambda r: [{**r, "notes": []}] if r["kind"] == "header" else [r])
+    rewrite(path, without("consumed"))
+    assert "its header owes the notes []" in violated(audit_dir(traces))["inputs"]
+
+
 def test_the_last_note_of_a_process_that_was_killed_may_be_missing(traces: Path) -> None:
     """Killed between the decision and its note: the update was not made either."""
     path = trace_files(traces)[0]
