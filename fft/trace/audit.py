@@ -17,9 +17,10 @@ from fft.messages.protocol import Peer, Token
 from fft.protocol.invariants import Finding, Judge, Move
 from fft.trace.barriers import Barriers
 from fft.trace.ends import Ends
-from fft.trace.flow import Flow, judge_flow
+from fft.trace.flow import Flow, judge_entries, judge_flow
 from fft.trace.format import INNER, SCOPES, inner_folder
 from fft.trace.inner_steps import InnerSteps
+from fft.trace.inputs import Given, Inputs
 from fft.trace.read import GAP, AuditError, TraceFile, has_gap, read_lines, read_trace, trace_files
 from fft.trace.replay import Note, Replay, participant_of, replay
 
@@ -161,19 +162,36 @@ def _verdict(finding: Finding) -> str:
     return 'ok by lineage; bits not checked: no two digests of one state (digest="commit")'
 
 
+class _Findings:
+    """What is found in the traces one by one, and what of it is compared with other scopes."""
+
+    def __init__(self) -> None:
+        self.replay = Finding("replay")
+        self.inner_steps = Finding("inner_steps")
+        self.inputs = Finding("inputs")
+        self.given = Given()
+
+
 class _Line:
     """One trace of the run, and what it has told so far."""
 
-    def __init__(self, path: Path, steps: Finding, replayed: Finding) -> None:
+    def __init__(self, path: Path, found: _Findings) -> None:
         self.file = TraceFile(path)
-        self.inner = InnerSteps(steps)
+        self.inner = InnerSteps(found.inner_steps)
         self.at, self.epoch = 0, 0
         """The register record that it stands at, and its epoch."""
         self.peer, self.has_moves = _writer(path)
-        self.replay = Replay(self.file, replayed)
+        group = self.peer.group if self.peer is not None else ""
+        self.inputs = Inputs(found.inputs, found.given, group, path.name)
+        self.replay = Replay(self.file, found.replay)
         self._items = self.replay.run()
         self.next: Move | Note | None = None
         self.step()
+
+    @property
+    def owed(self) -> tuple[str, ...]:
+        """The notes that it is to have of each txn, by its header."""
+        return tuple(self.replay.head.get("notes", ()))
 
     def step(self) -> None:
         """Go on to its next move or note."""
@@ -182,6 +200,14 @@ class _Line:
             before = self.next.before
             self.at = max(self.at, before.head.n if before.head else 0)
             self.epoch = before.token.epoch
+
+    def take(self, item: Move | Note) -> None:
+        """Judge what this trace alone tells of steps and their data."""
+        if isinstance(item, Move):
+            self.inputs.move(item, self.owed)
+            return
+        self.inner.take(item.place, item.line)
+        self.inputs.note(item.place, item.line)
 
 
 def _writer(path: Path) -> tuple[Peer | None, bool]:
@@ -225,13 +251,14 @@ def audit_dir(directory: str | Path) -> AuditReport:
     """
     root = Path(directory)
     paths = trace_files(root)
-    whole, replayed, steps = Finding("trace_whole"), Finding("replay"), Finding("inner_steps")
-    lines = [_Line(path, steps, replayed) for path in paths]
+    whole, found = Finding("trace_whole"), _Findings()
+    lines = [_Line(path, found) for path in paths]
     traced = {line.peer for line in lines if line.peer is not None and line.has_moves}
     cut = {line.peer for line in lines if line.peer is not None and has_gap(line.file.path)}
     judge, barriers, ends = Judge(traced=traced, cut=cut, window=_WINDOW), Barriers(traced), Ends()
     flow = _flow_of(lines)
     for line, item in _side_by_side(lines, judge):
+        line.take(item)
         if isinstance(item, Move):
             judge.feed(item)
             barriers.take(item)
@@ -239,25 +266,27 @@ def audit_dir(directory: str | Path) -> AuditReport:
             if flow is not None and item.record is not None:
                 flow.take(item.record)
             continue
-        line.inner.take(item.place, item.line)
         data = item.line["data"]
         consumed = item.line["note"] == "consumed" and data["slice"] is not None
         if consumed and line.peer is not None and not line.replay.differs:
             judge.consumed(line.peer, Token(*data["token"]), data["slice"], item.place)
+    _compare_owed(found.inputs, [line for line in lines if line.replay.head])
     judged = judge.finish()
     for line in lines:
         said = line.file.damage or judge.truncated.get(line.peer) if line.peer else line.file.damage
         whole.expect(said is None, said or "", line.file.path.name)
-    findings = [whole, replayed, *judged]
-    findings += [barriers.finding(is_whole=not cut and not judge.truncated), steps]
+    findings = [whole, found.replay, *judged]
+    findings += [barriers.finding(is_whole=not cut and not judge.truncated)]
+    findings += [found.inner_steps, found.inputs]
     inner = [audit_dir(folder) for folder in sorted((root / INNER).glob("*"))]
     findings.append(_judge_inner_scopes(root, lines, {scope.directory: scope for scope in inner}))
     if flow is not None:
         flow.is_whole = not cut and not judge.truncated
+        flow.given = found.given
     stages = [audit_dir(folder) for folder in sorted((root / SCOPES).glob("*"))]
     if flow is not None and flow.bounds and root.parent.name != SCOPES:
-        flows = (scope.flow for scope in stages)
-        findings.append(judge_flow([flow, *(other for other in flows if other is not None)]))
+        flows = [flow, *(scope.flow for scope in stages if scope.flow is not None)]
+        findings += [judge_flow(flows), judge_entries(flows)]
     return AuditReport(
         directory=root,
         files=len(paths),
@@ -275,6 +304,17 @@ def audit_dir(directory: str | Path) -> AuditReport:
         stages=stages,
         flow=flow,
     )
+
+
+def _compare_owed(finding: Finding, lines: list[_Line]) -> None:
+    """3: all ranks of a scope run the same loop, and owe the same notes."""
+    for line in lines:
+        if line.owed != lines[0].owed:
+            mine, first = (sorted(each.owed) for each in (line, lines[0]))
+            text = (
+                f"its header owes the notes {mine}, and that of {lines[0].file.path.name} {first}"
+            )
+            finding.expect(False, text, f"{line.file.path.name}:1")
 
 
 def _flow_of(lines: list[_Line]) -> Flow | None:

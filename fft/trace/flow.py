@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from fft.messages.protocol import Record, Seen
 from fft.protocol.invariants import Finding
 from fft.protocol.invariants.facts import Numbers
+from fft.trace.inputs import Given
 
 
 class Flow:
@@ -20,7 +21,9 @@ class Flow:
         self.scope = scope
         self.bounds = bounds
         self.is_whole = True
-        """No record is missing that a trace could have had."""
+        """Nothing is missing that a trace could have had."""
+        self.given = Given()
+        """Entries, which one scope gives to the next."""
         self.furthest = 0
         """Committed steps."""
         self.seen: dict[str, Record] = {}
@@ -75,6 +78,34 @@ def _judge(found: Finding, flow: Flow, name: str, ahead: int, other: Flow | None
     reached = 0 if other is None else other.furthest
     text = f"{place} has seen version {version} of {name}, which came to {reached}"
     found.expect(version <= reached, text, place)
+
+
+def judge_entries(flows: Iterable[Flow]) -> Finding:
+    """6: what a scope has computed on, the one before has given, with these weights and no others.
+
+    An entry is of a txn that the stage before began in the same group, with the weights of that
+    step; or it was made anew there, with those of that time.
+    """
+    found = Finding("entries")
+    by_name = {flow.scope: flow for flow in flows}
+    for flow in by_name.values():
+        for name in (name for name, ahead in flow.bounds.items() if not ahead):
+            other = by_name.get(name)
+            if flow.is_whole and other is not None and other.is_whole:
+                _judge_entries(found, flow, other)
+    return found
+
+
+def _judge_entries(found: Finding, flow: Flow, other: Flow) -> None:
+    for (group, trace), taken in flow.given.taken.items():
+        there = other.given.offered.get(group, ())
+        for version, number in taken:
+            text = (
+                f"{flow.scope!r} computed on an entry of slice {number} with version {version}; "
+                f"group {group} of {other.scope!r} has neither computed that slice at that step, "
+                "nor made the entry anew"
+            )
+            found.expect(any((version, number) in runs for runs in there), text, trace)
 
 
 def _of(record: Record, other: str, ahead: int) -> Seen | None:

@@ -1,9 +1,10 @@
 """``fft audit`` of a job that was started several times: each start, and what it goes on from.
 
 A start that begins with steps behind it has the state of a checkpoint. That is one which an earlier
-start has committed: same step, lineage and place in the data. What was committed after it there is
-on no lineage any more. With what the audit of each start says, every slice of the data is consumed
-once on the lineage that results.
+start has committed: same step, lineage and place in the data, which groups of another number of
+ranks count in slices of another size. What was committed after it there is on no lineage any more.
+With what the audit of each start says, every slice of the data is consumed once on the lineage that
+results.
 """
 
 from __future__ import annotations
@@ -12,25 +13,39 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fft.protocol.invariants import Finding
 from fft.trace.audit import AuditReport, audit_dir
 from fft.trace.starts import start_folders
 
-Stand = tuple[int, int, int]
-"""Step, cursor and batches of a state."""
+
+class Stand(NamedTuple):
+    """Where a state stands."""
+
+    step: int
+    cursor: int
+    batches: int
+    unused: tuple[int, ...]
+    """Slices before the cursor that were not consumed."""
+
+    def __str__(self) -> str:
+        told = f"step {self.step}, cursor {self.cursor} and {self.batches} batches"
+        return told + (f", without slices {list(self.unused)}" if self.unused else "")
 
 
 @dataclass
 class _Start:
     """What the traces of one start say."""
 
-    begins: dict[str, tuple[Stand, str]] = field(default_factory=dict)
-    """Lineage of a state that a participant began with → where it stands, and the place."""
+    ranks: int = 1
+    """Of each group."""
+    begins: dict[tuple[str, Stand], str] = field(default_factory=dict)
+    """Lineage of a state that a participant began with, and where it stands → the first place."""
     commits: dict[str, Stand] = field(default_factory=dict)
-    resharded: dict[str, str] = field(default_factory=dict)
-    """Lineage that a state got as it was loaded for another number of ranks → that it had."""
+    resharded: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """Lineage that a state got as it was loaded for another number of ranks → that it had, and
+    whether all ranks of a group take the same item."""
 
 
 @dataclass
@@ -72,29 +87,47 @@ def audit_job(directory: str | Path) -> JobAudit:
     """Audit all starts of a job. Raises AuditError: there is no trace of it."""
     root = Path(directory)
     later = [folder for folder in start_folders(root)[1:] if any(folder.glob("*.jsonl"))]
-    folders = [root, *later]
-    return JobAudit([audit_dir(folder) for folder in folders], _judge(folders))
+    return JobAudit([audit_dir(folder) for folder in (root, *later)], _judge(root, later))
 
 
-def _judge(folders: list[Path]) -> Finding:
-    """1: each start but the first goes on where an earlier one has committed."""
-    finding, known = Finding("resumed"), dict[str, Stand]()
-    for number, folder in enumerate(folders):
-        start = _read(folder) if len(folders) > 1 else _Start()
-        for lineage, (stand, place) in start.begins.items() if number else ():
-            source = start.resharded.get(lineage, lineage)
-            was = known.get(source)
-            if source != lineage and was is not None:  # counted in slices of another size
-                was = (was[0], stand[1], was[2])
+def _judge(root: Path, later: list[Path]) -> Finding:
+    """1: each start but the first goes on where an earlier one has committed, and none is missing.
+
+    A start that is followed by another has left traces: it could have committed something.
+    """
+    finding = Finding("resumed")
+    if not later:
+        return finding
+    there, last = {folder.name for folder in later}, int(later[-1].name[5:])
+    for name in (f"start{number}" for number in range(2, last)):
+        text = f"{name} has no traces, and {later[-1].name} came after it: they were removed"
+        finding.expect(name in there, text, name)
+    first = _read(root)
+    known = {lineage: (stand, first.ranks) for lineage, stand in first.commits.items()}
+    for folder in later:
+        start = _read(folder)
+        for (lineage, stand), place in start.begins.items():
+            source, takes_same = start.resharded.get(lineage, (lineage, False))
+            was, ranks = known.get(source, (None, start.ranks))
+            said = "" if was is None else f"; that was at {was}, of groups of {ranks} ranks"
             finding.expect(
-                was == stand,
-                f"it begins at (step, cursor, batches) {stand} of lineage {source}, where no "
-                f"earlier start has committed{'' if was is None else f'; that was at {was}'}",
+                was is not None and _is_same(stand, start.ranks, was, ranks, takes_same),
+                f"groups of {start.ranks} ranks begin at {stand} of "
+                f"lineage {source}, where no earlier start has committed{said}",
                 place,
             )
-            known[lineage] = stand
-        known |= start.commits
+        known |= {lineage: (stand, start.ranks) for lineage, stand in start.begins}
+        known |= {lineage: (stand, start.ranks) for lineage, stand in start.commits.items()}
     return finding
+
+
+def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> bool:
+    """Whether both are one place in the data: a slice has an item for each of its ranks, but where
+    all ranks take the same."""
+    size, size_then = (1, 1) if takes_same else (ranks, had)
+    return now.cursor * size == was.cursor * size_then and now._replace(cursor=0) == was._replace(
+        cursor=0
+    )
 
 
 def _read(folder: Path) -> _Start:
@@ -102,16 +135,21 @@ def _read(folder: Path) -> _Start:
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in _lines(path):
             if line.get("kind") == "header":
-                at = line["start"]
+                found.ranks, at = line["config"]["world"], line["start"]
                 if at["step"] > 0:
-                    stand = (at["step"], at["cursor"], at["batches"])
-                    found.begins[at["lineage"]] = stand, f"{path.parent.name}/{path.name}:{number}"
+                    unused = tuple(sorted(at["returned"]))
+                    stand = Stand(at["step"], at["cursor"], at["batches"], unused)
+                    place = f"{path.parent.name}/{path.name}:{number}"
+                    found.begins.setdefault((at["lineage"], stand), place)
             elif line.get("note") == "resumed" and line["data"]["as"] != line["data"]["lineage"]:
-                found.resharded[line["data"]["as"]] = line["data"]["lineage"]
+                told = line["data"]
+                found.resharded[told["as"]] = told["lineage"], told["takes_same"]
                 continue
             record = (line.get("event") or {}).get("record")
             if record is not None and record["kind"] == "commit":
-                stand = (record["step"], record["cursor"], record["batches"])
+                held = (lease[0] for lease in record["leases"])
+                unused = tuple(sorted((*record["returned"], *held)))
+                stand = Stand(record["step"], record["cursor"], record["batches"], unused)
                 found.commits[record["lineage"]] = stand
     return found
 

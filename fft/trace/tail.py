@@ -41,6 +41,8 @@ class RankView:
     loss: float | None = None
     commits: int = 0
     fault: str = ""
+    waits: str = ""
+    """For whom, and why, as it said last."""
     role: Role = "joining"
     """Of the state."""
     leaves: bool = False
@@ -226,12 +228,22 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         members = record.get("members")
         if isinstance(members, list):
             view.members = tuple(sorted(str(member) for member in members))
-        if record.get("cause"):
-            view.fault = str(record["cause"]).splitlines()[0]
+        _take_cause(view, record)
     elif record.get("note") == "metrics" and isinstance(data.get("loss"), (int, float)):
         view.loss = float(data["loss"])
     elif record.get("note") == "inject":
         view.fault = f"planned: {data.get('name')}"
+
+
+def _take_cause(view: RankView, record: dict[str, Any]) -> None:
+    """The last fault stays; for whom an asynchronous job waited does not, once it goes on."""
+    cause = str(record.get("cause") or "").partition("\n")[0]
+    is_wait = "note_awaited" in (record.get("effects") or ())
+    if view.fault == view.waits and (is_wait or not cause):
+        view.fault = ""
+    if is_wait:
+        view.waits = cause
+    view.fault = cause or view.fault
 
 
 def _role(record: dict[str, Any]) -> Role | None:

@@ -175,12 +175,13 @@ def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
 
 
 def _refuse_several_states(spec: FsmSpec) -> None:
-    """Raise CheckpointError if a commit of the job is not one state of all its groups and ranks."""
-    if spec.is_periodic or spec.stages:
+    """Raise CheckpointError if a commit is not one state of all groups and ranks of the job."""
+    if spec.bound or spec.stages:
+        who = "groups that do not wait for each other" if spec.bound else "stages that step alone"
         raise CheckpointError(
-            f"checkpoint= with spec={spec.name!r}: groups or stages that step alone have states of "
-            "their own, which durable checkpoints do not hold. Take them by manager.state_dict() "
-            "and files of yours"
+            f"checkpoint= with spec={spec.name!r}: {who} are at steps of their own when one of "
+            "them commits, and durable checkpoints hold one step of all. Take them by "
+            "manager.state_dict() and files of yours"
         )
 
 

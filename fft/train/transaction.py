@@ -16,6 +16,7 @@ from torchft.manager import Manager
 
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
+from fft.trace.inputs import CONSUMED
 from fft.train import accelerator
 from fft.train.data.source import DataSource, Drawn, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
@@ -382,7 +383,7 @@ class Transaction:
     def _note_consumption(self) -> None:
         plan, drawn = self._plan, self._drawn
         self._loop.job.trace.note(
-            "consumed",
+            CONSUMED,
             {
                 "slice": drawn.slice,
                 "step": plan.step,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_files import bytes_below, deliver, manifest_of, published, written
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
-from fft.durable.manifest import partial_name
+from fft.durable.manifest import Manifest, partial_name, step_of
 from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
-from fft.durable.stores import LocalStore, Store, StoreError, open_store
+from fft.durable.stores import MANIFEST, LocalStore, Store, StoreError, open_store
 
 
 @pytest.fixture(params=["directory", "file-url", "memory"])
@@ -185,3 +187,85 @@ def test_a_place_is_kept_for_one_job_while_it_runs(tmp_path: Path) -> None:
         assert one.directories() == []
     with other.hold():
         pass
+
+
+# --- a process that is killed between two operations ----------------------------------------------
+
+
+class Killed(BaseException):
+    """The process has ended here."""
+
+
+class Clock:
+    """Lets so many operations happen, and no more."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            if not self.left:
+                raise Killed
+            self.left -= 1
+            return operation(*args, **options)
+
+        return counting
+
+
+DISK = [(os, "unlink"), (os, "rmdir"), (os, "rename"), (Path, "rename")]
+OF_URLS = ("cp_file", "rm_file", "rm", "pipe_file", "put_file")
+
+
+def killed_after(
+    count: int, store: Store, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """``do``, until it has changed the store so often. Whether it was killed then."""
+    clock = Clock(count)
+    with monkeypatch.context() as patch:
+        places = DISK if isinstance(store, LocalStore) else [(store._fs, n) for n in OF_URLS]
+        for place, name in places:
+            patch.setattr(place, name, clock.counted(getattr(place, name)))
+        try:
+            do()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory"])
+@pytest.mark.parametrize("case", ["published", "published again", "removed", "given up"])
+def test_whoever_is_killed_in_between_leaves_nothing_that_has_the_look_of_a_whole_one(
+    case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of its operations: a directory with a manifest has all that this speaks of. On a
+    disk, one with the name of a checkpoint is whole."""
+    steps = {"published": 8, "published again": 6, "removed": 7, "given up": 3}
+    for count in range(100):
+        place = tmp_path / str(count)
+        store = open_store(str(place) if kind == "directory" else f"memory:/{place}")
+        store.prepare()
+        found = published(store, 2, 6)
+        directory = written(store, steps[case], "again")
+        manifest = manifest_of(store, directory, "again", steps[case])
+
+        def do(
+            found: Checkpoints = found, directory: str = directory, manifest: Manifest = manifest
+        ) -> None:
+            if case == "removed":
+                found.prune(1)
+            else:
+                found.publish(directory, manifest)
+
+        is_killed = killed_after(count, store, do, monkeypatch)
+        for name in store.directories():
+            step = step_of(name)
+            if MANIFEST in store.files(name) and step is not None:
+                assert found.verify(step).step == step, (count, name)
+            if kind == "directory":
+                assert step is None or MANIFEST in store.files(name), (count, name)
+        newest, _ = found.newest()
+        assert newest is not None and newest.step >= 2
+        if not is_killed:
+            assert count > 3, "it was killed at none of its operations"
+            return
+    raise AssertionError("it comes to no end")

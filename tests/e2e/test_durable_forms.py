@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forged import rewrite
 from forked_run import fft
 from test_durable import LIMIT_S, SCRIPT
 from torch import nn
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.stores import open_store
+from fft.trace.audit import trace_files
 from fft.trace.resumed import audit_job
 from fft.train.checkpoint.loading import tree_of
 from fft.train.checkpoint.resharding import unsharded
@@ -83,10 +86,20 @@ def test_another_number_of_ranks_has_the_same_state_and_the_same_data(
         assert each["step"] == STEPS and same(each["model"], expected)
     report = audit_job(root / "traces")
     assert report.ok and report.resumed.checks, report.render()
+    where = json.loads((root / "traces/start2/g0r0i1.jsonl").open().readline())["start"]["cursor"]
+    for path in trace_files(root / "traces" / "start2"):
+        rewrite(path, lambda r: [r if r["kind"] != "header" else _elsewhere(r, where + 1)])
+    told = audit_job(root / "traces").render()
+    assert f"groups of {ranks} ranks begin at step {STEPS}, cursor {where + 1} and" in told
     manifest = Checkpoints(open_store(str(root / "checkpoints"))).verify(STEPS + 3)
     assert manifest.cursor * ranks == STEPS * RANKS + 3 * ranks
     after = whole(root / "checkpoints", STEPS + 3)["optimizers"][0]["state"]
     assert {float(entries["step"]) for entries in after.values()} == {STEPS + 3.0}
+
+
+def _elsewhere(header: dict[str, Any], cursor: int) -> dict[str, Any]:
+    """A header with another place in the data."""
+    return {**header, "start": {**header["start"], "cursor": cursor}}
 
 
 def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Path) -> None:

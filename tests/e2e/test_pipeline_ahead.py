@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forged import Change, nth_note, rewrite, saying, without
 from forked_run import fft
 from stage import aborts, notes
 
 from benchmarks.slices import slices
-from fft.trace.audit import AuditReport, audit_dir, read_lines
+from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
 
 SCRIPT = Path(__file__).with_name("ahead_script.py")
 LIMIT_S = 150
@@ -60,8 +63,8 @@ class Ended:
         report = audit_dir(self.traces)
         assert report.ok, report.render()
         assert [scope.directory.name for scope in report.stages] == ["stage1"]
-        flow = next(f for f in report.findings if f.name == "flow_order")
-        assert flow.checks
+        found = {f.name: f.checks for f in (*report.findings, *report.stages[0].findings)}
+        assert found["flow_order"] and found["entries"] and found["inputs"]
         return report
 
 
@@ -85,6 +88,33 @@ def test_faults_in_either_stage_change_no_bit(clean: Ended, tmp_path: Path) -> N
         assert len(aborts(scope)) >= least
 
 
+ODD: dict[str, tuple[str, Callable[[], Change], str]] = {
+    "none consumed": ("inputs", lambda: without("consumed"), "0 notes 'consumed'"),
+    "no entry": ("inputs", lambda: nth_note("entry", 3, lambda note: []), "0 notes 'entry'"),
+    "another entry": (
+        "inputs",
+        lambda: nth_note("entry", 3, saying(slice=1)),
+        "a note 'entry' of slice 1",
+    ),
+    "too old": ("entries", lambda: nth_note("entry", 9, saying(version=0)), "with version 0"),
+    "too new": ("entries", lambda: nth_note("entry", 3, saying(version=15)), "with version 15"),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_an_entry_that_nobody_has_given_is_found(how: str, clean: Ended, tmp_path: Path) -> None:
+    """In the traces of the last stage, which are linked anew."""
+    traces = shutil.copytree(clean.traces, tmp_path / "traces")
+    clean.audited()
+    name, change, text = ODD[how]
+    rewrite(trace_files(traces / "scopes" / "stage1")[0], change())
+    report = audit_dir(traces)
+    found = [*report.findings, *report.stages[0].findings]
+    assert {f.name for f in found if f.violation} == {name}
+    assert text in str([f.violation for f in found])
+    assert not report.ok
+
+
 def test_what_one_stage_rolls_back_the_other_does_not_hear_of(clean: Ended, tmp_path: Path) -> None:
     """Epochs are formed where the fault was; the steps of the other stage go on in theirs.
 
@@ -99,6 +129,10 @@ def test_what_one_stage_rolls_back_the_other_does_not_hear_of(clean: Ended, tmp_
     assert sorted(note["data"]["slice"] for note in forgotten) == [16, 17]
     anew = {note["data"]["slice"] for note in notes(ended.traces, "entry_made_anew")}
     assert {16, 17} <= anew
+    for path in trace_files(ended.traces):  # by a process that has not the job's weights yet
+        rewrite(path, nth_note("entry_made_anew", 0, saying(version=0)))
+    told = audit_dir(ended.traces).render()
+    assert "was made anew with version 0, by a rank at step " in told
 
 
 def test_the_first_stage_is_held_at_its_bound(tmp_path: Path) -> None:

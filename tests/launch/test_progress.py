@@ -15,6 +15,7 @@ from rich.console import Console
 from fft.launch.supervisor.fault_plan_watch import PlanWatch
 from fft.messages.fault_plans import FaultPlan
 from fft.protocol.load import load_spec
+from fft.prove.simulator.run import run_seed
 from fft.trace.tail import (
     Injected,
     JobView,
@@ -69,6 +70,30 @@ def test_notes_bring_loss_and_planned_faults(tmp_path: Path) -> None:
     row = row_of(view, "1", "running")
     assert (row.loss, row.fault, row.state) == (1.25, "OSError: peer gone", "ROLLBACK_REQ")
     tail.close()
+
+
+@pytest.mark.parametrize("seed", [6, 19])
+def test_whom_an_asynchronous_job_waited_for_is_not_said_any_longer(
+    seed: int, tmp_path: Path
+) -> None:
+    """Line by line, as the ranks of a simulated job wrote them."""
+    (tmp_path / "told").mkdir()
+    run_seed(seed, load_spec("async"), trace_dir=tmp_path)
+    waited = 0
+    tail = TraceTail(tmp_path / "told")
+    for path in tmp_path.glob("*.jsonl"):
+        key = None
+        with (tmp_path / "told" / path.name).open("ab", buffering=0) as file:
+            for text in path.read_bytes().splitlines(keepends=True):
+                file.write(text)
+                record, ranks = json.loads(text), tail.poll().ranks
+                key = record["group"], record["rank"]
+                if record["kind"] == "transition" and ranks[key].inc == record["inc"]:
+                    said = "waits for its quorum" in ranks[key].fault
+                    assert said == ("waits for its quorum" in (record["cause"] or "")), text
+                    waited += said
+    tail.close()
+    assert waited
 
 
 def test_what_operators_asked_for_is_known_until_it_fires(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -318,6 +319,30 @@ def test_a_disk_without_room_costs_the_checkpoint_and_leaves_nothing_half(tmp_pa
     assert (tmp_path / "log").read_text().count("no checkpoint of step") == 3
 
 
+@pytest.mark.parametrize(
+    ("group", "groups", "is_own"), [("x", 1, True), ("0", 2, True), ("1", 2, False)]
+)
+def test_a_group_takes_the_random_states_that_were_its_own(
+    group: str,
+    groups: int,
+    is_own: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The only group of a job may have another name than before. Of several, who was not in the
+    checkpoint does not draw what another one draws."""
+    monkeypatch.setenv("FFT_GROUP", "0")
+    whole = Start(tmp_path / "whole").train(Stream(), 5)
+    Start(tmp_path / "first", checkpoint=at(tmp_path / "checkpoints")).train(Stream(), 4)
+    monkeypatch.setenv("FFT_GROUP", group)
+    again = Start(tmp_path / "second", 7, checkpoint=at(tmp_path / "checkpoints"))
+    again.manager._parts.checkpointer._groups = groups  # a process alone announces one
+    again.train(Stream(), 5)
+    assert (again.losses == whole.losses[4:]) == is_own
+    assert ("no buffers and random states of group 1" in caplog.text) == (not is_own)
+
+
 def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_path: Path) -> None:
     place, traces = tmp_path / "checkpoints", tmp_path / "traces"
     Start(traces, checkpoint=at(place)).train(Stream(), 6)
@@ -334,6 +359,19 @@ def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_
     assert not found.ok and not found.to_json()["ok"]
     assert "where no earlier start has committed" in found.render()
     assert "start2/" in found.resumed.place
+
+
+def test_a_start_whose_traces_were_removed_is_missed(tmp_path: Path) -> None:
+    """Though it committed nothing that the next one goes on from."""
+    place, traces = tmp_path / "checkpoints", tmp_path / "traces"
+    Start(traces, checkpoint=at(place)).train(Stream(), 4)
+    for number in (2, 3):
+        Start(traces / f"start{number}", 7, checkpoint=at(place, resume=4)).train(Stream(), 6)
+    assert audit_job(traces).ok
+    shutil.rmtree(traces / "start2")
+    found = audit_job(traces)
+    assert not found.ok
+    assert "start2 has no traces, and start3 came after it" in found.render()
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -393,9 +431,31 @@ def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
     assert "safetensors has no type for tensors of torch.complex128" in caplog.text
 
 
-@pytest.mark.parametrize("spec", ["diloco", "hsdp_diloco", "async", "pipeline_ahead"])
-def test_groups_and_stages_that_step_alone_are_refused(spec: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="that step alone have states of their own"):
+def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_alone(
+    place: Path, tmp_path: Path
+) -> None:
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        spec="local_sgd",
+        checkpoint=at(place),
+    )
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.register(model, optimizer)
+    fft.LocalSGD(manager, model, optimizer, 2)
+    try:
+        with pytest.raises(CheckpointError, match="taken by groups that step together"):
+            next(manager.transactions(fft.CursorLoader(data(), 4, seed=5), 4))
+    finally:
+        manager.shutdown()
+
+
+@pytest.mark.parametrize("spec", ["async", "pipeline_ahead"])
+def test_groups_and_stages_that_do_not_commit_as_one_are_refused(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="are at steps of their own when one of them commits"):
         Start(tmp_path, spec=spec, checkpoint=at(tmp_path / "checkpoints"))
 
 

@@ -33,6 +33,7 @@ from fft.prove.simulator.groups import Group
 from fft.prove.simulator.latency import Latency
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.process import Process
+from fft.trace.inputs import CONSUMED
 from fft.trace.writer import TraceWriter, header, trace_path
 
 _WALL = 1_700_000_000.0
@@ -191,7 +192,7 @@ class World:
         if self._trace_dir is not None:
             clocks = (lambda: _WALL + self.clock.now, lambda: self.clock.now)
             trace = self._traces[peer] = TraceWriter(self._trace_dir, peer, clocks)
-            trace.write("header", header(self.spec, config, local))
+            trace.write("header", header(self.spec, config, local, notes=(CONSUMED,)))
         process.start()
         return process
 
@@ -269,7 +270,7 @@ class World:
         self.history.consumed.append((process.peer, token, number, str(process.peer)))
         if self._traces:
             data = {"slice": number, "step": step, "token": list(token)}
-            self._traces[process.peer].note("consumed", data)
+            self._traces[process.peer].note(CONSUMED, data)
 
     def announce(self, message: BusMessage) -> None:
         """The supervisor says something on the bus; while the bus is away it waits or gives up."""

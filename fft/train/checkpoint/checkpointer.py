@@ -98,6 +98,7 @@ class Checkpointer:
         seconds = time.monotonic() - began
         told = {"step": manifest.step, "lineage": manifest.lineage, "as": found.lineage}
         told |= {"place": self.checkpoints.store.url, "seconds": round(seconds, 3)}
+        told["takes_same"] = self._state.items_per_slice != self._ranks
         self._resumed = told
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
         is_other = (

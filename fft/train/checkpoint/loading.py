@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.state.random_states import load_random
 from fft.train.state.step_state import StepState
+
+if TYPE_CHECKING:
+    from fft.train.periodic.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +112,8 @@ class Loader:
         if group not in manifest.groups:
             logger.warning(
                 "%s has no buffers and random states of group %s: the buffers of group %s are "
-                "taken, and random numbers begin anew",
+                "taken, and random numbers begin anew; so does, where groups step alone, all that "
+                "they do not share",
                 name_of(manifest.step),
                 group,
                 manifest.writer,
@@ -138,13 +142,42 @@ class Loader:
                     "the checkpoint was taken without register(), which this script calls: resume "
                     "with the script that wrote it"
                 )
+            _refuse_other_kind(tree["state"], state)
             local = tree["own"] if own is None else own
-            state.step.load(completed(tree["state"], local.get("buffers"), state.step))
+            if state.synchronizer is None:
+                state.step.load(completed(tree["state"], local.get("buffers"), state.step))
+            else:
+                _load_alone(tree["state"], own, state.step, state.synchronizer)
         for key, load in loads.items():
             load(tree["user"][key])
         state.updates.loaded()
         if own is not None:
             load_random(state.step.generators if state.step is not None else None, own["random"])
+
+
+def _refuse_other_kind(found: Mapping[str, Any], state: RankState) -> None:
+    """Raise CheckpointError if groups stepped alone there, and do not here, or the reverse."""
+    were_alone, are_alone = "plan" in found, state.synchronizer is not None
+    if were_alone != are_alone:
+        kinds = {True: "by groups that step alone", False: "by groups that step together"}
+        raise CheckpointError(
+            f"the checkpoint was taken {kinds[were_alone]}, and this job trains "
+            f"{kinds[are_alone]}: resume with the script that wrote it"
+        )
+
+
+def _load_alone(
+    shared: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+    step: StepState,
+    synchronizer: Synchronizer,
+) -> None:
+    """Of groups that step alone: what they share, and what was this group's own."""
+    if own is not None:
+        step.refuse_unfit({**own["alone"]["state"], "buffers": own["buffers"]})
+    synchronizer.load_state_dict(shared)
+    if own is not None:
+        synchronizer.load_own(own["alone"], own["buffers"])
 
 
 def tree_of(store: Store, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:

@@ -57,6 +57,11 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if len(trees) == 1 and first["state"] is not None:
             return dict(first)  # a model alone, and whole
         raise CheckpointError("what state_dict= gave is not resharded: use register()")
+    if "plan" in first["state"]:
+        raise CheckpointError(
+            "the groups that wrote it step alone, and each has a state of its own: it is not put "
+            "together from shards; resume with as many ranks"
+        )
     _refuse_stages(trees)
     layouts = [_layouts(tree) for tree in trees]
 

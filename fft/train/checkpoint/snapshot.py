@@ -24,7 +24,8 @@ from fft.train.state.random_states import export_random
 from fft.train.state.serial import plain
 
 LATE = ("state.parameters.", "state.optimizers.")
-"""Places of what no body changes, by its names in a file."""
+"""Places of what no body changes, by its names in a file. Of groups that step alone that is what
+they share; what is a group's own has other names, and is copied at once."""
 
 
 class Staging:
@@ -73,9 +74,13 @@ class Snapshot:
         tree, self._watched = _tree_of(state, shared)
         self.data, live = packed(tree)
         staging.keep_only(live.keys())
-        edited = state.step.edited if state.step is not None else None
+        edited: Set[str] | None = state.step.edited if state.step is not None else None
+        if state.synchronizer is not None:  # what groups share is no parameter of a model
+            edited = frozenset()
         edited = None if edited is None else edited | at_once
         late = [name for name in live if name.startswith(LATE) and not _is_in(name, edited)]
+        self._by_bodies = bool(self._watched)
+        """What is copied late, a body could change all the same."""
         self._versions = {name: edit_count(t) for name, t in self._watched.items()}
         self._late = {name: live[name] for name in late}
         now = {name: tensor for name, tensor in live.items() if name not in self._late}
@@ -109,6 +114,8 @@ class Snapshot:
             with self._lock:
                 self._late = {}
                 self._copied.set()
+            if not self._by_bodies:
+                self.confirmed.set()
         return self.problem is None
 
     def _copy(self) -> None:
@@ -166,6 +173,8 @@ def _tree_of(state: RankState, shared: bool) -> tuple[dict[str, Any], dict[str, 
     own: dict[str, Any] = {"random": export_random(step.generators if step is not None else None)}
     if step is not None:
         own["buffers"] = step.export_buffers()
+    if state.synchronizer is not None:
+        own["alone"] = state.synchronizer.export_own()
     if not shared:
         return {"own": own}, {}
     found: dict[str, Any] = {
@@ -173,12 +182,12 @@ def _tree_of(state: RankState, shared: bool) -> tuple[dict[str, Any], dict[str, 
         "user": {
             key: plain(value(), f"state_dict of {key!r}") for key, value in state.users.items()
         },
-        "state": None if step is None else step.export(across_body=True),
+        "state": None if state.shared is None else state.shared.export(across_body=True),
         "data": state.export_data(),
     }
     if step is None:
         return found, {}
-    del found["state"]["buffers"]
+    found["state"].pop("buffers", None)
     found["layouts"] = {
         name: {
             "shape": list(layout.shape),
@@ -188,7 +197,7 @@ def _tree_of(state: RankState, shared: bool) -> tuple[dict[str, Any], dict[str, 
         for name, tensor in step.names().items()
         if (layout := layout_of(tensor)) is not None
     }
-    return found, step.names()
+    return found, step.names() if state.synchronizer is None else {}
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:

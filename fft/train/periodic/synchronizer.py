@@ -189,6 +189,21 @@ class Synchronizer(ABC):
         self.shared.take()
         self.load(state, keep_gradients=False)
 
+    def export_own(self) -> dict[str, Any]:
+        """At the end of a window: this group's own. Copy its tensors before the next inner step."""
+        step = self._manager._parts.state.step
+        assert step is not None, "it is registered"
+        own = step.export(across_body=True)
+        del own["buffers"]
+        return {"state": own, "weights": list(self._weights)}
+
+    def load_own(self, own: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Go on as the group that has exported it, after `load_state_dict`."""
+        step = self._manager._parts.state.step
+        assert step is not None, "it is registered"
+        step.load({**own["state"], "buffers": buffers})
+        self._weights = list(own["weights"])
+
     # --- a txn of the job ---
 
     def begin(self, plan: StartTxn) -> None:

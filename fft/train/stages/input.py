@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fft.trace.inputs import ENTRY
 from fft.train.data.source import DataError, Due, Superseded, as_source
 from fft.train.stages.link import JOIN_S, LOST, Stranger, cut, greet, key_of, parts_of, place
 from fft.util.errors import FftError
@@ -105,7 +106,7 @@ class StageInput:
         found = self._got[due.number]
         if self._slices.holds(due.number, due.step + 1):
             self._ask(due.number + due.step, due.first, is_needed=False)
-        self._parts.job.note("entry", {"slice": due.number, "version": found["version"]})
+        self._parts.job.note(ENTRY, {"slice": due.number, "version": found["version"]})
         return found["value"]
 
     def _ask(self, number: int, done: int, is_needed: bool = True) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataError, DataSource, Due
 from fft.train.stages.link import (
@@ -180,7 +181,7 @@ class StageOutput:
                 raise
             version = self._manager._step
             logger.info("the entry of slice %d was made anew, with version %d", number, version)
-            self._parts.job.note("entry_made_anew", {"slice": number, "version": version})
+            self._parts.job.note(MADE_ANEW, {"slice": number, "version": version})
             with self._changed:
                 self._entries[number] = _Entry(value, version)
                 self._wanted.discard(number)

@@ -276,7 +276,7 @@ class StepState:
         """
         reshard(self._models)
         names = self.names()
-        self._check_fits(state, names)
+        self.refuse_unfit(state)
         with torch.no_grad():
             for name, parameter in names.items():
                 local_of(parameter).copy_(state["parameters"][name])
@@ -391,7 +391,9 @@ class StepState:
         """This rank's part of them, by name: the live ones."""
         return {name: local_of(buffer) for name, buffer in self._buffers().items()}
 
-    def _check_fits(self, state: Mapping[str, Any], names: dict[str, torch.Tensor]) -> None:
+    def refuse_unfit(self, state: Mapping[str, Any]) -> None:
+        """Raise StateMismatch if names, shapes or dtypes of what was exported are others here."""
+        names = self.names()
         expected = {"parameters", "buffers", "optimizers", "lr_schedulers", "extra"}
         same_names("state", state, expected)
         same_tensors("parameters", state["parameters"], names)

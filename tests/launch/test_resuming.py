@@ -1,0 +1,117 @@
+"""One start after another: when it is given up, and which faults are left for the next one.
+
+With real checkpoints on disk; what a start comes to is told by the test. `test_durable.py` has
+whole jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoint_files import published
+
+from fft.durable.plan import Checkpointing
+from fft.durable.stores import open_store
+from fft.launch.resuming import Resumptions
+from fft.launch.supervisor import JobOutcome, RunConfig
+from fft.messages.fault_plans import FaultPlan, load_plan
+
+RESTARTS = 2
+LOST = JobOutcome(False, lost="the bus has forgotten the job")
+PLAN = FaultPlan.model_validate(
+    {
+        "faults": [
+            {"name": name, "kind": "exception", "step": 9, "group": 0, "rank": 0, "phase": "vote"}
+            for name in ("one", "other")
+        ]
+    }
+)
+
+
+class Job:
+    """The starts of a job, and what was said of them."""
+
+    def __init__(self, root: Path, start: Callable[[Job], JobOutcome]) -> None:
+        self.root, self._start = root, start
+        self.began: list[int | None] = []
+        self.faults: list[list[str]] = []
+        self.folders: list[Path] = []
+        self.said: list[str] = []
+        script = root / "script.py"
+        script.touch()
+        self.config = RunConfig(
+            [str(script)],
+            2,
+            2,
+            root / "traces",
+            max_restarts=RESTARTS,
+            checkpoint=Checkpointing(root / "checkpoints", 2),
+        )
+
+    def run(self) -> JobOutcome:
+        traces = self.config.trace_dir
+        outcome, _ = Resumptions(self._one, self.said.append).run(self.config, PLAN, traces)
+        return outcome
+
+    def publish(self, step: int) -> None:
+        published(open_store(str(self.root / "checkpoints")), step)
+
+    def _one(self, config: RunConfig, plan: FaultPlan) -> JobOutcome:
+        self.began.append(config.resume_step)
+        if len(self.began) > 1:  # the ranks read the file
+            there = [] if config.faults is None else load_plan(config.faults).faults
+            assert there == plan.faults
+        self.faults.append([fault.name for fault in plan.faults])
+        self.folders.append(config.trace_dir)
+        (config.trace_dir / "g0r0i1.jsonl").touch()
+        assert len(self.began) < 10, "it is not given up"
+        return self._start(self)
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Path) -> None:
+    def first_only(job: Job) -> JobOutcome:
+        if step is not None and len(job.began) == 1:
+            job.publish(step)
+        return LOST
+
+    job = Job(tmp_path, first_only)
+    assert job.run() is LOST
+    assert job.began == [None] * (step is not None) + [step] * (RESTARTS + 1)
+    assert f"{RESTARTS + 1} starts in a row have taken no checkpoint" in job.said
+
+
+def test_starts_that_come_further_go_on_however_many_they_are(tmp_path: Path) -> None:
+    """Though each other one takes no checkpoint."""
+
+    def every_other(job: Job) -> JobOutcome:
+        if len(job.began) == 7:
+            return JobOutcome(True)
+        if len(job.began) % 2:
+            job.publish(2 * len(job.began))
+        return LOST
+
+    job = Job(tmp_path, every_other)
+    assert job.run().ok
+    assert job.began == [None, 2, 2, 6, 6, 10, 10]
+    assert [folder.name for folder in job.folders] == [
+        "traces", *(f"start{number}" for number in range(2, 8))
+    ]  # fmt: skip
+
+
+def test_a_fault_that_has_fired_does_not_fire_again_in_the_next_start(tmp_path: Path) -> None:
+    fired = [(), ("one",), ("other",)]
+
+    def fires(job: Job) -> JobOutcome:
+        begun = len(job.began)
+        job.publish(2 * begun)
+        if begun > len(fired):
+            return JobOutcome(True)
+        return replace(LOST, fired=frozenset(fired[begun - 1]))
+
+    job = Job(tmp_path, fires)
+    assert job.run().ok
+    assert job.faults == [["one", "other"], ["one", "other"], ["other"], []]
