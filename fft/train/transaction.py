@@ -265,6 +265,11 @@ class TransactionLoop:
             self.job.note_error(error)
             raise _keeps_failing(why, error) from error
 
+    def look_for_output(self, txn: Transaction) -> None:
+        """Whether the committed ``txn`` has given the next stage anything, where there is one."""
+        if self._state.output is not None:
+            self._state.output.committed(txn)
+
     def left_undone(self) -> FftError | None:
         """What a body that has ended well has left undone: no step could be right with it."""
         if self._manager._errored is not None:
@@ -377,6 +382,7 @@ class Transaction:
             self.committed, self.skipped = True, command.skip
             loop.is_over = self._is_last and not command.skip
             self._note_consumption()
+            loop.look_for_output(self)
             loop.worker.apply(command)
         return True
 

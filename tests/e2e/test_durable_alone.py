@@ -50,9 +50,9 @@ def _without_unused(header: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param("local_sgd", marks=pytest.mark.long),
+        "local_sgd",
         pytest.param("diloco", marks=pytest.mark.long),
-        "hsdp_diloco",
+        pytest.param("hsdp_diloco", marks=pytest.mark.long),
     ],
 )
 def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(spec: str, tmp_path: Path) -> None:

@@ -110,11 +110,11 @@ def test_runs_have_what_was_put_in_and_nothing_else() -> None:
     dice = random.Random(7)
     runs, put = Runs(), list[tuple[int, int]]()
     version, number = 0, 0
-    for _ in range(400):
+    for _ in range(150):
         put.append((version, number))
         runs.add(version, number)
         runs.add(version, number)  # as an attempt that is repeated
-        stride = 2 if len(put) % 50 < 40 else dice.choice([1, 2, 3])
+        stride = 2 if len(put) % 25 < 20 else dice.choice([1, 2, 3])
         version, number = version + dice.choice([1, 1, 1, 0]), number + stride
     assert list(runs) == put
     every = {(v, n) for v in range(version + 2) for n in range(number + 2)}

@@ -95,8 +95,6 @@ class StageOutput:
         self._was_taken = self._leaves = self._closed = False
         self._is_ready = False
         """The job's weights are here."""
-        self._begun: int | None = None
-        """The slice of the txn that began last."""
         self._forgets = False
         self._put_in: tuple[int, int] | None = None
         """The attempt in which something was put last."""
@@ -164,7 +162,6 @@ class StageOutput:
 
     def make(self, but: int | None = None) -> None:
         """Make the entries that are waited for; all ``but`` that which is about to be computed."""
-        self._look_for_forgotten(but)
         if not self._has_state:
             return
         with self._changed:
@@ -193,22 +190,18 @@ class StageOutput:
         local = self._parts.job.local
         return local is not None and local.healed
 
-    def _look_for_forgotten(self, begins: int | None) -> None:
-        """Say once that a body has put nothing."""
-        if begins is None:
-            return
-        last, self._begun = self._begun, begins
-        if last is None or last == begins or last in self._entries or last < self._taken:
-            return
-        if self._forgets:
+    def committed(self, txn: Any) -> None:
+        """Say once that the body of ``txn`` has put nothing, which would be slow, and not wrong."""
+        number, has_put = txn._drawn.slice, self._put_in == (txn.epoch, txn.attempt)
+        if has_put or number is None or txn.skipped or self._forgets:
             return
         self._forgets = True
         logger.warning(
             "the body of slice %d has given nothing to the next stage; its entry is made anew when "
             "it is asked for, with later weights. Call output.put(txn, …) in each body",
-            last,
+            number,
         )
-        self._parts.job.note("entry_forgotten", {"slice": last})
+        self._parts.job.note("entry_forgotten", {"slice": number})
 
     def finish(self, leaves: bool) -> None:
         """The loop is over: give what is left, until the next stage has ended, too.
