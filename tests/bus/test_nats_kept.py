@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -20,8 +21,12 @@ Servers = Callable[[], dict[int, psutil.Process]]
 
 
 def of_this_process() -> dict[int, psutil.Process]:
-    children = psutil.Process().children()
-    return {child.pid: child for child in children if "nats-server" in child.name()}
+    found = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # reaped since
+            if "nats-server" in child.name():
+                found[child.pid] = child
+    return found
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def test_configure_names_the_missing_rank() -> None:
     server = store_server()
     group = AbortableGroup(ProcessGroupGloo(MINUTE))
     with pytest.raises(TimeoutError, match="fft/listeners/1"):
-        configure(group, server.port, "e1", 0, 2, timedelta(seconds=0.3))
+        configure(group, server.port, "e1", 0, 2, timedelta(seconds=2.0))  # the store answers in it
     with pytest.raises(GroupAborted, match="fft/listeners/1"):
         allreduce(group, torch.ones(1))
     group.close()
