@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def _command(part: Part, device: Device, small: bool, own: Path, limit: float) -
 
 
 def _run(part: Part, command: list[str], own: Path, limit: float) -> dict[str, Any]:
-    log = own / "log.txt"
+    log, others = own / "log.txt", frozenset(family(os.getpid()))
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -129,7 +129,7 @@ def _run(part: Part, command: list[str], own: Path, limit: float) -> dict[str, A
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
         finally:
-            stays = _end_children()
+            stays = _end_children(others)
     findings = read(own / FINDINGS)
     status, why = _judge(code, limit, findings)
     if stays:
@@ -180,13 +180,13 @@ def _inherit_orphans() -> None:
         raise OSError(ctypes.get_errno(), "cannot become the one who inherits orphans")
 
 
-def _end_children() -> list[int]:
+def _end_children(others: Set[int]) -> list[int]:
     """Kill all children of this process, and what they leave behind; those that do not end.
 
-    It has none but those of the part that has just ended.
+    ``others`` are left: they were there before the part that has just ended.
     """
     deadline = time.monotonic() + _END_S
-    while children := family(os.getpid())[1:]:
+    while children := [pid for pid in family(os.getpid())[1:] if pid not in others]:
         for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
