@@ -32,6 +32,8 @@ _ROOMS = (
     "fft.cli.run",
 )
 """What parts need of FFT, from what needs least to what needs most."""
+NOTED = Path("gpu-packages", "commit.txt")
+"""Of the repository's root: FFT's commit when the packages were got."""
 _KEYS = ("python", "kernel", "commit", "driver", "device", "nccl", "cuda", "when")
 _PROC = Path("/proc/driver/nvidia/gpus")
 _ASK_S = 120.0
@@ -182,7 +184,7 @@ def _commit() -> str:
     """Of FFT: by git, or as `packages` has noted it, where the tree came without its history."""
     if (found := commit()) != "unknown":
         return found
-    noted = ROOT / "gpu-packages" / "commit.txt"
+    noted = ROOT / NOTED
     return noted.read_text(encoding="utf-8").strip() if noted.exists() else found
 
 

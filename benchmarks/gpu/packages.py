@@ -17,13 +17,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks.gpu.machine import NOTED
 from benchmarks.side_by_side.machine import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "gpu-packages"
 """In it a folder for each Python: ``3.12``."""
-COMMIT = FOLDER / "commit.txt"
-"""Of FFT, when they were got."""
+COMMIT = ROOT / NOTED
 _NOT = ("torch", "numpy")
 """Whoever has a GPU has these, made for it, and all that they need."""
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")

@@ -143,6 +143,13 @@ class StartTxn:
     next_cursor: int = 0
     """The cursor once the txn is committed."""
 
+    @property
+    def slice(self) -> int | None:
+        """Of the data, which this group takes; None: what it computes does not count."""
+        if self.index is None:
+            return None
+        return self.cursor + self.index if self.lease is None else self.lease
+
 
 @dataclass(frozen=True)
 class Apply:

@@ -187,11 +187,8 @@ class _Line:
         self._items = self.replay.run()
         self.next: Move | Note | None = None
         self.step()
-
-    @property
-    def owed(self) -> tuple[str, ...]:
+        self.owed = tuple(self.replay.head.get("notes", ()))
         """The notes that it is to have of each txn, by its header."""
-        return tuple(self.replay.head.get("notes", ()))
 
     def step(self) -> None:
         """Go on to its next move or note."""

@@ -124,7 +124,7 @@ class Inputs:
             if isinstance(effect, StartTxn):
                 self._plan = effect
                 self._told = [t for t in self._told if t.token >= effect.token]
-                if (number := _slice_of(effect)) is not None:
+                if (number := effect.slice) is not None:
                     self._computed.add(effect.step, number)
 
     def _make_anew(self, number: int, version: int, place: str) -> None:
@@ -140,7 +140,7 @@ class Inputs:
 
     def _judge(self, token: Token, owed: Collection[str], place: str) -> None:
         plan = self._plan
-        if plan is None or plan.token != token or (number := _slice_of(plan)) is None:
+        if plan is None or plan.token != token or (number := plan.slice) is None:
             return
         for name in (name for name in (CONSUMED, ENTRY) if name in owed):
             told = [t for t in self._told if t.name == name and t.token == token]
@@ -153,10 +153,3 @@ class Inputs:
                 if each.version is not None:
                     at = (self._group, self._name)
                     self._given.taken.setdefault(at, Runs()).add(each.version, number)
-
-
-def _slice_of(plan: StartTxn) -> int | None:
-    """The slice that the group takes in a txn; None: what it computes does not count."""
-    if plan.index is None:
-        return None
-    return plan.cursor + plan.index if plan.lease is None else plan.lease

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forged import rewrite
 from jobs import HSDP, Job
 from typer.testing import CliRunner
 
@@ -366,16 +367,15 @@ def _is_later_row(record: dict[str, object]) -> bool:
 
 def _forge(path: Path, change: Callable[[dict[str, object]], bool]) -> int:
     """Change the first record that ``change`` takes, and link the file anew; its line number."""
-    link, out, place = "", [], 0
-    for number, line in enumerate(lines_of(path), 1):
-        record = json.loads(line)
-        record.pop("h")
+    place = 0
+
+    def first_taken(record: dict[str, Any]) -> list[dict[str, Any]]:
+        nonlocal place
         if not place and change(record):
-            place = number
-        body = json.dumps(record, separators=(",", ":"))
-        link = chain(link, body)
-        out.append(f'{body[:-1]},"h":"{link}"}}\n')
-    path.write_text("".join(out))
+            place = record["seq"]
+        return [record]
+
+    rewrite(path, first_taken)
     assert place, "nothing was changed"
     return place
 

@@ -140,9 +140,8 @@ class MainThread:
 
     def _note_consumed(self) -> None:
         plan = self._plan
-        if plan is not None and plan.index is not None:
-            number = plan.cursor + plan.index if plan.lease is None else plan.lease
-            self._world.consumed(self._process, plan.token, number, plan.step)
+        if plan is not None and plan.slice is not None:
+            self._world.consumed(self._process, plan.token, plan.slice, plan.step)
 
     def _applied(self, skip: bool) -> None:
         who, token = self._process.peer, self._token()

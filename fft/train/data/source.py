@@ -296,8 +296,7 @@ class Inputs:
         if plan.step != self._step:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
-        counted = None if plan.index is None else plan.cursor + plan.index
-        return Drawn(batch, is_last, self._waited_s * 1e3, counted, number)
+        return Drawn(batch, is_last, self._waited_s * 1e3, plan.slice, number)
 
     def _due(self, plan: StartTxn, number: int) -> str:
         """In words, for who looks for what could not be loaded."""

@@ -70,7 +70,6 @@ class StageInput:
         try:
             address = tuple(json.loads(store.get(place(self.scope))))
             end = socket.create_connection(address, self._manager._connect_timeout.total_seconds())
-            end.settimeout(None)
             connection = greet(end, key_of(self._parts), first=False)
         except (RuntimeError, Stranger, *LOST) as error:
             raise DataError(
@@ -85,7 +84,7 @@ class StageInput:
         with self._parts.watchers.waiting():
             came = self._ready.wait(limit_s)
         if not came or self._lost:
-            why = self._lost or f"it has begun no step within {limit_s:g} s"
+            why = self._lost or f"it has not come to the job's weights within {limit_s:g} s"
             raise DataError(f"stage {self.scope!r} of this group gives nothing: {why}")
 
     def holds(self, first: int, count: int) -> bool:
