@@ -73,6 +73,24 @@ _AUTO_RESUME = Annotated[
 _PROGRESS = Annotated[
     bool, typer.Option(help="Show the groups while they run; in a file, what changes.")
 ]
+_INJECTABLE = Annotated[
+    bool, typer.Option("--injectable", help="Allow `fft inject` to inject faults into this job.")
+]
+_DIAGNOSE_AFTER = Annotated[
+    int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
+]
+_REFORM = Annotated[
+    bool, typer.Option(help="Replace a lost rank alone; else its group is started again.")
+]
+_SPARES = Annotated[
+    int, typer.Option(help="Processes that wait, all imports loaded, for the place of a lost rank.")
+]
+_REFORM_WINDOW = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="Wait so long for a lost rank's successor; absent: 2, for a spare."
+    ),
+]
 _TAKE_OVER = Annotated[
     bool,
     typer.Option("--take-over", help="Have the supervisor that has these groups hand them over."),
@@ -157,10 +175,7 @@ def run(
     groups: Annotated[int, typer.Option(help="Number of replica groups.")] = 1,
     ranks: Annotated[int, typer.Option(help="Ranks in each group.")] = 1,
     faults: Annotated[Path | None, typer.Option(help="Fault plan to inject (YAML).")] = None,
-    injectable: Annotated[
-        bool,
-        typer.Option("--injectable", help="Allow `fft inject` to inject faults into this job."),
-    ] = False,
+    injectable: _INJECTABLE = False,
     trace_dir: Annotated[
         Path | None, typer.Option(help="For traces and logs; runs/<time> if absent.")
     ] = None,
@@ -178,9 +193,7 @@ def run(
     drain_timeout: Annotated[float, typer.Option(help="Seconds until a drain is killed.")] = 60.0,
     evict_stragglers: _EVICT_STRAGGLERS = None,
     progress: _PROGRESS = True,
-    diagnose_after: Annotated[
-        int, typer.Option(min=0, help="Rollbacks in a row before a diagnosis; 0: never.")
-    ] = 4,
+    diagnose_after: _DIAGNOSE_AFTER = 4,
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     join: _JOIN = False,
@@ -188,6 +201,9 @@ def run(
     all_groups: _ALL_GROUPS = None,
     take_over: _TAKE_OVER = False,
     host_limit: _HOST_LIMIT = HOST_LIMIT_S,
+    reform: _REFORM = True,
+    spares: _SPARES = 0,
+    reform_window: _REFORM_WINDOW = None,
     lighthouse: _LIGHTHOUSE = True,
     checkpoint: _CHECKPOINT = None,
     every: _EVERY = EVERY,
@@ -222,14 +238,16 @@ def run(
             checkpoint=_checkpointing(checkpoint, every, keep, resume),
             auto_resume=auto_resume,
             take_over=take_over,
+            reform=reform,
+            spares=spares,
+            reform_window=reform_window,
         )
+        traces, serve = config.trace_dir, None if join else (bus, cluster, lighthouse)
+        supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
         with held(config, join):
-            traces, config = config.trace_dir, begun(config, join)
-            plan = (
-                load_plan(faults, config.groups_in_all, ranks) if faults else FaultPlan(faults=[])
-            )
-            serve = None if join else (bus, cluster, lighthouse)
-            supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
+            config = begun(config, join)
+            total = config.groups_in_all
+            plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
             verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
     _tell(verdict, config.trace_dir)
 

@@ -26,7 +26,10 @@ def main() -> None:
     from types import ModuleType
 
     del sys.argv[0]
-    path, paper, owner = os.path.abspath(sys.argv[0]), _paper(), os.getpid()
+    path = os.path.abspath(sys.argv[0])
+    if role := os.environ.pop("FFT_ROLE_FD", ""):
+        _await_role(int(role), path)
+    paper, owner = _paper(), os.getpid()
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     module.__dict__.update(
@@ -51,6 +54,60 @@ def main() -> None:
             raise
         sys.excepthook(type(error), error, trace)
         sys.exit(1)
+
+
+def _await_role(number: int, path: str) -> None:
+    """Of a spare: load what the script imports, and wait until there is a place for it.
+
+    The supervisor's end of the sockets says which, in one line of JSON; when it is closed, none
+    will come.
+    """
+    import json
+    import socket
+
+    with socket.socket(fileno=number) as supervisor:
+        supervisor.set_inheritable(False)
+        _load_imports_of(path)
+        with supervisor.makefile("rwb") as words:
+            words.write(b"r")
+            words.flush()
+            line = words.readline()
+    if not line.endswith(b"\n"):
+        sys.exit(0)
+    role = json.loads(line)
+    os.environ.update(role["env"])
+    log = os.open(role["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.close(log)
+
+
+def _load_imports_of(path: str) -> None:
+    """Import what the script imports at its top, for speed alone: it will import it again, and
+    tell by itself what cannot be imported."""
+    import ast
+    from importlib import import_module
+
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read(), path)
+    except (OSError, SyntaxError, ValueError):
+        return
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names.append(node.module)
+    if "fft" in names:  # whose own parts are loaded as they are asked for
+        names.append("fft.train.manager")
+    if "torch" in {name.partition(".")[0] for name in names}:
+        names.append("torch._dynamo")  # loaded as the first optimizer is made
+    for name in names:
+        try:
+            import_module(name)
+        except BaseException as error:  # noqa: BLE001
+            sys.stderr.write(f"spare: {name} is not loaded: {error!r}\n")
 
 
 def _paper() -> int | None:

@@ -244,6 +244,8 @@ class _Seen:
 class Death(_Seen):
     """Somebody saw the process end (supervisor, monitor)."""
 
+    replaced: bool = False
+    """Another process takes its place in its group, whose other processes go on."""
     type: Literal["death"] = "death"
 
 

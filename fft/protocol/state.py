@@ -112,6 +112,8 @@ class Local:
     """Ended with evidence: seen by a monitor, gone by its own word, or replaced."""
     suspected: frozenset[Peer] = frozenset()
     """Silent in a window; cleared by any word from them."""
+    reforming: frozenset[str] = frozenset()
+    """Groups that get a process for one that was lost: the next epoch waits for them."""
     leaving: frozenset[Peer] = frozenset()
     elsewhere: tuple[Elsewhere, ...] = ()
     vote: Vote | None = None
@@ -343,6 +345,12 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
         for group, ranks in sorted(by_group.items(), key=lambda kv: _group_order(kv[0]))
         if [h.peer.rank for h in ranks] == list(c.ranks) and len({h.store for h in ranks}) == 1
     ]
+
+
+def awaited(s: Local, c: Config) -> set[str]:
+    """Member groups that re-form: a process of theirs was lost, others wait for its successor."""
+    left = {p.group for p in waited_for(s)} & s.reforming
+    return left - {ranks[0].peer.group for ranks in whole_groups(s, c)} if left else left
 
 
 def missing_mates(s: Local, c: Config) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 KINDS = (
     "fault",  # the body raises, before or after its vote
@@ -16,12 +17,16 @@ KINDS = (
     "crash",  # a process ends; a monitor tells
     "silent",  # a process ends; nobody tells
     "restart",  # an ended group comes back as new incarnations
+    "loss",  # a process ends; who tells it says, too, that its group gets another one
+    "replace",  # a process comes in the place of one that ended, while others of its group live;
+    # it takes so long to start that nothing else is under way then
     "twin",  # group A is started a second time while the first one lives
     "drain",  # a group is asked to leave
     "hang",  # a monitor says of a process, rightly or not, that its main thread does not move
     "early",  # a timer fires before its time: false suspicion
     "late",  # a wait for groups ends (join_window) before all have asked, but not before those
     # who have are heard
+    "over",  # the wait for a lost rank's successor (reform_window) ends before its time
     "lose",  # a message never reaches one listener
     "twice",  # a message reaches one listener twice
     "swap",  # two messages reach one listener in the other order
@@ -54,6 +59,9 @@ class Bounds:
     """Kind of fault: how many at most. Kinds that are not named do not happen."""
     formed: bool = True
     """Begin where the first epoch is running; else where the processes start."""
+    lost: Literal["", "replaced", "waiting"] = ""
+    """Begin where the last rank of group A was lost, and all others wait for its successor, which
+    starts, or does not."""
     alike: bool = True
     """All groups begin with the same weights; else the first epoch copies one group's."""
     least: int = 1
@@ -72,6 +80,7 @@ class Bounds:
         """One line for people."""
         what = ", ".join(f"{kind} ≤ {n}" for kind, n in self.budget)
         begin = "from the first txn" if self.formed else "from process start"
+        begin += {"": "", "replaced": ", a rank replaced", "waiting": ", a rank lost"}[self.lost]
         least = f", {self.least} at least" if self.least > 1 else ""
         least += ", states compared" if self.digests else ""
         least += " and healed" if self.heals else ""

@@ -72,11 +72,13 @@ from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bar
 from fft.prove.bits import Bits
 from fft.prove.bounds import GIVES_UP, KINDS, REAL, UNQUIET, Bounds, World
 from fft.prove.intern import Interner, Renamer, can_matter, freeze, thaw
-from fft.prove.nodes import Node, Shared
+from fft.prove.nodes import NEVER, Node, Shared, tidied
 from fft.prove.other_scopes import OtherScopes
 from fft.util.errors import ProtocolError
 
 GROUPS = "ABCDEFGH"
+SUCCESSOR = 100
+"""So much higher is the incarnation of who comes for a lost rank; its group's store is the same."""
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """What a process is to hear, and what a step is called that takes the first of it."""
 
@@ -177,7 +179,7 @@ class Model:
             config = Config(
                 me=me,
                 world=self.bounds.ranks,
-                store=f"{me.group}.{inc}",
+                store=f"{me.group}.{inc % SUCCESSOR}",
                 transport="",
                 pid=1,
                 host=_host(me),
@@ -196,9 +198,10 @@ class Model:
             found = self._participants[who, inc] = self._class(self._table, config)
         return found
 
-    def _born(self, who: int, inc: int) -> Node:
+    def _born(self, who: int, inc: int, alike: bool | None = None) -> Node:
         """A process that has just connected."""
-        lineage = GENESIS if self.bounds.alike else f"{self.peer(who, inc).group}.{inc}"
+        alike = self.bounds.alike if alike is None else alike
+        lineage = GENESIS if alike else f"{self.peer(who, inc).group}.{inc}"
         local = self.participant(who, inc).initial(lineage)
         return Node(inc, self.locals.id(freeze(local)), bits=Bits(lineage))
 
@@ -210,12 +213,24 @@ class Model:
         if not self.bounds.formed:
             return state
         while any(self.at(self.node(state, i)) != "computing" for i in range(self.places)):
-            steps = self.steps(state, faults=False)
-            step = next((s for s in steps if s.what != "body ends"), None)
-            if step is None or step.broken:
-                raise RuntimeError(f"the first epoch does not form: {step and step.broken}")
-            state = step.state
-        return state
+            after = self._goes_on(state)
+            assert after is not None, "the first epoch forms"
+            state = after
+        return self._after_loss(state) if self.bounds.lost else state
+
+    def _goes_on(self, state: State) -> State | None:
+        """What comes next where nobody does anything wrong and all bodies take long."""
+        steps = self.steps(state, faults=False)
+        step = next((s for s in steps if not s.what.startswith(("body ends", "timer"))), None)
+        return None if step is None or step.broken else step.state  # what breaks is to be found
+
+    def _after_loss(self, state: State) -> State:
+        who = self.bounds.ranks - 1
+        here = _Here(self, who, self.node(state, who), Shared(), (0,))
+        after: State | None = self._close(who, here.is_lost()._replace(cost=None), state).state
+        while after is not None:
+            state, after = after, self._goes_on(after)
+        return self._replace(state, who).state if self.bounds.lost == "replaced" else state
 
     def _fresh(self) -> State:
         left = dict(self.bounds.budget)
@@ -268,6 +283,8 @@ class Model:
             yield self._close(-1, self._to_bus("bus back", shared._replace(bus="up")), state)
         if idle:
             yield from self._timers_when_idle(state, shared)
+        if idle or every:
+            yield from self._replacements(state, self.budgets[left_id])
         left = self.budgets[left_id]
         if left[0]:
             yield from self._faults_of_bus(state, shared, left)
@@ -433,10 +450,28 @@ class Model:
         ]
         inc = max(self.node(state, i).inc for i in same) + 1
         for who in range(first, first + ranks):
-            turn = _Turn(self._born(who, inc), self.shared[state[self.size]])
-            self._handle(turn, who, self.events.id(Start()))
-            after[who] = self.nodes.id(turn.node)
+            after[who] = self._begin(state, who, self._born(who, inc))
         return self._close(first, Act(what, cost, after[first]), tuple(after))
+
+    def _replacements(self, state: State, left: tuple[int, ...]) -> Iterator[Step]:
+        """A process comes in the place of one that ended, as the others of its group live."""
+        if not (left[0] and left[1 + KINDS.index("replace")]):
+            return
+        for who in range(self.places):
+            first = who - who % self.bounds.ranks
+            mates = range(first, first + self.bounds.ranks)
+            if self.node(state, who).local < 0 <= max(self.node(state, i).local for i in mates):
+                yield self._replace(state, who, "replace")
+
+    def _replace(self, state: State, who: int, cost: str | None = None) -> Step:
+        """A process comes in the place of one that ended. Its weights are nobody's."""
+        born = self._born(who, self.node(state, who).inc + SUCCESSOR, alike=False)
+        return self._close(who, Act("is replaced", cost, self._begin(state, who, born)), state)
+
+    def _begin(self, state: State, who: int, born: Node) -> int:
+        turn = _Turn(born, self.shared[state[self.size]])
+        self._handle(turn, who, self.events.id(Start()))
+        return self.nodes.id(turn.node)
 
     def _close(self, who: int, act: Act, state: State) -> Step:
         """The state that an act leads to."""
@@ -624,7 +659,7 @@ class Model:
                 ballots = dict(shared.ballots)
                 slot = token
                 if not self.world.attempts and shared.head is not None:
-                    slot = Token(_NEVER, shared.head.step)
+                    slot = Token(NEVER, shared.head.step)
                 votes = ballots.get(slot, ())
                 if sum(v.peer == vote.peer for v in votes) < 2:  # a third copy adds nothing new
                     votes = tuple(sorted((*votes, vote), key=lambda v: v.peer))
@@ -688,7 +723,7 @@ class Model:
 
     def _forget(self, state: list[int]) -> None:
         """Drop what no later move of anybody can speak of: old facts, and old ballots."""
-        size, epoch, record, cursor, lineages = self.size, _NEVER, _NEVER, _NEVER, set()
+        size, epoch, record, cursor, lineages = self.size, NEVER, NEVER, NEVER, set()
         for number in state[:size]:
             view = self._node_view(number)
             if view is None:
@@ -713,7 +748,7 @@ class Model:
         state[-1] = kept
         tidy = self._tidied.get((shared_id, epoch))
         if tidy is None:
-            shared = _tidy(self.shared[shared_id], epoch)
+            shared = tidied(self.shared[shared_id], epoch)
             tidy = self._tidied[shared_id, epoch] = self.shared.id(shared)
         state[size] = tidy
 
@@ -1017,6 +1052,8 @@ class _Here:
         if self.may("crash"):
             told = Death(self.me.group, self.me.rank, 1, _host(self.me), "x")
             yield self._end("crash", (self.model.events.id(told),))
+        if self.may("loss"):
+            yield self.is_lost()
         if self.may("silent"):
             yield self._end("silent", ())
         if not self.node.pending:
@@ -1047,6 +1084,9 @@ class _Here:
         if self.may("late") and local.role == "joining" and "join_window" in local.timers:
             due = Timer("join_window", local.timers["join_window"])
             yield self.event("waits no longer for others", node, due, "late")
+        if self.may("over") and "reform_window" in local.timers:
+            due = Timer("reform_window", local.timers["reform_window"])
+            yield self.event("waits no longer for a rank", node, due, "over")
         behind = node._replace(inbox=())
         if self.may("deaf") and not local.deaf:
             yield self.event("is deaf from now on", behind, BusDown("listen", ""), "deaf")
@@ -1068,6 +1108,11 @@ class _Here:
             rest = self.left_with(queue, (waiting[0], *waiting[2:]))
             second = self.model.events[waiting[1]]
             yield self.event(hears.replace("0", "1"), rest, second, "swap")
+
+    def is_lost(self) -> Act:
+        """It ends, and everyone hears that its group gets another process."""
+        told = Death(self.me.group, self.me.rank, 1, _host(self.me), "x", replaced=True)
+        return self._end("loss", (self.model.events.id(told),))
 
     def _end(self, cost: str, sent: tuple[int, ...]) -> Act:
         turn = _Turn(Node(self.node.inc), self.shared, list(sent))
@@ -1137,15 +1182,6 @@ def _host(peer: Peer) -> str:
     return f"{peer.group}.{peer.rank}.{peer.inc}"
 
 
-_NEVER = 1 << 30
 _NO = frozenset({"says_no"})
 _REDUCED = Manifest(1, 4, "x"), Manifest(2, 8, "x")
 """What the bodies of rank 0, and of rank 1, reduce, but for those at fault."""
-
-
-def _tidy(shared: Shared, epoch: int) -> Shared:
-    """Ballots of epochs that everybody has left are never added to again."""
-    if epoch == _NEVER:
-        return shared
-    kept = tuple(b for b in shared.ballots if b[0].epoch >= epoch)
-    return shared if len(kept) == len(shared.ballots) else shared._replace(ballots=kept)

@@ -1,4 +1,4 @@
-"""Planted bugs in what single paradigms have. Pure data."""
+"""Planted bugs in what single paradigms have, and in re-forming. Pure data."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from fft.prove.apart_mutants import APART
 from fft.prove.flow_mutants import FLOW
 from fft.prove.lease_mutants import LEASES
 from fft.prove.mutant import Mutant
+from fft.prove.reform_mutants import REFORM
 
-OF_PARADIGMS: tuple[Mutant, ...] = (*LEASES, *FLOW, *APART)
+OF_PARADIGMS: tuple[Mutant, ...] = (*LEASES, *FLOW, *APART, *REFORM)

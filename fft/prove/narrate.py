@@ -115,12 +115,20 @@ def say_effect(effect: Any) -> str:
 # --- steps ----------------------------------------------------------------------------------------
 
 
+def start_of(model: Model, step: Step) -> str:
+    """How a scenario file says that processes start, or a group is asked to leave."""
+    place = model.peer(step.who, 1)
+    return f"{place.group}{f'/{place.rank}' if step.what == 'is replaced' else ''} {step.what}"
+
+
 def tell(model: Model, state: State, step: Step) -> str:
     """One line: who does what, what changes in its state, and what it will do on the bus."""
     if step.who < 0:
         return step.what
     before, after = model.node(state, step.who), model.node(step.state, step.who)
     me = name(model.peer(step.who, after.inc))
+    if step.what == "is replaced":
+        return f"{me} comes; will {_todo(model, after.pending)}"
     if step.what in ("comes back", "is started twice"):
         return f"{me.partition('/')[0]} {step.what} as {me}; will {_todo(model, after.pending)}"
     text = f"{me} {_action(model, state, step)}"

@@ -8,6 +8,9 @@ from fft.messages.protocol import Record, ScopeRecord, Token, Vote
 from fft.protocol.main_thread import shipped_thread
 from fft.prove.bits import Bits
 
+NEVER = 1 << 30
+"""An epoch that does not come."""
+
 
 class Node(NamedTuple):
     """One process. ``local`` < 0: it is not there."""
@@ -46,3 +49,11 @@ class Shared(NamedTuple):
     """``up``, ``down`` (out of reach) or ``gone`` (its memory is lost)."""
     scopes: tuple[ScopeRecord, ...] = ()
     """Newest records of the scopes that the flow binds this one to."""
+
+
+def tidied(shared: Shared, epoch: int) -> Shared:
+    """Ballots of epochs that everybody has left are never added to again."""
+    if epoch == NEVER:
+        return shared
+    kept = tuple(b for b in shared.ballots if b[0].epoch >= epoch)
+    return shared if len(kept) == len(shared.ballots) else shared._replace(ballots=kept)

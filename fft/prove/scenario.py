@@ -45,6 +45,7 @@ in turn; ``all``: everyone)::
     A/0 connects | learns | fails to learn       a learner, which fetches in its first txn
     A/0 timer NAME          fires, early if need be
     A/0 ends (crash)        a monitor tells; ends (silent): nobody tells
+    A/0 ends (loss)         who tells says that another will take its place: A/0 is replaced
     A comes back | A is asked to leave | A is started twice
     bus away | bus back | bus forgets
     hears all               everyone hears and does everything, main threads stand still
@@ -95,6 +96,7 @@ from fft.prove.narrate import (
     say,
     say_effect,
     say_record,
+    start_of,
     tell,
     txn,
 )
@@ -309,7 +311,7 @@ def _mutant(wanted: str) -> tuple[FsmSpec, type[Participant], World, ThreadTable
 # --- running --------------------------------------------------------------------------------------
 
 _HEARING = ("hears", "is told", "does", "fails at")
-_GROUP_ACTIONS = ("comes back", "is asked to leave", "is started twice")
+_STARTS = ("comes back", "is asked to leave", "is started twice", "is replaced")
 _ACTIONS = {
     "hears": "hears 0",
     "hears second": "hears 1",
@@ -334,8 +336,8 @@ def _command(model: Model, state: State, step: Step) -> str:
     for said, what in _ACTIONS.items():
         if step.what == what:
             return f"{subject} {said}"
-    if step.what in _GROUP_ACTIONS:
-        return f"{peer.group} {step.what}"
+    if step.what in _STARTS:
+        return start_of(model, step)
     action = step.what
     if action.startswith("does"):
         action = "does"
@@ -417,10 +419,8 @@ class Run:
     # --- single steps ---
 
     def _act(self, subject: str, action: str, text: str) -> list[str]:
-        if action in _GROUP_ACTIONS:
-            return self._single(
-                lambda s: s.what == action and self.model.peer(s.who, 1).group == subject, text
-            )
+        if action in _STARTS:
+            return self._single(lambda s: start_of(self.model, s) == text, text)
         lines = []
         for who in self._who(subject):
             if action == "hears all":

@@ -111,6 +111,17 @@ DEFAULT = (
         faults=3,
         budget=budget("crash", "restart", "lose"),
     ),
+    Bounds("re-forming", ranks=2, commits=1, faults=0, lost="replaced"),
+    Bounds(
+        "re-forming, faults",
+        ranks=2,
+        commits=0,
+        faults=1,
+        lost="replaced",
+        least=2,
+        budget=budget("over", "heal", "lapse", "torn"),
+    ),
+    Bounds("re-forming, too late", ranks=2, commits=0, faults=0, lost="waiting"),
     Bounds("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
     Bounds("deaf", commits=1, faults=1, budget=budget("deaf")),
     Bounds("overrun", commits=1, faults=2, budget=budget("overrun", "fault")),
@@ -262,6 +273,18 @@ DEEP = (
     ),
     Bounds("hang, 3 faults", commits=0, faults=3, budget=budget("fault", "lapse", "hang")),
     Bounds("too few, shards", ranks=2, commits=1, faults=1, least=2, budget=budget("drain")),
+    Bounds(
+        "re-forming, over", ranks=2, commits=1, faults=1, lost="replaced", budget=budget("over")
+    ),
+    Bounds(
+        "re-forming, donor",
+        ranks=2,
+        commits=0,
+        faults=1,
+        lost="replaced",
+        least=2,
+        budget=budget("crash", "fault"),
+    ),
     Bounds("shards, crash", ranks=2, commits=1, faults=1, budget=budget("crash")),
     Bounds("shards, fault", ranks=2, commits=1, faults=1, budget=budget("fault")),
 )

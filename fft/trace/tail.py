@@ -45,6 +45,8 @@ class RankView:
     """For whom, and why, as it said last."""
     role: Role = "joining"
     """Of the state."""
+    reforms: bool = False
+    """Its group may lose other ranks, and go on with others in their places."""
     leaves: bool = False
     """On purpose: its group was asked to, or its last step has come."""
 
@@ -217,6 +219,7 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
     data = _mapping(record.get("data"))
     if record.get("kind") == "header":
         view.state = str(_mapping(record.get("spec")).get("initial", view.state))
+        view.reforms = record.get("reforms") is True
     elif record.get("kind") == "transition":
         state, role = record.get("to"), _role(record)
         if isinstance(state, str) and role is not None:

@@ -5,12 +5,14 @@ Touches torch's process groups; abort may come from any thread, the rest is the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
@@ -25,13 +27,22 @@ class EpochGroups:
     """Built for every epoch, aborted by every rollback."""
 
     def __init__(
-        self, manager: Manager, peer: Peer, store: str, pg: ProcessGroup, shard: ProcessGroup | None
+        self,
+        manager: Manager,
+        peer: Peer,
+        store: str,
+        pg: ProcessGroup,
+        shard: ProcessGroup | None,
+        alone: bool,
     ) -> None:
         """``store``: where the ranks of this replica group meet. ``shard``: the group that they
-        shard the model over; None: it is not sharded."""
+        shard the model over; None: it is not sharded. ``alone``: the others of this replica group
+        are in the job already, and can be met in its first epoch only."""
         self._manager = manager
         self._peer = peer
         self._store = store
+        self._alone = alone
+        self._has_stages = False
         self.replicate = AbortableGroup(pg, "replicate")
         self.shard = _Shard(shard, self) if shard is not None else None
         self.shard_is_void = False
@@ -92,6 +103,7 @@ class EpochGroups:
     def stage_group(self) -> ProcessGroup:
         """The process group over the ranks of this replica group, known to torch."""
         shard = self._ready("stage_group")
+        self._has_stages = True
         shard.mesh()
         shard.be_default()
         return shard
@@ -106,13 +118,28 @@ class EpochGroups:
         """Whether the ranks of this replica group can tell each other where they stand."""
         return self.shard is not None and isinstance(self.shard.pg, ShardGroup)
 
+    @property
+    def can_reform(self) -> bool:
+        """Whether other ranks of this replica group may be replaced while this process lives.
+
+        They must meet in our process group and in no other, and must not exchange anything just
+        once: the stages of a pipeline tell each other their shapes in their first step.
+        """
+        shard = self.stages
+        others = any(pg is not shard for pg in _world.pg_map)
+        return isinstance(shard, ShardGroup) and not (others or self._has_stages)
+
     def _ready(self, asked: str) -> ShardGroup:
         if self.shard is None or not isinstance(self.shard.pg, ShardGroup):
             raise FftError(
                 f"{asked}() needs shard_pg=fft.ShardProcessGroupGloo(...), or of NCCL on GPUs"
             )
-        if self.shard.pg._pg is None:
-            self._configure_shard(f"boot/{self._peer.inc}", 0)
+        if self.shard.pg._pg is None and self._alone:
+            self.shard.pg.be_alone(self._manager._group_rank, self._manager._group_world_size)
+        elif self.shard.pg._pg is None:
+            # Not by incarnations where ranks are replaced one by one.
+            start = os.environ.get("FFT_START") or self._peer.inc
+            self._configure_shard(f"boot/{start}", 0)
         return self.shard.pg
 
     def configure(self, command: Heal, models: str) -> None:

@@ -54,7 +54,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
         spec = stage.spec
     participant = Participant(Table(spec), config)
     local = _initial(manager, parts, participant)
-    job.trace.write("header", header(spec, config, local, notes=_notes(parts)))
+    told = {"notes": _notes(parts), "reforms": _can_reform(parts, config)}
+    job.trace.write("header", header(spec, config, local, **told))
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)
@@ -122,6 +123,8 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
     state, step = parts.state, manager._step
     own = f"fresh:{parts.job.peer.group}:{store_address(manager)}"
     fresh = own if manager._init_sync else GENESIS
+    if parts.settings.is_successor:  # its weights were built without its group
+        fresh = f"fresh:{parts.job.peer}"
     return participant.initial(
         lineage=state.lineage or (fresh if step == 0 else f"step:{step}"),
         step=step,
@@ -129,6 +132,12 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
         batches=manager._batches_committed,
         returned=state.returned,
     )
+
+
+def _can_reform(parts: Parts, config: Config) -> bool:
+    """Whether this group may go on with another process for one that it lost."""
+    is_whole = parts.stage is None and parts.inner is None and parts.quorums is None
+    return config.world > 1 and is_whole and not config.bound and parts.groups.can_reform
 
 
 def _notes(parts: Parts) -> tuple[str, ...]:

@@ -62,7 +62,8 @@ class Parts:
         undo.callback(trace.close)
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
-        self.groups = EpochGroups(manager, peer, store_address(manager), pg, shard_pg)
+        store, alone = store_address(manager), settings.is_successor
+        self.groups = EpochGroups(manager, peer, store, pg, shard_pg, alone)
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)

@@ -64,6 +64,8 @@ class Settings:
     monitor: bool
     progress_interval: float
     membership: Membership
+    is_successor: bool
+    """It comes for a lost rank, whose group lives: it meets nobody before its first epoch."""
     checkpoint: Checkpointing | None
     """Durable checkpoints; None: none are taken."""
 
@@ -73,6 +75,8 @@ class Settings:
         Raises TimeoutsError: they contradict each other.
         """
         chosen = {name: Given(float(s), "timeouts=") for name, s in self.timeouts.items()}
+        if window := os.environ.get("FFT_REFORM_WINDOW"):
+            chosen.setdefault("reform_window", Given(float(window), "--reform-window"))
         for name in ARGUMENTS:
             seconds = getattr(manager, f"_{name}").total_seconds()
             if seconds != TORCHFT_DEFAULT_S:
@@ -140,6 +144,7 @@ def read_settings(
         monitor=os.environ.get("FFT_MONITOR") != "0" if monitor is None else monitor,
         progress_interval=interval,
         membership=chosen,
+        is_successor=os.environ.pop("FFT_SUCCESSOR", "") == "1",
         checkpoint=durable,
     )
 

@@ -128,6 +128,7 @@ def test_a_death_is_told_at_once_and_the_group_starts_again(
             "pid": victim.pid,
             "by": "supervisor",
             "cause": "SIGKILL",
+            "replaced": False,
         }
         second = job.message()
         assert (second["rank"], second["pid"]) == (0, mate.pid)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jobs import Job
 
-from fft.messages.effects import Decide, Finish, StartTxn
+from fft.messages.effects import Decide, Finish, Heal, StartTxn
 from fft.messages.protocol import (
     Ack,
     Applied,
@@ -638,6 +638,15 @@ def who_left_is_still_there(h: History) -> None:
 @breaks("join", f"record {5 + 1} ended its epoch with a commit, and then came a rollback")
 def a_commit_that_ends_its_epoch_is_followed_by_a_rollback(h: History) -> None:
     change_all(h, brings("epoch", Token(3, 0)), record(kind="abort", members=()))
+
+
+@breaks("reform", f"{B} fetches the state that it holds")
+def one_fetches_what_it_has(h: History) -> str:
+    def fetches(m: Move) -> Move:
+        effects = [replace(e, fetch_from=0) if isinstance(e, Heal) else e for e in m.out.effects]
+        return after(lineage=m.record.lineage)(replace(m, out=replace(m.out, effects=effects)))  # type: ignore[union-attr]
+
+    return change(h, B, brings("epoch", Token(2, 0)), fetches)
 
 
 @breaks("decided", f"{B} stopped in doubt about txn {FIRST}: no answer")

@@ -64,7 +64,12 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "fault after the vote": "fault_after_the_vote",
         "`optimizer.step()` fails after COMMIT": "optimizer_fails_after_commit",
         "rank or group killed": "group_killed_before_its_vote",
-        "one rank of a group killed": "one_rank_of_a_group_killed",
+        "one rank of a group killed": "rank_lost_and_replaced",
+        "a second rank lost while a group re-forms": "rank_lost_while_another_is_replaced",
+        "who came for a lost rank is lost too, before its first commit": "successor_lost_too",
+        "one rank of a group killed, and its script does not allow re-forming": (
+            "one_rank_of_a_group_killed"
+        ),
         "false suspicion": "false_suspicion_nothing_lost",
         "the user skips a step (an inf, a loss that is not finite)": "skip_by_one",
         "states of replicas differ": "states_differ_stop",
@@ -140,6 +145,9 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "restart": "comes back",
         "twin": "is started twice",
         "drain": "is asked to leave",
+        "loss": "ends (loss)",
+        "replace": "is replaced",
+        "over": "waits no longer for a rank",
         "late": "waits no longer for others",
         "hang": "is said to hang",
         "early": " early",

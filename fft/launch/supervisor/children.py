@@ -6,10 +6,12 @@ pid that was used again is never hit. Opens one log file per child.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +23,9 @@ from fft.util import pidfd
 from fft.util.die_with_parent import tied
 from fft.util.error_places import Place
 
+logger = logging.getLogger(__name__)
+
+_REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
 _LONGEST_WORDS = 256 * 1024
@@ -50,6 +55,8 @@ class Child:
         self.log = log
         self.code: int | None = None
         self.told_dead = False
+        self.is_replaced = False
+        """Once its death is told: another process takes its place, while its mates live."""
         self.was_asked = False
         """It was sent SIGTERM."""
         self.last_words: Place | None = None
@@ -150,6 +157,16 @@ class Child:
 
     def _last_lines(self) -> str:
         return "\n".join(f"    {line}" for line in _tail(self.log))
+
+
+def reap_all(children: Sequence[Child]) -> None:
+    """Collect those that were sent SIGKILL; says which do not end in time."""
+    deadline = time.monotonic() + _REAP_S
+    for child in children:
+        if child.dies_within(deadline - time.monotonic()):
+            child.reap()
+        else:
+            logger.error("pid %d did not end within %g s of its SIGKILL", child.pid, _REAP_S)
 
 
 def _started(

@@ -49,6 +49,13 @@ class RunConfig:
     """Go on from the newest of them when the job has lost its state."""
     resume_step: int | None = None
     """The checkpoint that the job begins with; None: with none."""
+    reform: bool = True
+    """A group that loses one rank keeps the others, where its script allows it."""
+    spares: int = 0
+    """Processes that wait for a role with the script's imports loaded."""
+    reform_window: float | None = None
+    """How long the others wait for the successor of a lost rank; None: if there is a spare, and
+    then as the spec says."""
     take_over: bool = False
     """Have another supervisor of these groups hand them over; else it is left alone."""
 
@@ -89,6 +96,10 @@ class RunConfig:
             raise SupervisorError(
                 "--evict-stragglers must be more than 1: how many times slower a rank is"
             )
+        if self.spares < 0:
+            raise SupervisorError("--spares must be at least 0")
+        if self.reform_window is not None and not 0 <= self.reform_window < math.inf:
+            raise SupervisorError("--reform-window must be a number of seconds, at least 0")
         if any(self.trace_dir.glob("*.jsonl")):
             raise SupervisorError(
                 f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
@@ -108,6 +119,8 @@ class RunConfig:
             found["FFT_FAULTS"] = str(self.faults.resolve())
         if self.may_inject:
             found["FFT_INJECT"] = "1"
+        if self.reform_window:
+            found["FFT_REFORM_WINDOW"] = str(self.reform_window)
         if self.checkpoint is not None:
             found |= self.checkpoint.to_env(self.resume_step)
         return found

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,13 @@ from fft.util.error_places import Place
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
+_ADDRESS_OF_RANK_0 = "manager_addr"
+"""torchft's key for it (``torchft.manager.MANAGER_ADDR_KEY``), in the store of a group."""
+
 _SUPERVISORS = frozenset(
     {
         *("FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_LAST_WORDS_FD"),
-        *("FFT_TOKEN", "FFT_TOKEN_FILE"),
+        *("FFT_TOKEN", "FFT_TOKEN_FILE", "FFT_SUCCESSOR", "FFT_ROLE_FD"),
     }
 )
 """Settings that are never inherited."""
@@ -54,6 +57,8 @@ class Group:
         self.ranks = ranks
         self.starts = 0
         self.children: list[Child] = []
+        self.lost: list[Child] = []
+        """Those that were replaced since it was started."""
         self.pauses = Pauses()
         self.restart_at: float | None = None
         """When to start again, on the monotonic clock in seconds."""
@@ -68,14 +73,22 @@ class Group:
         """Ended on an operator's word, and not to be started by anybody else's."""
         self.loss: Loss | None = None
         """Another supervisor has it now, or will when its processes here have ended."""
+        self.replaced: dict[int, int] = {}
+        """Ranks that were replaced in this start, and their incarnations on record then."""
         self.known_incs: dict[int, int] = {}
         """The ranks' newest incarnations that were on record when it was started last."""
         self._store: Any = None
+        self._place: dict[str, str] = {}
 
     @property
     def living(self) -> list[Child]:
         """The children that have not been reaped."""
         return [child for child in self.children if child.alive]
+
+    @property
+    def is_to_go_on(self) -> bool:
+        """Whether nobody has asked its processes to end, nor is it another supervisor's."""
+        return self.eviction is None and self.kill_at is None and self.loss is None
 
     @property
     def finished(self) -> bool:
@@ -127,12 +140,50 @@ class Group:
         self.evicted = False
         self.starts += 1
         self._store, port = host_store(address)
-        self.children = []
+        self.children, self.lost, self.replaced = [], [], {}
+        self._place = {
+            "WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            # whose store is served here: init_process_group() shall not serve another there
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "REPLICA_GROUP_ID": self.name,
+            "FFT_GROUP": self.name,  # by which supervisor and participants speak of it
+            "NUM_REPLICA_GROUPS": str(groups),
+            "FFT_START": str(self.starts),
+        }
         with ExitStack() as undo:
             undo.callback(self._undo_start)
-            self._start_ranks(script, env, logs, groups, inherits, address, port)
+            for rank in range(self.ranks):
+                own = {**env, **self.place(rank)}
+                log = logs / f"g{self.name}r{rank}-{self.starts}.log"
+                child = Child(self.name, rank, self.starts, script, own, log, inherits)
+                self.children.append(child)
             undo.pop_all()
         return self.children
+
+    def place(self, rank: int) -> dict[str, str]:
+        """What tells a process that it is this rank of the present start."""
+        return {**self._place, "RANK": str(rank)}
+
+    def replace(self, lost: Child, inc: int, logs: Path, start: Callable[[Path], Child]) -> Child:
+        """``start`` a process, given its log, for the rank that was ``lost``, as ``inc``.
+
+        Raises OSError.
+        """
+        tries = 2 + sum(child.rank == lost.rank for child in self.lost)
+        log = logs / f"g{self.name}r{lost.rank}-{self.starts}.{tries}.log"
+        child = start(log)
+        child.group, child.rank, child.start, child.log = self.name, lost.rank, self.starts, log
+        self.lost.append(lost)
+        self.children[self.children.index(lost)] = child
+        self.replaced[lost.rank] = inc
+        return child
+
+    def forget_address_of(self, rank: int) -> None:
+        """Who asks torchft's store where rank 0 is shall wait for its successor."""
+        if rank == 0 and self._store is not None:
+            self._store.delete_key(_ADDRESS_OF_RANK_0)
 
     def _undo_start(self) -> None:
         for child in self.children:
@@ -140,33 +191,6 @@ class Group:
             child.reap()
         self.children = []
         self.close()
-
-    def _start_ranks(
-        self,
-        script: list[str],
-        env: Mapping[str, str],
-        logs: Path,
-        groups: int,
-        inherits: Sequence[int],
-        address: str,
-        port: int,
-    ) -> None:
-        for rank in range(self.ranks):
-            place = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.ranks),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                # whose store is served here: init_process_group() shall not serve another there
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "REPLICA_GROUP_ID": self.name,
-                "FFT_GROUP": self.name,  # by which supervisor and participants speak of it
-                "NUM_REPLICA_GROUPS": str(groups),
-            }
-            log = logs / f"g{self.name}r{rank}-{self.starts}.log"
-            own = {**env, **place}
-            child = Child(self.name, rank, self.starts, script, own, log, inherits)
-            self.children.append(child)
 
     def ask_to_leave(self, grace: float, whom: Sequence[Child] | None = None) -> None:
         """SIGTERM to ``whom`` (None: all), and SIGKILL to all that are left after so long, in s."""

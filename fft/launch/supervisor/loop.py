@@ -25,20 +25,23 @@ from fft.bus import BusError
 from fft.bus.token import JobToken
 from fft.health.hosts import Process
 from fft.launch.services import ServiceError, Services
-from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.children import Child, cause_of, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.commands import why_not_evict
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import last_epoch
 from fft.launch.supervisor.fault_plan_watch import PlanWatch, return_step
-from fft.launch.supervisor.groups import Group, base_env, why_not_started
+from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.hang_reports import HangReports
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import JobOutcome, Judgement
+from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links
 from fft.launch.supervisor.losses import ALL_DIED, loss_of
 from fft.launch.supervisor.mistakes import Mistake, Mistakes
+from fft.launch.supervisor.reforming import Reforming
+from fft.launch.supervisor.screen import snapshot
 from fft.messages.commands import (
     BY_SUPERVISOR,
     AnswerKind,
@@ -57,10 +60,9 @@ from fft.messages.fault_plans import (
 )
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.report import save_plan
-from fft.trace.tail import Display, Injected, Row, Snapshot, TraceTail, row_of
+from fft.trace.tail import Display, Injected, TraceTail
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
-_REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
 _OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join
 _LEAVE_S = 5.0  # for leaving in good order a job that is over, or cannot go on
 
@@ -121,6 +123,8 @@ class Supervisor:
         self._wake_in.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._hangs = HangReports()
+        self._launcher = Launcher(config, services, token, self._hangs.fd)
+        self._reforming = Reforming(config, self._launcher)
         self._selector.register(self._hangs.socket, selectors.EVENT_READ)
         self._began = time.monotonic()
         self._drain_until: float | None = None
@@ -181,6 +185,8 @@ class Supervisor:
         self._name_stragglers()
         self._look()
         self._start_due()
+        for spare in self._reforming.spares.started():
+            self._look_after(spare)
         self._check_deadlines()
         self._beat_for_children()
 
@@ -202,17 +208,7 @@ class Supervisor:
         if self._watch is not None and self._drain_until is None and self._watch.due(view):
             self._drain("the fault plan is finished", forward=False)
         if self._display is not None:
-            rows = [self._row(group) for group in self._groups.values()]
-            elapsed = time.monotonic() - self._began
-            names = {fault.name for fault in self._plan.faults}
-            fired = len(names & view.injected.keys())
-            self._display.show(Snapshot(elapsed, rows, fired, len(names)))
-
-    def _row(self, group: Group) -> Row:
-        """The group on the screen; what its dead incarnations did last is not shown as news."""
-        view = self._tail.view
-        is_old = group.living and view.incs(group.name) == group.known_incs
-        return Row(group.name, group.doing()) if is_old else row_of(view, group.name, group.doing())
+            self._display.show(snapshot(self._groups.values(), view, self._began, self._plan))
 
     def _check_deadlines(self) -> None:
         now, limit = time.monotonic(), self._config.timeout
@@ -247,28 +243,19 @@ class Supervisor:
             if group.restart_at is not None and group.restart_at <= now:
                 self._start(group)
 
+    def _look_after(self, child: Child) -> None:
+        self._selector.register(child.fd, selectors.EVENT_READ, child)
+        child.watch(partial(self._is_dying, child))
+
     def _start(self, group: Group) -> None:
-        config = self._config
-        services = {
-            **self._services.settings(),
-            **config.settings(),
-            "FFT_SUPERVISOR_FD": str(self._hangs.fd),
-        }
-        if self._token is not None:
-            services["FFT_TOKEN"] = self._token.text()
         group.known_incs = self._tail.view.incs(group.name)
-        logs = config.trace_dir / "logs"
-        env, own_end = base_env(services), [self._hangs.fd]
-        total = config.groups_in_all
-        address = self._links.address
         try:
-            children = group.start(list(config.script), env, logs, total, own_end, address)
+            children = self._launcher.start_group(group, self._links.address)
         except (OSError, BusError) as error:
             self._on_no_start(group, why_not_started(group, error))
             return
         for child in children:
-            self._selector.register(child.fd, selectors.EVENT_READ, child)
-            child.watch(partial(self._is_dying, child))
+            self._look_after(child)
 
     def _on_no_start(self, group: Group, text: str) -> None:
         """Nothing of the group runs. At the beginning that ends the job; later it is tried again.
@@ -290,7 +277,7 @@ class Supervisor:
         while self._dying:
             child = self._dying.popleft()
             if child.alive:
-                self._tell_dead(child, "it was killed, or ended without leaving")
+                self._tell_dead(child, "it was killed, or ended without leaving", by_itself=True)
 
     def _on_death(self, child: Child) -> None:
         """A child has died: say so first, then end the rest of its group with it."""
@@ -298,10 +285,15 @@ class Supervisor:
             return
         code = child.exit_code()
         if code != 0:
-            self._tell_dead(child, cause_of(code))
+            self._tell_dead(child, cause_of(code), by_itself=True)
         self._selector.unregister(child.fd)
         child.reap()
+        if child.group not in self._groups:
+            self._reforming.spares.ended(child)
+            return
         group = self._groups[child.group]
+        if code < 0 and child.is_replaced and group.living and self._replace(group, child):
+            return
         if code != 0:
             for mate in group.living:
                 # it may have died of its own just now, and then it is that which peers shall hear
@@ -312,12 +304,24 @@ class Supervisor:
         if not group.living:
             self._on_group_down(group)
 
-    def _tell_dead(self, child: Child, cause: str) -> None:
-        if child.told_dead:
+    def _tell_dead(self, child: Child, cause: str, by_itself: bool = False) -> None:
+        """``by_itself``: nobody here has ended it."""
+        if child.told_dead or child.group not in self._groups:
             return
         child.told_dead = True
-        host = socket.gethostname()
-        self._links.broadcast(Death(child.group, child.rank, child.pid, host, "supervisor", cause))
+        goes_on = by_itself and not (self._drain_until is not None or self._forgot or self._over)
+        group, view = self._groups[child.group], self._tail.view
+        child.is_replaced = goes_on and self._reforming.may_replace(group, child, view)
+        who = (child.group, child.rank, child.pid, socket.gethostname(), "supervisor", cause)
+        is_waited_for = child.is_replaced and self._reforming.is_waited_for
+        self._links.broadcast(Death(*who, replaced=is_waited_for))
+
+    def _replace(self, group: Group, lost: Child) -> bool:
+        """Have another process take the place of ``lost``, while its mates live on."""
+        child = self._reforming.replace(group, lost, self._tail.view)
+        if child is not None and child.fd not in self._selector.get_map():
+            self._look_after(child)
+        return child is not None
 
     def _on_group_down(self, group: Group) -> None:
         """All ranks of the group are gone: let it be, or have it started again."""
@@ -610,16 +614,12 @@ class Supervisor:
 
     def _end(self) -> None:
         """Leave nothing behind: no child, no store, no descriptor."""
-        left = self._living()
+        self._reforming.spares.end()
+        left = [*self._living(), *self._reforming.spares]
         for child in left:
             child.signal(signal.SIGKILL)
         self._diagnoser.close()
-        deadline = time.monotonic() + _REAP_S
-        for child in left:
-            if child.dies_within(deadline - time.monotonic()):
-                child.reap()
-            else:
-                logger.error("pid %d did not end within %g s of its SIGKILL", child.pid, _REAP_S)
+        reap_all(left)
         for group in self._groups.values():
             group.close()
         self._tail.close()

@@ -79,6 +79,14 @@ def blame_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def note_reforming(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The group of whoever has ended gets another process: the next epoch waits for it."""
+    assert isinstance(event, Death)
+    s.reforming |= {event.group}
+    return ()
+
+
+@action
 def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Who does not move, or is not heard of, is waited for no longer, until it says it is back."""
     assert isinstance(event, Suspect)

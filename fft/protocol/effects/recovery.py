@@ -102,7 +102,7 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.commits, s.healed = 0, False
     s.lease, s.awaits = own_lease(record.leases, c), frozenset()
     s.proposed, s.vote = False, None
-    s.paused = False
+    s.paused, s.reforming = False, frozenset()
     inside = record.peer_set | {p for each in record.standing for p in each.entry.peers()}
     # Forget what only mattered to older epochs, so that a long run does not grow.
     s.stopped = {p: t for p, t in s.stopped.items() if t >= s.token}
@@ -152,7 +152,7 @@ def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def forget_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Be outside every epoch again, with the state I hold."""
     s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
-    s.joining = frozenset()
+    s.joining, s.reforming = frozenset(), frozenset()
     s.stopped, s.ready = {}, {}
     assert s.head is not None, "only a newer head fences"
     s.token = s.head.token

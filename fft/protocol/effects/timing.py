@@ -87,6 +87,19 @@ def arm_longer_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effec
 
 
 @action
+def arm_reform_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """So long the next epoch waits for a group that lost a process."""
+    yield arm(s, c, "reform_window")
+
+
+@action
+def end_reforming(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """The window is over: the next epoch is formed with the groups that are whole."""
+    s.reforming = frozenset()
+    return ()
+
+
+@action
 def note_bus_down(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """The bus is out of reach."""
     assert isinstance(event, BusDown)

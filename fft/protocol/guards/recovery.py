@@ -21,6 +21,7 @@ from fft.protocol.state import (
     Config,
     Local,
     all_in_barrier,
+    awaited,
     coordinator,
     in_barrier,
     is_member,
@@ -100,6 +101,18 @@ def all_stopped(s: Local, c: Config, event: Event) -> bool:
     if len(s.stopped) + gone + len(leavers(s)) * c.world < len(member_peers(s)):
         return False  # the long way round only when it can come out otherwise
     return all(s.stopped.get(p, Token(0, 0)) >= s.token for p in waited_for(s))
+
+
+@guard
+def is_replaced(s: Local, c: Config, event: Event) -> bool:
+    """Another process takes the place of the one that has ended."""
+    return isinstance(event, Death) and event.replaced
+
+
+@guard
+def nobody_reforms(s: Local, c: Config, event: Event) -> bool:
+    """No group of the epoch waits for a process in the place of one that was lost."""
+    return not (s.reforming and awaited(s, c))
 
 
 @guard

@@ -23,7 +23,7 @@ from fft.protocol.invariants.claims import (
 from fft.protocol.invariants.decisions import agreement, exactly_once, validity
 from fft.protocol.invariants.facts import Facts, Numbers
 from fft.protocol.invariants.flow import data_flow
-from fft.protocol.invariants.membership import decided, drain, join, live_set
+from fft.protocol.invariants.membership import decided, drain, join, live_set, reform
 from fft.protocol.invariants.replicas import divergence, fencing, replicas_equal, shard_unity, skip
 from fft.protocol.invariants.samples import samples_once
 
@@ -43,6 +43,7 @@ INVARIANTS: dict[str, Invariant] = {
         live_set,
         drain,
         join,
+        reform,
         bounded,
         decided,
     )

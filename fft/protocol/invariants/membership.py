@@ -1,15 +1,15 @@
-"""Guarantees 8 to 11: who is in, who leaves and comes, and that it ends. Pure."""
+"""Guarantees 8 to 11, and 14: who is in, who leaves and comes, and that it ends. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.messages.effects import Decide, Finish
+from fft.messages.effects import Decide, Finish, Heal
 from fft.messages.protocol import Begin, Join, Peer, Record, Stop, Timer
 from fft.protocol.flow import ended_before
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, leavers_of
 from fft.protocol.roles import COMMITTING, OUTSIDE
-from fft.protocol.state import Local, member_peers
+from fft.protocol.state import Local, member_peers, waited_for
 
 
 def live_set(move: Move) -> Iterator[Claim]:
@@ -152,6 +152,23 @@ def _asking(s: Local) -> set[str]:
         for (group, _, world), there in ranks.items()
         if group not in inside and len(there) == world
     }
+
+
+def reform(move: Move) -> Iterator[Claim]:
+    """14: who lost a rank and gets another is waited for in the window; only that one fetches."""
+    after, peer = move.after, move.peer
+    for effect in move.out.effects:
+        if isinstance(effect, Decide) and effect.proposal.kind == "epoch":
+            inside = {g.group for g in effect.proposal.members}
+            left = sorted({p.group for p in waited_for(after)} & after.reforming - inside)
+            text = f"{peer} leaves out {', '.join(left)}, which re-form, before the window is over"
+            yield Holds(not left, text)
+        if isinstance(effect, Heal) and effect.fetch_from is not None:
+            held = after.lineage == effect.record.lineage
+            yield Holds(not held, f"{peer} fetches the state that it holds")
+    event = move.event
+    if isinstance(event, Timer) and event.name == "reform_window" and move.out.verdict == "row":
+        yield Holds(not after.reforming, f"{peer} waits for a lost rank beyond the window")
 
 
 def decided(move: Move) -> Iterator[Claim]:

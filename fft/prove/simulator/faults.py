@@ -48,6 +48,7 @@ CHANCES: Mapping[str, str] = {
     "user_skips_early": "the user skips the step on one rank, before its reductions",
     "all_skip": "the user skips the step on all ranks",
     "corrupted": "a state changes that nobody was to change",
+    "reformed": "a supervised group that lost a rank keeps the others, and gets another process",
 }
 """Kinds of fault that strike a thing when it is done."""
 
@@ -122,6 +123,7 @@ DEFAULT = Weather(
         "user_skips_early": 0.01,
         "all_skip": 0.03,
         "corrupted": 0.01,
+        "reformed": 0.4,
     },
 )
 """The default mix."""

@@ -49,6 +49,23 @@ class Group:
 
     # --- starting ---
 
+    def _may_reform(self) -> bool:
+        """Whether its living ranks wait for another process in the place of one that has ended."""
+        world = self._world
+        if world.name or not (self.live and len(self.processes) == world.ranks > 1):
+            return False
+        return not (self.leaving or world.is_ending) and world.strikes("reformed")
+
+    def _reform(self, lost: Process) -> None:
+        """One process comes in the place of ``lost``; it was ready, or has to start first."""
+        world = self._world
+        is_ready = world.rng.random() < 0.5
+        self._tell(lost, replaced=world.rng.random() < 0.8)
+        self.processes.remove(lost)
+        self.coming = True
+        delay = world.latency.handling if is_ready else world.latency.boot()
+        world.clock.after(delay, None, self._spawn, lost.peer.rank, self.instance, True)
+
     def start_in(self, delay: float) -> None:
         """Start a new instance after so many seconds, unless that is planned already."""
         if not self.coming:
@@ -64,15 +81,15 @@ class Group:
         for rank in range(world.ranks):
             world.clock.after(world.latency.boot(), None, self._spawn, rank, self.instance)
 
-    def _spawn(self, rank: int, instance: int) -> None:
+    def _spawn(self, rank: int, instance: int, replaces: bool = False) -> None:
         world = self._world
         if instance != self.instance:
             return
         if world.outage_until > world.clock.now:  # it cannot get its incarnation from the bus
             delay = world.outage_until - world.clock.now + world.latency.boot()
-            world.clock.after(delay, None, self._spawn, rank, instance)
+            world.clock.after(delay, None, self._spawn, rank, instance, replaces)
             return
-        self.processes.append(world.spawn(self, rank, instance))
+        self.processes.append(world.spawn(self, rank, instance, replaces))
         self.coming = len(self.processes) < world.ranks
 
     # --- ending ---
@@ -113,13 +130,16 @@ class Group:
     def _notice(self, process: Process) -> None:
         if process.instance != self.instance:
             return
+        if self._may_reform():
+            self._reform(process)
+            return
         self._tell(process)
         for mate in self.live:
             self._world.kill(mate)
             self._tell(mate)
         self._restart()
 
-    def _tell(self, process: Process) -> None:
+    def _tell(self, process: Process, replaced: bool = False) -> None:
         c = process.participant.config
         cause = "SIGKILL" if (process.code or 0) < 0 else f"exit status {process.code}"
         self._world.announce(
@@ -130,6 +150,7 @@ class Group:
                 host=c.host,
                 by="supervisor",
                 cause=cause,
+                replaced=replaced,
             )
         )
 

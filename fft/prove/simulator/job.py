@@ -161,8 +161,9 @@ class World:
 
     # --- processes ---
 
-    def spawn(self, group: Group, rank: int, instance: int) -> Process:
-        """A process comes up: a new incarnation of (group, rank)."""
+    def spawn(self, group: Group, rank: int, instance: int, replaces: bool = False) -> Process:
+        """A process comes up: a new incarnation of (group, rank). ``replaces``: one that was lost,
+        whose group lives; its weights are nobody's."""
         self._incarnations[(group.name, rank)] += 1
         peer = Peer(group.name, rank, self._incarnations[(group.name, rank)])
         store = f"store-{group.name}-{instance}"
@@ -185,6 +186,8 @@ class World:
         )
         participant = self._participant(self._table, config)
         lineage = GENESIS if self._alike else f"fresh:{group.name}:{store}"
+        if replaces:
+            lineage = f"fresh:{peer}"
         local = participant.initial(lineage, now=self.clock.now)
         process = Process(self, participant, local, Bits(f"{lineage}/{rank}"), group, instance)
         self.processes[peer] = process

@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllToAllOptions,
+    FakeProcessGroup,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
@@ -59,6 +60,14 @@ class ShardGroup(ProcessGroupWrapper):  # type: ignore[misc]
                 f"the model is sharded as rank {self._shape[0]} of {self._shape[1]}; the group "
                 f"cannot become rank {rank} of {world_size}: build a new model on a new group"
             )
+
+    def be_alone(self, rank: int, world_size: int) -> None:
+        """Be a group whose operations end at once and exchange nothing, until `configure`.
+
+        For building a model whose weights are fetched then; what is computed with it is void.
+        """
+        alone: Any = FakeProcessGroup._create_internal(rank, world_size)
+        self._pg, self._rank = alone, rank
 
     def mesh(self, name: str = "shard") -> DeviceMesh:
         """A one-dimensional mesh over this group, its dimension called `name`.

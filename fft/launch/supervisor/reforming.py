@@ -1,0 +1,85 @@
+"""Groups that lost one rank and keep the others: when that may be, and how its successor starts.
+
+Starts processes, by `Spares` or anew. All on the supervisor's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.config import RunConfig
+from fft.launch.supervisor.groups import Group, why_not_started
+from fft.launch.supervisor.launching import Launcher
+from fft.launch.supervisor.spares import GROUP, Spares
+from fft.trace.tail import JobView
+
+SUCCESSOR = "FFT_SUCCESSOR"
+"""Set in the environment of a process that comes for a lost one, whose group lives."""
+
+logger = logging.getLogger(__name__)
+
+
+class Reforming:
+    """Of one job. Owns the spares."""
+
+    def __init__(self, config: RunConfig, launcher: Launcher) -> None:
+        self._config = config
+        self._launcher = launcher
+        self.spares = Spares(config.spares, self._start_spare)
+
+    def _start_spare(self, number: int, role_fd: int) -> Child:
+        env, log = {"FFT_ROLE_FD": str(role_fd)}, self._launcher.logs / f"spare-{number}.log"
+        return self._launcher.start_one(GROUP, number, 1, env, log, (role_fd,))
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the others wait for the successor of a rank that is lost now."""
+        window = self._config.reform_window
+        return self.spares.has_ready if window is None else window > 0
+
+    def may_replace(self, group: Group, lost: Child, view: JobView) -> bool:
+        """Whether a process may come for ``lost`` while others of its group live.
+
+        Not if it ended before it had committed, which its successor would, too; nor if nobody is
+        left who has.
+        """
+        if not self._config.reform or self._config.groups_in_all < 2 or not group.is_to_go_on:
+            return False
+        ranks = view.of(group.name)
+        if len(ranks) < group.ranks or not all(rank.reforms for rank in ranks):
+            return False
+        settled = {rank for rank in range(group.ranks) if _has_committed(group, rank, view)}
+        mates = {c.rank for c in group.living if c is not lost and not c.told_dead}
+        return lost.rank in settled and bool(mates & settled)
+
+    def replace(self, group: Group, lost: Child, view: JobView) -> Child | None:
+        """Have a spare, or else a new process, take the place of ``lost``; None: none can."""
+        inc = view.incs(group.name).get(lost.rank, 0)
+        env = {**group.place(lost.rank), SUCCESSOR: "1"}
+        start = partial(self._start, group, lost.rank, env)
+        try:
+            group.forget_address_of(lost.rank)
+            child = group.replace(lost, inc, self._launcher.logs, start)
+        except (OSError, RuntimeError) as error:  # the latter: torch's, of the group's store
+            logger.error("%s", why_not_started(group, error))
+            return None
+        logger.warning(
+            "group %s lost rank %d (pid %d, %s): pid %d takes its place, the others live on",
+            *(group.name, lost.rank, lost.pid, cause_of(lost.code), child.pid),
+        )
+        return child
+
+    def _start(self, group: Group, rank: int, env: Mapping[str, str], log: Path) -> Child:
+        spare = self.spares.take(env, log)
+        return spare or self._launcher.start_one(group.name, rank, group.starts, env, log)
+
+
+def _has_committed(group: Group, rank: int, view: JobView) -> bool:
+    """Whether the process that has this place now has committed a step."""
+    inc = group.replaced.get(rank, group.known_incs.get(rank, 0))
+    now = view.ranks.get((group.name, rank))
+    return now is not None and now.inc > inc and now.commits > 0

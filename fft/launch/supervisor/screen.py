@@ -1,0 +1,23 @@
+"""What the screen shows of a job: its groups, and the faults of its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from fft.launch.supervisor.groups import Group
+from fft.messages.fault_plans import FaultPlan
+from fft.trace.tail import JobView, Row, Snapshot, row_of
+
+
+def snapshot(groups: Iterable[Group], view: JobView, began: float, plan: FaultPlan) -> Snapshot:
+    """The job at this moment; ``began``: when it did, on the monotonic clock in seconds."""
+    rows = [_row(group, view) for group in groups]
+    names = {fault.name for fault in plan.faults}
+    return Snapshot(time.monotonic() - began, rows, len(names & view.injected.keys()), len(names))
+
+
+def _row(group: Group, view: JobView) -> Row:
+    """What the group's dead incarnations did last is not shown as news."""
+    is_old = group.living and view.incs(group.name) == group.known_incs
+    return Row(group.name, group.doing()) if is_old else row_of(view, group.name, group.doing())

@@ -1,0 +1,119 @@
+"""A group that loses one rank keeps the other: another process takes the place of the lost one.
+
+Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``; the traces are then asked what happened.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_run import fft
+from stage import fetches, records, slices
+
+from fft.trace.audit import audit_dir, read_lines
+
+SCRIPT = Path(__file__).with_name("kill_script.py")
+LIMIT_S = 150
+ONE_BY_ONE = """
+faults:
+  - {name: one, kind: kill, step: 6, group: 1, rank: 1, phase: backward}
+  - {name: first, kind: kill, step: 12, group: 0, rank: 0, phase: backward, with_groups: 2,
+     settled_steps: 3}
+  - {name: all, kind: kill, step: 18, group: 1, phase: backward, with_groups: 2, settled_steps: 3}
+"""
+LATE = """
+faults:
+  - {name: one, kind: kill, step: 6, group: 1, rank: 0, phase: backward}
+  - {name: seen, kind: exception, step: 8, group: 1, rank: 1, phase: forward, with_groups: 2}
+"""
+
+
+def job(root: Path, plan: str, *options: str) -> Path:
+    (root / "plan.yaml").write_text(plan)
+    arguments = ["--groups", "2", "--ranks", "2", "--trace-dir", str(root / "run")]
+    arguments += ["--faults", str(root / "plan.yaml"), "--stop-after-plan", "4", *options]
+    arguments += ["--timeout", str(LIMIT_S - 20), str(SCRIPT)]
+    done = fft("run", *arguments, folder=root, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (root / "said").write_text(done.stderr)
+    return root / "run"
+
+
+def headers(traces: Path) -> dict[str, dict[str, Any]]:
+    """The first record of each trace."""
+    return {p.stem: json.loads(p.open().readline()) for p in sorted(traces.glob("*.jsonl"))}
+
+
+@pytest.fixture(scope="module")
+def waited_for(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Others wait for the successors. A job, run to its good end."""
+    root = tmp_path_factory.mktemp("waited")
+    return job(root, ONE_BY_ONE, "--spares", "1", "--reform-window", "30")
+
+
+@pytest.mark.multiprocess
+def test_the_run_is_exactly_once_and_all_groups_have_equal_bits(waited_for: Path) -> None:
+    report = audit_dir(waited_for)
+    assert report.ok, report.render()
+    digests: dict[tuple[str, int], set[str]] = {}
+    for line in read_lines(waited_for):
+        event: dict[str, Any] = line.get("event") or {}
+        if event.get("type") in ("applied", "healed") and event.get("digest"):
+            digests.setdefault((line["lineage"], line["rank"]), set()).add(event["digest"])
+    assert len(digests) > 40
+    assert all(len(found) == 1 for found in digests.values())
+    cursor = max(record["cursor"] for record in records(waited_for))
+    for taken in slices(waited_for).values():
+        assert sorted(taken) == list(range(cursor))
+
+
+@pytest.mark.multiprocess
+def test_only_the_lost_shard_moves_and_the_others_live_on(waited_for: Path) -> None:
+    moved = [fetch[:3] for fetch in fetches(waited_for)]
+    assert moved[:2] == [("1", 1, 2), ("0", 0, 2)]
+    assert sorted(moved[2:]) == [("1", 0, 2), ("1", 1, 3)], "all ranks of group 1 were killed"
+    found = headers(waited_for)
+    assert set(found) == {"g0r0i1", "g0r0i2", "g0r1i1", "g1r0i1", "g1r0i2"} | {
+        f"g1r1i{inc}" for inc in (1, 2, 3)
+    }
+    stores = {name: header["config"]["store"] for name, header in found.items()}
+    assert stores["g1r1i2"] == stores["g1r0i1"] != stores["g1r0i2"] == stores["g1r1i3"]
+
+
+@pytest.mark.multiprocess
+def test_no_step_is_committed_without_a_group_that_is_waited_for(waited_for: Path) -> None:
+    history = records(waited_for)
+    epochs = [[g["group"] for g in r["members"]] for r in history if r["kind"] == "epoch"]
+    assert epochs[:3] == [["0", "1"]] * 3, "at first, and after each rank that was lost alone"
+
+
+@pytest.mark.multiprocess
+def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
+    logs = waited_for / "logs"
+    assert "spare-1.log" in {path.name for path in logs.iterdir()}
+    assert (logs / "g1r1-1.2.log").is_file()
+    said = (waited_for.parent / "said").read_text()
+    assert "group 1 lost rank 1" in said and "the others live on" in said
+
+
+@pytest.mark.multiprocess
+def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: Path) -> None:
+    traces = job(tmp_path, LATE)
+    report = audit_dir(traces)
+    assert report.ok, report.render()
+    history = records(traces)
+    epochs = [[g["group"] for g in r["members"]] for r in history if r["kind"] == "epoch"]
+    assert epochs[:3] == [["0", "1"], ["0"], ["0", "1"]]
+    found = {(group, rank, inc) for group, rank, inc, *_ in fetches(traces)}
+    assert found == {("1", 0, 2), ("1", 1, 1)}, "the rank that lived on was behind, too"
+    assert set(headers(traces)) == {"g0r0i1", "g0r1i1", "g1r0i1", "g1r0i2", "g1r1i1"}
+
+
+@pytest.mark.multiprocess
+def test_a_group_is_started_again_where_that_is_wanted(tmp_path: Path) -> None:
+    traces = job(tmp_path, LATE, "--no-reform")
+    assert audit_dir(traces).ok
+    assert "g1r1i2" in headers(traces)
