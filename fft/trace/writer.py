@@ -56,7 +56,7 @@ def trace_path(directory: Path, peer: Peer) -> Path:
     return directory / f"g{in_file_name(peer.group)}r{peer.rank}i{peer.inc}.jsonl"
 
 
-def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str, Any]:
+def header(spec: FsmSpec, config: Config, local: Local) -> dict[str, Any]:
     """What a replay needs besides the events: spec, configuration, the state at the start."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     values["timeouts"] = dict(config.timeouts)
@@ -73,7 +73,6 @@ def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str
         "spec": spec.model_dump(mode="json"),
         "config": values,
         "start": start,
-        **more,
     }
 
 

@@ -18,7 +18,6 @@ from fft.protocol.participant import Participant
 from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
-from fft.trace.inputs import CONSUMED, ENTRY
 from fft.trace.writer import header
 from fft.train.hangs import hung
 from fft.train.host import EngineHost
@@ -54,7 +53,7 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
         spec = stage.spec
     participant = Participant(Table(spec), config)
     local = _initial(manager, parts, participant)
-    job.trace.write("header", header(spec, config, local, notes=_notes(parts)))
+    job.trace.write("header", header(spec, config, local))
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)
@@ -129,14 +128,6 @@ def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
         batches=manager._batches_committed,
         returned=state.returned,
     )
-
-
-def _notes(parts: Parts) -> tuple[str, ...]:
-    """What the trace will have of each txn that is applied here, as the audit expects it."""
-    if not parts.reductions.raises:  # not FFT's own loop
-        return ()
-    takes = parts.stage is not None and any(not other.ahead for other in parts.stage.flow)
-    return (CONSUMED, ENTRY) if takes else (CONSUMED,)
 
 
 def _warn_of_strangers(parts: Parts) -> None:

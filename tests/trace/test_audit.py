@@ -24,6 +24,7 @@ from fft.prove.cluster import Node
 from fft.trace import audit
 from fft.trace.audit import AuditError, audit_dir, read_lines
 from fft.trace.format import chain
+from fft.trace.inputs import LOOP, TORCHFT
 from fft.trace.report import fired, incidents, input_wait, save_plan
 from fft.trace.writer import TraceWriter, header, trace_path
 
@@ -34,12 +35,18 @@ class TracedJob(Job):
     def __init__(self, directory: Path, groups: int = 2, ranks: int = 1, **config: Any) -> None:
         self.directory = directory
         self.writers: dict[object, TraceWriter] = {}
+        self.loops: set[Peer] = set()
+        """Whose loop is in their traces."""
         self.clock = 0.0
         self.digest: str | None = None
         super().__init__(groups, ranks, **config)
 
     def post(self, node: Node, event: Event) -> None:
-        """With a digest in it, if one is given."""
+        """With a digest in it, if one is given; its users step by a loop of torchft's."""
+        if isinstance(event, Prepared) and node.peer not in self.loops:
+            self.loops.add(node.peer)
+            said = {"runs": TORCHFT, "from": list(event.token)}
+            self.writers[node.peer].note(LOOP, said, node.local)
         if self.digest is not None and isinstance(event, Prepared | Applied):
             event = replace(event, digest=f"{self.digest} {node.local.token}")
         super().post(node, event)
@@ -290,7 +297,7 @@ def test_whatever_a_note_says_the_chain_holds_and_it_is_read_back(
     job.writers[node.peer].note("metrics", said, node.local)
     job.step()
     job.close()
-    (note,) = read_lines(tmp_path, lambda line: line["kind"] == "note")
+    (note,) = read_lines(tmp_path, lambda line: line.get("note") == "metrics")
     assert note["data"] == said
     assert audit_dir(tmp_path).ok
 
