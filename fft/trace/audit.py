@@ -261,6 +261,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
     traced = {line.peer for line in lines if line.peer is not None and line.has_moves}
     cut = {line.peer for line in lines if line.peer is not None and has_gap(line.file.path)}
     judge, barriers, ends = Judge(traced=traced, cut=cut, window=_WINDOW), Barriers(traced), Ends()
+    _compare_headers(found.replay, [line for line in lines if line.replay.head])
     flow = _flow_of(lines)
     for line, item in _side_by_side(lines, judge):
         line.take(item, judge)
@@ -303,6 +304,18 @@ def audit_dir(directory: str | Path) -> AuditReport:
         stages=stages,
         flow=flow,
     )
+
+
+def _compare_headers(finding: Finding, lines: list[_Line]) -> None:
+    """All ranks of a scope have one spec, and what follows from it."""
+    for line in lines:
+        head, first = line.replay.head, lines[0].replay.head
+        for name in ("world", "leases", "bound", "flow", "quorum"):
+            mine, other = head["config"][name], first["config"][name]
+            text = f"its header has {name} {mine}, and that of {lines[0].file.path.name} {other}"
+            finding.expect(mine == other, text, f"{line.file.path.name}:1")
+        text = f"its header has another spec than that of {lines[0].file.path.name}"
+        finding.expect(head["spec"] == first["spec"], text, f"{line.file.path.name}:1")
 
 
 def _is_inner(root: Path, head: Mapping[str, Any]) -> bool:

@@ -172,7 +172,10 @@ class Inputs:
     def _judge(self, token: Token, place: str, weigh: Weigh) -> None:
         """A txn is applied that this process has computed."""
         plan, owed = self._plan, self._owed
-        if plan is None or plan.token != token or (number := plan.slice) is None or owed is None:
+        if plan is None or plan.token != token or owed is None:
+            return
+        if (number := plan.slice) is None:
+            self._judge_uncounted(token)
             return
         loop = self._loop_of(token)
         text = f"txn {token} took slice {number} here, and was committed; "
@@ -197,6 +200,16 @@ class Inputs:
             del self._loops[0]
         begun = bool(self._loops) and self._loops[0][0] <= token
         return self._loops[0][1] if begun else ""
+
+    def _judge_uncounted(self, token: Token) -> None:
+        """A txn is applied in which this process was a spare, or a learner."""
+        for told in (t for t in self._told if t.name == CONSUMED and t.token == token):
+            text = (
+                f"txn {token} took no slice here, and the trace has a note {CONSUMED!r} of slice "
+            )
+            self.finding.expect(
+                told.data["slice"] is None, f"{text}{told.data['slice']}", told.place
+            )
 
     def _judge_note(self, told: _Told, number: int, owed: Owed, text: str) -> None:
         name, data, place = told.name, told.data, told.place

@@ -21,8 +21,8 @@ from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
 from fft.trace.inputs import Runs
 
 SEED = 3
-MADE_ANEW = 3
-"""A seed in which entries are lost and made anew."""
+LEARNS, MADE_ANEW = 3, 3
+"""Seeds in which groups come in as learners; in which entries are lost and made anew."""
 SPECS = ["hsdp", "diloco", "pipeline_ahead"]
 
 
@@ -213,6 +213,57 @@ def test_each_txn_owes_what_its_own_loop_does(first: str, hsdp: Path) -> None:
 def test_ranks_that_have_run_a_txn_in_unlike_loops_are_found(hsdp: Path) -> None:
     rewrite(trace_files(hsdp)[1], torchfts())
     assert "and on another rank it was " in violated(audit_dir(hsdp))["inputs"]
+
+
+@pytest.mark.parametrize("name", ["leases", "flow", "spec"])
+def test_ranks_whose_headers_tell_of_unlike_jobs_are_found(name: str, hsdp: Path) -> None:
+    """From them follows what is owed."""
+
+    def other(record: dict[str, Any]) -> list[dict[str, Any]]:
+        if record["kind"] == "header":
+            if name == "spec":
+                record["spec"]["parameter_groups"]["model"]["samples"] = "per_group"
+            else:
+                stage = {"scope": "x", "ahead": 0, "n": 0, "version": 0, "groups": []}
+                record["config"][name] = {"leases": True, "flow": [stage]}[name]
+        return [record]
+
+    rewrite(trace_files(hsdp)[1], other)
+    text = "its header has another spec" if name == "spec" else f"its header has {name} "
+    assert text in violated(audit_dir(hsdp))["replay"]
+
+
+def test_a_slice_that_a_rank_claims_which_does_not_count_is_found(tmp_path: Path) -> None:
+    """A learner, in the txn in which it joins."""
+    run_seed(LEARNS, load_spec("hsdp"), trace_dir=tmp_path)
+    assert violated(audit_dir(tmp_path)) == {}
+    path, token, number = _learned(tmp_path)
+    claim = {"slice": number, "item": number, "step": 0, "token": token}
+
+    def claims(record: dict[str, Any]) -> list[dict[str, Any]]:
+        event = record.get("event") or {}
+        if event.get("type") != "applied" or event["token"] != token:
+            return [record]
+        return [{**record, "kind": "note", "note": "consumed", "data": claim}, record]
+
+    rewrite(path, claims)
+    text = f"took no slice here, and the trace has a note 'consumed' of slice {number}"
+    assert text in violated(audit_dir(tmp_path))["inputs"]
+
+
+def _learned(root: Path) -> tuple[Path, list[int], int]:
+    """A trace, a txn that it has applied as one that does not count, and a slice of that txn."""
+    for path in trace_files(root):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        mine = {str(line["data"]["token"]) for line in lines if line.get("note") == "consumed"}
+        for line in lines:
+            event = line.get("event") or {}
+            if event.get("type") == "applied" and str(event["token"]) not in mine:
+                for other in trace_files(root):
+                    for data in _consumed(other):
+                        if data["token"] == event["token"]:
+                            return path, data["token"], data["slice"]
+    raise AssertionError("nobody has learned in this seed")
 
 
 OWES_NOTHING: dict[str, tuple[Callable[[], Change], str, str]] = {
