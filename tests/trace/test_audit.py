@@ -345,6 +345,39 @@ def test_the_audit_of_a_long_run_takes_no_more_memory(tmp_path: Path, window: in
     assert peaks[1] < 1.2 * peaks[0], peaks
 
 
+def test_the_audit_takes_a_little_memory_for_each_trace(tmp_path: Path, window: int) -> None:
+    """A long run has one for each process that was started again."""
+    if window > 8:
+        pytest.skip("the runs are short against it")
+    peaks, lives = [], (4, 24)
+    for count in lives:
+        job = TracedJob(tmp_path / str(count))
+        for _ in range(count):
+            job.step()
+            job.kill_group("1")
+            job.step()
+            job.start_group("1")
+        job.close()
+        assert len(list(job.directory.iterdir())) == 2 + count
+        peaks.append(peak_of_audit(job.directory))
+    assert (peaks[1] - peaks[0]) / (lives[1] - lives[0]) < 200 << 10, peaks
+
+
+def test_the_audit_takes_a_little_memory_for_each_epoch(tmp_path: Path, window: int) -> None:
+    """Not for what was said in it."""
+    if window > 8:
+        pytest.skip("the runs are short against it")
+    peaks, epochs = [], (40, 120)
+    for count in (10, *epochs):  # the first of a process fills what is shared
+        job = TracedJob(tmp_path / str(count))
+        for _ in range(count):
+            job.step()
+            job.fail(next(iter(job.nodes.values())), "boom")
+        job.close()
+        peaks.append(peak_of_audit(job.directory))
+    assert (peaks[2] - peaks[1]) / (epochs[1] - epochs[0]) < 20 << 10, peaks
+
+
 def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:
     path = first(traces)
     path.write_bytes(path.read_bytes()[:-20])
