@@ -48,3 +48,24 @@ def without(name: str) -> Change:
 def saying(**data: object) -> Change:
     """The same note with other data."""
     return lambda record: [{**record, "data": {**record["data"], **data}}]
+
+
+def in_turn(*changes: Change) -> Change:
+    """One after the other, each of what the one before it has made."""
+
+    def of_one(record: dict[str, Any]) -> list[dict[str, Any]]:
+        records = [record]
+        for change in changes:
+            records = [new for each in records for new in change(each)]
+        return records
+
+    return of_one
+
+
+def gap_after(line: bytes) -> bytes:
+    """What a writer that could write no more has put after ``line``."""
+    last = json.loads(line)
+    who = {name: last[name] for name in ("wall", "mono", "group", "rank", "inc")}
+    record = {"seq": last["seq"] + 1, "kind": "gap", **who, "lost": 9}
+    body = json.dumps(record, separators=(",", ":"))
+    return f'{body[:-1]},"h":"{chain(last["h"], body)}"}}\n'.encode()

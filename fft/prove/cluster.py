@@ -146,15 +146,13 @@ class Cluster:
         self.post(node, Start())
         return node
 
-    def crash(self, node: Node, tell: bool = True) -> None:
-        """SIGKILL; ``tell``: a supervisor sees it."""
+    def crash(self, node: Node, tell: bool = True, replaced: bool = False) -> None:
+        """SIGKILL; ``tell``: a supervisor sees it. ``replaced``: it starts another in its place."""
         node.alive = False
         node.inbox.clear()
         c = node.participant.config
         if tell:
-            self.broadcast(
-                Death(group=c.me.group, rank=c.me.rank, pid=c.pid, host=c.host, by="sim")
-            )
+            self.broadcast(Death(*c.me[:2], c.pid, c.host, "sim", replaced=replaced))
 
     def live(self) -> list[Node]:
         """Nodes that have neither crashed nor finished."""

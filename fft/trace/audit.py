@@ -20,7 +20,7 @@ from fft.trace.ends import Ends
 from fft.trace.flow import Flow, judge_entries, judge_flow
 from fft.trace.format import INNER, SCOPES, inner_folder
 from fft.trace.inner_steps import InnerSteps
-from fft.trace.inputs import Given, Inputs
+from fft.trace.inputs import CONSUMED, Given, Inputs, Owed
 from fft.trace.read import GAP, AuditError, TraceFile, has_gap, read_lines, read_trace, trace_files
 from fft.trace.replay import Note, Replay, participant_of, replay
 
@@ -177,18 +177,18 @@ class _Line:
 
     def __init__(self, path: Path, found: _Findings) -> None:
         self.file = TraceFile(path)
-        self.inner = InnerSteps(found.inner_steps)
         self.at, self.epoch = 0, 0
         """The register record that it stands at, and its epoch."""
         self.peer, self.has_moves = _writer(path)
-        group = self.peer.group if self.peer is not None else ""
-        self.inputs = Inputs(found.inputs, found.given, group, path.name)
         self.replay = Replay(self.file, found.replay)
         self._items = self.replay.run()
         self.next: Move | Note | None = None
         self.step()
-        self.owed = tuple(self.replay.head.get("notes", ()))
-        """The notes that it is to have of each txn, by its header."""
+        head, group = self.replay.head, self.peer.group if self.peer is not None else ""
+        # The data of a scope inside of a group are in the notes of the job's.
+        owed = Owed(head) if head and not _is_inner(path.parent, head) else None
+        self.inputs = Inputs(found.inputs, found.given, owed, group, path.name)
+        self.inner = InnerSteps(found.inner_steps, owed, _has_inner_steps(path.parent, head))
 
     def step(self) -> None:
         """Go on to its next move or note."""
@@ -198,13 +198,21 @@ class _Line:
             self.at = max(self.at, before.head.n if before.head else 0)
             self.epoch = before.token.epoch
 
-    def take(self, item: Move | Note) -> None:
-        """Judge what this trace alone tells of steps and their data."""
+    def take(self, item: Move | Note, judge: Judge) -> None:
+        """Judge what this trace tells of steps and their data."""
         if isinstance(item, Move):
-            self.inputs.move(item, self.owed)
+            self.inputs.move(item, judge.weigh)
             return
-        self.inner.take(item.place, item.line)
-        self.inputs.note(item.place, item.line)
+        try:
+            self.inner.take(item.place, item.line, judge.weigh)
+            self.inputs.note(item.place, item.line)
+            data = item.line["data"]
+            consumed = item.line["note"] == CONSUMED and data["slice"] is not None
+            if consumed and self.peer is not None and not self.replay.differs:
+                judge.consumed(self.peer, Token(*data["token"]), data["slice"], item.place)
+        except (KeyError, TypeError) as error:
+            text = f"the note {item.line.get('note')!r} does not say what it must: {error!r}"
+            self.inputs.finding.expect(False, text, item.place)
 
 
 def _writer(path: Path) -> tuple[Peer | None, bool]:
@@ -253,21 +261,16 @@ def audit_dir(directory: str | Path) -> AuditReport:
     traced = {line.peer for line in lines if line.peer is not None and line.has_moves}
     cut = {line.peer for line in lines if line.peer is not None and has_gap(line.file.path)}
     judge, barriers, ends = Judge(traced=traced, cut=cut, window=_WINDOW), Barriers(traced), Ends()
+    _compare_headers(found.replay, [line for line in lines if line.replay.head])
     flow = _flow_of(lines)
     for line, item in _side_by_side(lines, judge):
-        line.take(item)
+        line.take(item, judge)
         if isinstance(item, Move):
             judge.feed(item)
             barriers.take(item)
             ends.take(item)
             if flow is not None and item.record is not None:
                 flow.take(item.record)
-            continue
-        data = item.line["data"]
-        consumed = item.line["note"] == "consumed" and data["slice"] is not None
-        if consumed and line.peer is not None and not line.replay.differs:
-            judge.consumed(line.peer, Token(*data["token"]), data["slice"], item.place)
-    _compare_owed(found.inputs, [line for line in lines if line.replay.head])
     judged = judge.finish()
     for line in lines:
         said = line.file.damage or judge.truncated.get(line.peer) if line.peer else line.file.damage
@@ -281,7 +284,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         flow.is_whole = not cut and not judge.truncated
         flow.given = found.given
     stages = [audit_dir(folder) for folder in sorted((root / SCOPES).glob("*"))]
-    if flow is not None and flow.bounds and root.parent.name != SCOPES:
+    if flow is not None and (flow.bounds or stages) and root.parent.name != SCOPES:
         flows = [flow, *(scope.flow for scope in stages if scope.flow is not None)]
         findings += [judge_flow(flows), judge_entries(flows)]
     return AuditReport(
@@ -303,15 +306,31 @@ def audit_dir(directory: str | Path) -> AuditReport:
     )
 
 
-def _compare_owed(finding: Finding, lines: list[_Line]) -> None:
-    """3: all ranks of a scope run the same loop, and owe the same notes."""
+def _compare_headers(finding: Finding, lines: list[_Line]) -> None:
+    """All ranks of a scope have one spec, and what follows from it."""
     for line in lines:
-        if line.owed != lines[0].owed:
-            mine, first = (sorted(each.owed) for each in (line, lines[0]))
-            text = (
-                f"its header owes the notes {mine}, and that of {lines[0].file.path.name} {first}"
-            )
-            finding.expect(False, text, f"{line.file.path.name}:1")
+        head, first = line.replay.head, lines[0].replay.head
+        for name in ("world", "leases", "bound", "flow", "quorum"):
+            mine, other = head["config"][name], first["config"][name]
+            text = f"its header has {name} {mine}, and that of {lines[0].file.path.name} {other}"
+            finding.expect(mine == other, text, f"{line.file.path.name}:1")
+        text = f"its header has another spec than that of {lines[0].file.path.name}"
+        finding.expect(head["spec"] == first["spec"], text, f"{line.file.path.name}:1")
+
+
+def _is_inner(root: Path, head: Mapping[str, Any]) -> bool:
+    """Whether it is where a scope inside of a group traces, by the header of one of its ranks."""
+    place = root.resolve()
+    job = place.parents[min(1, len(place.parents) - 1)]
+    return place == inner_folder(job, head["group"], head["config"]["store"])
+
+
+def _has_inner_steps(root: Path, head: Mapping[str, Any]) -> bool:
+    """Whether the rank of that header steps in a scope of its group, or of itself alone."""
+    if not head or not head["config"]["leases"]:
+        return False
+    store = head["config"]["store"]
+    return head["config"]["world"] == 1 or inner_folder(root, head["group"], store).is_dir()
 
 
 def _flow_of(lines: list[_Line]) -> Flow | None:

@@ -27,11 +27,14 @@ _Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class _Turn:
-    """What one move is to this page: its events, and what it says and hears."""
+    """What one move is to this page: its events, and what it says and hears, by the hash of it.
 
-    events: list[Event]
-    says: list[_Key]
-    hears: list[_Key]
+    A message, or a record, takes far more memory than its hash, of 64 bits.
+    """
+
+    events: tuple[Event, ...]
+    says: tuple[int, ...]
+    hears: tuple[int, ...]
     place: str = ""
 
 
@@ -98,9 +101,11 @@ class Barriers:
             self._alive.add(move.peer)
         if any(e.kind == "start" for e in events):
             self._first[move.peer].clear()
-        says = [key for key in _says(move) if self._counts(move.peer, key, "says")]
-        hears = [key for key in _hears(move) if self._counts(move.peer, key, "hears")]
-        turn = _Turn(events, says, hears, move.place)
+        says, hears = (
+            tuple(hash(key) for key in told if self._counts(move.peer, key, how))
+            for how, told in (("says", _says(move)), ("hears", _hears(move)))
+        )
+        turn = _Turn(tuple(events), says, hears, move.place)
         if turn.events or turn.says or turn.hears:
             self._turns[move.peer].append(turn)
         if events or isinstance(move.event, (Ready, Begin)):
@@ -125,7 +130,7 @@ class Barriers:
     def execution(self) -> Execution:
         """See `execution_of`. Raises ExecutionError."""
         turns = {
-            peer: [*found, _Turn([Event("fail")], [], [])] if peer in self._alive else found
+            peer: [*found, _Turn((Event("fail"),), (), ())] if peer in self._alive else found
             for peer, found in self._turns.items()
         }
         for peer, epochs in self._listed.items():
@@ -218,14 +223,15 @@ def _life(word: Ready, ready: Container[Ready]) -> _Turn:
     """An epoch of a participant of which only the ready is known, if that."""
     place = f"{word.peer} without a trace, in epoch {word.epoch}"
     if word not in ready:
-        return _Turn([Event("start", place=place), Event("fail")], [], [])
+        return _Turn((Event("start", place=place), Event("fail")), (), ())
     enter = Event("enter", f"epoch {word.epoch}", place=place)
-    return _Turn([Event("start", place=place), enter, Event("fail")], [("message", word)], [])
+    said = hash(("message", word))
+    return _Turn((Event("start", place=place), enter, Event("fail")), (said,), ())
 
 
 def _hearing(peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]]) -> Sources:
     """For each turn those in which what it hears was first said."""
-    said: dict[_Key, tuple[int, int]] = {}
+    said: dict[int, tuple[int, int]] = {}
     for p, peer in enumerate(peers):
         for i, turn in enumerate(turns[peer]):
             for key in turn.says:
@@ -250,9 +256,11 @@ def _project(
         fixed.append([(i, n) for n, (i, event) in enumerate(found) if event.kind != "fail"])
     before: set[tuple[Mark, Mark]] = set()
     for p, marks in enumerate(fixed):
+        known = [0] * len(peers)  # what holds of an event holds of all later ones of its line
         for i, n in marks:
             for q, bound in enumerate(clocks[p][i]):
                 at = bisect_left(fixed[q], (bound, 0))
-                if q != p and at:
+                if q != p and at > known[q]:
+                    known[q] = at
                     before.add(((str(peers[q]), fixed[q][at - 1][1]), (str(peers[p]), n)))
     return Execution(lines, frozenset(before))

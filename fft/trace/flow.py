@@ -56,11 +56,14 @@ def judge_flow(flows: Iterable[Flow]) -> Finding:
     """6: each scope has kept to what the others had committed.
 
     That a commit keeps to the versions that it names is judged scope by scope (``data_flow``).
-    Here: each names all that it is bound to, and versions that were committed.
+    Here: of two that are bound to each other both say so, by the flow in their headers; each names
+    all that it is bound to, and versions that were committed.
     """
     found = Finding("flow_order")
     by_name = {flow.scope: flow for flow in flows}
     for flow in by_name.values():
+        text = f"the headers of scope {flow.scope} bind it to no other one of the job"
+        found.expect(bool(flow.bounds) or len(by_name) == 1, text, f"scope {flow.scope}")
         for name, ahead in flow.bounds.items():
             _judge(found, flow, name, ahead, by_name.get(name))
     return found
@@ -68,6 +71,11 @@ def judge_flow(flows: Iterable[Flow]) -> Finding:
 
 def _judge(found: Finding, flow: Flow, name: str, ahead: int, other: Flow | None) -> None:
     found.checks += flow.commits
+    if other is not None:
+        place = f"scope {other.scope}"
+        back = other.bounds.get(flow.scope)
+        text = f"its headers name {back} steps for {flow.scope}, whose headers name {ahead} for it"
+        found.expect(back is not None and bool(back) != bool(ahead), text, place)
     if (record := flow.unnamed.get(name)) is not None:
         place = f"record {record.n} of scope {flow.scope}"
         text = f"{place} does not say what it has seen of {name}, with {ahead} ahead"

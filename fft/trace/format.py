@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-FORMAT = 2
+FORMAT = 3
 """Version in every header; a reader refuses another one."""
 INNER = "inner"
 """In the folder of a job's traces: the folders of the scopes inside of replica groups."""

@@ -7,27 +7,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from fft.protocol.invariants import Finding
+from fft.protocol.invariants import Finding, Same
+from fft.trace.inputs import Owed, Weigh
 
 
 class InnerSteps:
     """The notes of one process are checked, as they come, in the order of its trace.
 
     3: a slice that a COMMIT has consumed was computed on by its holder step by step, each step
-    committed once; what was given up between was begun anew.
+    committed once; what was given up between was begun anew. All slices have as many steps.
+
+    Args:
+        owed: as of `fft.trace.inputs.Inputs`.
+        needed: each COMMIT that consumes a slice follows inner steps.
     """
 
-    def __init__(self, finding: Finding) -> None:
-        self._finding = finding
+    def __init__(self, finding: Finding, owed: Owed | None, needed: bool) -> None:
+        self._finding, self._owed, self._needed = finding, owed, needed
         self._slice: int | None = None
         self._done = 0
+        self._first = 0
+        """Item of the data that the first step of the slice was computed on."""
         self.told = 0
         """How many inner steps it has committed, in all."""
         self.last = ""
         """Where it said so last."""
 
-    def take(self, place: str, line: dict[str, Any]) -> None:
-        """One note, and its place."""
+    def take(self, place: str, line: dict[str, Any], weigh: Weigh) -> None:
+        """One note, and its place. ``weigh`` gets what the traces of all ranks must say alike."""
         data, finding = line["data"], self._finding
         match line["note"]:
             case "inner_void":
@@ -42,9 +49,28 @@ class InnerSteps:
                 finding.expect(
                     data["inner_step"] == self._done, f"{text}{self._done} others", place
                 )
+                self._first = self._first if self._done else data["item"]
+                self._expect_item(data["item"], self._first, self._done, place)
                 self._done += 1
             case "consumed" if data["slice"] is not None and "inner_steps" in data:
                 wanted, found = (data["slice"], data["inner_steps"]), (self._slice, self._done)
                 text = f"(slice, inner steps) {wanted} were committed by the job, and here were "
                 finding.expect(found == wanted, text + f"{found}", place)
+                text = (
+                    f"slice {data['slice']} has {data['inner_steps']} inner steps, another {{was}}"
+                )
+                weigh(finding, Same(("inner steps",), data["inner_steps"], text), place)
+                if self._owed is not None and self._done:
+                    due = self._owed.item(data["slice"] * data["inner_steps"])
+                    text = f"slice {data['slice']} began here with item {self._first} of the data"
+                    finding.expect(self._first == due, f"{text}, and not {due}", place)
                 self._slice, self._done = None, 0
+            case "consumed" if data["slice"] is not None and self._needed:
+                text = f"slice {data['slice']} was consumed without a word of its inner steps"
+                finding.expect(False, text, place)
+
+    def _expect_item(self, item: int, first: int, done: int, place: str) -> None:
+        if self._owed is not None:
+            due = first + done * self._owed.ranks
+            text = f"inner step {done} of slice {self._slice} has item {item} of the data"
+            self._finding.expect(item == due, f"{text}, and not {due}", place)

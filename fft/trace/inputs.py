@@ -1,33 +1,58 @@
 """What committed txns were computed on, by the notes of who drew it: none missing, none odd. Pure.
 
-The header of a trace names the notes that its process owes for each txn that it applies and that it
-counts in: ``consumed`` in FFT's own loop, and ``entry`` of a stage that takes what another gives.
+A note ``loop`` says from which txn on a process runs its txns in FFT's own loop, or in torchft's.
+What a txn owes, that a process applies and that it counts in, follows from the loop that has run it
+and from what the job is: ``consumed`` in FFT's own loop, and ``entry`` in a stage that takes what
+another gives. Jobs of such stages, and those whose groups step alone, have no other loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Applied, ApplyFailed, Token
-from fft.protocol.invariants import Finding, Move
+from fft.protocol.invariants import Claim, Finding, Move, Same
 from fft.protocol.state import Local
 
+LOOP = "loop"
 CONSUMED = "consumed"
 ENTRY = "entry"
 MADE_ANEW = "entry_made_anew"
+TRANSACTIONS, TORCHFT = "transactions", "torchft"
+"""The loops: ``manager.transactions``, and ``start_quorum`` with ``should_commit``."""
+
+Weigh = Callable[[Finding, Claim, str], None]
 
 
 class _Told(NamedTuple):
     """A note, and where it stands."""
 
     name: str
-    slice: int | None
-    version: int | None
-    """Of an entry."""
+    data: Mapping[str, Any]
     token: Token
     place: str
+
+
+class Owed:
+    """What a process owes, by the header of its trace: what its job is, and which rank it is."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        config, spec = head["config"], head["spec"]
+        self.is_periodic = bool(config["leases"])
+        self.takes = any(not other["ahead"] for other in config["flow"])
+        """Entries, of the stage before."""
+        self.only_loop = TRANSACTIONS if self.is_periodic or config["flow"] else ""
+        """The one that the job has; empty: both."""
+        samples = next(iter(spec["parameter_groups"].values()))["samples"]
+        self.ranks = config["world"] if samples == "per_rank" else 1
+        """Of a group, that take an item of the data each; 1: all take the same."""
+        self._rank = config["me"][1] if samples == "per_rank" else 0
+
+    def item(self, number: int) -> int:
+        """Of the data, that the rank takes of a slice with an item for each rank that takes one."""
+        return number * self.ranks + self._rank
 
 
 class Runs:
@@ -93,33 +118,39 @@ class Inputs:
         finding: each txn has the notes that are owed for it, once, and of its slice; what is made
             anew is made with the weights of the job.
         given: gets what this process gives and takes.
+        owed: what it owes; None: nothing is known of that, or it is judged elsewhere.
         group, name: of the process, and of its trace.
     """
 
-    def __init__(self, finding: Finding, given: Given, group: str, name: str) -> None:
-        self._finding = finding
-        self._group, self._name, self._given = group, name, given
+    def __init__(
+        self, finding: Finding, given: Given, owed: Owed | None, group: str, name: str
+    ) -> None:
+        self.finding, self._given, self._owed = finding, given, owed
+        self._group, self._name = group, name
         self._computed, self._anew = Runs(), Runs()
         given.offered.setdefault(group, []).extend((self._computed, self._anew))
         self._local: Local | None = None
         """After the last move."""
         self._plan: StartTxn | None = None
+        self._loops: list[tuple[Token, str]] = []
+        """From which txn on which loop runs them; that of the present txn, and later ones."""
         self._told: list[_Told] = []
 
-    def note(self, place: str, line: dict[str, Any]) -> None:
+    def note(self, place: str, line: Mapping[str, Any]) -> None:
         """One note, and its place."""
         name, data = line["note"], line["data"]
         if name == MADE_ANEW:
             self._make_anew(data["slice"], data["version"], place)
+        elif name == LOOP:
+            self._loops.append((Token(*data["from"]), data["runs"]))
         elif name in (CONSUMED, ENTRY):
-            token = data["token"] if name == CONSUMED else (line["epoch"], line["txn"])
-            self._told.append(_Told(name, data["slice"], data.get("version"), Token(*token), place))
+            self._told.append(_Told(name, data, Token(*data["token"]), place))
 
-    def move(self, move: Move, owed: Collection[str]) -> None:
-        """One move. ``owed``: the notes that the header of the trace speaks of."""
+    def move(self, move: Move, weigh: Weigh) -> None:
+        """One move. ``weigh`` gets what the traces of all ranks must say alike."""
         event, self._local = move.event, move.after
         if isinstance(event, Applied | ApplyFailed) and move.out.verdict == "row":
-            self._judge(event.token, owed, move.place)
+            self._judge(event.token, move.place, weigh)
         for effect in move.out.effects:
             if isinstance(effect, StartTxn):
                 self._plan = effect
@@ -135,21 +166,59 @@ class Inputs:
         text = (
             f"the entry of slice {number} was made anew with version {version}, by a rank {state}"
         )
-        self._finding.expect(is_right, text, place)
+        self.finding.expect(is_right, text, place)
         self._anew.add(version, number)
 
-    def _judge(self, token: Token, owed: Collection[str], place: str) -> None:
-        plan = self._plan
-        if plan is None or plan.token != token or (number := plan.slice) is None:
+    def _judge(self, token: Token, place: str, weigh: Weigh) -> None:
+        """A txn is applied that this process has computed."""
+        plan, owed = self._plan, self._owed
+        if plan is None or plan.token != token or owed is None:
             return
-        for name in (name for name in (CONSUMED, ENTRY) if name in owed):
+        if (number := plan.slice) is None:
+            self._judge_uncounted(token)
+            return
+        loop = self._loop_of(token)
+        text = f"txn {token} took slice {number} here, and was committed; "
+        said = f"the loop {loop!r} has run it" if loop else "no note says which loop has run it"
+        is_loop = loop == owed.only_loop if owed.only_loop else loop in (TRANSACTIONS, TORCHFT)
+        need = f", and its job has the loop {owed.only_loop!r} alone" if owed.only_loop else ""
+        self.finding.expect(is_loop, text + said + need, place)
+        alike = f"{text}{said}, and on another rank it was {{was}}"
+        weigh(self.finding, Same(("loop", token), loop or "none", alike), place)
+        for name, is_owed in ((CONSUMED, True), (ENTRY, owed.takes)):
             told = [t for t in self._told if t.name == name and t.token == token]
-            text = f"txn {token} took slice {number} here, and was committed; the trace has "
-            is_once = len(told) == 1
-            self._finding.expect(is_once, f"{text}{len(told)} notes {name!r} of it", place)
+            wanted = int(is_owed and (owed.only_loop or loop) == TRANSACTIONS)
+            has = f"{text}the trace has {len(told)} notes {name!r} of it"
+            has += "" if wanted else f", and owes none ({said})"
+            self.finding.expect(len(told) == wanted, has, place)
             for each in told:
-                of = f"a note {name!r} of slice {each.slice}"
-                self._finding.expect(each.slice == number, text + of, each.place)
-                if each.version is not None:
-                    at = (self._group, self._name)
-                    self._given.taken.setdefault(at, Runs()).add(each.version, number)
+                self._judge_note(each, number, owed, text)
+
+    def _loop_of(self, token: Token) -> str:
+        """Which one has run that txn, by the notes; empty: none says so."""
+        while len(self._loops) > 1 and self._loops[1][0] <= token:
+            del self._loops[0]
+        begun = bool(self._loops) and self._loops[0][0] <= token
+        return self._loops[0][1] if begun else ""
+
+    def _judge_uncounted(self, token: Token) -> None:
+        """A txn is applied in which this process was a spare, or a learner."""
+        for told in (t for t in self._told if t.name == CONSUMED and t.token == token):
+            text = (
+                f"txn {token} took no slice here, and the trace has a note {CONSUMED!r} of slice "
+            )
+            self.finding.expect(
+                told.data["slice"] is None, f"{text}{told.data['slice']}", told.place
+            )
+
+    def _judge_note(self, told: _Told, number: int, owed: Owed, text: str) -> None:
+        name, data, place = told.name, told.data, told.place
+        of = f"{text}the trace has a note {name!r} of slice {data['slice']}"
+        self.finding.expect(data["slice"] == number, of, place)
+        if name == ENTRY:
+            at = (self._group, self._name)
+            self._given.taken.setdefault(at, Runs()).add(data["version"], number)
+        elif not owed.is_periodic:
+            item, due = data.get("item"), owed.item(number)
+            has = f"{text}this rank has item {item} of the data in it, and not {due}"
+            self.finding.expect(item == due, has, place)

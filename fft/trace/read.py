@@ -21,7 +21,8 @@ GAP = "gap"
 """A line in the place of lines that could not be written: what came after it is not audited."""
 _IS_GAP = re.compile(rb'\{"seq":\d+,"kind":"gap"')
 """How such a line begins; what users put into notes may say the same."""
-_BLOCK = 1 << 18
+_BLOCK = 1 << 15
+"""Bytes read at a time: of each trace so many are in memory, as long as it is read."""
 
 
 class AuditError(FftError):

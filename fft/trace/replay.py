@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ class Note(NamedTuple):
 def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
     """The participant that a header line describes, and the fields of its start.
 
+    The spec in ``head`` gives way to an equal one, which all headers share.
+
     Raises:
         ValueError, KeyError, TypeError: the header is not one of this format.
     """
@@ -36,8 +40,15 @@ def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
         raise ValueError(f"the first line is no header of trace format {FORMAT}")
     flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
     values = {**head["config"], "me": Peer(*head["config"]["me"]), "flow": flow}
-    table = Table(FsmSpec.model_validate(head["spec"]))
+    table, head["spec"] = _shared(json.dumps(head["spec"]))
     return Participant(table, Config(**values)), head["start"]
+
+
+@lru_cache(maxsize=4)
+def _shared(spec: str) -> tuple[Table, dict[str, Any]]:
+    """The table of a spec, and the spec as plain data: the same for all ranks, which are many."""
+    found = json.loads(spec)
+    return Table(FsmSpec.model_validate(found)), found
 
 
 def _elsewhere(told: dict[str, Any]) -> Elsewhere:

@@ -18,7 +18,6 @@ from fft.protocol.participant import Participant
 from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
-from fft.trace.inputs import CONSUMED, ENTRY
 from fft.trace.writer import header
 from fft.train.hangs import hung
 from fft.train.host import EngineHost
@@ -54,8 +53,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
         spec = stage.spec
     participant = Participant(Table(spec), config)
     local = _initial(manager, parts, participant)
-    told = {"notes": _notes(parts), "reforms": _can_reform(parts, config)}
-    job.trace.write("header", header(spec, config, local, **told))
+    reforms = _can_reform(parts, config)
+    job.trace.write("header", header(spec, config, local, reforms=reforms))
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)
@@ -138,14 +137,6 @@ def _can_reform(parts: Parts, config: Config) -> bool:
     """Whether this group may go on with another process for one that it lost."""
     is_whole = parts.stage is None and parts.inner is None and parts.quorums is None
     return config.world > 1 and is_whole and not config.bound and parts.groups.can_reform
-
-
-def _notes(parts: Parts) -> tuple[str, ...]:
-    """What the trace will have of each txn that is applied here, as the audit expects it."""
-    if not parts.reductions.raises:  # not FFT's own loop
-        return ()
-    takes = parts.stage is not None and any(not other.ahead for other in parts.stage.flow)
-    return (CONSUMED, ENTRY) if takes else (CONSUMED,)
 
 
 def _warn_of_strangers(parts: Parts) -> None:

@@ -49,12 +49,14 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             TimeoutError: ``timeout`` is over; says what is missing. It may be called again.
             FftError: the decision of a vote is not known: call ``should_commit()`` again.
         """
-        worker = self._parts.worker
-        if self._parts.settings.spec.is_periodic:
+        worker, spec = self._parts.worker, self._parts.settings.spec
+        if spec.is_periodic or spec.stages:
+            who, mend = "groups", " torchft's own LocalSGD and DiLoCo run with spec='hsdp'"
+            if spec.stages:
+                who, mend = "stages", " Stages that share a step run with spec='pipeline'"
             raise FftError(
-                f"start_quorum(), of torchft's loop, with spec={self._parts.settings.spec.name!r}: "
-                "there groups step in manager.transactions(loader). torchft's own LocalSGD and "
-                "DiLoCo run with spec='hsdp'"
+                f"start_quorum(), of torchft's loop, with spec={spec.name!r}: there {who} step in "
+                f"manager.transactions(loader).{mend}"
             )
         limit = None if timeout is None else Limit("start_quorum", timeout)
         if worker.txn is not None and worker.voted != "skip":

@@ -16,7 +16,6 @@ from torchft.manager import Manager
 
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
-from fft.trace.inputs import CONSUMED
 from fft.train import accelerator
 from fft.train.data.source import DataSource, Drawn, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
@@ -104,6 +103,7 @@ class TransactionLoop:
                 with self._watchers.waiting():
                     state.output.finish(leaves=not self.is_over)
         finally:
+            self._reductions.raises = False  # torchft's loop may follow
             foreign.close()
             state.close_source()
 
@@ -130,8 +130,9 @@ class TransactionLoop:
                 output.make(but=drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
-            txn = Transaction(self, plan, drawn, drawn.is_last or last_step)
-            if drawn.is_last or last_step:
+            is_last, item = drawn.is_last or last_step, {"item": drawn.item}
+            txn = Transaction(self, plan, drawn, is_last, item)
+            if is_last:
                 self._voter.compare_now()
             try:
                 yield txn
@@ -329,9 +330,9 @@ class Transaction:
         plan: StartTxn,
         drawn: Drawn,
         last: bool,
-        consumes: dict[str, int] | None = None,
+        consumes: dict[str, int],
     ) -> None:
-        """``consumes``: what the trace tells of its data besides which they are."""
+        """``consumes``: what the trace tells of its data besides which slice they are."""
         self.batch = drawn.batch
         self.step = plan.step
         self.contributes = plan.index is not None
@@ -343,7 +344,7 @@ class Transaction:
         self._plan = plan
         self._is_last = last
         self._drawn = drawn
-        self._consumes = consumes or {}
+        self._consumes = consumes
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""
@@ -377,24 +378,20 @@ class Transaction:
             loop.note_mistake(mistake)
             loop.body_failed(self._plan, self._drawn, mistake)
             return True
-        command = loop.worker.prepare(last=self._is_last)
+        command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())
         if command is not None:
             self.committed, self.skipped = True, command.skip
             loop.is_over = self._is_last and not command.skip
-            self._note_consumption()
             loop.look_for_output(self)
             loop.worker.apply(command)
         return True
 
-    def _note_consumption(self) -> None:
+    def _consumption(self) -> dict[str, Any]:
         plan, drawn = self._plan, self._drawn
-        self._loop.job.trace.note(
-            CONSUMED,
-            {
-                "slice": drawn.slice,
-                "step": plan.step,
-                "token": list(plan.token),
-                "input_ms": round(drawn.waited_ms, 3),
-                **self._consumes,
-            },
-        )
+        return {
+            "slice": drawn.slice,
+            "step": plan.step,
+            "token": list(plan.token),
+            "input_ms": round(drawn.waited_ms, 3),
+            **self._consumes,
+        }

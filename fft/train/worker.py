@@ -23,6 +23,7 @@ from fft.train.drain_clock import waiting_for
 from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.injector import Injector
+from fft.train.input_notes import InputNotes
 from fft.train.leaving import Leaving
 from fft.train.lighthouse import Quorums
 from fft.train.participation import Participation
@@ -96,6 +97,7 @@ class Worker:
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
         self._by_loop = LoopUpdates()
+        self._notes = InputNotes(job)
         self._work: dict[str, Callable[[Any], None]] = {
             "restore": self._restore,
             "connect": self._connect,
@@ -122,7 +124,9 @@ class Worker:
             self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
-            effects = self._job.thread.obeys(command, self._facts(command))
+            facts = {"torn"} if self._torn is not None else set()
+            facts |= self._healer.facts(command) if isinstance(command, Heal) else set()
+            effects = self._job.thread.obeys(command, facts)
             engine.take(command)
             for effect in effects:
                 self._work[effect](command)
@@ -133,11 +137,6 @@ class Worker:
                 return None
         self._stop(self._finish)
         return None
-
-    def _facts(self, command: Command) -> set[str]:
-        """What the table asks of a command."""
-        facts = self._healer.facts(command) if isinstance(command, Heal) else set()
-        return facts if self._torn is None else facts | {"torn"}
 
     def _refuse_txn(self, command: StartTxn) -> None:
         assert self._torn is not None
@@ -157,6 +156,7 @@ class Worker:
     def _apply_too_late(self, command: Apply) -> None:
         """A decision for a body that has already raised out of its step."""
         self._close_txn()
+        self._notes.committed()
         self._apply_failed(RuntimeError("interrupted before the optimizer step"))
 
     def body_unwound(self) -> None:
@@ -204,7 +204,7 @@ class Worker:
         manager._step = plan.step
         manager._participating_replica_rank = plan.index
         manager._participating_replica_world_size = plan.participants
-        if self._state.step is not None and self._state.source is None:
+        if self._state.step is not None and not self._reductions.raises:
             # else after the items are drawn, which may use random numbers
             self._state.step.capture()
         self.txn = plan
@@ -243,7 +243,11 @@ class Worker:
         self._give_up_txn()
         self._groups.unwind(command.cause, self._watchers.waiting(), self._manager._timeout)
         self._reductions.reset()
-        self._put_back()
+        try:
+            self._state.put_back()
+        except TornState as error:  # it can be had from a peer
+            logger.warning("%s; this rank fetches the state", error)
+            self._torn = text_of(error)
         local = self._job.local
         assert local is not None
         if self._quorums is not None and local.stuck:
@@ -255,22 +259,19 @@ class Worker:
         torn, self._torn = self._torn, None
         self._job.say(Restored(command.token, torn is not None, torn or ""))
 
-    def _put_back(self) -> None:
-        try:
-            self._state.put_back()
-        except TornState as error:  # it can be had from a peer
-            logger.warning("%s; this rank fetches the state", error)
-            self._torn = text_of(error)
-
     # --- the end of a txn ---
 
     def prepare(
-        self, skip: bool = False, last: bool = False, limit: Limit | None = None
+        self,
+        skip: bool = False,
+        last: bool = False,
+        limit: Limit | None = None,
+        consumes: dict[str, Any] | None = None,
     ) -> Apply | None:
         """Vote and wait for the decision. The record to apply, or None: rolled back.
 
         ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
-        ``last``: leave with its commit, unless it is skipped.
+        ``last``: leave with its commit, unless it is skipped. ``consumes``: as of `InputNotes`.
 
         Raises TimeoutError: the decision did not come within ``limit``. The vote stands, and the
         next call only waits on.
@@ -279,6 +280,7 @@ class Worker:
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
+            self._notes.voting(plan, consumes)
             self._voter.vote(plan, skip, last)
             self.voted = "skip" if skip else "step"
             self.body_unwound()  # before the state came that a vote needs
@@ -288,6 +290,7 @@ class Worker:
             self._quorums.end()
         if isinstance(command, Apply):
             engine.take(command)
+            self._notes.committed()
             self._note_commit(command.record, plan)
             return command
         if isinstance(command, Finish) and command.error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forged import Change, in_turn, nth_note, rewrite, saying
 from stage import Job, Member, Numbers, batch_of, job, records
 from torch import nn
 from torchft.optim import OptimizerWrapper
@@ -18,7 +20,7 @@ from torchft.optim import OptimizerWrapper
 import fft
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
-from fft.trace.audit import read_lines
+from fft.trace.audit import audit_dir, read_lines, trace_files
 from fft.trace.report import incidents
 from fft.util.errors import BodyKeepsFailing, FftError
 
@@ -661,31 +663,49 @@ def test_what_the_user_reports_in_a_body_is_not_committed(
     assert [r["cause"] for r in records(tmp_path / "traces") if r["kind"] == "abort"]
 
 
-def test_the_audit_finds_an_inner_step_that_is_left_out(made: Job, tmp_path: Path) -> None:
-    from fft.protocol.invariants import Finding
-    from fft.trace.inner_steps import InnerSteps
+INNER: dict[str, tuple[Callable[[], Change], str]] = {
+    "one is missing": (lambda: nth_note("inner_commit", 1, lambda note: []), "inner step 2 of"),
+    "one is there twice": (lambda: nth_note("inner_commit", 1, lambda n: [n, n]), "follows 2"),
+    "the last is missing": (
+        lambda: nth_note("inner_commit", EVERY - 1, lambda note: []),
+        "were committed by the job, and here were",
+    ),
+    "another item": (
+        lambda: nth_note("inner_commit", 1, saying(item=9)),
+        "inner step 1 of slice 0 has item 9 of the data, and not 1",
+    ),
+    "fewer than in other slices": (
+        lambda: in_turn(
+            nth_note("inner_commit", EVERY - 1, lambda note: []),
+            nth_note("consumed", 0, saying(inner_steps=EVERY - 1)),
+        ),
+        f"slice 1 has {EVERY} inner steps, another {EVERY - 1}",
+    ),
+    "not a word": (
+        lambda: lambda r: [] if str(r.get("note")).startswith("inner") else [bare(r)],
+        "slice 0 was consumed without a word of its inner steps",
+    ),
+}
 
-    def violation(told: list[tuple[str, Any]]) -> str | None:
-        finding = Finding("inner_steps")
-        steps = InnerSteps(finding)
-        for place, line in told:
-            steps.take(place, line)
-        return finding.violation
 
+def bare(record: dict[str, Any]) -> dict[str, Any]:
+    """Without a word of inner steps."""
+    if record.get("note") == "consumed":
+        del record["data"]["inner_steps"]
+    return record
+
+
+def test_the_audit_finds_inner_steps_that_are_left_out_or_odd(made: Job, tmp_path: Path) -> None:
     member = _registered(made)
     _train(member, 2)
     member.manager.shutdown()
-    lines = [line for line in read_lines(tmp_path / "traces") if line["kind"] == "note"]
-    notes = [(f"line {i}", line) for i, line in enumerate(lines)]
-    assert violation(notes) is None
-    commits = [i for i, (_, line) in enumerate(notes) if line["note"] == "inner_commit"]
-    assert len(commits) == 2 * EVERY
-    for doctored in (
-        notes[: commits[1]] + notes[commits[1] + 1 :],  # one is missing
-        [*notes[: commits[1]], notes[commits[1]], *notes[commits[1] :]],  # one is twice
-        notes[: commits[2]] + notes[commits[2] + 1 :],  # the last one is missing
-    ):
-        assert violation(doctored) is not None
+    assert audit_dir(tmp_path / "traces").ok
+    for how, (change, text) in INNER.items():
+        traces = shutil.copytree(tmp_path / "traces", tmp_path / how)
+        rewrite(trace_files(traces)[0], change())
+        found = {f.name: f.violation for f in audit_dir(traces).findings if f.violation}
+        assert found.keys() == {"inner_steps"}, how
+        assert text in str(found), how
 
 
 def test_torchfts_loop_is_told_that_it_is_another_paradigms(made: Job) -> None:

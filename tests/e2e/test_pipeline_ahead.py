@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from forged import Change, nth_note, rewrite, saying, without
 from forked_run import fft
-from stage import aborts, notes
+from stage import aborts, job, notes
 
 from benchmarks.slices import slices
 from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
+from fft.util.errors import FftError
 
 SCRIPT = Path(__file__).with_name("ahead_script.py")
 LIMIT_S = 150
@@ -199,3 +200,11 @@ def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: 
     assert late
     assert min(late) > 0
     assert first
+
+
+def test_torchfts_loop_is_refused_where_stages_step_by_themselves(tmp_path: Path) -> None:
+    """It would take no entries, and give none."""
+    with job(tmp_path, 1) as made:
+        settings = {"spec": "pipeline_ahead", "rank": 0, "ranks": 2, "register": False}
+        with pytest.raises(FftError, match=r"stages step in manager\.transactions"):
+            made.member("0", **settings).manager.start_quorum()

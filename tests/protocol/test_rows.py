@@ -774,6 +774,18 @@ def a_rank_without_its_group() -> Job:
     return job
 
 
+def a_rank_is_waited_for_in_vain() -> Job:
+    """It was lost, and another was to take its place; the others go on when the window is over."""
+    job = Job(2, ranks=2).until_running()
+    job.crash(job.node("1", 1), replaced=True)
+    job.settle()
+    assert job.states() == {"HEALING"}
+    job.fire("reform_window", job.live())
+    job.settle()
+    assert [g.group for g in job.history[-1].members] == ["0"]
+    return job
+
+
 def slow_to_unwind(**config: Any) -> tuple[Job, Event]:
     """The next epoch is formed, but the main thread of one member still unwinds."""
     job = Job(3, **config).until_running()
@@ -1023,6 +1035,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "unwound at last": unwound_at_last,
     "the coordinator unwinds": the_coordinator_unwinds,
     "the coordinator is killed": lambda: the_coordinator_ends(tell=True),
+    "a lost rank is waited for in vain": a_rank_is_waited_for_in_vain,
     "the coordinator dies silently": lambda: the_coordinator_ends(tell=False),
     "nobody coordinates": nobody_coordinates,
     "formed while it unwinds": formed_while_it_unwinds,

@@ -24,6 +24,7 @@ from fft.prove.cluster import Node
 from fft.trace import audit
 from fft.trace.audit import AuditError, audit_dir, read_lines
 from fft.trace.format import chain
+from fft.trace.inputs import LOOP, TORCHFT
 from fft.trace.report import fired, incidents, input_wait, save_plan
 from fft.trace.writer import TraceWriter, header, trace_path
 
@@ -34,12 +35,18 @@ class TracedJob(Job):
     def __init__(self, directory: Path, groups: int = 2, ranks: int = 1, **config: Any) -> None:
         self.directory = directory
         self.writers: dict[object, TraceWriter] = {}
+        self.loops: set[Peer] = set()
+        """Whose loop is in their traces."""
         self.clock = 0.0
         self.digest: str | None = None
         super().__init__(groups, ranks, **config)
 
     def post(self, node: Node, event: Event) -> None:
-        """With a digest in it, if one is given."""
+        """With a digest in it, if one is given; its users step by a loop of torchft's."""
+        if isinstance(event, Prepared) and node.peer not in self.loops:
+            self.loops.add(node.peer)
+            said = {"runs": TORCHFT, "from": list(event.token)}
+            self.writers[node.peer].note(LOOP, said, node.local)
         if self.digest is not None and isinstance(event, Prepared | Applied):
             event = replace(event, digest=f"{self.digest} {node.local.token}")
         super().post(node, event)
@@ -290,7 +297,7 @@ def test_whatever_a_note_says_the_chain_holds_and_it_is_read_back(
     job.writers[node.peer].note("metrics", said, node.local)
     job.step()
     job.close()
-    (note,) = read_lines(tmp_path, lambda line: line["kind"] == "note")
+    (note,) = read_lines(tmp_path, lambda line: line.get("note") == "metrics")
     assert note["data"] == said
     assert audit_dir(tmp_path).ok
 
@@ -336,6 +343,39 @@ def test_the_audit_of_a_long_run_takes_no_more_memory(tmp_path: Path, window: in
         job.close()
         peaks.append(peak_of_audit(job.directory))
     assert peaks[1] < 1.2 * peaks[0], peaks
+
+
+def test_the_audit_takes_a_little_memory_for_each_trace(tmp_path: Path, window: int) -> None:
+    """A long run has one for each process that was started again."""
+    if window > 8:
+        pytest.skip("the runs are short against it")
+    peaks, lives = [], (4, 24)
+    for count in lives:
+        job = TracedJob(tmp_path / str(count))
+        for _ in range(count):
+            job.step()
+            job.kill_group("1")
+            job.step()
+            job.start_group("1")
+        job.close()
+        assert len(list(job.directory.iterdir())) == 2 + count
+        peaks.append(peak_of_audit(job.directory))
+    assert (peaks[1] - peaks[0]) / (lives[1] - lives[0]) < 200 << 10, peaks
+
+
+def test_the_audit_takes_a_little_memory_for_each_epoch(tmp_path: Path, window: int) -> None:
+    """Not for what was said in it."""
+    if window > 8:
+        pytest.skip("the runs are short against it")
+    peaks, epochs = [], (40, 120)
+    for count in (10, *epochs):  # the first of a process fills what is shared
+        job = TracedJob(tmp_path / str(count))
+        for _ in range(count):
+            job.step()
+            job.fail(next(iter(job.nodes.values())), "boom")
+        job.close()
+        peaks.append(peak_of_audit(job.directory))
+    assert (peaks[2] - peaks[1]) / (epochs[1] - epochs[0]) < 20 << 10, peaks
 
 
 def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:

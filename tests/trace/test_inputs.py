@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from forged import Change, nth_note, rewrite, saying, without
+from forged import Change, gap_after, in_turn, nth_note, rewrite, saying, without
 
 from fft.protocol.load import load_spec
 from fft.prove.simulator.faults import CALM
@@ -17,27 +20,60 @@ from fft.trace import audit
 from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
 from fft.trace.inputs import Runs
 
+SEED = 3
+LEARNS, MADE_ANEW = 3, 3
+"""Seeds in which groups come in as learners; in which entries are lost and made anew."""
+SPECS = ["hsdp", "diloco", "pipeline_ahead"]
 
-@pytest.fixture(scope="module", params=["hsdp", "diloco"])
-def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces of a run without faults."""
-    root = tmp_path_factory.mktemp(request.param)
-    run_seed(3, load_spec(request.param), CALM, trace_dir=root)
-    return root
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Traces of a run without faults, of several groups."""
+
+    @cache
+    def made(spec: str) -> Path:
+        root = tmp_path_factory.mktemp(spec)
+        run_seed(SEED, load_spec(spec), CALM, trace_dir=root)
+        return root
+
+    return made
+
+
+@pytest.fixture(params=SPECS)
+def traces(
+    request: pytest.FixtureRequest, undisturbed: Callable[[str], Path], tmp_path: Path
+) -> Path:
+    """A copy of them."""
+    return shutil.copytree(undisturbed(request.param), tmp_path / "traces")
 
 
 @pytest.fixture
-def traces(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy of them."""
-    return shutil.copytree(undisturbed, tmp_path / "traces")
+def hsdp(undisturbed: Callable[[str], Path], tmp_path: Path) -> Path:
+    return shutil.copytree(undisturbed("hsdp"), tmp_path / "traces")
+
+
+@pytest.fixture
+def ahead(undisturbed: Callable[[str], Path], tmp_path: Path) -> Path:
+    """Of stages that step by themselves."""
+    return shutil.copytree(undisturbed("pipeline_ahead"), tmp_path / "traces")
 
 
 def violated(report: AuditReport) -> dict[str, str]:
-    return {f.name: f.violation for f in report.findings if f.violation}
+    found = [*report.findings, *(f for stage in report.stages for f in stage.findings)]
+    return {f.name: f.violation for f in found if f.violation}
+
+
+def everywhere(root: Path, change: Callable[[], Change]) -> None:
+    for path in sorted(root.rglob("*.jsonl")):
+        rewrite(path, change())
+
+
+def last_stage(root: Path) -> Path:
+    return root / "scopes" / "stage1"
 
 
 @pytest.mark.parametrize("window", [8, 1024])
-@pytest.mark.parametrize("spec", ["hsdp", "diloco"])
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_run_with_faults_lacks_none(
     spec: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,17 +82,38 @@ def test_a_run_with_faults_lacks_none(
     run_seed(5, load_spec(spec), trace_dir=tmp_path)
     report = audit_dir(tmp_path)
     assert violated(report) == {}
-    noted = next(f for f in report.findings if f.name == "inputs")
-    assert noted.checks
+    checks = {f.name: f.checks for f in report.findings}
+    assert checks["inputs"]
+    assert ("entries" in checks and checks["entries"] > 0) == (spec == "pipeline_ahead")
 
 
-def twice(record: dict[str, object]) -> list[dict[str, object]]:
+def twice(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [record, record]
+
+
+def gone(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return []
+
+
+def later(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The note is of the txn after its own."""
+    epoch, txn = record["data"]["token"]
+    return saying(token=[epoch, txn + 1])(record)
+
+
+def headers(**config: Any) -> Change:
+    """Other values in the configuration that the header tells of."""
+    return lambda r: [{**r, "config": {**r["config"], **config}} if r["kind"] == "header" else r]
+
+
+def torchfts() -> Change:
+    """The trace of a process that runs torchft's loop alone."""
+    return in_turn(nth_note("loop", 0, saying(runs="torchft")), without("consumed"))
 
 
 FORGED: dict[str, tuple[Callable[[], Change], str]] = {
     "none at all": (lambda: without("consumed"), "0 notes 'consumed'"),
-    "one is missing": (lambda: nth_note("consumed", 1, lambda record: []), "0 notes 'consumed'"),
+    "one is missing": (lambda: nth_note("consumed", 1, gone), "0 notes 'consumed'"),
     "one is there twice": (lambda: nth_note("consumed", 1, twice), "2 notes 'consumed'"),
     "another slice": (
         lambda: nth_note("consumed", 1, saying(slice=10_000)),
@@ -66,6 +123,25 @@ FORGED: dict[str, tuple[Callable[[], Change], str]] = {
         lambda: nth_note("consumed", 1, saying(slice=None)),
         "a note 'consumed' of slice None",
     ),
+    "of the next txn": (lambda: nth_note("consumed", 1, later), "0 notes 'consumed'"),
+    "of no txn": (
+        lambda: nth_note("consumed", 1, lambda r: [{**r, "data": {"slice": r["data"]["slice"]}}]),
+        "the note 'consumed' does not say what it must",
+    ),
+    "no loop": (lambda: without("loop"), "no note says which loop has run it"),
+    "a loop that begins later": (
+        lambda: nth_note("loop", 0, lambda r: saying(**{"from": [1, 3]})(r)),
+        "no note says which loop has run it",
+    ),
+    "a loop that there is not": (
+        lambda: nth_note("loop", 0, saying(runs="mine")),
+        "the loop 'mine' has run it",
+    ),
+    "another loop": (
+        lambda: nth_note("loop", 0, saying(runs="torchft")),
+        "the loop 'torchft' has run it",
+    ),
+    "another loop, without its data": (torchfts, "torchft"),
 }
 
 
@@ -76,34 +152,211 @@ def test_what_is_missing_or_odd_is_found(how: str, traces: Path) -> None:
     assert text in violated(audit_dir(traces))["inputs"]
 
 
-def test_a_job_that_draws_no_data_by_fft_owes_no_notes(traces: Path) -> None:
-    """As a loop over torchft's Manager: its header says so."""
-    for path in trace_files(traces):
-        rewrite(path, lambda r: [{**r, "notes": []}] if r["kind"] == "header" else [r])
-        rewrite(path, without("consumed"))
-    report = audit_dir(traces)
+def test_slices_and_items_that_ranks_have_swapped_are_found(hsdp: Path) -> None:
+    """Two groups in one txn; then the two ranks of a group."""
+    ranks = [path for path in trace_files(hsdp) if "r0i" in path.name]
+    told = [_consumed(path)[2] for path in ranks]
+    assert told[0]["token"] == told[1]["token"] and told[0]["slice"] != told[1]["slice"]
+    for path, other in zip(ranks, reversed(told), strict=True):
+        rewrite(path, nth_note("consumed", 2, saying(slice=other["slice"], item=other["item"])))
+    assert f"'consumed' of slice {told[1]['slice']}" in violated(audit_dir(hsdp))["inputs"]
+
+
+def test_items_that_the_ranks_of_a_group_have_swapped_are_found(hsdp: Path) -> None:
+    group = [path for path in trace_files(hsdp) if path.name.startswith("g0")]
+    items = [_consumed(path)[2]["item"] for path in group]
+    assert items[1] == items[0] + 1
+    for path, item in zip(group, reversed(items), strict=True):
+        rewrite(path, nth_note("consumed", 2, saying(item=item)))
+    text = f"this rank has item {items[1]} of the data in it, and not {items[0]}"
+    assert text in violated(audit_dir(hsdp))["inputs"]
+
+
+def _consumed(path: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, path.read_text().splitlines())
+    return [line["data"] for line in lines if line.get("note") == "consumed"]
+
+
+def test_a_job_that_draws_no_data_by_fft_owes_no_notes(hsdp: Path) -> None:
+    """As a loop over torchft's Manager: its notes say so."""
+    everywhere(hsdp, torchfts)
+    assert violated(audit_dir(hsdp)) == {}
+
+
+@pytest.mark.parametrize("first", ["transactions", "torchft"])
+def test_each_txn_owes_what_its_own_loop_does(first: str, hsdp: Path) -> None:
+    """Two loops in a row, either first; then one that is not left when its notes end."""
+    change = _consumed(trace_files(hsdp)[0])[3]["token"]
+    runs = ["transactions", "torchft"] if first == "transactions" else ["torchft", "transactions"]
+
+    def forged() -> Change:
+        def loops(record: dict[str, Any]) -> list[dict[str, Any]]:
+            second = saying(runs=runs[1], **{"from": change})(record)
+            return [*saying(runs=runs[0])(record), *second]
+
+        def drawn(record: dict[str, Any]) -> list[dict[str, Any]]:
+            if record.get("note") != "consumed":
+                return [record]
+            is_late = record["data"]["token"] >= change
+            return [record] if runs[is_late] == "transactions" else []
+
+        return in_turn(nth_note("loop", 0, loops), drawn)
+
+    everywhere(hsdp, forged)
+    report = audit_dir(hsdp)
     assert violated(report) == {}
-    assert "not checked" in next(x for x in report.render().splitlines() if "inputs" in x)
+    assert next(f for f in report.findings if f.name == "inputs").checks
+    rewrite(trace_files(hsdp)[0], nth_note("consumed", 0, gone))
+    assert "0 notes 'consumed'" in violated(audit_dir(hsdp))["inputs"]
 
 
-def test_a_header_that_owes_less_than_others_is_found(traces: Path) -> None:
-    path = trace_files(traces)[1]
-    rewrite(path, lambda r: [{**r, "notes": []}] if r["kind"] == "header" else [r])
-    rewrite(path, without("consumed"))
-    assert "its header owes the notes []" in violated(audit_dir(traces))["inputs"]
+def test_ranks_that_have_run_a_txn_in_unlike_loops_are_found(hsdp: Path) -> None:
+    rewrite(trace_files(hsdp)[1], torchfts())
+    assert "and on another rank it was " in violated(audit_dir(hsdp))["inputs"]
 
 
-def test_the_last_note_of_a_process_that_was_killed_may_be_missing(traces: Path) -> None:
+@pytest.mark.parametrize("name", ["leases", "flow", "spec"])
+def test_ranks_whose_headers_tell_of_unlike_jobs_are_found(name: str, hsdp: Path) -> None:
+    """From them follows what is owed."""
+
+    def other(record: dict[str, Any]) -> list[dict[str, Any]]:
+        if record["kind"] == "header":
+            if name == "spec":
+                record["spec"]["parameter_groups"]["model"]["samples"] = "per_group"
+            else:
+                stage = {"scope": "x", "ahead": 0, "n": 0, "version": 0, "groups": []}
+                record["config"][name] = {"leases": True, "flow": [stage]}[name]
+        return [record]
+
+    rewrite(trace_files(hsdp)[1], other)
+    text = "its header has another spec" if name == "spec" else f"its header has {name} "
+    assert text in violated(audit_dir(hsdp))["replay"]
+
+
+def test_a_slice_that_a_rank_claims_which_does_not_count_is_found(tmp_path: Path) -> None:
+    """A learner, in the txn in which it joins."""
+    run_seed(LEARNS, load_spec("hsdp"), trace_dir=tmp_path)
+    assert violated(audit_dir(tmp_path)) == {}
+    path, token, number = _learned(tmp_path)
+    claim = {"slice": number, "item": number, "step": 0, "token": token}
+
+    def claims(record: dict[str, Any]) -> list[dict[str, Any]]:
+        event = record.get("event") or {}
+        if event.get("type") != "applied" or event["token"] != token:
+            return [record]
+        return [{**record, "kind": "note", "note": "consumed", "data": claim}, record]
+
+    rewrite(path, claims)
+    text = f"took no slice here, and the trace has a note 'consumed' of slice {number}"
+    assert text in violated(audit_dir(tmp_path))["inputs"]
+
+
+def _learned(root: Path) -> tuple[Path, list[int], int]:
+    """A trace, a txn that it has applied as one that does not count, and a slice of that txn."""
+    for path in trace_files(root):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        mine = {str(line["data"]["token"]) for line in lines if line.get("note") == "consumed"}
+        for line in lines:
+            event = line.get("event") or {}
+            if event.get("type") == "applied" and str(event["token"]) not in mine:
+                for other in trace_files(root):
+                    for data in _consumed(other):
+                        if data["token"] == event["token"]:
+                            return path, data["token"], data["slice"]
+    raise AssertionError("nobody has learned in this seed")
+
+
+OWES_NOTHING: dict[str, tuple[Callable[[], Change], str, str]] = {
+    "no notes": (
+        lambda: in_turn(without("loop"), without("consumed"), without("entry")),
+        "inputs",
+        "no note says which loop has run it, and its job has the loop 'transactions' alone",
+    ),
+    "torchft's loop": (
+        lambda: in_turn(
+            nth_note("loop", 0, saying(runs="torchft")), without("consumed"), without("entry")
+        ),
+        "inputs",
+        "the loop 'torchft' has run it, and its job has the loop 'transactions' alone",
+    ),
+    "no entries": (lambda: without("entry"), "inputs", "0 notes 'entry'"),
+    "no stage": (
+        lambda: in_turn(headers(flow=[]), without("entry")),
+        "flow_order",
+        "its headers name None steps for stage0, whose headers name 2 for it",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OWES_NOTHING)
+def test_a_stage_whose_ranks_all_owe_nothing_is_found(how: str, ahead: Path) -> None:
+    """What it owes follows from the flow of its job."""
+    change, name, text = OWES_NOTHING[how]
+    assert violated(audit_dir(ahead)) == {}
+    everywhere(last_stage(ahead), change)
+    assert text in violated(audit_dir(ahead))[name]
+
+
+def test_stages_of_which_no_header_knows_a_flow_are_found(ahead: Path) -> None:
+    everywhere(ahead, lambda: in_turn(headers(flow=[]), without("entry")))
+    text = "the headers of scope stage0 bind it to no other one of the job"
+    assert violated(audit_dir(ahead))["flow_order"] == text
+
+
+ODD: dict[str, tuple[Callable[[], Change], str, str]] = {
+    "another slice": (
+        lambda: nth_note("entry", 2, saying(slice=0)),
+        "inputs",
+        "a note 'entry' of slice 0",
+    ),
+    "there twice": (lambda: nth_note("entry", 2, twice), "inputs", "2 notes 'entry'"),
+    "of the next txn": (lambda: nth_note("entry", 2, later), "inputs", "0 notes 'entry'"),
+    "too old": (lambda: nth_note("entry", 2, saying(version=1)), "entries", "with version 1"),
+    "too new": (lambda: nth_note("entry", 2, saying(version=3)), "entries", "with version 3"),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_an_entry_that_is_not_what_the_stage_before_gave_is_found(how: str, ahead: Path) -> None:
+    change, name, text = ODD[how]
+    rewrite(trace_files(last_stage(ahead))[0], change())
+    assert text in violated(audit_dir(ahead))[name]
+
+
+def test_an_entry_that_nobody_of_the_group_has_made_is_found(tmp_path: Path) -> None:
+    """Lost with a process of the stage before; others of the stage have computed the slice."""
+    run_seed(MADE_ANEW, load_spec("pipeline_ahead"), trace_dir=tmp_path)
+    assert violated(audit_dir(tmp_path)) == {}
+    everywhere(tmp_path, lambda: without("entry_made_anew"))
+    assert "has neither computed that slice" in violated(audit_dir(tmp_path))["entries"]
+
+
+def test_what_is_missing_behind_a_gap_or_the_end_of_a_trace_is_no_violation(traces: Path) -> None:
+    """Wherever the rest was lost, in either stage: the notes that it had are no matter."""
+    for path in (trace_files(traces)[0], sorted(traces.rglob("*.jsonl"))[-1]):
+        lines = path.read_bytes().splitlines(keepends=True)
+        starts = [n for n, line in enumerate(lines) if n and b'"event":null' not in line]
+        for kept in starts[:: max(1, len(starts) // 12)]:
+            path.write_bytes(b"".join(lines[:kept]))
+            assert violated(audit_dir(traces)).keys() <= {"trace_whole"}, kept
+            path.write_bytes(b"".join(lines[:kept]) + gap_after(lines[kept - 1]))
+            report = audit_dir(traces)
+            assert violated(report) == {}, kept
+            assert "INCOMPLETE" in report.render()
+        path.write_bytes(b"".join(lines))
+
+
+def test_the_last_note_of_a_process_that_was_killed_may_be_missing(hsdp: Path) -> None:
     """Killed between the decision and its note: the update was not made either."""
-    path = trace_files(traces)[0]
-    last = [x for x in read_lines(traces) if x.get("note") == "consumed"][-1]["data"]["token"]
+    path = trace_files(hsdp)[0]
+    last = [x for x in read_lines(hsdp) if x.get("note") == "consumed"][-1]["data"]["token"]
     rewrite(
         path, lambda r: [] if r.get("note") == "consumed" and r["data"]["token"] == last else [r]
     )
     lines = path.read_text().splitlines(keepends=True)
     applied = [n for n, x in enumerate(lines) if '"type":"applied"' in x][-1]
     path.write_text("".join(lines[:applied]))
-    assert "inputs" not in violated(audit_dir(traces))
+    assert "inputs" not in violated(audit_dir(hsdp))
 
 
 def test_runs_have_what_was_put_in_and_nothing_else() -> None:

@@ -118,7 +118,7 @@ class Judge:
         self._note_others(move)
         for name, finding in self.findings.items():
             for claim in INVARIANTS[name](move):
-                self._weigh(finding, claim, move.place)
+                self.weigh(finding, claim, move.place)
 
     def consumed(self, peer: Peer, token: Token, number: int, place: str) -> None:
         """Take the note of a data loader: this slice went into that txn."""
@@ -129,10 +129,10 @@ class Judge:
             long_ago = number in self._served.get(peer.rank, ()) and key not in self._facts
             if long_ago:
                 finding.expect(False, text.replace("{was}", "another, long before"), place)
-            self._weigh(finding, Same(key, f"{peer} in {token}", text), place)
+            self.weigh(finding, Same(key, f"{peer} in {token}", text), place)
             text = f"{peer} consumed slice {number} in txn {token}, which has others"
             given = Given((("data of", token),), text, lambda data: number in data)
-            self._weigh(finding, given, place)
+            self.weigh(finding, given, place)
 
     def finish(self) -> list[Finding]:
         """Weigh what had to wait for facts, and tell what was found."""
@@ -142,7 +142,8 @@ class Judge:
         self._waiting.clear()
         return list(self.findings.values())
 
-    def _weigh(self, finding: Finding, claim: Claim, place: str) -> None:
+    def weigh(self, finding: Finding, claim: Claim, place: str) -> None:
+        """Take one claim; what is found of it is in ``finding``."""
         match claim:
             case Know(key=key, value=value):
                 self._facts.put(key, value)

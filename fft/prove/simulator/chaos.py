@@ -170,8 +170,10 @@ class Chaos:
         if len(world.groups) >= _MOST_GROUPS:
             return False
         name = str(len(world.groups))
-        world.groups[name] = Group(world, name, supervised=world.rng.random() < 0.7)
-        world.groups[name].start()
+        supervised = world.rng.random() < 0.7
+        for each in (world, *world.beside.values()):  # it is the same group in all scopes
+            each.groups[name] = Group(each, name, supervised)
+            each.groups[name].start()
         return True
 
     def _duplicate(self) -> bool:

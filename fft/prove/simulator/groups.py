@@ -85,6 +85,12 @@ class Group:
         world = self._world
         if instance != self.instance:
             return
+        if not world.data_notes.may_start(self.name):
+            if world.data_notes.has_left(self.name):
+                self.coming, self.away = False, True
+                return
+            world.clock.after(world.latency.boot(), None, self._spawn, rank, instance)
+            return
         if world.outage_until > world.clock.now:  # it cannot get its incarnation from the bus
             delay = world.outage_until - world.clock.now + world.latency.boot()
             world.clock.after(delay, None, self._spawn, rank, instance, replaces)

@@ -14,9 +14,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
-from fft.messages.effects import Effect
+from fft.messages.effects import Effect, StartTxn
 from fft.messages.protocol import BusMessage, Drain, Event, Peer, Record, Timer, Token
 from fft.protocol.invariants import History, Move
 from fft.protocol.participant import Participant
@@ -28,12 +28,12 @@ from fft.prove.bits import Bits
 from fft.prove.clock import Clock
 from fft.prove.simulator.bus import SimBus
 from fft.prove.simulator.chaos import Chaos
+from fft.prove.simulator.data_notes import DataNotes
 from fft.prove.simulator.faults import Weather
 from fft.prove.simulator.groups import Group
 from fft.prove.simulator.latency import Latency
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.process import Process
-from fft.trace.inputs import CONSUMED
 from fft.trace.writer import TraceWriter, header, trace_path
 
 _WALL = 1_700_000_000.0
@@ -91,6 +91,7 @@ class World:
         """``stage``: of a spec whose stages have scopes: the one that this is; each is a world of
         its own, on a ``clock`` that they share."""
         self.spec = spec
+        self._own_spec = spec.stage(spec.stages.index(stage)) if stage else spec
         self.name = stage
         self.beside: dict[str, World] = {}
         """The worlds of the other stages."""
@@ -98,7 +99,8 @@ class World:
         self.clock = clock or Clock()
         self.latency = Latency(rng)
         self.count_groups, self.ranks = rng.choice(_SHAPES)
-        if stage:
+        if stage:  # a rank of each group is of each stage
+            self.count_groups, _ = random.Random(f"groups of {seed}").choice(_SHAPES)
             self.ranks = 1
         self.group_timeout = rng.choice([1.0, 3.0, 10.0])
         """Seconds until a reduction that somebody does not enter fails by itself."""
@@ -119,6 +121,7 @@ class World:
         self._participant = participant
         self._trace_dir = trace_dir
         self._traces: dict[Peer, TraceWriter] = {}
+        self.data_notes = DataNotes(self, spec)
         self._meetings: dict[tuple[int, ...], Meeting] = {}
         self._incarnations: Counter[tuple[str, int]] = Counter()
         self._skips: dict[Token, int] = {}
@@ -195,7 +198,7 @@ class World:
         if self._trace_dir is not None:
             clocks = (lambda: _WALL + self.clock.now, lambda: self.clock.now)
             trace = self._traces[peer] = TraceWriter(self._trace_dir, peer, clocks)
-            trace.write("header", header(self.spec, config, local, notes=(CONSUMED,)))
+            trace.write("header", header(self._own_spec, config, local))
         process.start()
         return process
 
@@ -268,12 +271,16 @@ class World:
         self.seen.violations.append(Violation(name, text[:1000], place))
         raise RunEnds
 
-    def consumed(self, process: Process, token: Token, number: int, step: int) -> None:
-        """The data loader notes that a slice went into a committed txn."""
-        self.history.consumed.append((process.peer, token, number, str(process.peer)))
+    def note(self, process: Process, name: str, data: dict[str, Any]) -> None:
+        """Put something that is no event into the trace of a process."""
         if self._traces:
-            data = {"slice": number, "step": step, "token": list(token)}
-            self._traces[process.peer].note(CONSUMED, data)
+            self._traces[process.peer].note(name, data, process.local)
+
+    def consumed(self, process: Process, plan: StartTxn | None) -> None:
+        """The data loader notes that a slice went into a committed txn, if one has."""
+        if plan is not None and (number := plan.slice) is not None:
+            self.history.consumed.append((process.peer, plan.token, number, str(process.peer)))
+            self.data_notes.consumed(process, plan, number)
 
     def announce(self, message: BusMessage) -> None:
         """The supervisor says something on the bus; while the bus is away it waits or gives up."""

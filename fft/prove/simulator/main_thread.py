@@ -110,7 +110,7 @@ class MainThread:
             case "begin_body", StartTxn():
                 self._enter(command)
             case "apply", Apply():
-                self._note_consumed()
+                self._world.consumed(self._process, self._plan)
                 self._process.later(self._world.latency.apply(), self._applied, command.skip)
             case "leave", Finish(error=error):
                 self._exit(int(error is not None))
@@ -137,11 +137,6 @@ class MainThread:
         self.bits = self.bits.restored()
         self._stands.says(Restored(command.token))
         self._wait()
-
-    def _note_consumed(self) -> None:
-        plan = self._plan
-        if plan is not None and plan.slice is not None:
-            self._world.consumed(self._process, plan.token, plan.slice, plan.step)
 
     def _applied(self, skip: bool) -> None:
         who, token = self._process.peer, self._token()
@@ -208,7 +203,9 @@ class MainThread:
             self.bits = self.bits.corrupted(self._process.peer)
         self._failing = world.body_fault()
         compute = world.latency.compute()
-        if self._failing in ("exception", "quit"):
+        if not world.data_notes.takes(self._process, plan):
+            self._process.later(compute, self._quit)  # of a loader that has failed
+        elif self._failing in ("exception", "quit"):
             self._process.later(compute * world.rng.random(), self._raise, self._failing)
         else:
             self._process.later(compute, self._reduce)
@@ -216,13 +213,16 @@ class MainThread:
     def _raise(self, kind: str) -> None:
         self._world.count(kind)
         if kind == "quit":
-            self._world.lost(self._process.peer, self._era)
-            self._aborted = self._quits = True
-            self._process.post(Stop("the user's code gave up"))
-            self._process.later(_SHUTDOWN, self._world.exited, self._process, 1)
+            self._quit()
             return
         self._fault(f"injected: {kind}")
         self._give_up()
+
+    def _quit(self) -> None:
+        self._world.lost(self._process.peer, self._era)
+        self._aborted = self._quits = True
+        self._process.post(Stop("the user's code gave up"))
+        self._process.later(_SHUTDOWN, self._world.exited, self._process, 1)
 
     def _fault(self, cause: str) -> None:
         assert self._plan is not None

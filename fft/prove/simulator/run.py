@@ -21,6 +21,7 @@ from fft.prove.simulator.faults import DEFAULT, Weather
 from fft.prove.simulator.job import RunEnds, Violation, World
 from fft.trace.barriers import judge_live_sets
 from fft.trace.flow import Flow, judge_flow
+from fft.trace.format import scope_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ def run_seed(
     loaded = load_spec(spec) if isinstance(spec, str) else spec
     clock, table = Clock(), _table(loaded)
     worlds = [
-        World(seed, loaded, table, weather, _place(trace_dir, stage), participant, stage, clock)
-        for stage in loaded.stages or [""]
+        World(seed, loaded, table, weather, place, participant, stage, clock)
+        for stage, place in _places(trace_dir, loaded.stages or [""])
     ]
     for world in worlds:
         world.beside = {other.name: other for other in worlds if other is not world}
@@ -75,8 +76,10 @@ def run_seed(
     return _judged(seed, loaded, worlds, settled)
 
 
-def _place(trace_dir: Path | None, stage: str) -> Path | None:
-    return trace_dir / stage if trace_dir is not None and stage else trace_dir
+def _places(root: Path | None, stages: list[str]) -> list[tuple[str, Path | None]]:
+    """Stages, and where the processes of each trace: as those of a real job do."""
+    folders = [root and scope_folder(root, name if i else "") for i, name in enumerate(stages)]
+    return list(zip(stages, folders, strict=True))
 
 
 def live(worlds: list[World], clock: Clock) -> float | None:

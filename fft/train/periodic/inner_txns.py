@@ -41,7 +41,7 @@ class InnerTransaction(Transaction):
     """
 
     def __init__(self, periodic: PeriodicLoop, plan: StartTxn, drawn: Drawn) -> None:
-        super().__init__(periodic.loop, plan, drawn, last=False)
+        super().__init__(periodic.loop, plan, drawn, last=False, consumes={})
         self.inner_step = periodic.synchronizer.position
         self.interrupted = False
         self._periodic = periodic

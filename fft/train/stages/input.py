@@ -105,7 +105,10 @@ class StageInput:
         found = self._got[due.number]
         if self._slices.holds(due.number, due.step + 1):
             self._ask(due.number + due.step, due.first, is_needed=False)
-        self._parts.job.note(ENTRY, {"slice": due.number, "version": found["version"]})
+        plan = self._parts.worker.txn
+        assert plan is not None, "the txn is open"
+        told = {"slice": due.number, "version": found["version"], "token": list(plan.token)}
+        self._parts.job.note(ENTRY, told)
         return found["value"]
 
     def _ask(self, number: int, done: int, is_needed: bool = True) -> None:
