@@ -32,8 +32,10 @@ class Heard:
 class OtherScope:
     """One of them."""
 
-    def __init__(self, name: str, bus: ErrorBus) -> None:
+    def __init__(self, name: str, bus: ErrorBus, most: int | None = None) -> None:
+        """``most``: groups whose data count, if others are spares."""
         self.name = name
+        self._most = most
         self.bus = bus
         self._wire = Wire()
         self._epoch: Record | None = None
@@ -67,7 +69,8 @@ class OtherScope:
                 return None  # it is being written
             self._epoch = found
         groups = tuple(g.group for g in self._epoch.members if g.group not in record.leavers)
-        return ScopeRecord(self.name, record.n, record.step, groups)
+        takers = len(groups) if self._most is None else min(len(groups), self._most)
+        return ScopeRecord(self.name, record.n, record.cursor, groups, takers)
 
     def read(self) -> ScopeRecord | None:
         """What its newest record says; None: there is none, or it is being written.
@@ -81,13 +84,13 @@ class OtherScope:
 def tell_held(held: TellHeld, me: Peer, bus: ErrorBus) -> None:
     """Say in the log, and to who watches, that ``me`` waits for another scope."""
     logger.warning(
-        "step %d waits for version %d of scope %s, which is at %d",
+        "step %d waits until scope %s has taken %d slices of the data; it has taken %d",
         held.step,
-        held.needed,
         held.scope,
-        held.version,
+        held.needed,
+        held.cursor,
     )
-    step, version = held.step, held.version
-    report = HeldReport(me.group, me.rank, me.inc, step, held.scope, version, held.needed)
+    step, cursor = held.step, held.cursor
+    report = HeldReport(me.group, me.rank, me.inc, step, held.scope, cursor, held.needed)
     with suppress(BusError):  # for who watches; it is in the trace
         bus.broadcast(encode_report(report), "progress")

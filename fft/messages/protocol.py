@@ -55,6 +55,8 @@ class Vote:
     peer: Peer
     manifest: Manifest
     leaving: bool = False
+    """The voter's group was asked to leave, or what gives its scope the data has ended: it leaves
+    with this txn's commit."""
     last: bool = False
     """The voter has no step after this one: it leaves with this txn's commit, if that is a step."""
     skip: bool = False
@@ -280,10 +282,12 @@ class ScopeRecord:
 
     scope: Name
     n: Count
-    version: Count
-    """Committed steps there."""
+    cursor: Count
+    """The slices before it are taken there."""
     groups: tuple[Name, ...] = ()
     """Those in its epoch, but for those that leave it with this record."""
+    takers: Count = 0
+    """How many of them take a slice each in a txn: all but spares."""
     type: Literal["scope_record"] = "scope_record"
 
 

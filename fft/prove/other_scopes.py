@@ -1,8 +1,8 @@
-"""Scopes that a searched one is bound to, as far as it can tell: versions that go up. Pure.
+"""Scopes that a searched one is bound to, as far as it can tell: data that they take. Pure.
 
 Each scope is an instance of the protocol. So all that another one can do is to commit at any time,
-within the bounds that it keeps itself, and to lose a group that leaves. That it keeps its bounds is
-searched when it is the one that is modelled.
+within the bounds that it keeps itself, a step or a skip, which look alike from here; to lose a
+group; and to end. That it keeps its bounds is searched when it is the one that is modelled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from fft.messages.protocol import Record, ScopeRecord
-from fft.protocol.flow import Elsewhere
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.spec import FsmSpec
 from fft.prove.bounds import Bounds
 
@@ -30,7 +30,8 @@ class OtherScopes:
         self.bounds = tuple(replace(e, ahead=min(e.ahead, _AHEAD)) for e in bound_to)
         """What a participant begins with."""
         groups = tuple(_GROUPS[: bounds.groups])
-        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups) for e in self.bounds)
+        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups, len(groups)) for e in self.bounds)
+        self.groups, self.ends = bounds.groups, bounds.ends
 
     def moves(
         self, head: Record | None, at: tuple[ScopeRecord, ...], asked: Set[str], inside: Set[str]
@@ -43,16 +44,26 @@ class OtherScopes:
             asked: groups that are asked to leave.
             inside: groups in the searched scope.
         """
-        version = head.step if head is not None else 0
+        cursor = head.cursor if head is not None else 0
         for bound, record in zip(self.bounds, at, strict=True):
-            # it follows this scope, or leads it by as much as it may
-            furthest = version if bound.ahead else version + _AHEAD
-            if record.version >= furthest or not record.groups:
+            if not record.groups:
                 continue
-            newer = replace(record, n=record.n + 1, version=record.version + 1)
+            for group in record.groups if self.ends and len(record.groups) > 1 else ():
+                stay = tuple(other for other in record.groups if other != group)
+                lost = replace(record, n=record.n + 1, groups=stay, takers=len(stay))
+                yield f"{record.scope} loses {group}", lost
+            after = record.cursor + record.takers
+            # it follows this scope, or leads it by as much as it may
+            reach = cursor + _AHEAD * (len(inside) or self.groups)
+            if after > cursor if bound.ahead else record.cursor >= reach:
+                continue
+            newer = replace(record, n=record.n + 1, cursor=after)
             yield f"{record.scope} commits", newer
+            if self.ends:
+                yield f"{record.scope} commits and ends", replace(newer, groups=(), takers=0)
             # a group leaves the scopes in the order of the flow
             gone = {group for group in asked if not bound.ahead or group not in inside}
             stay = tuple(group for group in record.groups if group not in gone)
             if stay != record.groups:
-                yield f"{record.scope} commits and is left", replace(newer, groups=stay)
+                left = replace(newer, groups=stay, takers=len(stay))
+                yield f"{record.scope} commits and is left", left

@@ -208,6 +208,8 @@ class RankState:
 
     def inputs_from(self, source: DataSource) -> Inputs:
         """What this rank takes of it."""
+        if self.output is not None:
+            self.output.draws_from(source)
         rank = self._manager._group_rank if self._takers > 1 else 0
         return Inputs(source, self._takers, rank)
 

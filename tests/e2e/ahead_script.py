@@ -4,7 +4,9 @@ An encoder with a loss of its own, and a decoder that learns from its vectors. A
 in which each rank leaves what its state is at the end; the number of steps; seconds that a step of
 the last stage takes at least; as JSON timeouts, and `forget`: a step in which nothing is put;
 `frozen`: the encoder is; `more_steps` of the last stage; `alone`: seconds that its steps take while
-the other group is away, so that it comes back before the end; `groups`: what a step needs.
+the other group is away, so that it comes back before the end; `groups`: what a step needs;
+`overflow_0`, `overflow_1`: in the first or the last stage, whose loss is inf for batches whose mean
+is above that: its scaler skips the step; `first_seconds`: as those of the last stage.
 """
 
 from __future__ import annotations
@@ -37,17 +39,32 @@ class Encoder(nn.Module):
         return self.body(x)
 
 
-def trained(manager: fft.ManagerFFT, model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    manager.register(model, optimizer, schedule)
-    manager.sync_gradients(model)
-    return optimizer
+class Stepper:
+    """What makes the gradients of a stage, with a scaler that skips the step of a loss of inf."""
+
+    def __init__(self, manager: fft.ManagerFFT, model: nn.Module, overflow: float) -> None:
+        self.model, self.overflow = model, overflow
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        manager.register(model, self.optimizer, schedule, scaler=self.scaler)
+        manager.sync_gradients(model)
+
+    def backward(self, loss: torch.Tensor, mean: torch.Tensor) -> None:
+        if mean.item() > self.overflow:
+            loss = loss * torch.inf
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
 
-def first(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
+def first(
+    manager: fft.ManagerFFT, steps: int, forget: float, seconds: float, overflow: float
+) -> int:
+    """Train it. Returns how many entries it had at the most."""
     model = Encoder()
-    trained(manager, model)
+    stepper = Stepper(manager, model, overflow)
+    slow, most = threading.Event(), 0
     output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
     for txn in manager.transactions(fft.CursorLoader(Samples(), 4, seed=5), steps):
         with txn:
@@ -55,13 +72,15 @@ def first(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
             vectors = model(txn.batch)
             if txn.step != forget:
                 output.put(txn, (vectors, wanted))
+            most = max(most, len(output._entries))
             loss = F.mse_loss(model.head(vectors), wanted)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            stepper.backward(loss, wanted.mean())
+            slow.wait(seconds)  # work, as far as the other stage can tell
             txn.log(loss=loss.item())
+    return most
 
 
-def frozen(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
+def frozen(manager: fft.ManagerFFT, steps: int) -> None:
     model = Encoder().eval().requires_grad_(False)
     manager.register(model, [])
     output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
@@ -70,9 +89,11 @@ def frozen(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
             output.put(txn, (model(txn.batch), txn.batch.mean(1, keepdim=True)))
 
 
-def last(manager: fft.ManagerFFT, steps: int, seconds: float, alone: float) -> None:
+def last(
+    manager: fft.ManagerFFT, steps: int, seconds: float, alone: float, overflow: float
+) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
-    trained(manager, model)
+    stepper = Stepper(manager, model, overflow)
     slow = threading.Event()
     for txn in manager.transactions(
         fft.StageInput(manager, fft.CursorLoader(Samples(), 4, seed=5)), steps
@@ -80,8 +101,7 @@ def last(manager: fft.ManagerFFT, steps: int, seconds: float, alone: float) -> N
         with txn:
             vectors, wanted = txn.batch
             loss = F.mse_loss(model(vectors), wanted)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            stepper.backward(loss, wanted.mean())
             # work, as far as the other stage can tell
             slow.wait(seconds if manager.num_participants() > 1 else max(seconds, alone))
             txn.log(loss=loss.item())
@@ -95,6 +115,8 @@ def main() -> None:
     forget, is_frozen = more.pop("forget", -1), more.pop("frozen", 0)
     more_steps, alone = int(more.pop("more_steps", 0)), more.pop("alone", 0.0)
     groups = int(more.pop("groups", 1))
+    overflows = [more.pop(f"overflow_{number}", float("inf")) for number in range(2)]
+    first_seconds = more.pop("first_seconds", 0.0)
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -109,9 +131,12 @@ def main() -> None:
     torch.manual_seed(3)
     try:
         if rank:
-            last(manager, steps + more_steps, seconds, alone)
+            last(manager, steps + more_steps, seconds, alone, overflows[1])
+        elif is_frozen:
+            frozen(manager, steps)
         else:
-            (frozen if is_frozen else first)(manager, steps, forget)
+            most = first(manager, steps, forget, first_seconds, overflows[0])
+            (folder / f"{group}.most").write_text(str(most))
         found = {"digest": manager.digest(), "step": manager.current_step()}
         (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
     finally:

@@ -3,7 +3,8 @@
 The earlier stage offers an **entry** for each slice of the data that it computes; the later one
 asks for the slices that its transactions take. An entry is kept until the step that takes it is
 committed, so that an attempt that is repeated reads it again. One that is not there any more, for
-its group was another one then, is made anew from the slice, with the parameters of that time.
+its group was another one then, is made anew from the slice, with the parameters of that time. One
+that a body has not given is made when its txn is committed.
 
 Main thread, but for the threads that accept, hear and send.
 """
@@ -43,6 +44,7 @@ from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.engine.loop import Engine
+    from fft.protocol.elsewhere import Elsewhere
     from fft.train.manager import ManagerFFT
     from fft.train.rank_state import RankState
     from fft.train.watchers import Watchers
@@ -84,7 +86,7 @@ class StageOutput:
             )
         if self._parts.state.step is None:
             raise FftError("call manager.register(model, optimizer) before StageOutput(manager, …)")
-        self._produce = produce
+        self._after, self._produce = after[0], produce
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
         self._wanted: set[int] = set()
@@ -122,12 +124,25 @@ class StageOutput:
             raise FftError("put() is called twice in this body: a slice of the data has one entry")
         self._put_in = attempt
         kept = tree_map(kept_of, value)
-        with self._changed:
-            if drawn.slice >= self._taken:
-                self._entries[drawn.slice] = _Entry(kept, txn.step)
-            self._wanted.discard(drawn.slice)
-            self._changed.notify_all()
+        self._offer(drawn.slice, _Entry(kept, txn.step))
         self._meet_others()
+
+    def _offer(self, number: int, entry: _Entry) -> None:
+        """Keep it for the next stage, if that can still ask for it."""
+        after = self._next_stage
+        with self._changed:
+            self._forget(after.cursor)
+            if number >= self._taken and not after.has_ended:
+                self._entries[number] = entry
+            self._wanted.discard(number)
+            self._changed.notify_all()
+
+    @property
+    def _next_stage(self) -> Elsewhere:
+        """Its scope, as far as it is known here."""
+        local = self._parts.job.local
+        assert local is not None, "a txn has begun"
+        return next(e for e in local.elsewhere if e.scope == self._after)
 
     def _meet_others(self) -> None:
         """Of a frozen stage, which has no gradients: the groups reduce something all the same, so
@@ -168,21 +183,21 @@ class StageOutput:
             self._is_ready = True
             self._changed.notify_all()
         for number in sorted(self._wanted - {but}):
-            assert self._source is not None, "the loop has begun"
-            batch = copied(self._source.take(Due(0, number, 1)))
-            try:
-                with _preserved(self._parts.state), torch.no_grad():
-                    value = tree_map(kept_of, self._produce(batch))
-            except Exception as error:
-                error.add_note(f"as StageOutput made the entry of slice {number} anew")
-                raise
-            version = self._manager._step
-            logger.info("the entry of slice %d was made anew, with version %d", number, version)
-            self._parts.job.note(MADE_ANEW, {"slice": number, "version": version})
-            with self._changed:
-                self._entries[number] = _Entry(value, version)
-                self._wanted.discard(number)
-                self._changed.notify_all()
+            self._make(number)
+
+    def _make(self, number: int) -> None:
+        assert self._source is not None, "the loop has begun"
+        batch = copied(self._source.take(Due(0, number, 1)))
+        try:
+            with _preserved(self._parts.state), torch.no_grad():
+                value = tree_map(kept_of, self._produce(batch))
+        except Exception as error:
+            error.add_note(f"as StageOutput made the entry of slice {number} anew")
+            raise
+        version = self._manager._step
+        logger.info("the entry of slice %d was made anew, with version %d", number, version)
+        self._parts.job.note(MADE_ANEW, {"slice": number, "version": version})
+        self._offer(number, _Entry(value, version))
 
     @property
     def _has_state(self) -> bool:
@@ -191,17 +206,22 @@ class StageOutput:
         return local is not None and local.healed
 
     def committed(self, txn: Any) -> None:
-        """Say once that the body of ``txn`` has put nothing, which would be slow, and not wrong."""
+        """Make the entry of ``txn`` if its body has put nothing; say so once, unless skipped.
+
+        Now: when it is asked for depends on time, and so would the weights.
+        """
         number, has_put = txn._drawn.slice, self._put_in == (txn.epoch, txn.attempt)
-        if has_put or number is None or txn.skipped or self._forgets:
+        if has_put or number is None or not self._has_state or self._next_stage.has_ended:
             return
-        self._forgets = True
-        logger.warning(
-            "the body of slice %d has given nothing to the next stage; its entry is made anew when "
-            "it is asked for, with later weights. Call output.put(txn, …) in each body",
-            number,
-        )
-        self._parts.job.note("entry_forgotten", {"slice": number})
+        if not txn.skipped and not self._forgets:
+            self._forgets = True
+            logger.warning(
+                "the body of slice %d has given nothing to the next stage; its entry is made after "
+                "its step, by the function of StageOutput. Call output.put(txn, …) in each body",
+                number,
+            )
+            self._parts.job.note("entry_forgotten", {"slice": number})
+        self._make(number)
 
     def finish(self, leaves: bool) -> None:
         """The loop is over: give what is left, until the next stage has ended, too.
