@@ -60,8 +60,8 @@ class Stepper:
 
 def first(
     manager: fft.ManagerFFT, steps: int, forget: float, seconds: float, overflow: float
-) -> int:
-    """Train it. Returns how many entries it had at the most."""
+) -> tuple[int, nn.Module]:
+    """Train it. Returns how many entries it had at the most, and the model."""
     model = Encoder()
     stepper = Stepper(manager, model, overflow)
     slow, most = threading.Event(), 0
@@ -77,34 +77,37 @@ def first(
             stepper.backward(loss, wanted.mean())
             slow.wait(seconds)  # work, as far as the other stage can tell
             txn.log(loss=loss.item())
-    return most
+    return most, model
 
 
-def frozen(manager: fft.ManagerFFT, steps: int) -> None:
+def frozen(manager: fft.ManagerFFT, steps: int) -> tuple[int, nn.Module]:
     model = Encoder().eval().requires_grad_(False)
     manager.register(model, [])
     output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
     for txn in manager.transactions(fft.CursorLoader(Samples(), 4, seed=5), steps):
         with txn:
             output.put(txn, (model(txn.batch), txn.batch.mean(1, keepdim=True)))
+    return len(output._entries), model
 
 
 def last(
     manager: fft.ManagerFFT, steps: int, seconds: float, alone: float, overflow: float
-) -> None:
+) -> tuple[int, nn.Module]:
+    """The same of the last stage."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
     stepper = Stepper(manager, model, overflow)
-    slow = threading.Event()
-    for txn in manager.transactions(
-        fft.StageInput(manager, fft.CursorLoader(Samples(), 4, seed=5)), steps
-    ):
+    slow, most = threading.Event(), 0
+    entries = fft.StageInput(manager, fft.CursorLoader(Samples(), 4, seed=5))
+    for txn in manager.transactions(entries, steps):
         with txn:
+            most = max(most, len(entries._got))
             vectors, wanted = txn.batch
             loss = F.mse_loss(model(vectors), wanted)
             stepper.backward(loss, wanted.mean())
             # work, as far as the other stage can tell
             slow.wait(seconds if manager.num_participants() > 1 else max(seconds, alone))
             txn.log(loss=loss.item())
+    return most, model
 
 
 def main() -> None:
@@ -131,13 +134,14 @@ def main() -> None:
     torch.manual_seed(3)
     try:
         if rank:
-            last(manager, steps + more_steps, seconds, alone, overflows[1])
+            most, model = last(manager, steps + more_steps, seconds, alone, overflows[1])
         elif is_frozen:
-            frozen(manager, steps)
+            most, model = frozen(manager, steps)
         else:
-            most = first(manager, steps, forget, first_seconds, overflows[0])
-            (folder / f"{group}.most").write_text(str(most))
-        found = {"digest": manager.digest(), "step": manager.current_step()}
+            most, model = first(manager, steps, forget, first_seconds, overflows[0])
+        (folder / f"{group}.{rank}.most").write_text(str(most))
+        found: dict[str, Any] = {"digest": manager.digest(), "step": manager.current_step()}
+        found["buffers"] = [buffer.tolist() for buffer in model.buffers()]
         (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
     finally:
         manager.shutdown()
