@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fft.bus.base import HEAD, BusError, ErrorBus, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.messages.effects import TellHeld
 from fft.messages.protocol import Peer, Record, ScopeRecord, UnreadableMessage
 from fft.messages.speed import HeldReport, encode_report
-from fft.messages.wire import EPOCH, Packed, Wire, decode, decode_packed
+from fft.messages.wire import EPOCH, Packed, Wire, decode, decode_packed, left_name
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,27 @@ class OtherScope:
         Raises BusError, UnreadableMessage.
         """
         held = self.bus.read(HEAD)
-        return None if held is None else self.take(decode_packed(held))
+        found = None if held is None else self.take(decode_packed(held))
+        if found is None or not all(map(self._has_left, found.groups)):
+            return found
+        return replace(found, groups=(), takers=0)
+
+    def _has_left(self, group: str) -> bool:
+        """Whether a member group has left without a record, as all may at once. Raises BusError."""
+        assert self._epoch is not None, "its groups are known"
+        ranks = next(g.ranks for g in self._epoch.members if g.group == group)
+        return all(self.bus.read(left_name(group, r.rank)) == b"%d" % r.inc for r in ranks)
+
+
+def tell_left(me: Peer, bus: ErrorBus) -> None:
+    """Say on the bus of the scope of ``me`` that it has left, for who is held by that scope.
+
+    No record says so where the last groups leave without a commit.
+    """
+    try:
+        bus.write(left_name(me.group, me.rank), b"%d" % me.inc)
+    except BusError as error:
+        logger.warning("stages that wait for this one may not hear that it has left: %s", error)
 
 
 def tell_held(held: TellHeld, me: Peer, bus: ErrorBus) -> None:

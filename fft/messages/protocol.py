@@ -285,7 +285,8 @@ class ScopeRecord:
     cursor: Count
     """The slices before it are taken there."""
     groups: tuple[Name, ...] = ()
-    """Those in its epoch, but for those that leave it with this record."""
+    """Those in its epoch, but for those that leave it with this record; none, too, if all have left
+    it since."""
     takers: Count = 0
     """How many of them take a slice each in a txn: all but spares."""
     type: Literal["scope_record"] = "scope_record"

@@ -62,6 +62,11 @@ def is_last(s: Local, c: Config) -> bool:
     return bool(s.elsewhere) and data_end(s, slices_due(s, c)[1], participants(s, c))
 
 
+def has_left_well(s: Local) -> bool:
+    """Whether I am out, with the state of the newest decision."""
+    return s.role == "terminal" and s.head is not None and s.lineage == s.head.lineage
+
+
 def may_leave(s: Local, group: str) -> bool:
     """Whether a group that is asked to leave may: it leaves scopes in the order of the flow.
 

@@ -183,7 +183,7 @@ class Search:
             node = self.model.node(state, step.who)
             held, at = thaw(self.model.locals[node.local]), {r.scope: r for r in shared.scopes}
             due = slices_due(held, self.model.participant(step.who, node.inc).config)
-            known = [e if e.n >= at[e.scope].n else e.after(at[e.scope]) for e in held.elsewhere]
+            known = [e if e.n > at[e.scope].n else e.after(at[e.scope]) for e in held.elsewhere]
             return all(e.seen.allows(*due) for e in known)
         if step.what != "timer quorum":
             return False

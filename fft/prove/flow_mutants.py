@@ -53,6 +53,13 @@ def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return EFFECTS["note_scope"](s, c, event) if event.groups else ()
 
 
+def _records_only(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """That all have left since the newest record of a scope says nothing."""
+    assert isinstance(event, ScopeRecord)
+    is_new = any(e.scope == event.scope and event.n > e.n for e in s.elsewhere)
+    return EFFECTS["note_scope"](s, c, event) if is_new else ()
+
+
 def _one_more(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """What another scope has begun counts as taken."""
     EFFECTS["note_scope"](s, c, event)
@@ -128,6 +135,13 @@ FLOW: tuple[Mutant, ...] = (
         "A stage is held at its bound by the next one, which has ended.",
         small(groups=1, commits=3, stage=0, ends=True),
         planted(actions={"note_scope": _never_ends}),
+        expected="eventually",
+    ),
+    _flowing(
+        "held_by_who_has_left",
+        "A stage is held by one that all have left at once, without a record.",
+        small(groups=1, commits=3, stage=0, ends=True),
+        planted(actions={"note_scope": _records_only}),
         expected="eventually",
     ),
     _flowing(

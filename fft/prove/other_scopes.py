@@ -35,8 +35,8 @@ class OtherScopes:
 
     def moves(
         self, head: Record | None, at: tuple[ScopeRecord, ...], asked: Set[str], inside: Set[str]
-    ) -> Iterator[tuple[str, ScopeRecord]]:
-        """What they can do next: in words, and the record of it.
+    ) -> Iterator[tuple[str, ScopeRecord, bool]]:
+        """What they can do next: in words, the record of it, and whether it is announced.
 
         Args:
             head: of the searched scope.
@@ -46,24 +46,41 @@ class OtherScopes:
         """
         cursor = head.cursor if head is not None else 0
         for bound, record in zip(self.bounds, at, strict=True):
-            if not record.groups:
-                continue
-            for group in record.groups if self.ends and len(record.groups) > 1 else ():
-                stay = tuple(other for other in record.groups if other != group)
-                lost = replace(record, n=record.n + 1, groups=stay, takers=len(stay))
-                yield f"{record.scope} loses {group}", lost
-            after = record.cursor + record.takers
-            # it follows this scope, or leads it by as much as it may
-            reach = cursor + _AHEAD * (len(inside) or self.groups)
-            if after > cursor if bound.ahead else record.cursor >= reach:
-                continue
-            newer = replace(record, n=record.n + 1, cursor=after)
-            yield f"{record.scope} commits", newer
-            if self.ends:
-                yield f"{record.scope} commits and ends", replace(newer, groups=(), takers=0)
-            # a group leaves the scopes in the order of the flow
-            gone = {group for group in asked if not bound.ahead or group not in inside}
-            stay = tuple(group for group in record.groups if group not in gone)
-            if stay != record.groups:
-                left = replace(newer, groups=stay, takers=len(stay))
-                yield f"{record.scope} commits and is left", left
+            if record.groups:
+                yield from self._commits(bound, record, cursor, asked, inside)
+                yield from self._is_left(bound, record) if self.ends else ()
+
+    def _commits(
+        self,
+        bound: Elsewhere,
+        record: ScopeRecord,
+        cursor: int,
+        asked: Set[str],
+        inside: Set[str],
+    ) -> Iterator[tuple[str, ScopeRecord, bool]]:
+        after = record.cursor + record.takers
+        # it follows this scope, or leads it by as much as it may
+        reach = cursor + _AHEAD * (len(inside) or self.groups)
+        if after > cursor if bound.ahead else record.cursor >= reach:
+            return
+        newer = replace(record, n=record.n + 1, cursor=after)
+        yield f"{record.scope} commits", newer, True
+        if self.ends:
+            yield f"{record.scope} commits and ends", replace(newer, groups=(), takers=0), True
+        # a group leaves the scopes in the order of the flow
+        gone = {group for group in asked if not bound.ahead or group not in inside}
+        stay = tuple(group for group in record.groups if group not in gone)
+        if stay != record.groups:
+            left = replace(newer, groups=stay, takers=len(stay))
+            yield f"{record.scope} commits and is left", left, True
+
+    def _is_left(
+        self, bound: Elsewhere, record: ScopeRecord
+    ) -> Iterator[tuple[str, ScopeRecord, bool]]:
+        """Without a commit: by a group that is lost, or by all at once, which no record says."""
+        # how many groups it has, concerns whoever leads it
+        for group in record.groups if len(record.groups) > 1 and bound.ahead else ():
+            stay = tuple(other for other in record.groups if other != group)
+            lost = replace(record, n=record.n + 1, groups=stay, takers=len(stay))
+            yield f"{record.scope} loses {group}", lost, True
+        yield f"{record.scope} is left", replace(record, groups=(), takers=0), False

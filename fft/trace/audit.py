@@ -260,8 +260,8 @@ def audit_dir(directory: str | Path) -> AuditReport:
             judge.feed(item)
             barriers.take(item)
             ends.take(item)
-            if flow is not None and item.record is not None:
-                flow.take(item.record)
+            if flow is not None:
+                flow.move(item)
             continue
         data = item.line["data"]
         consumed = item.line["note"] == "consumed" and data["slice"] is not None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fft.messages.protocol import Record, Seen
-from fft.protocol.invariants import Finding
+from fft.messages.effects import Finish
+from fft.messages.protocol import Peer, Record, Seen
+from fft.protocol.invariants import Finding, Move
 from fft.protocol.invariants.facts import Numbers
 from fft.trace.inputs import Given
 
@@ -34,9 +35,23 @@ class Flow:
         self._commits = Numbers()
         self._members: dict[int, int] = {}
         """Groups of the newest epochs."""
+        self._newest: tuple[int, frozenset[Peer]] = 0, frozenset()
+        """The newest epoch, and who is in it."""
+        self._left: set[Peer] = set()
+        """Who has left in good order."""
+
+    def move(self, move: Move) -> None:
+        """What somebody has done in it."""
+        if move.record is not None:
+            self.take(move.record)
+        finish = next((e for e in move.out.effects if isinstance(e, Finish)), None)
+        if finish is not None and finish.error is None:
+            self._left.add(move.peer)
 
     def take(self, record: Record) -> None:
         """A record of the scope; of all of one number the first counts."""
+        if record.kind == "epoch" and record.epoch > self._newest[0]:
+            self._newest = record.epoch, record.peer_set
         if record.kind == "epoch":
             self._members = {
                 **dict([*self._members.items()][-1:]),
@@ -62,7 +77,7 @@ class Flow:
     def has_come_to(self, seen: Seen) -> bool:
         """Whether a record of it allows what another scope has gone by."""
         if not seen.takers:
-            return 0 in self.furthest
+            return 0 in self.furthest or self._newest[1] <= self._left
         return any(
             seen.cursor <= cursor and seen.reach <= cursor + seen.ahead * groups
             for groups, cursor in self.furthest.items()

@@ -6,7 +6,9 @@ the last stage takes at least; as JSON timeouts, and `forget`: a step in which n
 `frozen`: the encoder is; `more_steps` of the last stage; `alone`: seconds that its steps take while
 the other group is away, so that it comes back before the end; `groups`: what a step needs;
 `overflow_0`, `overflow_1`: in the first or the last stage, whose loss is inf for batches whose mean
-is above that: its scaler skips the step; `first_seconds`: as those of the last stage.
+is above that: its scaler skips the step; `first_seconds`: as those of the last stage; `break_0`,
+`break_1`: the step after which the loop of the first or the last stage is left, `break_by`: in this
+group alone; `late`: seconds that group 1 stays after that.
 """
 
 from __future__ import annotations
@@ -59,7 +61,12 @@ class Stepper:
 
 
 def first(
-    manager: fft.ManagerFFT, steps: int, forget: float, seconds: float, overflow: float
+    manager: fft.ManagerFFT,
+    steps: int,
+    forget: float,
+    seconds: float,
+    overflow: float,
+    break_at: float,
 ) -> tuple[int, nn.Module]:
     """Train it. Returns how many entries it had at the most, and the model."""
     model = Encoder()
@@ -77,6 +84,8 @@ def first(
             stepper.backward(loss, wanted.mean())
             slow.wait(seconds)  # work, as far as the other stage can tell
             txn.log(loss=loss.item())
+        if txn.committed and txn.step == break_at:
+            break
     return most, model
 
 
@@ -91,7 +100,12 @@ def frozen(manager: fft.ManagerFFT, steps: int) -> tuple[int, nn.Module]:
 
 
 def last(
-    manager: fft.ManagerFFT, steps: int, seconds: float, alone: float, overflow: float
+    manager: fft.ManagerFFT,
+    steps: int,
+    seconds: float,
+    alone: float,
+    overflow: float,
+    break_at: float,
 ) -> tuple[int, nn.Module]:
     """The same of the last stage."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
@@ -107,6 +121,8 @@ def last(
             # work, as far as the other stage can tell
             slow.wait(seconds if manager.num_participants() > 1 else max(seconds, alone))
             txn.log(loss=loss.item())
+        if txn.committed and txn.step == break_at:
+            break
     return most, model
 
 
@@ -120,6 +136,10 @@ def main() -> None:
     groups = int(more.pop("groups", 1))
     overflows = [more.pop(f"overflow_{number}", float("inf")) for number in range(2)]
     first_seconds = more.pop("first_seconds", 0.0)
+    breaks = [more.pop(f"break_{number}", -1) for number in range(2)]
+    late = more.pop("late", 0.0)
+    if more.pop("break_by", int(group)) != int(group):
+        breaks = [-1, -1]
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -134,13 +154,15 @@ def main() -> None:
     torch.manual_seed(3)
     try:
         if rank:
-            most, model = last(manager, steps + more_steps, seconds, alone, overflows[1])
+            most, model = last(manager, steps + more_steps, seconds, alone, overflows[1], breaks[1])
         elif is_frozen:
             most, model = frozen(manager, steps)
         else:
-            most, model = first(manager, steps, forget, first_seconds, overflows[0])
+            most, model = first(manager, steps, forget, first_seconds, overflows[0], breaks[0])
         (folder / f"{group}.{rank}.most").write_text(str(most))
         found: dict[str, Any] = {"digest": manager.digest(), "step": manager.current_step()}
+        if group == "1" and not rank:
+            threading.Event().wait(late)
         found["buffers"] = [buffer.tolist() for buffer in model.buffers()]
         (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
     finally:

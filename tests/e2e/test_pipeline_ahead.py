@@ -192,6 +192,43 @@ def test_a_stage_that_wants_fewer_steps_ends_alone(tmp_path: Path) -> None:
     assert_few(ended)
 
 
+def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) -> None:
+    """By all of its groups: no record says so. The first one goes on alone to its last step."""
+    ended = Ended(tmp_path / "last", break_1=3)
+    ended.audited()
+    steps = {name[2]: rank["step"] for name, rank in ended.ranks.items()}
+    assert steps == {"0": STEPS, "1": 4}
+    assert_few(ended)
+
+
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
+    late: float, tmp_path: Path
+) -> None:
+    """And ends then, in good order: its data have ended. If one group leaves later, its ranks may
+    take what the other one's have given: that is made anew by who has left already."""
+    ended = Ended(tmp_path / "first", seconds=0.2, break_0=6, late=late)
+    ended.audited()
+    assert {name: ended.ranks[name]["step"] for name in ("0.0.json", "1.0.json")} == {
+        "0.0.json": 7,
+        "1.0.json": 7,
+    }
+    data = slices(read_lines(ended.last_stage))
+    assert (data.exact, data.once) == (True, 14), str(data)
+    log = (ended.traces / "logs" / "g1r1-1.log").read_text()
+    assert "stage 'stage0' has ended after 14 slices of the data" in log
+
+
+def test_a_group_that_leaves_the_first_stage_by_break_leaves_the_last_one_too(
+    tmp_path: Path,
+) -> None:
+    ended = Ended(tmp_path / "group", seconds=0.1, break_0=4, break_by=0)
+    ended.audited()
+    steps = {name[:3]: rank["step"] for name, rank in ended.ranks.items()}
+    assert (steps["0.0"], steps["1.0"], steps["1.1"]) == (5, STEPS, STEPS)
+    assert 0 < steps["0.1"] < STEPS
+
+
 SKIPS: dict[str, dict[str, float]] = {
     "first": {"overflow_0": 0.05},
     "last": {"overflow_1": 0.05},

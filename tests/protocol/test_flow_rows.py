@@ -193,7 +193,17 @@ def the_end_is_heard_late() -> Job:
     return job
 
 
-@pytest.mark.parametrize("life", [too_little_is_left, the_end_is_heard_late])
+def all_leave_it_at_once() -> Job:
+    """By a `break`: no record says so, but its newest one is read as that of nobody."""
+    job = job_of(FOLLOWS, at("stage0", 2, 2, *BOTH))
+    job.step()
+    job.scopes["stage0"] = at("stage0", 2, 2)
+    job.fire("flow_interval")
+    job.settle()
+    return job
+
+
+@pytest.mark.parametrize("life", [too_little_is_left, the_end_is_heard_late, all_leave_it_at_once])
 def test_who_is_held_by_a_scope_that_has_ended_goes(life: object) -> None:
     assert callable(life)
     job = life()
@@ -203,11 +213,14 @@ def test_who_is_held_by_a_scope_that_has_ended_goes(life: object) -> None:
     assert_sound(job)
 
 
-def test_who_leads_goes_on_alone_when_the_next_stage_has_ended() -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_who_leads_goes_on_alone_when_the_next_stage_has_ended(number: int) -> None:
+    """With a record that says so, or without."""
     job = job_of(LEADS, at("stage1", 1, 0, *BOTH))
     job.step()
     job.step()
-    hear(job, at("stage1", 3, 2))
+    assert states(job) == {"NORMAL.held"}
+    hear(job, at("stage1", number, 0))
     for _ in range(5):
         job.step()
     assert (cursor(job), states(job)) == (14, {"NORMAL.computing"})

@@ -171,10 +171,9 @@ def has_ended_with_its_data(job: Participation, step: int, max_steps: int | None
     """Whether a loop that has come to its end did so because the stage before has; says so if it
     had more to do."""
     local = job.local
-    if local is None or job.peer in local.leaving:
-        return False
-    before = [other for other in local.elsewhere if not other.ahead and other.has_ended]
-    if not before:
+    others = () if local is None else local.elsewhere
+    before = [other for other in others if not other.ahead and other.has_ended]
+    if local is None or not before:
         return False
     if max_steps is not None and step < max_steps:
         logger.warning(
@@ -185,7 +184,7 @@ def has_ended_with_its_data(job: Participation, step: int, max_steps: int | None
             step,
             max_steps,
         )
-    return True
+    return job.peer not in local.leaving
 
 
 def refuse_unconnected(stage: StageScope, output: StageOutput | None, loader: Any) -> None:

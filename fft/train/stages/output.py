@@ -15,8 +15,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataError, DataSource, Due
@@ -39,14 +40,12 @@ from fft.train.stages.link import (
     parts_of,
     place,
 )
-from fft.train.state.random_states import capture_random
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.engine.loop import Engine
     from fft.protocol.elsewhere import Elsewhere
     from fft.train.manager import ManagerFFT
-    from fft.train.rank_state import RankState
     from fft.train.watchers import Watchers
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class StageOutput:
         self._was_taken = self._leaves = self._closed = False
         self._is_ready = False
         """The job's weights are here."""
-        self._forgets = False
+        self._forgets = self._is_finished = False
         self._put_in: tuple[int, int] | None = None
         """The attempt in which something was put last."""
         self._source: DataSource | None = None
@@ -189,7 +188,7 @@ class StageOutput:
         assert self._source is not None, "the loop has begun"
         batch = copied(self._source.take(Due(0, number, 1)))
         try:
-            with _preserved(self._parts.state), torch.no_grad():
+            with self._parts.state.preserved(), torch.no_grad():
                 value = tree_map(kept_of, self._produce(batch))
         except Exception as error:
             error.add_note(f"as StageOutput made the entry of slice {number} anew")
@@ -201,9 +200,13 @@ class StageOutput:
 
     @property
     def _has_state(self) -> bool:
-        """Whether the weights here are the job's: not those of a process that has just come."""
-        local = self._parts.job.local
-        return local is not None and local.healed
+        """Whether the weights here are the job's: not those of a process that has just come.
+
+        Who has left between two epochs keeps those of the last commit.
+        """
+        local, step = self._parts.job.local, self._parts.state.step
+        assert step is not None, "asked before"
+        return local is not None and (local.healed or (has_left_well(local) and not step.captured))
 
     def committed(self, txn: Any) -> None:
         """Make the entry of ``txn`` if its body has put nothing; say so once, unless skipped.
@@ -223,12 +226,17 @@ class StageOutput:
             self._parts.job.note("entry_forgotten", {"slice": number})
         self._make(number)
 
-    def finish(self, leaves: bool) -> None:
-        """The loop is over: give what is left, until the next stage has ended, too.
+    def finish(self, leaves: bool, was_left: bool = False) -> None:
+        """Give what is left, until the next stage has ended, too. Once, when the loop is over, or
+        when this rank has left: a loop that is left by `break` may be gone on with until then.
 
         Args:
-            leaves: this group leaves the job, which goes on; the next stage leaves it as well.
+            leaves: this group leaves the job, which may go on; the next stage leaves it as well.
+            was_left: the loop was left by `break`, and its loader is closed.
         """
+        if self._is_finished or self._source is None or self._closed:
+            return
+        self._is_finished = True
         limit_s = self._parts.limits["flow_limit"].seconds
         with self._changed:
             self._leaves = leaves
@@ -243,6 +251,9 @@ class StageOutput:
                 )
                 if not self._wanted or self._closed or not self._has_state:
                     break
+            if was_left:
+                self._source.open()
+                was_left = False  # once
             self.make()
         if not came:
             logger.error("the next stage has not ended, and asked for nothing, for %g s", limit_s)
@@ -382,19 +393,3 @@ class _Taker:
     """It knows that there is somebody with the job's weights here."""
     data: str = ""
     """What it takes the data to be; empty: it has not said yet."""
-
-
-@contextmanager
-def _preserved(state: RankState) -> Iterator[None]:
-    """Put buffers and random generators back at the end: what runs in it is no step."""
-    assert state.step is not None, "asked before"
-    rng = capture_random(state.step.generators)
-    buffers = [(b, b.clone()) for model in state.models for b in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for put_back in rng:
-            put_back()
