@@ -274,6 +274,23 @@ def test_stages_that_need_all_groups_wait_for_the_one_that_was_killed(tmp_path: 
     assert {rank["step"] for rank in ended.ranks.values()} == {STEPS}
 
 
+def test_what_others_have_taken_is_not_kept_for_a_rank_that_is_away(tmp_path: Path) -> None:
+    """The last stage goes on with one group, while the other's rank is stopped: nobody asks that
+    group's first stage for anything, which goes on."""
+    plan = (
+        "faults:\n  - {name: one, kind: stop, step: 4, group: 0, rank: 1, phase: forward, "
+        "seconds: 8}\n"
+    )
+    ended = Ended(
+        tmp_path / "away", plan, steps=40, seconds=0.05, hang_limit=1.0, flow_interval=0.1
+    )
+    report = ended.audited()
+    assert report.stages[0].epochs > 1
+    alone = [note for note in notes(ended.last_stage, "entry") if note["step"] > 10]
+    assert len(alone) > 4 * AHEAD
+    assert 0 < ended.most["0.0.most"] <= AHEAD + 1
+
+
 def test_killed_stages_come_back_and_every_sample_counts_once_in_each(tmp_path: Path) -> None:
     steps = 80
     killed = Ended(tmp_path / "killed", KILLS, steps=steps, seconds=0.02, alone=0.25)
