@@ -8,7 +8,7 @@ the other group is away, so that it comes back before the end; `groups`: what a 
 `overflow_0`, `overflow_1`: in the first or the last stage, whose loss is inf for batches whose mean
 is above that: its scaler skips the step; `first_seconds`: as those of the last stage; `break_0`,
 `break_1`: the step after which the loop of the first or the last stage is left, `break_by`: in this
-group alone; `late`: seconds that group 1 stays after that.
+group alone; `late`: seconds that group 1 stays after that; `again`: the loop is begun again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,27 @@ class Encoder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
+
+
+class Break(NamedTuple):
+    """The step after which a loop is left, and whether it is begun again."""
+
+    step: float
+    again: bool
+
+
+def txns(manager: fft.ManagerFFT, data: Any, steps: int, at: Break) -> Iterator[Any]:
+    """Those of one loop, or of two."""
+    while True:
+        for txn in manager.transactions(data, steps):
+            yield txn
+            if txn.committed and txn.step == at.step:
+                break
+        else:
+            return
+        if not at.again:
+            return
+        at = Break(-1, False)
 
 
 class Stepper:
@@ -66,14 +88,14 @@ def first(
     forget: float,
     seconds: float,
     overflow: float,
-    break_at: float,
+    break_at: Break,
 ) -> tuple[int, nn.Module]:
     """Train it. Returns how many entries it had at the most, and the model."""
     model = Encoder()
     stepper = Stepper(manager, model, overflow)
     slow, most = threading.Event(), 0
     output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
-    for txn in manager.transactions(fft.CursorLoader(Samples(), 4, seed=5), steps):
+    for txn in txns(manager, fft.CursorLoader(Samples(), 4, seed=5), steps, break_at):
         with txn:
             wanted = txn.batch.mean(1, keepdim=True)
             vectors = model(txn.batch)
@@ -84,8 +106,6 @@ def first(
             stepper.backward(loss, wanted.mean())
             slow.wait(seconds)  # work, as far as the other stage can tell
             txn.log(loss=loss.item())
-        if txn.committed and txn.step == break_at:
-            break
     return most, model
 
 
@@ -105,14 +125,14 @@ def last(
     seconds: float,
     alone: float,
     overflow: float,
-    break_at: float,
+    break_at: Break,
 ) -> tuple[int, nn.Module]:
     """The same of the last stage."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
     stepper = Stepper(manager, model, overflow)
     slow, most = threading.Event(), 0
     entries = fft.StageInput(manager, fft.CursorLoader(Samples(), 4, seed=5))
-    for txn in manager.transactions(entries, steps):
+    for txn in txns(manager, entries, steps, break_at):
         with txn:
             most = max(most, len(entries._got))
             vectors, wanted = txn.batch
@@ -121,8 +141,6 @@ def last(
             # work, as far as the other stage can tell
             slow.wait(seconds if manager.num_participants() > 1 else max(seconds, alone))
             txn.log(loss=loss.item())
-        if txn.committed and txn.step == break_at:
-            break
     return most, model
 
 
@@ -136,10 +154,11 @@ def main() -> None:
     groups = int(more.pop("groups", 1))
     overflows = [more.pop(f"overflow_{number}", float("inf")) for number in range(2)]
     first_seconds = more.pop("first_seconds", 0.0)
-    breaks = [more.pop(f"break_{number}", -1) for number in range(2)]
+    again = bool(more.pop("again", 0))
+    breaks = [Break(more.pop(f"break_{number}", -1), again) for number in range(2)]
     late = more.pop("late", 0.0)
     if more.pop("break_by", int(group)) != int(group):
-        breaks = [-1, -1]
+        breaks = [Break(-1, False)] * 2
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,

@@ -219,6 +219,13 @@ def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     assert "stage 'stage0' has ended after 14 slices of the data" in log
 
 
+def test_a_loop_that_is_left_by_break_may_be_begun_again(clean: Ended, tmp_path: Path) -> None:
+    """Nobody has left by that; the next stage connects anew."""
+    ended = Ended(tmp_path / "again", break_0=4, break_1=6, again=1)
+    ended.audited()
+    assert ended.ranks == clean.ranks
+
+
 def test_a_group_that_leaves_the_first_stage_by_break_leaves_the_last_one_too(
     tmp_path: Path,
 ) -> None:
