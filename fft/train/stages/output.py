@@ -160,19 +160,23 @@ class StageOutput:
             )
         self._source = source
 
-    def give_until_command(self, engine: Engine, watchers: Watchers) -> None:
+    def give_until_command(self, engine: Engine, watchers: Watchers, computing: int | None) -> None:
         """Make what is waited for, until the engine has a command for this thread.
 
         A txn of this stage that is held may wait for this very thing. The next stage is told as
         soon as the job's weights are here: it may be its turn to come, before a txn begins here.
+        The slice ``computing`` of an open txn has its turn when that is committed: the next stage
+        may hear of that first, and ask.
         """
         while not engine.has_word():
             with watchers.waiting():
                 is_due = engine.wait_for(
-                    lambda: self._has_state and (bool(self._wanted) or not self._is_ready)
+                    lambda: (
+                        self._has_state and (bool(self._wanted - {computing}) or not self._is_ready)
+                    )
                 )
             if is_due:
-                self.make()
+                self.make(but=computing)
 
     def make(self, but: int | None = None) -> None:
         """Make the entries that are waited for; all ``but`` that which is about to be computed."""
