@@ -215,8 +215,9 @@ def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     }
     data = slices(read_lines(ended.last_stage))
     assert (data.exact, data.once) == (True, 14), str(data)
-    log = (ended.traces / "logs" / "g1r1-1.log").read_text()
-    assert "stage 'stage0' has ended after 14 slices of the data" in log
+    # whichever group is the last one there
+    told = [log.read_text() for log in (ended.traces / "logs").glob("g?r1-1.log")]
+    assert "stage 'stage0' has ended after 14 slices of the data" in "".join(told)
 
 
 def test_a_loop_that_is_left_by_break_may_be_begun_again(clean: Ended, tmp_path: Path) -> None:
