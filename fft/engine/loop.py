@@ -33,7 +33,7 @@ from typing import assert_never
 from fft.bus.base import HEAD, BusError, BusForgot, ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.host import Host
-from fft.engine.other_scopes import Heard, OtherScope, tell_held
+from fft.engine.other_scopes import Heard, OtherScope, tell_held, tell_left
 from fft.engine.votes import Ballots
 from fft.messages.commands import (
     COMMANDS,
@@ -443,6 +443,8 @@ class Engine:
             case Restore() | Heal() | Apply() | StartTxn() | Finish():
                 if isinstance(effect, Finish) and effect.error is not None:
                     self._free(effect.reason)  # the others may have left the collective
+                elif isinstance(effect, Finish) and self._others:
+                    tell_left(self.participant.config.me, self.bus)
                 with self._changed:
                     self._slot = effect
                     self._changed.notify_all()

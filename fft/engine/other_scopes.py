@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fft.bus.base import HEAD, BusError, ErrorBus, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.messages.effects import TellHeld
 from fft.messages.protocol import Peer, Record, ScopeRecord, UnreadableMessage
 from fft.messages.speed import HeldReport, encode_report
-from fft.messages.wire import EPOCH, Packed, Wire, decode, decode_packed
+from fft.messages.wire import EPOCH, Packed, Wire, decode, decode_packed, left_name
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,10 @@ class Heard:
 class OtherScope:
     """One of them."""
 
-    def __init__(self, name: str, bus: ErrorBus) -> None:
+    def __init__(self, name: str, bus: ErrorBus, most: int | None = None) -> None:
+        """``most``: groups whose data count, if others are spares."""
         self.name = name
+        self._most = most
         self.bus = bus
         self._wire = Wire()
         self._epoch: Record | None = None
@@ -67,7 +69,8 @@ class OtherScope:
                 return None  # it is being written
             self._epoch = found
         groups = tuple(g.group for g in self._epoch.members if g.group not in record.leavers)
-        return ScopeRecord(self.name, record.n, record.step, groups)
+        takers = len(groups) if self._most is None else min(len(groups), self._most)
+        return ScopeRecord(self.name, record.n, record.cursor, groups, takers)
 
     def read(self) -> ScopeRecord | None:
         """What its newest record says; None: there is none, or it is being written.
@@ -75,19 +78,39 @@ class OtherScope:
         Raises BusError, UnreadableMessage.
         """
         held = self.bus.read(HEAD)
-        return None if held is None else self.take(decode_packed(held))
+        found = None if held is None else self.take(decode_packed(held))
+        if found is None or not all(map(self._has_left, found.groups)):
+            return found
+        return replace(found, groups=(), takers=0)
+
+    def _has_left(self, group: str) -> bool:
+        """Whether a member group has left without a record, as all may at once. Raises BusError."""
+        assert self._epoch is not None, "its groups are known"
+        ranks = next(g.ranks for g in self._epoch.members if g.group == group)
+        return all(self.bus.read(left_name(group, r.rank)) == b"%d" % r.inc for r in ranks)
+
+
+def tell_left(me: Peer, bus: ErrorBus) -> None:
+    """Say on the bus of the scope of ``me`` that it has left, for who is held by that scope.
+
+    No record says so where the last groups leave without a commit.
+    """
+    try:
+        bus.write(left_name(me.group, me.rank), b"%d" % me.inc)
+    except BusError as error:
+        logger.warning("stages that wait for this one may not hear that it has left: %s", error)
 
 
 def tell_held(held: TellHeld, me: Peer, bus: ErrorBus) -> None:
     """Say in the log, and to who watches, that ``me`` waits for another scope."""
     logger.warning(
-        "step %d waits for version %d of scope %s, which is at %d",
+        "step %d waits until scope %s has taken %d slices of the data; it has taken %d",
         held.step,
-        held.needed,
         held.scope,
-        held.version,
+        held.needed,
+        held.cursor,
     )
-    step, version = held.step, held.version
-    report = HeldReport(me.group, me.rank, me.inc, step, held.scope, version, held.needed)
+    step, cursor = held.step, held.cursor
+    report = HeldReport(me.group, me.rank, me.inc, step, held.scope, cursor, held.needed)
     with suppress(BusError):  # for who watches; it is in the trace
         bus.broadcast(encode_report(report), "progress")

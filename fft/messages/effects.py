@@ -36,12 +36,12 @@ class ReadScope:
 
 @dataclass(frozen=True)
 class TellHeld:
-    """Say in log and trace that the txn waits for another scope, and for which version of it."""
+    """Say in log and trace that the txn waits until another scope has ``needed`` slices."""
 
     token: Token
     step: int
     scope: str
-    version: int
+    cursor: int
     needed: int
 
 

@@ -86,7 +86,20 @@ class Seen(NamedTuple):
     """What a voter knows of another scope, and how far its own may be ahead of that."""
 
     scope: Name
-    version: Count
-    """Committed steps there."""
+    cursor: Count
+    """The slices of the data before it are taken there, by steps or skips that are committed."""
     ahead: Count
-    """A step up to ``version + ahead`` may be committed; 0: this scope follows that one."""
+    """My scope may begin so many of that one's txns ahead of it; 0: it follows that one."""
+    takers: Count
+    """Groups that take a slice each in a txn there; 0: it has ended, all have left it for good."""
+
+    @property
+    def reach(self) -> int:
+        """A txn of a scope that leads may begin at slices before this one."""
+        return self.cursor + self.ahead * self.takers
+
+    def allows(self, first: int, after: int) -> bool:
+        """Whether my scope may have a txn of the slices from ``first`` to before ``after``."""
+        if not self.ahead:
+            return after <= self.cursor
+        return not self.takers or first < self.reach

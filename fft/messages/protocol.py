@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fft.messages.identities import CONFIG
+from fft.messages.identities import CONFIG as _CONFIG
 from fft.messages.identities import Count as Count
 from fft.messages.identities import GroupEntry as GroupEntry
 from fft.messages.identities import Lease as Lease
@@ -30,8 +30,6 @@ from fft.util.errors import FftError
 
 MAX_MESSAGE = 1024 * 1024
 """Bytes; a longer message is refused unread."""
-
-_CONFIG = CONFIG
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -55,6 +53,8 @@ class Vote:
     peer: Peer
     manifest: Manifest
     leaving: bool = False
+    """The voter's group was asked to leave, or what gives its scope the data has ended: it leaves
+    with this txn's commit."""
     last: bool = False
     """The voter has no step after this one: it leaves with this txn's commit, if that is a step."""
     skip: bool = False
@@ -282,10 +282,13 @@ class ScopeRecord:
 
     scope: Name
     n: Count
-    version: Count
-    """Committed steps there."""
+    cursor: Count
+    """The slices before it are taken there."""
     groups: tuple[Name, ...] = ()
-    """Those in its epoch, but for those that leave it with this record."""
+    """Those in its epoch, but for those that leave it with this record; none, too, if all have left
+    it since."""
+    takers: Count = 0
+    """How many of them take a slice each in a txn: all but spares."""
     type: Literal["scope_record"] = "scope_record"
 
 

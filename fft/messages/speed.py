@@ -41,7 +41,8 @@ class SpeedReport:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class HeldReport:
-    """A rank does not begin ``step`` of its scope: another one must come to version ``needed``."""
+    """A rank does not begin ``step`` of its scope: another one must have taken ``needed`` slices of
+    the data, and has taken ``cursor``."""
 
     group: Name
     rank: Count
@@ -49,7 +50,7 @@ class HeldReport:
     step: Count
     scope: Name
     """The one that it waits for."""
-    version: Count
+    cursor: Count
     needed: Count
     v: Literal[1] = 1
     type: Literal["held"] = "held"

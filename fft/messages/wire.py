@@ -101,6 +101,11 @@ def _word() -> TypeAdapter[tuple[_Ballots, ...]]:
 # --- names on the bus -----------------------------------------------------------------------
 
 
+def left_name(group: str, rank: int) -> str:
+    """Key of the incarnation of that rank which has left its scope in good order."""
+    return f"left/{group}.{rank}"
+
+
 def inbox_name(peer: Peer) -> str:
     """Inbox of one participant: of this incarnation, so that nothing in it is stale."""
     return f"inbox/{peer.group}/{peer.rank}/{peer.inc}"

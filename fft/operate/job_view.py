@@ -121,8 +121,8 @@ class JobModel:
     def held(self) -> list[str]:
         """Who waits for another scope, and for what."""
         return [
-            f"group {group} rank {rank} is held: step {word.step} waits for version {word.needed} "
-            f"of scope {word.scope}, which is at {word.version}"
+            f"group {group} rank {rank} is held: step {word.step} waits until scope "
+            f"{word.scope} has taken {word.needed} slices of the data; it has taken {word.cursor}"
             for (group, rank), word in sorted(self._held.items())
         ]
 

@@ -245,11 +245,12 @@ def _stale(s: Local, event: Event) -> Outcome | None:
         case Death() | Suspect():
             if not peers_meant(s, event):
                 return Outcome("fenced", f"the {event.type} of a process that is nobody here")
-        case ScopeRecord(scope=scope, n=n):
+        case ScopeRecord(scope=scope, n=n, groups=groups):
             known = next((e for e in s.elsewhere if e.scope == scope), None)
             if known is None:
                 return Outcome("fenced", f"a record of {scope!r}, which this scope is not bound to")
-            if n <= known.n:
+            is_left = not groups and not known.has_ended  # which may need no record
+            if n < known.n or (n == known.n and not is_left):
                 return Outcome("known", "a newer record of that scope is known")
         case Prepared() | Ballot() | Applied() | ApplyFailed() | Fault():
             if event.token != s.token:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fft.protocol.flow import Elsewhere
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.roles import Role
 from fft.protocol.scopes import Flow, ParameterGroups, Ranks, Samples, Scopes, Strict
 

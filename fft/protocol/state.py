@@ -25,7 +25,7 @@ from fft.messages.protocol import (
     Vote,
     next_lineage,
 )
-from fft.protocol.flow import Elsewhere
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.leases import Granted, granted, in_turn
 from fft.protocol.roles import Role
 

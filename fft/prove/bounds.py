@@ -73,6 +73,8 @@ class Bounds:
     stage: int | None = None
     """Search the scope of that stage, and let those that the flow binds it to commit at any time
     that their own bounds allow. None: no other scope holds anybody."""
+    ends: bool = False
+    """Those scopes may end with any of their commits, and lose a group; else they are only left."""
     behind: int = 0
     """Of an asynchronous job: steps that a contribution may be behind; 0: as the spec says."""
 
@@ -85,6 +87,7 @@ class Bounds:
         least += ", states compared" if self.digests else ""
         least += " and healed" if self.heals else ""
         least += f", stage {self.stage}" if self.stage is not None else ""
+        least += ", beside one that may end" if self.ends else ""
         least += f", {self.behind} behind at most" if self.behind else ""
         return (
             f"{self.groups} groups x {self.ranks} ranks{least}, {begin}, {self.commits} commits, "

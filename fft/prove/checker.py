@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fft.protocol.flow import next_version
+from fft.protocol.flow import slices_due
 from fft.protocol.invariants import INVARIANTS, Know
 from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
@@ -180,10 +180,11 @@ class Search:
         want of another scope whose register says that it has committed enough."""
         shared = self.model.shared[state[self.model.size]]
         if step.what == "timer flow_limit":
-            at = {scope.scope: scope.version for scope in shared.scopes}
-            held = thaw(self.model.locals[self.model.node(state, step.who).local])
-            needs = next_version(held)
-            return all(needs <= at[e.scope] + e.ahead for e in held.elsewhere)
+            node = self.model.node(state, step.who)
+            held, at = thaw(self.model.locals[node.local]), {r.scope: r for r in shared.scopes}
+            due = slices_due(held, self.model.participant(step.who, node.inc).config)
+            known = [e if e.n > at[e.scope].n else e.after(at[e.scope]) for e in held.elsewhere]
+            return all(e.seen.allows(*due) for e in known)
         if step.what != "timer quorum":
             return False
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))

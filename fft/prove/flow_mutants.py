@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fft.messages.effects import Effect
-from fft.messages.protocol import Event, Record, Seen
+from fft.messages.protocol import Event, Record, ScopeRecord, Seen
 from fft.protocol.effects import EFFECTS
-from fft.protocol.flow import next_version
+from fft.protocol.flow import slices_due, step_due
 from fft.protocol.participant import Participant
-from fft.protocol.state import Config, Local
+from fft.protocol.state import Config, Local, participants
 from fft.prove.bounds import Bounds
 from fft.prove.mutant import Mutant
 from fft.prove.planting import planted, proposing, small
@@ -28,21 +28,54 @@ def _flowing(
 
 
 def _within(more: int, follows: bool) -> Callable[[Local, Config, Event], bool]:
-    """``in_flow``, wrong by ``more`` steps for whoever follows another scope, or leads one."""
+    """``in_flow``, wrong by ``more`` slices for whoever follows another scope, or leads one."""
 
     def in_flow(s: Local, c: Config, event: Event) -> bool:
+        first, after = slices_due(s, c)
+        wrong = [more if follows == (e.ahead == 0) else 0 for e in s.elsewhere]
         return all(
-            next_version(s) <= e.version + e.ahead + (more if follows == (e.ahead == 0) else 0)
-            for e in s.elsewhere
+            e.seen.allows(first - by, after - by) for e, by in zip(s.elsewhere, wrong, strict=True)
         )
 
     return in_flow
 
 
+def _by_steps(s: Local, c: Config, event: Event) -> bool:
+    """``in_flow``, for which a skipped step has taken nothing."""
+    groups = participants(s, c)
+    first = step_due(s) * groups
+    return all(e.seen.allows(first, first + groups) for e in s.elsewhere)
+
+
+def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """A scope that all have left counts as one that goes on."""
+    assert isinstance(event, ScopeRecord)
+    return EFFECTS["note_scope"](s, c, event) if event.groups else ()
+
+
+def _records_only(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """That all have left since the newest record of a scope says nothing."""
+    assert isinstance(event, ScopeRecord)
+    is_new = any(e.scope == event.scope and event.n > e.n for e in s.elsewhere)
+    return EFFECTS["note_scope"](s, c, event) if is_new else ()
+
+
 def _one_more(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What another scope has begun counts as committed."""
+    """What another scope has begun counts as taken."""
     EFFECTS["note_scope"](s, c, event)
-    s.elsewhere = tuple(replace(e, version=e.version + 1) for e in s.elsewhere)
+    s.elsewhere = tuple(replace(e, cursor=e.cursor + 1) for e in s.elsewhere)
+    return ()
+
+
+def _newest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """What an older record of more groups has allowed is forgotten."""
+    assert isinstance(event, ScopeRecord)
+    s.elsewhere = tuple(
+        replace(e, n=event.n, cursor=event.cursor, takers=event.takers, groups=event.groups)
+        if e.scope == event.scope
+        else e
+        for e in s.elsewhere
+    )
     return ()
 
 
@@ -69,36 +102,68 @@ def _unnamed(s: Local, record: Record) -> Record:
 FLOW: tuple[Mutant, ...] = (
     _flowing(
         "ahead_by_one_more",
-        "A stage computes a step that is one further ahead than its bound.",
+        "A stage computes slices that are one txn further ahead than its bound.",
         small(commits=2, stage=0),
-        planted({"in_flow": _within(1, follows=False)}),
+        planted({"in_flow": _within(2, follows=False)}),
     ),
     _flowing(
         "passes_the_stage_before",
-        "A stage computes a step that the one which it follows has not committed.",
+        "A stage computes a slice that the one which it follows has not committed.",
         small(stage=1, formed=False),
-        planted({"in_flow": _within(1, follows=True)}),
+        planted({"in_flow": _within(2, follows=True)}),
     ),
     _flowing(
         "counts_what_is_not_committed",
-        "What another scope has not committed yet counts.",
+        "What another scope has not taken yet counts.",
         small(commits=2, stage=0),
         planted(actions={"note_scope": _one_more}),
     ),
     _flowing(
+        "counts_steps",
+        "The flow goes by committed steps: a skipped one has taken nothing.",
+        small(commits=2, stage=0, skip=1),
+        planted({"in_flow": _by_steps}),
+    ),
+    _flowing(
+        "follows_by_steps",
+        "The same, of the stage that follows: it computes what the one before has not committed.",
+        small(commits=2, stage=1, skip=1),
+        planted({"in_flow": _by_steps}),
+    ),
+    _flowing(
+        "held_by_an_ended_stage",
+        "A stage is held at its bound by the next one, which has ended.",
+        small(groups=1, commits=3, stage=0, ends=True),
+        planted(actions={"note_scope": _never_ends}),
+        expected="eventually",
+    ),
+    _flowing(
+        "held_by_who_has_left",
+        "A stage is held by one that all have left at once, without a record.",
+        small(groups=1, commits=3, stage=0, ends=True),
+        planted(actions={"note_scope": _records_only}),
+        expected="eventually",
+    ),
+    _flowing(
+        "forgets_what_was_allowed",
+        "The next stage loses a group, and what it has allowed before holds no more.",
+        small(stage=0, ends=True),
+        planted(actions={"note_scope": _newest}),
+    ),
+    _flowing(
         "vote_says_more_than_it_saw",
-        "A vote names the version that it needs, whatever it has seen.",
+        "A vote names the slices that it needs, whatever it has seen.",
         small(stage=1),
         planted(
             actions={
                 "note_vote": _votes(
-                    seen=lambda s, c: tuple(Seen(e.scope, 9, e.ahead) for e in s.elsewhere)
+                    seen=lambda s, c: tuple(Seen(e.scope, 9, e.ahead, 2) for e in s.elsewhere)
                 )
             }
         ),
     ),
     _flowing(
-        "commit_names_no_versions",
+        "commit_names_no_bounds",
         "A commit does not say what its voters have seen of other scopes.",
         small(stage=1),
         planted(actions=proposing("propose_commit", _unnamed)),

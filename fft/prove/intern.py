@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 
 from fft.messages.protocol import Drain, Peer, Record, ScopeRecord
-from fft.protocol.flow import Elsewhere
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.state import Local
 
 T = TypeVar("T", bound=Hashable)
@@ -144,7 +144,7 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
             return bool(key[1] >= record)
         case "data from":
             return bool(key[1] >= cursor)
-        case "version":
+        case "heard":
             return True  # of another scope; there are few
         case "digest" | "held" | "leases":
             return key[1] in lineages

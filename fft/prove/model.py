@@ -420,10 +420,11 @@ class Model:
         there = [thaw(self.locals[node.local]) for node in nodes if node.local >= 0]
         asked = {peer.group for s in there for peer in s.leaving}
         inside = {g.group for s in there if s.role in AT_WORK and s.epoch for g in s.epoch.members}
-        for what, record in self.beside.moves(shared.head, shared.scopes, asked, inside):
+        moves = self.beside.moves(shared.head, shared.scopes, asked, inside)
+        for what, record, is_heard in moves:
             newer = tuple(record if s.scope == record.scope else s for s in shared.scopes)
             after = self.shared.id(shared._replace(scopes=newer))
-            yield Act(what, None, -1, after, (self.events.id(record),))
+            yield Act(what, None, -1, after, (self.events.id(record),) if is_heard else ())
 
     def _to_bus(self, what: str, shared: Shared, cost: str | None = None) -> Act:
         return Act(what, cost, -1, self.shared.id(shared))

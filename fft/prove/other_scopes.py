@@ -1,8 +1,8 @@
-"""Scopes that a searched one is bound to, as far as it can tell: versions that go up. Pure.
+"""Scopes that a searched one is bound to, as far as it can tell: data that they take. Pure.
 
 Each scope is an instance of the protocol. So all that another one can do is to commit at any time,
-within the bounds that it keeps itself, and to lose a group that leaves. That it keeps its bounds is
-searched when it is the one that is modelled.
+within the bounds that it keeps itself, a step or a skip, which look alike from here; to lose a
+group; and to end. That it keeps its bounds is searched when it is the one that is modelled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from fft.messages.protocol import Record, ScopeRecord
-from fft.protocol.flow import Elsewhere
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.spec import FsmSpec
 from fft.prove.bounds import Bounds
 
@@ -30,12 +30,13 @@ class OtherScopes:
         self.bounds = tuple(replace(e, ahead=min(e.ahead, _AHEAD)) for e in bound_to)
         """What a participant begins with."""
         groups = tuple(_GROUPS[: bounds.groups])
-        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups) for e in self.bounds)
+        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups, len(groups)) for e in self.bounds)
+        self.groups, self.ends = bounds.groups, bounds.ends
 
     def moves(
         self, head: Record | None, at: tuple[ScopeRecord, ...], asked: Set[str], inside: Set[str]
-    ) -> Iterator[tuple[str, ScopeRecord]]:
-        """What they can do next: in words, and the record of it.
+    ) -> Iterator[tuple[str, ScopeRecord, bool]]:
+        """What they can do next: in words, the record of it, and whether it is announced.
 
         Args:
             head: of the searched scope.
@@ -43,16 +44,43 @@ class OtherScopes:
             asked: groups that are asked to leave.
             inside: groups in the searched scope.
         """
-        version = head.step if head is not None else 0
+        cursor = head.cursor if head is not None else 0
         for bound, record in zip(self.bounds, at, strict=True):
-            # it follows this scope, or leads it by as much as it may
-            furthest = version if bound.ahead else version + _AHEAD
-            if record.version >= furthest or not record.groups:
-                continue
-            newer = replace(record, n=record.n + 1, version=record.version + 1)
-            yield f"{record.scope} commits", newer
-            # a group leaves the scopes in the order of the flow
-            gone = {group for group in asked if not bound.ahead or group not in inside}
-            stay = tuple(group for group in record.groups if group not in gone)
-            if stay != record.groups:
-                yield f"{record.scope} commits and is left", replace(newer, groups=stay)
+            if record.groups:
+                yield from self._commits(bound, record, cursor, asked, inside)
+                yield from self._is_left(bound, record) if self.ends else ()
+
+    def _commits(
+        self,
+        bound: Elsewhere,
+        record: ScopeRecord,
+        cursor: int,
+        asked: Set[str],
+        inside: Set[str],
+    ) -> Iterator[tuple[str, ScopeRecord, bool]]:
+        after = record.cursor + record.takers
+        # it follows this scope, or leads it by as much as it may
+        reach = cursor + _AHEAD * (len(inside) or self.groups)
+        if after > cursor if bound.ahead else record.cursor >= reach:
+            return
+        newer = replace(record, n=record.n + 1, cursor=after)
+        yield f"{record.scope} commits", newer, True
+        if self.ends:
+            yield f"{record.scope} commits and ends", replace(newer, groups=(), takers=0), True
+        # a group leaves the scopes in the order of the flow
+        gone = {group for group in asked if not bound.ahead or group not in inside}
+        stay = tuple(group for group in record.groups if group not in gone)
+        if stay != record.groups:
+            left = replace(newer, groups=stay, takers=len(stay))
+            yield f"{record.scope} commits and is left", left, True
+
+    def _is_left(
+        self, bound: Elsewhere, record: ScopeRecord
+    ) -> Iterator[tuple[str, ScopeRecord, bool]]:
+        """Without a commit: by a group that is lost, or by all at once, which no record says."""
+        # how many groups it has, concerns whoever leads it
+        for group in record.groups if len(record.groups) > 1 and bound.ahead else ():
+            stay = tuple(other for other in record.groups if other != group)
+            lost = replace(record, n=record.n + 1, groups=stay, takers=len(stay))
+            yield f"{record.scope} loses {group}", lost, True
+        yield f"{record.scope} is left", replace(record, groups=(), takers=0), False

@@ -29,6 +29,7 @@ def small(
     digests: bool = False,
     heals: bool = False,
     stage: int | None = None,
+    ends: bool = False,
     **budget: int,
 ) -> Bounds:
     """Bounds with these faults, all of which may happen in one run."""
@@ -45,6 +46,7 @@ def small(
         digests=digests,
         heals=heals,
         stage=stage,
+        ends=ends,
     )
 
 

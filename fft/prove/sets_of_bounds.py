@@ -158,6 +158,21 @@ def flow(stages: int) -> tuple[Bounds, ...]:
                 stage=stage,
             ),
             Bounds(
+                f"stage {stage}, skips",
+                commits=1,
+                faults=2,
+                budget=budget("fault", skip=2),
+                stage=stage,
+            ),
+            Bounds(
+                f"stage {stage}, ending",
+                commits=1,
+                faults=1,
+                budget=budget("skip", "crash", "lose"),
+                stage=stage,
+                ends=True,
+            ),
+            Bounds(
                 f"stage {stage}, start",
                 commits=1,
                 faults=1,

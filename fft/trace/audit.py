@@ -269,8 +269,8 @@ def audit_dir(directory: str | Path) -> AuditReport:
             judge.feed(item)
             barriers.take(item)
             ends.take(item)
-            if flow is not None and item.record is not None:
-                flow.take(item.record)
+            if flow is not None:
+                flow.move(item)
     judged = judge.finish()
     for line in lines:
         said = line.file.damage or judge.truncated.get(line.peer) if line.peer else line.file.damage

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Applied, ApplyFailed, Token
+from fft.protocol.flow import has_left_well
 from fft.protocol.invariants import Claim, Finding, Move, Same
 from fft.protocol.state import Local
 
@@ -160,7 +161,7 @@ class Inputs:
 
     def _make_anew(self, number: int, version: int, place: str) -> None:
         local, state, is_right = self._local, "without the state of the job", False
-        if local is not None and local.healed:
+        if local is not None and (local.healed or has_left_well(local)):
             state = f"at step {local.step}"
             is_right = version - local.step in (0, 1)  # 1: the engine is to hear of it yet
         text = (

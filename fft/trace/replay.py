@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from fft.messages.protocol import Peer, UnreadableMessage, event_from_json
-from fft.protocol.flow import Elsewhere
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -141,6 +142,9 @@ class Parts:
         self.leaving.end_notices()
         self.watchers.end_reports()
         self.job.leave()
+        if self.state.output is not None and not _is_failing():
+            with self.watchers.waiting():  # else the next stage could not take what is there
+                self.state.output.finish(leaves=True, was_left=True)
         if self.inner is not None:
             self.inner.close()
         if self.quorums is not None:
@@ -163,3 +167,8 @@ class Parts:
         if self.stage is not None:
             self.stage.close()
         self.job.close()
+
+
+def _is_failing() -> bool:
+    """Whether an exception is on its way out of the script, or has ended it."""
+    return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None

@@ -6,7 +6,8 @@ Main thread. Touches models, optimizers and data source by reference, and no pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from fft.train.periodic.shared_state import SharedState
 from fft.train.settings import Settings
 from fft.train.stages.input import refuse_unconnected
 from fft.train.state.equality_checks import EqualityChecks
+from fft.train.state.random_states import capture_random
 from fft.train.state.step_state import Rewindable, StepState, TornState
 from fft.train.updates import Updates
 from fft.util.errors import FftError
@@ -177,6 +179,21 @@ class RankState:
             logger.exception("this group begins anew from the last synchronisation")
             self.synchronizer.start_over()
 
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Put buffers and random generators back at the end: what runs in it is no step."""
+        assert self.step is not None, "asked before"
+        rng = capture_random(self.step.generators)
+        buffers = [(b, b.clone()) for model in self.models for b in model.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for put_back in rng:
+                put_back()
+
     def digest(self) -> str:
         """Digest of parameters, optimizer state and buffers."""
         if self.step is None:
@@ -208,6 +225,8 @@ class RankState:
 
     def inputs_from(self, source: DataSource) -> Inputs:
         """What this rank takes of it."""
+        if self.output is not None:
+            self.output.draws_from(source)
         rank = self._manager._group_rank if self._takers > 1 else 0
         return Inputs(source, self._takers, rank)
 

@@ -25,6 +25,7 @@ from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import text_of
+from fft.train.stages.input import has_ended_with_its_data
 from fft.train.unsafe_places import guarded
 from fft.train.updates import misfit
 from fft.train.voting import Voter
@@ -86,7 +87,6 @@ class TransactionLoop:
         self._reductions.raises = True
         state.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only)
-        inputs = state.inputs_from(source)
         foreign = ForeignSteps(state, self._reductions)
         try:
             source.open()  # before there are process groups, whose sockets workers would have
@@ -98,7 +98,7 @@ class TransactionLoop:
                 )
                 yield from alone.run(source, max_steps)
                 return
-            yield from self._txns(source, inputs, max_steps)
+            yield from self._txns(source, state.inputs_from(source), max_steps)
             if state.output is not None:
                 with self._watchers.waiting():
                     state.output.finish(leaves=not self.is_over)
@@ -113,8 +113,6 @@ class TransactionLoop:
         """Those that share a step with all groups."""
         step, output = self._state.step, self._state.output
         assert step is not None, "looked at before"
-        if output is not None:
-            output.draws_from(source)
         while (plan := self.worker.begin()) is not None:
             self.refuse_unlike_again(plan)
             if self.is_past(plan, max_steps):
@@ -141,6 +139,7 @@ class TransactionLoop:
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
+        self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
         """Whether nothing is left to do. Says so where nothing has been done, either."""
@@ -267,7 +266,7 @@ class TransactionLoop:
             raise _keeps_failing(why, error) from error
 
     def look_for_output(self, txn: Transaction) -> None:
-        """Whether the committed ``txn`` has given the next stage anything, where there is one."""
+        """See that the next stage, where there is one, has something of the committed ``txn``."""
         if self._state.output is not None:
             self._state.output.committed(txn)
 
@@ -382,8 +381,8 @@ class Transaction:
         if command is not None:
             self.committed, self.skipped = True, command.skip
             loop.is_over = self._is_last and not command.skip
-            loop.look_for_output(self)
             loop.worker.apply(command)
+            loop.look_for_output(self)
         return True
 
     def _consumption(self) -> dict[str, Any]:

@@ -167,7 +167,8 @@ class Worker:
         """The engine's next command. Raises TimeoutError that says for whom it waits."""
         left = None if limit is None else limit.left()
         if self._state.output is not None:
-            self._state.output.give_until_command(engine, self._watchers)
+            computing = self.txn.slice if self.txn is not None else None
+            self._state.output.give_until_command(engine, self._watchers, computing)
         try:
             with self._watchers.waiting():
                 return engine.wait_command(left)

@@ -48,7 +48,7 @@ class NotEnoughGroups(NoEpoch):
 
 
 class FlowStalled(FftError):
-    """Another scope, which the next step waits for, has committed nothing in time, or has ended."""
+    """Another scope, which the next step waits for, has not gone on in time."""
 
 
 class NoQuorum(FftError):

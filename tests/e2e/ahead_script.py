@@ -4,7 +4,11 @@ An encoder with a loss of its own, and a decoder that learns from its vectors. A
 in which each rank leaves what its state is at the end; the number of steps; seconds that a step of
 the last stage takes at least; as JSON timeouts, and `forget`: a step in which nothing is put;
 `frozen`: the encoder is; `more_steps` of the last stage; `alone`: seconds that its steps take while
-the other group is away, so that it comes back before the end; `groups`: what a step needs.
+the other group is away, so that it comes back before the end; `groups`: what a step needs;
+`overflow_0`, `overflow_1`: in the first or the last stage, whose loss is inf for batches whose mean
+is above that: its scaler skips the step; `first_seconds`: as those of the last stage; `break_0`,
+`break_1`: the step after which the loop of the first or the last stage is left, `break_by`: in this
+group alone; `late`: seconds that group 1 stays after that; `again`: the loop is begun again.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,54 +42,106 @@ class Encoder(nn.Module):
         return self.body(x)
 
 
-def trained(manager: fft.ManagerFFT, model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    manager.register(model, optimizer, schedule)
-    manager.sync_gradients(model)
-    return optimizer
+class Break(NamedTuple):
+    """The step after which a loop is left, and whether it is begun again."""
+
+    step: float
+    again: bool
 
 
-def first(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
+def txns(manager: fft.ManagerFFT, data: Any, steps: int, at: Break) -> Iterator[Any]:
+    """Those of one loop, or of two."""
+    while True:
+        for txn in manager.transactions(data, steps):
+            yield txn
+            if txn.committed and txn.step == at.step:
+                break
+        else:
+            return
+        if not at.again:
+            return
+        at = Break(-1, False)
+
+
+class Stepper:
+    """What makes the gradients of a stage, with a scaler that skips the step of a loss of inf."""
+
+    def __init__(self, manager: fft.ManagerFFT, model: nn.Module, overflow: float) -> None:
+        self.model, self.overflow = model, overflow
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        manager.register(model, self.optimizer, schedule, scaler=self.scaler)
+        manager.sync_gradients(model)
+
+    def backward(self, loss: torch.Tensor, mean: torch.Tensor) -> None:
+        if mean.item() > self.overflow:
+            loss = loss * torch.inf
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+def first(
+    manager: fft.ManagerFFT,
+    steps: int,
+    forget: float,
+    seconds: float,
+    overflow: float,
+    break_at: Break,
+) -> tuple[int, nn.Module]:
+    """Train it. Returns how many entries it had at the most, and the model."""
     model = Encoder()
-    trained(manager, model)
+    stepper = Stepper(manager, model, overflow)
+    slow, most = threading.Event(), 0
     output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
-    for txn in manager.transactions(fft.CursorLoader(Samples(), 4, seed=5), steps):
+    for txn in txns(manager, fft.CursorLoader(Samples(), 4, seed=5), steps, break_at):
         with txn:
             wanted = txn.batch.mean(1, keepdim=True)
             vectors = model(txn.batch)
             if txn.step != forget:
                 output.put(txn, (vectors, wanted))
+            most = max(most, len(output._entries))
             loss = F.mse_loss(model.head(vectors), wanted)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            stepper.backward(loss, wanted.mean())
+            slow.wait(seconds)  # work, as far as the other stage can tell
             txn.log(loss=loss.item())
+    return most, model
 
 
-def frozen(manager: fft.ManagerFFT, steps: int, forget: float) -> None:
+def frozen(manager: fft.ManagerFFT, steps: int) -> tuple[int, nn.Module]:
     model = Encoder().eval().requires_grad_(False)
     manager.register(model, [])
     output = fft.StageOutput(manager, lambda x: (model(x), x.mean(1, keepdim=True)))
     for txn in manager.transactions(fft.CursorLoader(Samples(), 4, seed=5), steps):
         with txn:
             output.put(txn, (model(txn.batch), txn.batch.mean(1, keepdim=True)))
+    return len(output._entries), model
 
 
-def last(manager: fft.ManagerFFT, steps: int, seconds: float, alone: float) -> None:
+def last(
+    manager: fft.ManagerFFT,
+    steps: int,
+    seconds: float,
+    alone: float,
+    overflow: float,
+    break_at: Break,
+) -> tuple[int, nn.Module]:
+    """The same of the last stage."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 1))
-    trained(manager, model)
-    slow = threading.Event()
-    for txn in manager.transactions(
-        fft.StageInput(manager, fft.CursorLoader(Samples(), 4, seed=5)), steps
-    ):
+    stepper = Stepper(manager, model, overflow)
+    slow, most = threading.Event(), 0
+    entries = fft.StageInput(manager, fft.CursorLoader(Samples(), 4, seed=5))
+    for txn in txns(manager, entries, steps, break_at):
         with txn:
+            most = max(most, len(entries._got))
             vectors, wanted = txn.batch
             loss = F.mse_loss(model(vectors), wanted)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            stepper.backward(loss, wanted.mean())
             # work, as far as the other stage can tell
             slow.wait(seconds if manager.num_participants() > 1 else max(seconds, alone))
             txn.log(loss=loss.item())
+    return most, model
 
 
 def main() -> None:
@@ -95,6 +152,13 @@ def main() -> None:
     forget, is_frozen = more.pop("forget", -1), more.pop("frozen", 0)
     more_steps, alone = int(more.pop("more_steps", 0)), more.pop("alone", 0.0)
     groups = int(more.pop("groups", 1))
+    overflows = [more.pop(f"overflow_{number}", float("inf")) for number in range(2)]
+    first_seconds = more.pop("first_seconds", 0.0)
+    again = bool(more.pop("again", 0))
+    breaks = [Break(more.pop(f"break_{number}", -1), again) for number in range(2)]
+    late = more.pop("late", 0.0)
+    if more.pop("break_by", int(group)) != int(group):
+        breaks = [Break(-1, False)] * 2
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
@@ -109,10 +173,16 @@ def main() -> None:
     torch.manual_seed(3)
     try:
         if rank:
-            last(manager, steps + more_steps, seconds, alone)
+            most, model = last(manager, steps + more_steps, seconds, alone, overflows[1], breaks[1])
+        elif is_frozen:
+            most, model = frozen(manager, steps)
         else:
-            (frozen if is_frozen else first)(manager, steps, forget)
-        found = {"digest": manager.digest(), "step": manager.current_step()}
+            most, model = first(manager, steps, forget, first_seconds, overflows[0], breaks[0])
+        (folder / f"{group}.{rank}.most").write_text(str(most))
+        found: dict[str, Any] = {"digest": manager.digest(), "step": manager.current_step()}
+        if group == "1" and not rank:
+            threading.Event().wait(late)
+        found["buffers"] = [buffer.tolist() for buffer in model.buffers()]
         (folder / f"{group}.{rank}.json").write_text(json.dumps(found))
     finally:
         manager.shutdown()

@@ -495,7 +495,10 @@ def test_scopes_of_stages_show_and_who_is_held_by_another() -> None:
     file = io.StringIO()
     Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
     assert "scope stage1: step 4" in file.getvalue()
-    told = "group 1 rank 0 is held: step 6 waits for version 4 of scope stage1, which is at 3"
+    told = (
+        "group 1 rank 0 is held: step 6 waits until scope stage1 has taken 4 slices of the data; "
+        "it has taken 3"
+    )
     assert told in file.getvalue()
     line = event_of(held)
     assert line is not None

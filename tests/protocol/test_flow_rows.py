@@ -6,16 +6,21 @@ import pytest
 from jobs import Job
 
 from fft.messages.effects import Finish
-from fft.messages.protocol import Drain, ScopeRecord
-from fft.protocol.flow import Elsewhere
+from fft.messages.protocol import ScopeRecord
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.invariants import judge
 from fft.protocol.load import load_spec
 from fft.prove.cluster import Node
 
 SPEC = load_spec("pipeline_ahead")
+BOTH = ("0", "1")
 FOLLOWS = (Elsewhere("stage0", 0),)
 LEADS = (Elsewhere("stage1", 2),)
-BOTH = ("0", "1")
+
+
+def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
+    """A record of ``scope``, of these groups."""
+    return ScopeRecord(scope, n, cursor, groups, len(groups))
 
 
 def job_of(flow: tuple[Elsewhere, ...], *heard: ScopeRecord) -> Job:
@@ -47,20 +52,31 @@ def assert_sound(job: Job) -> None:
     assert [f for f in judge(job.record) if f.violation] == []
 
 
-def test_who_follows_computes_what_was_committed_before_and_no_more() -> None:
+def cursor(job: Job) -> int:
+    assert job.head is not None
+    return job.head.cursor
+
+
+def skip(job: Job) -> None:
+    """A txn that takes its slices, and is no step."""
+    job.compute(skip=True)
+    job.settle()
+
+
+def test_who_follows_takes_what_was_taken_before_and_no_more() -> None:
     job = job_of(FOLLOWS)
     assert states(job) == {"NORMAL.held"}
-    hear(job, ScopeRecord("stage0", 2, 1, BOTH))
+    hear(job, at("stage0", 2, 3, *BOTH))
     assert states(job) == {"NORMAL.computing"}
     job.step()
-    assert states(job) == {"NORMAL.held"}
+    assert states(job) == {"NORMAL.held"}  # one slice is there, and a txn takes two
     assert job.head is not None
-    assert (job.head.step, [tuple(seen) for seen in job.head.seen]) == (1, [("stage0", 1, 0)])
+    assert (job.head.step, [tuple(seen) for seen in job.head.seen]) == (1, [("stage0", 3, 0, 2)])
     assert_sound(job)
 
 
 def test_who_leads_is_held_at_its_bound() -> None:
-    job = job_of(LEADS)
+    job = job_of(LEADS, at("stage1", 1, 0, *BOTH))
     for _ in range(2):
         assert states(job) == {"NORMAL.computing"}
         job.step()
@@ -68,13 +84,61 @@ def test_who_leads_is_held_at_its_bound() -> None:
     job.fire("flow_interval")
     job.settle()
     told = job.held[0]
-    assert (told.step, told.scope, told.version, told.needed) == (2, "stage1", 0, 1)
+    assert (told.step, told.scope, told.cursor, told.needed) == (2, "stage1", 0, 1)
     assert_sound(job)
+
+
+@pytest.mark.parametrize("flow", [FOLLOWS, LEADS])
+def test_a_skipped_step_counts_in_the_flow(flow: tuple[Elsewhere, ...]) -> None:
+    """It takes its slices, and its entries are given and taken, as those of a step."""
+    job = job_of(flow, at("stage1", 1, 0, *BOTH), at("stage0", 2, 4, *BOTH))
+    skip(job)
+    job.step()
+    assert (cursor(job), job.steps()) == (4, {1})
+    assert states(job) == {"NORMAL.held"}
+    assert_sound(job)
+
+
+def test_before_the_next_stage_has_begun_it_counts_as_one_group() -> None:
+    """It has one at least. So the first stage can bring all its groups to the job's weights."""
+    job = job_of(LEADS)
+    job.step()
+    assert (cursor(job), states(job)) == (2, {"NORMAL.held"})
+    hear(job, at("stage1", 1, 0, "0"))
+    assert states(job) == {"NORMAL.held"}
+    hear(job, at("stage1", 2, 0, *BOTH))
+    assert states(job) == {"NORMAL.computing"}
+    assert_sound(job)
+
+
+def test_the_bound_is_of_txns_of_the_next_stage_and_what_it_allowed_stays_allowed() -> None:
+    job = job_of(LEADS, at("stage1", 1, 0, "0", "1", "2"))
+    for _ in range(3):
+        job.step()
+    assert (cursor(job), states(job)) == (6, {"NORMAL.held"})
+    hear(job, at("stage1", 2, 3, "0", "1", "2"))
+    assert states(job) == {"NORMAL.computing"}
+    hear(job, at("stage1", 3, 3, "0"))  # two of its groups are lost while this one computes
+    job.step()
+    assert (cursor(job), states(job)) == (8, {"NORMAL.computing"})
+    assert job.kinds().count("abort") == 0
+    assert_sound(job)
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_stages_of_unlike_groups_do_not_hold_each_other(left: int) -> None:
+    """The earlier one may begin as long as the next has not what it needs for one txn."""
+    groups = tuple("0123")
+    leads = job_of((Elsewhere("stage1", 1),), at("stage1", 1, left, *groups))
+    while states(leads) == {"NORMAL.computing"}:
+        leads.step()
+    assert cursor(leads) >= left + len(groups)
+    assert_sound(leads)
 
 
 def test_a_record_that_was_not_heard_is_read() -> None:
     job = job_of(FOLLOWS)
-    job.scopes["stage0"] = ScopeRecord("stage0", 2, 1, BOTH)
+    job.scopes["stage0"] = at("stage0", 2, 2, *BOTH)
     job.fire("flow_interval")
     job.settle()
     assert states(job) == {"NORMAL.computing"}
@@ -82,9 +146,9 @@ def test_a_record_that_was_not_heard_is_read() -> None:
 
 
 def test_an_older_record_changes_nothing() -> None:
-    job = job_of(FOLLOWS, ScopeRecord("stage0", 5, 3, BOTH))
-    hear(job, ScopeRecord("stage0", 4, 2, BOTH), ScopeRecord("stage9", 9, 9, BOTH))
-    assert {node.local.elsewhere[0].version for node in job.live()} == {3}
+    job = job_of(FOLLOWS, at("stage0", 5, 6, *BOTH))
+    hear(job, at("stage0", 4, 4, *BOTH), at("stage9", 9, 9, *BOTH))
+    assert {node.local.elsewhere[0].cursor for node in job.live()} == {6}
 
 
 def test_who_waits_for_a_scope_that_stands_still_stops() -> None:
@@ -93,44 +157,81 @@ def test_who_waits_for_a_scope_that_stands_still_stops() -> None:
     job.fire("flow_limit")
     job.settle()
     assert {ended(node).error for node in (a, b)} == {"FlowStalled"}
-    assert "waits for version 1 of scope 'stage0'" in ended(a).reason
+    assert "waits until scope 'stage0' has taken 2 slices of the data" in ended(a).reason
     assert_sound(job)
 
 
-def the_other_scope_ends_before() -> Job:
-    """It had another last step."""
-    job = job_of(FOLLOWS, ScopeRecord("stage0", 2, 1, ()))
-    a, b = job.live()
+def test_who_follows_leaves_with_the_last_txn_that_it_has_data_for() -> None:
+    """Also if it is a skip, and whatever its own last step is."""
+    for last in (Job.step, skip):
+        job = job_of(FOLLOWS, at("stage0", 3, 4))
+        job.step()
+        assert states(job) == {"NORMAL.computing"}
+        last(job)
+        assert job.live() == []
+        assert job.head is not None
+        assert (job.head.cursor, job.head.last) == (4, True)
+        assert_sound(job)
+
+
+def too_little_is_left() -> Job:
+    """For a txn of its groups."""
+    job = job_of(FOLLOWS, at("stage0", 2, 3, *BOTH))
     job.step()
+    assert states(job) == {"NORMAL.held"}
+    hear(job, at("stage0", 3, 3))
+    return job
+
+
+def the_end_is_heard_late() -> Job:
+    """It ended with what had been taken before."""
+    job = job_of(FOLLOWS, at("stage0", 2, 2, *BOTH))
+    job.step()
+    job.scopes["stage0"] = at("stage0", 3, 2)
     job.fire("flow_interval")
     job.settle()
-    assert {ended(node).error for node in (a, b)} == {"FlowStalled"}
-    assert "give all stages the same max_steps" in ended(a).reason
     return job
 
 
-def asked_last_to_leave() -> Job:
-    """All have left the other scope; the word that asks this one to has come late."""
-    job = job_of(FOLLOWS, ScopeRecord("stage0", 2, 1, ()))
-    a, b = job.live()
+def all_leave_it_at_once() -> Job:
+    """By a `break`: no record says so, but its newest one is read as that of nobody."""
+    job = job_of(FOLLOWS, at("stage0", 2, 2, *BOTH))
     job.step()
-    job.broadcast(Drain(BOTH, "somebody"))
+    job.scopes["stage0"] = at("stage0", 2, 2)
+    job.fire("flow_interval")
     job.settle()
-    assert {ended(node).error for node in (a, b)} == {None}
     return job
 
 
-@pytest.mark.parametrize("life", [the_other_scope_ends_before, asked_last_to_leave])
+@pytest.mark.parametrize("life", [too_little_is_left, the_end_is_heard_late, all_leave_it_at_once])
 def test_who_is_held_by_a_scope_that_has_ended_goes(life: object) -> None:
     assert callable(life)
-    assert_sound(life())
+    job = life()
+    gone = [ended(node) for node in job.nodes.values()]
+    assert {finish.error for finish in gone} == {None}
+    assert "scope 'stage0' has ended after " in gone[0].reason
+    assert_sound(job)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_who_leads_goes_on_alone_when_the_next_stage_has_ended(number: int) -> None:
+    """With a record that says so, or without."""
+    job = job_of(LEADS, at("stage1", 1, 0, *BOTH))
+    job.step()
+    job.step()
+    assert states(job) == {"NORMAL.held"}
+    hear(job, at("stage1", number, 0))
+    for _ in range(5):
+        job.step()
+    assert (cursor(job), states(job)) == (14, {"NORMAL.computing"})
+    assert_sound(job)
 
 
 def test_a_group_leaves_scopes_in_the_order_of_the_flow() -> None:
-    job = job_of(FOLLOWS, ScopeRecord("stage0", 2, 2, BOTH))
+    job = job_of(FOLLOWS, at("stage0", 2, 8, *BOTH))
     job.drain("1")
     job.step()
-    hear(job, ScopeRecord("stage0", 4, 3, ("0",)))
+    hear(job, at("stage0", 4, 10, "0"))
     job.step()
     commits = [record for record in job.history if record.kind == "commit"]
     assert [(record.step, record.leavers) for record in commits] == [(1, ()), (2, ("1",))]

@@ -615,7 +615,7 @@ def one_was_never_in_the_barrier(h: History) -> None:
 
 @breaks("data_flow", "record 2 names the bounds [('other', 1)], its scope has []")
 def a_commit_names_a_bound_that_its_scope_has_not(h: History) -> None:
-    change_all(h, brings("commit", FIRST), record(seen=(Seen("other", 9, 1),)))
+    change_all(h, brings("commit", FIRST), record(seen=(Seen("other", 9, 1, 2),)))
 
 
 @breaks("drain", f"{A} left on purpose in state NORMAL, not after a commit")

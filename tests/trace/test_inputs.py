@@ -21,7 +21,7 @@ from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
 from fft.trace.inputs import Runs
 
 SEED = 3
-LEARNS, MADE_ANEW = 3, 3
+LEARNS, MADE_ANEW = 3, 100
 """Seeds in which groups come in as learners; in which entries are lost and made anew."""
 SPECS = ["hsdp", "diloco", "pipeline_ahead"]
 
@@ -224,7 +224,7 @@ def test_ranks_whose_headers_tell_of_unlike_jobs_are_found(name: str, hsdp: Path
             if name == "spec":
                 record["spec"]["parameter_groups"]["model"]["samples"] = "per_group"
             else:
-                stage = {"scope": "x", "ahead": 0, "n": 0, "version": 0, "groups": []}
+                stage = {"scope": "x", "ahead": 0, "n": 0, "groups": []}
                 record["config"][name] = {"leases": True, "flow": [stage]}[name]
         return [record]
 

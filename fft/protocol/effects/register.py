@@ -121,7 +121,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
         last=leavers >= present,
-        seen=tuple(max(of_one) for of_one in zip(*(v.seen for v in votes), strict=True)),
+        seen=next((vote.seen for vote in votes), ()),  # what lets one go on lets all
     )
 
 

@@ -9,7 +9,7 @@ from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
 from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
-from fft.protocol.flow import may_leave, seen
+from fft.protocol.flow import is_last, may_leave, seen
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
     Config,
@@ -72,7 +72,7 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """My vote is YES, with what the body has done."""
     assert isinstance(event, Prepared)
     s.edits = event.edited
-    leaves = c.me in s.leaving and may_leave(s, c.me.group)
+    leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
     s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest, seen(s))
     return ()
 

@@ -10,11 +10,11 @@ from fft.protocol.state import Config, Local
 
 @guard
 def in_flow(s: Local, c: Config, event: Event) -> bool:
-    """Every scope that mine is bound to has committed enough for the txn I stand at.
+    """Every scope that mine is bound to has taken enough of the data for the txn I stand at.
 
-    Committed versions never go back, so that what holds once holds for ever.
+    What is taken is never given back, so that what holds once holds for ever.
     """
-    return held_for(s) is None
+    return held_for(s, c) is None
 
 
 @guard
@@ -25,5 +25,5 @@ def in_first_txn(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def flow_has_ended(s: Local, c: Config, event: Event) -> bool:
-    """All groups have left the scope that my txn waits for: it commits nothing any more."""
-    return ended_before(s) is not None
+    """All groups have left the scope that my txn waits for: it gives nothing any more."""
+    return ended_before(s, c) is not None

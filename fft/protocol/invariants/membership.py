@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from fft.messages.effects import Decide, Finish, Heal
 from fft.messages.protocol import Begin, Join, Peer, Record, Stop, Timer
-from fft.protocol.flow import ended_before
+from fft.protocol.flow import data_end
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, Same, leavers_of
 from fft.protocol.roles import COMMITTING, OUTSIDE
-from fft.protocol.state import Local, member_peers, waited_for
+from fft.protocol.state import Local, member_peers, members, waited_for
 
 
 def live_set(move: Move) -> Iterator[Claim]:
@@ -65,7 +65,7 @@ def drain(move: Move) -> Iterator[Claim]:
     """9: who leaves on purpose leaves after a commit, and nobody rolls back because of it.
 
     Or between two epochs: all others left with the last commit, or none could be formed in time.
-    Or held for a scope that all have left.
+    Or held for a scope that has ended.
     """
     record = move.record
     if move.entered("terminal"):
@@ -74,7 +74,7 @@ def drain(move: Move) -> Iterator[Claim]:
         on_purpose = bool(gone) and gone[0].error is None and not isinstance(move.event, Stop)
         if on_purpose:
             text = f"{move.peer} left on purpose in state {exit_.source}, not after a commit"
-            alone = _nobody_to_go_on_with(move) or ended_before(move.after) is not None
+            alone = _nobody_to_go_on_with(move) or _has_no_data(move.after)
             yield Holds(exit_.roles[0] in OUTSIDE or alone, text)
     if record is None:
         return
@@ -107,6 +107,11 @@ def _nobody_to_go_on_with(move: Move) -> bool:
     others = {g.group for g in s.epoch.members} - {move.peer.group} if s.epoch else set()
     gave_up = isinstance(move.event, Timer) and move.event.name == "quorum"
     return gave_up or others <= set(leavers_of(head))
+
+
+def _has_no_data(s: Local) -> bool:
+    at = s.epoch if s.epoch is not None and s.token.txn == 1 else s
+    return data_end(s, at.cursor, len(members(s)))
 
 
 def _stayed(members: frozenset[Peer], last: Record, after: Record) -> set[Peer]:

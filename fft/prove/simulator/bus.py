@@ -156,7 +156,7 @@ class SimBus:
         epoch = next(record for record in reversed(self.history) if record.kind == "epoch")
         left = self.head.leavers if self.head.kind == "commit" else ()
         groups = tuple(g.group for g in epoch.members if g.group not in left)
-        return ScopeRecord(self._world.name, self.head.n, self.head.step, groups)
+        return ScopeRecord(self._world.name, self.head.n, self.head.cursor, groups, len(groups))
 
     # --- messages ---
 

@@ -3,7 +3,8 @@
 The earlier stage offers an **entry** for each slice of the data that it computes; the later one
 asks for the slices that its transactions take. An entry is kept until the step that takes it is
 committed, so that an attempt that is repeated reads it again. One that is not there any more, for
-its group was another one then, is made anew from the slice, with the parameters of that time.
+its group was another one then, is made anew from the slice, with the parameters of that time. One
+that a body has not given is made when its txn is committed.
 
 Main thread, but for the threads that accept, hear and send.
 """
@@ -14,8 +15,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataError, DataSource, Due
@@ -38,13 +40,12 @@ from fft.train.stages.link import (
     parts_of,
     place,
 )
-from fft.train.state.random_states import capture_random
 from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.engine.loop import Engine
+    from fft.protocol.elsewhere import Elsewhere
     from fft.train.manager import ManagerFFT
-    from fft.train.rank_state import RankState
     from fft.train.watchers import Watchers
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class StageOutput:
             )
         if self._parts.state.step is None:
             raise FftError("call manager.register(model, optimizer) before StageOutput(manager, …)")
-        self._produce = produce
+        self._after, self._produce = after[0], produce
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
         self._wanted: set[int] = set()
@@ -95,7 +96,7 @@ class StageOutput:
         self._was_taken = self._leaves = self._closed = False
         self._is_ready = False
         """The job's weights are here."""
-        self._forgets = False
+        self._forgets = self._is_finished = False
         self._put_in: tuple[int, int] | None = None
         """The attempt in which something was put last."""
         self._source: DataSource | None = None
@@ -122,12 +123,25 @@ class StageOutput:
             raise FftError("put() is called twice in this body: a slice of the data has one entry")
         self._put_in = attempt
         kept = tree_map(kept_of, value)
-        with self._changed:
-            if drawn.slice >= self._taken:
-                self._entries[drawn.slice] = _Entry(kept, txn.step)
-            self._wanted.discard(drawn.slice)
-            self._changed.notify_all()
+        self._offer(drawn.slice, _Entry(kept, txn.step))
         self._meet_others()
+
+    def _offer(self, number: int, entry: _Entry) -> None:
+        """Keep it for the next stage, if that can still ask for it."""
+        after = self._next_stage
+        with self._changed:
+            self._forget(after.cursor)
+            if number >= self._taken and not after.has_ended:
+                self._entries[number] = entry
+            self._wanted.discard(number)
+            self._changed.notify_all()
+
+    @property
+    def _next_stage(self) -> Elsewhere:
+        """Its scope, as far as it is known here."""
+        local = self._parts.job.local
+        assert local is not None, "a txn has begun"
+        return next(e for e in local.elsewhere if e.scope == self._after)
 
     def _meet_others(self) -> None:
         """Of a frozen stage, which has no gradients: the groups reduce something all the same, so
@@ -146,19 +160,23 @@ class StageOutput:
             )
         self._source = source
 
-    def give_until_command(self, engine: Engine, watchers: Watchers) -> None:
+    def give_until_command(self, engine: Engine, watchers: Watchers, computing: int | None) -> None:
         """Make what is waited for, until the engine has a command for this thread.
 
         A txn of this stage that is held may wait for this very thing. The next stage is told as
         soon as the job's weights are here: it may be its turn to come, before a txn begins here.
+        The slice ``computing`` of an open txn has its turn when that is committed: the next stage
+        may hear of that first, and ask.
         """
         while not engine.has_word():
             with watchers.waiting():
                 is_due = engine.wait_for(
-                    lambda: self._has_state and (bool(self._wanted) or not self._is_ready)
+                    lambda: (
+                        self._has_state and (bool(self._wanted - {computing}) or not self._is_ready)
+                    )
                 )
             if is_due:
-                self.make()
+                self.make(but=computing)
 
     def make(self, but: int | None = None) -> None:
         """Make the entries that are waited for; all ``but`` that which is about to be computed."""
@@ -168,47 +186,61 @@ class StageOutput:
             self._is_ready = True
             self._changed.notify_all()
         for number in sorted(self._wanted - {but}):
-            assert self._source is not None, "the loop has begun"
-            batch = copied(self._source.take(Due(0, number, 1)))
-            try:
-                with _preserved(self._parts.state), torch.no_grad():
-                    value = tree_map(kept_of, self._produce(batch))
-            except Exception as error:
-                error.add_note(f"as StageOutput made the entry of slice {number} anew")
-                raise
-            version = self._manager._step
-            logger.info("the entry of slice %d was made anew, with version %d", number, version)
-            self._parts.job.note(MADE_ANEW, {"slice": number, "version": version})
-            with self._changed:
-                self._entries[number] = _Entry(value, version)
-                self._wanted.discard(number)
-                self._changed.notify_all()
+            self._make(number)
+
+    def _make(self, number: int) -> None:
+        assert self._source is not None, "the loop has begun"
+        batch = copied(self._source.take(Due(0, number, 1)))
+        try:
+            with self._parts.state.preserved(), torch.no_grad():
+                value = tree_map(kept_of, self._produce(batch))
+        except Exception as error:
+            error.add_note(f"as StageOutput made the entry of slice {number} anew")
+            raise
+        version = self._manager._step
+        logger.info("the entry of slice %d was made anew, with version %d", number, version)
+        self._parts.job.note(MADE_ANEW, {"slice": number, "version": version})
+        self._offer(number, _Entry(value, version))
 
     @property
     def _has_state(self) -> bool:
-        """Whether the weights here are the job's: not those of a process that has just come."""
-        local = self._parts.job.local
-        return local is not None and local.healed
+        """Whether the weights here are the job's: not those of a process that has just come.
+
+        Who has left between two epochs keeps those of the last commit.
+        """
+        local, step = self._parts.job.local, self._parts.state.step
+        assert step is not None, "asked before"
+        return local is not None and (local.healed or (has_left_well(local) and not step.captured))
 
     def committed(self, txn: Any) -> None:
-        """Say once that the body of ``txn`` has put nothing, which would be slow, and not wrong."""
-        number, has_put = txn._drawn.slice, self._put_in == (txn.epoch, txn.attempt)
-        if has_put or number is None or txn.skipped or self._forgets:
-            return
-        self._forgets = True
-        logger.warning(
-            "the body of slice %d has given nothing to the next stage; its entry is made anew when "
-            "it is asked for, with later weights. Call output.put(txn, …) in each body",
-            number,
-        )
-        self._parts.job.note("entry_forgotten", {"slice": number})
+        """Make the entry of ``txn`` if its body has put nothing; say so once, unless skipped.
 
-    def finish(self, leaves: bool) -> None:
-        """The loop is over: give what is left, until the next stage has ended, too.
+        Now: when it is asked for depends on time, and so would the weights.
+        """
+        number, has_put = txn._drawn.slice, self._put_in == (txn.epoch, txn.attempt)
+        if has_put or number is None or not self._has_state or self._next_stage.has_ended:
+            return
+        if not txn.skipped and not self._forgets:
+            self._forgets = True
+            logger.warning(
+                "the body of slice %d has given nothing to the next stage; its entry is made after "
+                "its step, by the function of StageOutput. Call output.put(txn, …) in each body",
+                number,
+            )
+            self._parts.job.note("entry_forgotten", {"slice": number})
+        self._make(number)
+
+    def finish(self, leaves: bool, was_left: bool = False) -> None:
+        """Give what is left, until the next stage has ended, too. Once, when the loop is over, or
+        when this rank has left: a loop that is left by `break` may be gone on with until then.
 
         Args:
-            leaves: this group leaves the job, which goes on; the next stage leaves it as well.
+            leaves: this group leaves the job, which may go on; the next stage leaves it as well.
+            was_left: the loop was left by `break`, and its loader is closed.
         """
+        if self._is_finished or self._source is None or self._closed:
+            return
+        self._is_finished = True
         limit_s = self._parts.limits["flow_limit"].seconds
         with self._changed:
             self._leaves = leaves
@@ -223,6 +255,9 @@ class StageOutput:
                 )
                 if not self._wanted or self._closed or not self._has_state:
                     break
+            if was_left:
+                self._source.open()
+                was_left = False  # once
             self.make()
         if not came:
             logger.error("the next stage has not ended, and asked for nothing, for %g s", limit_s)
@@ -362,19 +397,3 @@ class _Taker:
     """It knows that there is somebody with the job's weights here."""
     data: str = ""
     """What it takes the data to be; empty: it has not said yet."""
-
-
-@contextmanager
-def _preserved(state: RankState) -> Iterator[None]:
-    """Put buffers and random generators back at the end: what runs in it is no step."""
-    assert state.step is not None, "asked before"
-    rng = capture_random(state.step.generators)
-    buffers = [(b, b.clone()) for model in state.models for b in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for put_back in rng:
-            put_back()

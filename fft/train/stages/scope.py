@@ -15,7 +15,7 @@ from fft.bus import ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.other_scopes import OtherScope
 from fft.messages.wire import SCOPES
-from fft.protocol.flow import Elsewhere
+from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.spec import FsmSpec
 from fft.trace.format import scope_folder
 from fft.train.settings import Settings
@@ -25,7 +25,10 @@ from fft.util.errors import FftError
 class StageScope:
     """One instance of the protocol over one rank of all replica groups."""
 
-    def __init__(self, spec: FsmSpec, rank: int, job_bus: ErrorBus) -> None:
+    def __init__(
+        self, spec: FsmSpec, rank: int, job_bus: ErrorBus, most: int | None = None
+    ) -> None:
+        """``most``: groups whose data count, if others are spares."""
         self.rank = rank
         self.name = spec.stages[rank]
         self.spec = spec.stage(rank)
@@ -34,6 +37,7 @@ class StageScope:
         """Of this scope."""
         self.others: list[OtherScope] = []
         self._names = spec.stages
+        self._most = most
         self._job_bus = job_bus
         self._opened = ExitStack()
 
@@ -49,7 +53,9 @@ class StageScope:
 
         self._job_bus.write(SCOPES, json.dumps(self._names[1:]).encode())  # for operators
         self.bus = bus_of(self.name)
-        self.others = [OtherScope(bound.scope, bus_of(bound.scope)) for bound in self.flow]
+        self.others = [
+            OtherScope(bound.scope, bus_of(bound.scope), self._most) for bound in self.flow
+        ]
 
     def traces(self, directory: Path | None) -> Path | None:
         """Where those of this scope go: the first stage's where the job's do."""

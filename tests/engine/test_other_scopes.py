@@ -1,0 +1,51 @@
+"""What a scope reads of another one on its bus: where it stands, and whether all have left it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from fft.bus import ErrorBus, open_bus
+from fft.bus.base import HEAD
+from fft.engine.other_scopes import OtherScope, tell_left
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, ScopeRecord
+from fft.messages.wire import EPOCH, Wire, encode_members, list_name
+
+A, B = Peer("0", 1, 3), Peer("1", 1, 2)
+
+
+def entry(peer: Peer) -> GroupEntry:
+    return GroupEntry(
+        peer.group, f"s{peer.group}", (RankEntry(peer.rank, peer.inc, True, "t", 1, "h"),)
+    )
+
+
+@pytest.fixture
+def bus() -> Iterator[ErrorBus]:
+    """Of a scope of two groups, which stands at record 2: a skip that took two slices."""
+    bus = open_bus(f"memory://scope-{uuid.uuid4().hex}")
+    epoch = Record(1, "epoch", 1, 0, 0, "x", 0, 0, A, members=(entry(A), entry(B)))
+    commit = Record(2, "commit", 1, 1, 0, "y", 2, 0, A, skip=True)
+    bus.write(list_name(epoch), encode_members(epoch))
+    bus.write(EPOCH, Wire().encode_record(epoch))
+    assert bus.compare_set(HEAD, None, Wire().encode_record(commit))
+    yield bus
+    bus.close()
+
+
+def test_a_scope_has_taken_what_its_cursor_says(bus: ErrorBus) -> None:
+    assert OtherScope("stage0", bus).read() == ScopeRecord("stage0", 2, 2, ("0", "1"), 2)
+    assert OtherScope("stage0", bus, most=1).read() == ScopeRecord("stage0", 2, 2, ("0", "1"), 1)
+
+
+def test_a_scope_has_ended_when_all_of_its_groups_have_left(bus: ErrorBus) -> None:
+    """Those of the newest epoch: an older incarnation does not speak for them."""
+    stands, other = ScopeRecord("stage0", 2, 2, ("0", "1"), 2), OtherScope("stage0", bus)
+    tell_left(A, bus)
+    assert other.read() == stands
+    tell_left(B._replace(inc=1), bus)
+    assert other.read() == stands
+    tell_left(B, bus)
+    assert other.read() == ScopeRecord("stage0", 2, 2, (), 0)
