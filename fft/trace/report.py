@@ -317,8 +317,14 @@ def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> I
         return Incident(name, "the job ended before anybody had to notice", None, None, 0, 0)
     record = end.record
     epoch = end.following["epoch"] if end.following else None
-    # Those who were in the epoch that ended and committed a later step: the survivors.
+    # Those who were in the epoch that ended, are in the next one, and committed a later step.
     inside = {x.who for x in lines if x.record.get("epoch") == record["epoch"]}
+    if end.following and end.following["members"]:
+        inside &= {
+            (group["group"], rank["rank"], rank["inc"])
+            for group in end.following["members"]
+            for rank in group["ranks"]
+        }
     commits: dict[tuple[str, int, int], float] = {}
     for x in lines:
         later = x.wall >= wall and x.event.get("type") == "applied"

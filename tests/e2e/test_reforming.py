@@ -14,6 +14,7 @@ from forked_run import fft
 from stage import fetches, records, slices
 
 from fft.trace.audit import audit_dir, read_lines
+from fft.trace.report import incidents
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
 LIMIT_S = 150
@@ -110,6 +111,11 @@ def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: 
     found = {(group, rank, inc) for group, rank, inc, *_ in fetches(traces)}
     assert found == {("1", 0, 2), ("1", 1, 1)}, "the rank that lived on was behind, too"
     assert set(headers(traces)) == {"g0r0i1", "g0r1i1", "g1r0i1", "g1r0i2", "g1r1i1"}
+    # the report does not wait for the rank that lived on, and was left out
+    killed = next(x for x in read_lines(traces) if x.get("note") == "inject")["wall"]
+    fetched = [x["wall"] for x in read_lines(traces) if x.get("on") == "healed" and x["inc"] == 2]
+    next_commit_ms = incidents(traces)[0].next_commit_ms
+    assert next_commit_ms is not None and killed + next_commit_ms / 1e3 < min(fetched)
 
 
 @pytest.mark.multiprocess
