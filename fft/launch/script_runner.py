@@ -68,10 +68,12 @@ def _await_role(number: int, path: str) -> None:
     with socket.socket(fileno=number) as supervisor:
         supervisor.set_inheritable(False)
         _load_imports_of(path)
-        with supervisor.makefile("rwb") as words:
-            words.write(b"r")
-            words.flush()
-            line = words.readline()
+        try:
+            supervisor.sendall(b"r")
+            with supervisor.makefile("rb") as words:
+                line = words.readline()
+        except OSError:  # the supervisor has ended
+            line = b""
     if not line.endswith(b"\n"):
         sys.exit(0)
     role = json.loads(line)
@@ -83,8 +85,12 @@ def _await_role(number: int, path: str) -> None:
 
 
 def _load_imports_of(path: str) -> None:
-    """Import what the script imports at its top, for speed alone: it will import it again, and
-    tell by itself what cannot be imported."""
+    """Import what the script imports before it does anything else, for speed alone: it will import
+    it again, and tell by itself what cannot be imported.
+
+    Of installed packages only: a module of the user's may depend on the place that there is none of
+    yet, or on a search path that the script will set.
+    """
     import ast
     from importlib import import_module
 
@@ -97,17 +103,33 @@ def _load_imports_of(path: str) -> None:
     for node in tree.body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names.append(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module] if node.module and not node.level else []
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            break  # such as what the environment is to be when torch is imported
     if "fft" in names:  # whose own parts are loaded as they are asked for
         names.append("fft.train.manager")
     if "torch" in {name.partition(".")[0] for name in names}:
         names.append("torch._dynamo")  # loaded as the first optimizer is made
-    for name in names:
+    for name in filter(_is_installed, names):
         try:
             import_module(name)
         except BaseException as error:  # noqa: BLE001
             sys.stderr.write(f"spare: {name} is not loaded: {error!r}\n")
+
+
+def _is_installed(name: str) -> bool:
+    from importlib.util import find_spec
+    from sysconfig import get_paths
+
+    top = name.partition(".")[0]
+    try:
+        found = find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    origin = os.path.realpath((found.origin if found is not None else None) or "")
+    places = {os.path.realpath(place) for place in get_paths().values()}
+    return top == "fft" or any(origin.startswith(f"{place}{os.sep}") for place in places)
 
 
 def _paper() -> int | None:

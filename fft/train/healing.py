@@ -62,6 +62,11 @@ class StateExchange:
     def end_service(self, plan: StartTxn) -> None:
         """A txn begins: nobody fetches any more, unless learners do in the epoch's first."""
         if self._served is not None and (plan.token.txn > 1 or not self._served.learners):
+            self.withdraw()
+
+    def withdraw(self) -> None:
+        """What an earlier epoch began with is for nobody any more; who asks waits for the next."""
+        if self._served is not None:
             self._manager._checkpoint_transport.disallow_checkpoint()
             self._served = None
 
@@ -123,6 +128,7 @@ class Healer:
         """Come into the epoch of ``command``; ``models``: in words, what is reduced here."""
         epoch = command.record.epoch
         touched = False
+        self._exchange.withdraw()  # before the groups meet: from then on peers may ask
         try:
             self._groups.configure(command, models)
             if command.send_to:

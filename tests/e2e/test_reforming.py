@@ -32,11 +32,11 @@ faults:
 """
 
 
-def job(root: Path, plan: str, *options: str) -> Path:
+def job(root: Path, plan: str, *options: str, script: Path = SCRIPT) -> Path:
     (root / "plan.yaml").write_text(plan)
     arguments = ["--groups", "2", "--ranks", "2", "--trace-dir", str(root / "run")]
     arguments += ["--faults", str(root / "plan.yaml"), "--stop-after-plan", "4", *options]
-    arguments += ["--timeout", str(LIMIT_S - 20), str(SCRIPT)]
+    arguments += ["--timeout", str(LIMIT_S - 20), str(script)]
     done = fft("run", *arguments, folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     (root / "said").write_text(done.stderr)
@@ -116,6 +116,18 @@ def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: 
     fetched = [x["wall"] for x in read_lines(traces) if x.get("on") == "healed" and x["inc"] == 2]
     next_commit_ms = incidents(traces)[0].next_commit_ms
     assert next_commit_ms is not None and killed + next_commit_ms / 1e3 < min(fetched)
+
+
+@pytest.mark.multiprocess
+def test_a_fetch_that_fails_once_is_done_again_in_the_next_epoch(tmp_path: Path) -> None:
+    """Who gives the state had offered that of the epoch before, until a txn began."""
+    plan = ONE_BY_ONE.partition("  - {name: first")[0]
+    script = SCRIPT.with_name("lagging_donor_script.py")
+    traces = job(tmp_path, plan, "--reform-window", "30", script=script)
+    assert audit_dir(traces).ok
+    history = records(traces)
+    lost = next(i for i, record in enumerate(history) if record["kind"] == "abort")
+    assert [r["kind"] for r in history[lost:]][:5] == ["abort", "epoch", "abort", "epoch", "commit"]
 
 
 @pytest.mark.multiprocess

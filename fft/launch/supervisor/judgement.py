@@ -96,7 +96,7 @@ class Judgement:
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
-                if child.ended_as_asked and not view.joined_since(group.name, group.known_incs):
+                if child.ended_as_asked and not _has_joined(group, child.rank, view):
                     self.remarks.append(f"group {group.name} was asked to end while it started")
                 elif child.came_too_late and self._took_part(group, view):
                     remarks.append(f"group {group.name} came back when the job was over")
@@ -113,6 +113,14 @@ class Judgement:
         if isinstance(fault, Fault):
             return fault.group in {group.name for group in self.groups}
         return self.has_services
+
+
+def _has_joined(group: Group, rank: int, view: JobView) -> bool:
+    """Whether the group has been in the job since its start; of a successor, whether it has."""
+    if (before := group.replaced.get(rank)) is None:
+        return view.joined_since(group.name, group.known_incs)
+    now = view.ranks.get((group.name, rank))
+    return now is not None and now.inc > before and now.role != "joining"
 
 
 def _left_early(group: Group, view: JobView) -> str | None:

@@ -313,12 +313,12 @@ class Supervisor:
         group, view = self._groups[child.group], self._tail.view
         child.is_replaced = goes_on and self._reforming.may_replace(group, child, view)
         who = (child.group, child.rank, child.pid, socket.gethostname(), "supervisor", cause)
-        is_waited_for = child.is_replaced and self._reforming.is_waited_for
-        self._links.broadcast(Death(*who, replaced=is_waited_for))
+        self._links.broadcast(Death(*who, replaced=self._reforming.is_waited_for(child)))
 
     def _replace(self, group: Group, lost: Child) -> bool:
-        """Have another process take the place of ``lost``, while its mates live on."""
-        child = self._reforming.replace(group, lost, self._tail.view)
+        """Have another take the place of ``lost``. Whether one does."""
+        ends = self._drain_until is not None  # since its death was told
+        child = None if ends else self._reforming.replace(group, lost, self._tail.view)
         if child is not None and child.fd not in self._selector.get_map():
             self._look_after(child)
         return child is not None

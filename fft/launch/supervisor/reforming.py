@@ -35,11 +35,11 @@ class Reforming:
         env, log = {"FFT_ROLE_FD": str(role_fd)}, self._launcher.logs / f"spare-{number}.log"
         return self._launcher.start_one(GROUP, number, 1, env, log, (role_fd,))
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether the others wait for the successor of a rank that is lost now."""
+    def is_waited_for(self, lost: Child) -> bool:
+        """Whether the others wait for another process in the place of ``lost``."""
         window = self._config.reform_window
-        return self.spares.has_ready if window is None else window > 0
+        may_wait = self.spares.has_ready if window is None else window > 0
+        return lost.is_replaced and may_wait
 
     def may_replace(self, group: Group, lost: Child, view: JobView) -> bool:
         """Whether a process may come for ``lost`` while others of its group live.

@@ -55,6 +55,9 @@ class Spare:
 
     def take_role(self, env: Mapping[str, str], log: Path) -> bool:
         """Have it run the script as whom ``env`` says. Whether it was told so."""
+        if self.child.dies_within(0):
+            self._socket.close()
+            return False
         word = json.dumps({"env": dict(env), "log": str(log)}).encode() + b"\n"
         try:
             self._socket.setblocking(True)
@@ -113,6 +116,7 @@ class Spares:
             self._spares.remove(spare)
             self._refill_at = time.monotonic() + _REFILL_S
             if spare.take_role(env, log):
+                self._in_vain = 0
                 return spare.child
             spare.child.signal(signal.SIGKILL)
         return None
