@@ -16,6 +16,7 @@ def row_of(mutant: Mutant) -> str:
     kinds = " + ".join(kind if n == 1 else f"{n} {kind}" for kind, n in mutant.bounds.budget)
     shape = f"{mutant.bounds.groups} x {mutant.bounds.ranks}"
     shape += "" if mutant.bounds.formed else " from start"
+    shape += f", a rank {mutant.bounds.lost}" if mutant.bounds.lost else ""
     bounds = f"{shape}, {kinds or 'no fault'}"
     return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {bounds} |"
 
