@@ -115,8 +115,10 @@ def main() -> None:
                     print(groups, ranks, way, found[way][-1], flush=True)
         for way, costs in found.items():
             columns = zip(*costs, strict=True)
-            rows.append((f"{groups} x {ranks}", way, *(_spread(list(c)) for c in columns)))
-    headings = ("groups x ranks", "after the kill", "commit to commit", "all contribute", "step")
+            spreads = (_spread(list(column)) for column in columns)
+            rows.append((f"{groups} x {ranks}", way, str(len(costs)), *spreads))
+    figures = "kills", "commit to commit", "all contribute", "step"
+    headings = ("groups x ranks", "after the kill", *figures)
     table = markdown(headings, rows)
     print("\n".join(table))
     if args.write:
