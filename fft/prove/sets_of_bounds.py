@@ -227,6 +227,7 @@ ASYNC = (
     Bounds(
         "healed", groups=3, commits=1, faults=1, budget=budget("corrupt"), digests=True, heals=True
     ),
+    Bounds("lost for good", commits=0, faults=1, budget=budget("loss")),
     Bounds("ended", commits=1, faults=3, budget=budget("restart", drain=2)),
     Bounds("deaf", commits=1, faults=1, budget=budget("deaf", "overrun")),
     Bounds("twin", commits=1, faults=1, budget=budget("twin")),
