@@ -125,9 +125,8 @@ class EpochGroups:
         They must meet in our process group and in no other, and must not exchange anything just
         once: the stages of a pipeline tell each other their shapes in their first step.
         """
-        shard = self.stages
-        others = any(pg is not shard for pg in _world.pg_map)
-        return isinstance(shard, ShardGroup) and not (others or self._has_stages)
+        others = any(pg is not self.stages for pg in _world.pg_map)
+        return self.can_meet and not (others or self._has_stages)
 
     def _ready(self, asked: str) -> ShardGroup:
         if self.shard is None or not isinstance(self.shard.pg, ShardGroup):

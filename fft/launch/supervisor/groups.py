@@ -86,6 +86,11 @@ class Group:
         return [child for child in self.children if child.alive]
 
     @property
+    def incs_before(self) -> dict[int, int]:
+        """The ranks' newest incarnations on record before the processes that it has now."""
+        return {**self.known_incs, **self.replaced}
+
+    @property
     def is_to_go_on(self) -> bool:
         """Whether nobody has asked its processes to end, nor is it another supervisor's."""
         return self.eviction is None and self.kill_at is None and self.loss is None

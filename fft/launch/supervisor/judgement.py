@@ -117,10 +117,10 @@ class Judgement:
 
 def _has_joined(group: Group, rank: int, view: JobView) -> bool:
     """Whether the group has been in the job since its start; of a successor, whether it has."""
-    if (before := group.replaced.get(rank)) is None:
+    if rank not in group.replaced:
         return view.joined_since(group.name, group.known_incs)
-    now = view.ranks.get((group.name, rank))
-    return now is not None and now.inc > before and now.role != "joining"
+    now = view.since(group.name, group.incs_before).get(rank)
+    return now is not None and now.role != "joining"
 
 
 def _left_early(group: Group, view: JobView) -> str | None:

@@ -52,7 +52,8 @@ class Reforming:
         ranks = view.of(group.name)
         if len(ranks) < group.ranks or not all(rank.reforms for rank in ranks):
             return False
-        settled = {rank for rank in range(group.ranks) if _has_committed(group, rank, view)}
+        now = view.since(group.name, group.incs_before)
+        settled = {rank for rank in now if now[rank].commits > 0}
         mates = {c.rank for c in group.living if c is not lost and not c.told_dead}
         return lost.rank in settled and bool(mates & settled)
 
@@ -76,10 +77,3 @@ class Reforming:
     def _start(self, group: Group, rank: int, env: Mapping[str, str], log: Path) -> Child:
         spare = self.spares.take(env, log)
         return spare or self._launcher.start_one(group.name, rank, group.starts, env, log)
-
-
-def _has_committed(group: Group, rank: int, view: JobView) -> bool:
-    """Whether the process that has this place now has committed a step."""
-    inc = group.replaced.get(rank, group.known_incs.get(rank, 0))
-    now = view.ranks.get((group.name, rank))
-    return now is not None and now.inc > inc and now.commits > 0

@@ -89,7 +89,8 @@ class Group:
             if world.data_notes.has_left(self.name):
                 self.coming, self.away = False, True
                 return
-            world.clock.after(world.latency.boot(), None, self._spawn, rank, instance)
+            delay = world.latency.boot()
+            world.clock.after(delay, None, self._spawn, rank, instance, replaces)
             return
         if world.outage_until > world.clock.now:  # it cannot get its incarnation from the bus
             delay = world.outage_until - world.clock.now + world.latency.boot()
