@@ -9,6 +9,11 @@ import typer
 
 from fft.cli.shared import SPEC, console, plain_errors
 
+Jobs = Annotated[
+    int | None,
+    typer.Option(help="Processes at once; one per core, as far as memory goes, if absent."),
+]
+
 
 def simulate(
     spec: Annotated[
@@ -18,9 +23,7 @@ def simulate(
         int | None, typer.Option(help="Number of seeds to run; 1000 if absent.")
     ] = None,
     first: Annotated[int, typer.Option(help="The first of them.")] = 0,
-    jobs: Annotated[
-        int | None, typer.Option(help="Processes to run them in; one per core if absent.")
-    ] = None,
+    jobs: Jobs = None,
     seed: Annotated[int | None, typer.Option(help="Run this one seed, with more output.")] = None,
     trace_dir: Annotated[
         Path | None,
@@ -52,12 +55,13 @@ def check(
     save: Annotated[
         Path, typer.Option(help="Folder for counterexamples, as scenario files.")
     ] = Path("runs/check"),
+    jobs: Jobs = None,
 ) -> None:
     """Search every state of a spec within bounds; exit 1 on a violation."""
     from fft.prove.searches import Choice
     from fft.prove.searches import check as search
 
-    choice = Choice(deep, tuple(bounds or ()), tuple(property_ or ()), limit, save)
+    choice = Choice(deep, tuple(bounds or ()), tuple(property_ or ()), limit, save, jobs)
     with plain_errors():
         good = search(spec, choice, console())
     raise typer.Exit(0 if good else 1)
@@ -67,10 +71,11 @@ def mutants(
     write: Annotated[
         Path | None, typer.Option(help="Write the table between the markers of this file.")
     ] = None,
+    jobs: Jobs = None,
 ) -> None:
     """Plant known bugs and show which property catches each; exit 1 if one survives."""
     from fft.prove.searches import mutants as plant
 
     with plain_errors():
-        good = plant(write, console())
+        good = plant(write, jobs, console())
     raise typer.Exit(0 if good else 1)

@@ -542,10 +542,10 @@ def event_to_json(event: Event) -> dict[str, Any]:
     return data
 
 
-def event_from_json(data: dict[str, Any]) -> Event:
-    """Plain data of a trace → event. Raises ``UnreadableMessage``."""
+def event_from_json(data: dict[str, Any] | bytes) -> Event:
+    """Plain data of a trace, or its bytes → event. Raises ``UnreadableMessage``."""
     try:
-        return _event_adapter().validate_json(json.dumps(data))
+        return _event_adapter().validate_json(data if isinstance(data, bytes) else json.dumps(data))
     except ValidationError as error:
         raise unreadable(error) from None
 

@@ -14,6 +14,8 @@ from fft.messages.protocol import Death, Drain, Record, encode
 from fft.messages.wire import Packed
 from fft.operate.client import FIRST_ANSWER_S, Ear, JobClient, JobState, OperatorError, listed
 
+_AGAIN_S = 2.0
+"""Until a drain is asked for again: who had fallen behind on the bus has missed it."""
 _REAPED_S = 20.0
 """Beyond the grace: for the supervisor to see the processes end."""
 
@@ -27,27 +29,29 @@ def drain(desk: JobClient, groups: Sequence[str], wait: float) -> Record:
     with desk.hearing() as ear:
         before = desk.job()
         before.check_groups(groups, desk.bus.url)
-        desk.bus.broadcast(encode(Drain(tuple(groups), by=desk.me)))
-        return _has_left(desk, ear, groups, wait, before)
+        return _have_left(desk, ear, groups, wait, before)
 
 
-def _has_left(
+def _have_left(
     desk: JobClient, ear: Ear, groups: Sequence[str], wait: float, before: JobState
 ) -> Record:
     missing, commits, abort = set(groups), 0, ""
-    for word in ear.words(time.monotonic() + wait):
-        if not isinstance(word, Packed):
-            continue
-        record = word.record
-        if record.kind == "commit":
-            commits += 1
-            missing -= set(record.leavers)
-        elif record.kind == "abort":
-            abort = f"; the last attempt was rolled back: {record.cause}"
-        elif (epoch := desk.whole(word)) is not None:  # left out, or dead: gone all the same
-            missing &= {entry.group for entry in epoch.members}
-        if not missing:
-            return record
+    deadline = time.monotonic() + wait
+    while (now := time.monotonic()) < deadline:
+        desk.bus.broadcast(encode(Drain(tuple(sorted(missing)), by=desk.me)))
+        for word in ear.words(min(deadline, now + _AGAIN_S)):
+            if not isinstance(word, Packed):
+                continue
+            record = word.record
+            if record.kind == "commit":
+                commits += 1
+                missing -= set(record.leavers)
+            elif record.kind == "abort":
+                abort = f"; the last attempt was rolled back: {record.cause}"
+            elif (epoch := desk.whole(word)) is not None:  # left out, or dead: gone all the same
+                missing &= {entry.group for entry in epoch.members}
+            if not missing:
+                return record
     assert before.head is not None
     what = f"{commits} steps were committed meanwhile" if commits else "nothing was committed"
     raise OperatorError(

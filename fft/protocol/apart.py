@@ -21,8 +21,6 @@ from fft.protocol.leases import Granted, granted, lease_of
 from fft.protocol.state import Base, Config, Local, leavers, members, whole_groups
 
 Groups = Sequence[Sequence[Hello]]
-_SILENT = 8
-"""Records within which a rank that lives has asked again: it does so in each join_interval."""
 
 
 def standing(s: Local) -> tuple[Standing, ...]:
@@ -178,13 +176,6 @@ def in_words(s: Local, c: Config, away: Sequence[Standing]) -> str:
     if late:
         return f"step {step + 1} is held for {told}: nobody may be {c.bound} behind it"
     return f"step {step + 1} waits for its quorum: {told} stand apart"
-
-
-def silent_mates(s: Local, c: Config) -> set[Peer]:
-    """Other ranks of my group that have not asked to come in for some records of the job."""
-    newest = s.head.n if s.head is not None else 0
-    mates = [h for h in s.hellos.values() if h.store == c.store and h.peer != c.me]
-    return {h.peer for h in mates if h.head + _SILENT <= newest}
 
 
 def state_stays(s: Local, c: Config) -> bool:

@@ -365,6 +365,18 @@ def missing_mates(s: Local, c: Config) -> list[int]:
     return [rank for rank in c.ranks if not asks(rank)]
 
 
+def silent_mates(s: Local, c: Config) -> set[Peer]:
+    """Other ranks of my group whose newest word is from before my own, an interval ago.
+
+    A word names the newest record that its sender knows.
+    """
+    mine = s.hellos.get((c.me.group, c.me.rank))
+    if mine is None or mine.peer != c.me:
+        return set()
+    mates = [s.hellos.get((c.me.group, rank)) for rank in c.ranks]
+    return {h.peer for h in mates if h is not None and h.store == c.store and h.head < mine.head}
+
+
 def joiners(s: Local, c: Config) -> list[str]:
     """Whole groups outside the epoch that ask to come in."""
     if not s.joining:

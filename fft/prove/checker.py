@@ -56,7 +56,8 @@ class Result:
     """Every state within the bounds was expanded."""
     checks: Counter[str] = field(default_factory=Counter)
     """Invariant: claims weighed."""
-    rows: set[int] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
+    """Places of those that were taken."""
     happened: Counter[str] = field(default_factory=Counter)
     """What a step was called: how often."""
     settled: int = 0
@@ -95,7 +96,8 @@ class Search:
         finally:
             result.states = len(self._order)
             result.seconds = time.perf_counter() - began
-            result.rows = set(self.model.rows)
+            taken = self.model.rows
+            result.rows = {place for place, row in all_rows(self.model.spec) if id(row) in taken}
             result.settled = sum(self._settled)
             result.happened = self._kinds
             self._count_checks()
@@ -178,6 +180,8 @@ class Search:
     def _gives_up(self, state: State, step: Step) -> bool:
         """Ending for want of an epoch is no way out while those who live could form one; nor for
         want of another scope whose register says that it has committed enough."""
+        if step.what not in ("timer quorum", "timer flow_limit"):
+            return False
         shared = self.model.shared[state[self.model.size]]
         if step.what == "timer flow_limit":
             node = self.model.node(state, step.who)
@@ -185,8 +189,6 @@ class Search:
             due = slices_due(held, self.model.participant(step.who, node.inc).config)
             known = [e if e.n > at[e.scope].n else e.after(at[e.scope]) for e in held.elsewhere]
             return all(e.seen.allows(*due) for e in known)
-        if step.what != "timer quorum":
-            return False
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -71,14 +70,15 @@ from fft.prove.acts import Step as Step
 from fft.prove.bare_effects import BLOCKED, SHARED, AnyEffect, Begun, Fetch, bare, heard, matters
 from fft.prove.bits import Bits
 from fft.prove.bounds import GIVES_UP, KINDS, REAL, UNQUIET, Bounds, World
-from fft.prove.intern import Interner, Renamer, can_matter, freeze, thaw
+from fft.prove.intern import Interner, can_matter, freeze, thaw
 from fft.prove.nodes import NEVER, Node, Shared, tidied
 from fft.prove.other_scopes import OtherScopes
+from fft.prove.turned import GROUPS, Turned
 from fft.util.errors import ProtocolError
 
-GROUPS = "ABCDEFGH"
 SUCCESSOR = 100
 """So much higher is the incarnation of who comes for a lost rank; its group's store is the same."""
+_POLLS = {"flow_interval"}
 QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 """What a process is to hear, and what a step is called that takes the first of it."""
 
@@ -158,12 +158,15 @@ class Model:
         self._kept: dict[tuple[int, int, int, int], tuple[Act, ...]] = {}
         self._quiet_acts: dict[tuple[int, int, bool], Act | None] = {}
         self._calms: dict[int, bool] = {}
+        self._timers: dict[tuple[int, bool], tuple[str, ...]] = {}
+        self._older: dict[tuple[int, str], int] = {}
+        self._rung: dict[tuple[int, int, str], Act] = {}
         self._delivered: dict[tuple[int, tuple[int, ...]], int] = {}
         names = GROUPS[: bounds.groups]
         # Unlike lineages, and the first leases, go by the groups' names: no symmetry to fold.
         named = twin or not bounds.alike or (spec.is_periodic and not bounds.formed)
         turns = [] if named else list(permutations(names))[1:]
-        self._turned = [_Turned(self, dict(zip(names, p, strict=True))) for p in turns]
+        self._turned = [Turned(self, dict(zip(names, p, strict=True))) for p in turns]
 
     # --- participants ---
 
@@ -368,41 +371,61 @@ class Model:
         if node.pending or node.stuck:
             return found
         at = self.at(node)
+        if at != "connecting" and (at != "computing" or node.source is None):
+            return found
         here = _Here(self, who, node, shared, self.budgets[left_id])
-        if at == "connecting":
-            return (*found, *here.healing([self.nodes[i] for i in state[: self.size]]))
-        if at == "computing" and node.source is not None:
-            return (*found, *here.learning([self.nodes[i] for i in state[: self.size]]))
-        return found
+        nodes = [self.nodes[i] for i in state[: self.size]]
+        return (*found, *(here.healing(nodes) if at == "connecting" else here.learning(nodes)))
 
     def _timers_when_idle(self, state: State, shared: Shared) -> Iterator[Step]:
         """Nothing else can happen: time passes until a timer fires.
 
         Of two timers of which one is at least twice as long, the shorter fires first; a longer one
-        when a shorter one has fired since it was armed.
+        when a shorter one has fired since it was armed. A poll, which goes on as long as a wait, is
+        no measure of the time of others: theirs are put off by answers that come as often.
         """
-        armed: list[tuple[int, str, int]] = []
-        for who in range(self.size):
-            node = self.nodes[state[who]]
-            if node.local >= 0:
-                local = thaw(self.locals[node.local])
-                lost = shared.bus == "gone" or local.deaf
-                timers = local.timers.items()
-                armed += [(who, name, n) for name, n in timers if lost or name != GIVES_UP]
-        lasts = self.spec.timeouts
-        shortest = min((lasts[name] for _, name, _ in armed), default=0.0)
-        for who, name, serial in armed:
-            node = self.nodes[state[who]]
-            if lasts[name] >= 2 * shortest and name not in node.aged:
+        lasts, gone = self.spec.timeouts, shared.bus == "gone"
+        armed = [(who, n) for who in range(self.size) for n in self._armed(state[who], gone)]
+        shortest = min((lasts[name] for _, name in armed), default=0.0)
+        for who, name in armed:
+            if lasts[name] >= 2 * shortest and name not in self.nodes[state[who]].aged:
                 continue
             older = list(state)
-            for other, longer, _ in armed:
+            for other, longer in armed:
+                if name in _POLLS and other != who:
+                    continue
                 if lasts[longer] >= 2 * lasts[name] and longer != name:
-                    grown = self.nodes[older[other]]
-                    older[other] = self.nodes.id(grown._replace(aged=grown.aged | {longer}))
-            here = _Here(self, who, self.nodes[older[who]], shared, (0,))
-            act = here.event(f"timer {name}", here.node, Timer(name, serial))
-            yield self._close(who, act, tuple(older))
+                    older[other] = self._aged(older[other], longer)
+            yield self._close(who, self._fired(who, older[who], name), tuple(older))
+
+    def _armed(self, node_id: int, gone: bool) -> tuple[str, ...]:
+        """The timers of a node that time alone can let fire."""
+        found = self._timers.get((node_id, gone))
+        if found is None:
+            node, found = self.nodes[node_id], ()
+            if node.local >= 0:
+                local = thaw(self.locals[node.local])
+                lost = gone or local.deaf
+                found = tuple(name for name in local.timers if lost or name != GIVES_UP)
+            self._timers[node_id, gone] = found
+        return found
+
+    def _aged(self, node_id: int, timer: str) -> int:
+        found = self._older.get((node_id, timer))
+        if found is None:
+            node = self.nodes[node_id]
+            found = self.nodes.id(node._replace(aged=node.aged | {timer}))
+            self._older[node_id, timer] = found
+        return found
+
+    def _fired(self, who: int, node_id: int, timer: str) -> Act:
+        found = self._rung.get((who, node_id, timer))
+        if found is None:
+            node = self.nodes[node_id]
+            due = Timer(timer, thaw(self.locals[node.local]).timers[timer])
+            here = _Here(self, who, node, Shared(), (0,))
+            found = self._rung[who, node_id, timer] = here.event(f"timer {timer}", node, due)
+        return found
 
     def _faults_of_bus(self, state: State, shared: Shared, left: tuple[int, ...]) -> Iterator[Step]:
         if shared.bus != "up":
@@ -768,79 +791,6 @@ class Model:
             if (other := turned.state(state)) < best:
                 best = other
         return best
-
-
-class _Turned:
-    """States under other names of the groups; every part is renamed once and kept."""
-
-    def __init__(self, model: Model, names: dict[str, str]) -> None:
-        self._model, self._rename = model, Renamer(names)
-        ranks = model.bounds.ranks
-        self._to = [
-            GROUPS.index(names[GROUPS[who // ranks]]) * ranks + who % ranks
-            for who in range(model.size)
-        ]
-        self._nodes: dict[int, int] = {}
-        self._shared: dict[int, int] = {}
-        self._facts: dict[int, int] = {}
-        self._events: dict[int, int] = {}
-        self._effects: dict[int, int] = {}
-        self._locals: dict[int, int] = {}
-
-    def state(self, state: State) -> State:
-        """The state under the other names."""
-        size, after = self._model.size, list(state)
-        nodes = self._nodes
-        for who, to in enumerate(self._to):
-            number = state[who]
-            new = nodes.get(number)
-            after[to] = self._node(number) if new is None else new
-        number = state[size]
-        new = self._shared.get(number)
-        after[size] = self._bus(number) if new is None else new
-        number = state[-1]
-        new = self._facts.get(number)
-        after[-1] = self._kept(self._facts, self._model.facts, number) if new is None else new
-        return tuple(after)
-
-    def _kept(self, kept: dict[int, int], values: Interner[Any], number: int) -> int:
-        new = kept.get(number)
-        if new is None:
-            new = kept[number] = values.id(self._rename(values[number]))
-        return new
-
-    def _node(self, number: int) -> int:
-        model, node = self._model, self._model.nodes[number]
-        if node.local >= 0:
-            task = node.task
-            if model.at(node) == "connecting" and task[1] is not None:
-                task = (task[0], self._to[task[1]])
-            event = partial(self._kept, self._events, model.events)
-            effect = partial(self._kept, self._effects, model.effects)
-            node = node._replace(
-                local=self._kept(self._locals, model.locals, node.local),
-                inbox=tuple(map(event, node.inbox)),
-                mail=tuple(map(event, node.mail)),
-                pending=tuple(map(effect, node.pending)),
-                answers=tuple(map(event, node.answers)),
-                done=node.done if node.done < 0 else event(node.done),
-                task=task,
-                source=None if node.source is None else self._to[node.source],
-                bits=self._rename(node.bits),
-            )
-        self._nodes[number] = model.nodes.id(node)
-        return self._nodes[number]
-
-    def _bus(self, number: int) -> int:
-        head, ballots, bus, scopes = self._model.shared[number]
-        rename = self._rename
-        turned = tuple(
-            (token, tuple(sorted((rename(v) for v in votes), key=lambda v: v.peer)))
-            for token, votes in ballots
-        )
-        new = self._model.shared.id(Shared(rename(head), turned, bus, rename(scopes)))
-        self._shared[number] = new
-        return new
 
 
 class _Here:

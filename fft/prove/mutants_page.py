@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fft.prove.mutant import Mutant, caught
-from fft.prove.mutants import MUTANTS
+from fft.prove.mutant import Mutant
 
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
@@ -21,20 +20,21 @@ def row_of(mutant: Mutant) -> str:
     return f"| {mutant.name} | {mutant.what} | {mutant.place} | {mutant.expected} | {bounds} |"
 
 
-def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
+Found = tuple[Mutant, int, int]
+"""A mutant, and how many states and steps its search took."""
+
+
+def _rows(found: Iterable[Found]) -> Iterator[str]:
     yield "| mutant | what is planted | where | caught by | bounds | states | steps |"
     yield "|---|---|---|---|---|--:|--:|"
-    for mutant in mutants:
-        result = caught(mutant)[1]
-        assert result.violation is not None
-        yield f"{row_of(mutant)} {result.states:,} | {len(result.violation.path)} |"
+    for mutant, states, steps in found:
+        yield f"{row_of(mutant)} {states:,} | {steps} |"
 
 
-def write_table(path: Path, mutants: Iterable[Mutant] = MUTANTS) -> None:
-    """Put the mutants as a table between its markers in a Markdown file; searches every one.
+def write_table(path: Path, found: Iterable[Found]) -> None:
+    """Put mutants that were caught as a table between its markers in a Markdown file.
 
     Raises:
-        NotCaught: one of them survives.
         ValueError: the markers are not there, once each and in order.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Proof\n\n{BEGIN}\n{END}\n"
@@ -42,5 +42,5 @@ def write_table(path: Path, mutants: Iterable[Mutant] = MUTANTS) -> None:
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path}: put {BEGIN} and {END} where the table shall stand")
-    table = "\n".join(_rows(mutants))
+    table = "\n".join(_rows(found))
     path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")

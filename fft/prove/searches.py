@@ -1,16 +1,22 @@
 """``fft check`` and ``fft mutants``: searches within bounds, told in a form that people can read.
 
-Writes to a console, and counterexamples to a folder; what is searched is pure.
+Writes to a console, and counterexamples to a folder; what is searched is pure. Each search runs in
+a process of its own, so that several do at once and none keeps the memory of another.
 """
 
 from __future__ import annotations
 
+import resource
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from fft.protocol.invariants import INVARIANTS
@@ -23,8 +29,12 @@ from fft.prove.mutant import NotCaught, caught
 from fft.prove.mutants import MUTANTS
 from fft.prove.mutants_page import write_table
 from fft.prove.scenario import save_counterexample
-from fft.prove.sets_of_bounds import sets_for
+from fft.prove.sets_of_bounds import longest_first, sets_for
+from fft.prove.workers import Tell, processes, spread
 from fft.util.errors import FftError
+
+_EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
+"""Memory of a process that searches the largest of the sets of bounds, and some more."""
 
 
 class CheckError(FftError):
@@ -45,6 +55,22 @@ class Choice:
     """States for each set of bounds."""
     save: Path = Path("runs/check")
     """Folder for counterexamples, as scenario files."""
+    jobs: int | None = None
+    """Processes at once; one per core, as far as memory goes, if absent."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one search found, and what there is to say of it."""
+
+    result: Result
+    told: list[str]
+    mib: int
+    """The most memory that its process had."""
+
+
+Show = Callable[[int, tuple[int, int, int] | None], None]
+"""Shows how far a search is; None: it has ended."""
 
 
 def check(spec_name: str, choice: Choice, console: Console) -> bool:
@@ -57,11 +83,16 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
     sets = _chosen(sets_for(spec, choice.deep), choice.bounds)
     if unknown := sorted(set(choice.properties) - set(INVARIANTS)):
         raise CheckError(f"no property named {unknown[0]!r}; there are: {', '.join(INVARIANTS)}")
+    jobs = processes(choice.jobs, _DEEP_MIB if choice.deep else _EACH_MIB)
     for bounds in sets:
         console.print(f"  {bounds.name}: {bounds.describe()}", markup=False, soft_wrap=True)
-    results = [_search(spec, spec_name, bounds, choice, console) for bounds in sets]
-    console.print(_bounds_table(spec, results))
+    began = time.monotonic()
+    reports = _search_all(spec, spec_name, sets, choice, jobs, console)
+    results = [report.result for report in reports]
+    console.print(_bounds_table(spec, reports))
     console.print(_checks_table(results))
+    took, many = time.monotonic() - began, min(jobs, len(sets))
+    console.print(f"{took:.0f} s, in {many} process{'es' if many > 1 else ''} at once")
     broken = [r for r in results if r.violation is not None]
     partial = [r for r in results if r.violation is None and not r.complete]
     for result in partial:
@@ -69,6 +100,10 @@ def check(spec_name: str, choice: Choice, console: Console) -> bool:
     missed = _missed(spec, results)
     taken = sum(1 for _ in all_rows(spec)) - len(missed)
     console.print(f"sometimes: {taken} of {taken + len(missed)} rows of the table were taken")
+    same = _hsdps(missed) if spec.stages else set()
+    if same:
+        console.print(f"  {len(same)} more are hsdp's, row by row: its own search takes them")
+    missed = {place: row for place, row in missed.items() if place not in same}
     for place, row in missed.items():
         if row.elsewhere:
             console.print(f"  {place}: {row.elsewhere}", markup=False)
@@ -89,50 +124,85 @@ def _chosen(sets: tuple[Bounds, ...], only: tuple[str, ...]) -> list[Bounds]:
     return [bounds for bounds in sets if not only or bounds.name in only]
 
 
-def _search(
-    spec: FsmSpec, spec_name: str, bounds: Bounds, choice: Choice, console: Console
-) -> Result:
+def _search_all(
+    spec: FsmSpec,
+    spec_name: str,
+    sets: Sequence[Bounds],
+    choice: Choice,
+    jobs: int,
+    console: Console,
+) -> list[Report]:
+    """The reports in the order of the sets; each is told when those before it have been."""
+    order = longest_first(sets)
+    tasks = [(f"the search within {sets[i].name!r}", sets[i]) for i in order]
+    reports: dict[int, Report] = {}
+    told = 0
+    with _progress(console, [bounds.name for _, bounds in tasks]) as show:
+        found = spread(partial(_search, spec, spec_name, choice), tasks, jobs, show, fresh=True)
+        with closing(found):
+            for number, report in found:
+                show(number, None)
+                reports[order[number]] = report
+                while told in reports:
+                    for line in reports[told].told:
+                        console.print(line, markup=False, soft_wrap=True, highlight=False)
+                    told += 1
+    return [reports[i] for i in range(len(sets))]
+
+
+@contextmanager
+def _progress(console: Console, names: Sequence[str]) -> Iterator[Show]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    lines: dict[int, TaskID] = {}
     hidden = not console.is_terminal
-    search = Search(Model(spec, bounds, only=choice.properties), choice.limit)
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task(bounds.name)
 
-        def show(states: int, expanded: int, depth: int) -> None:
-            told = f"{bounds.name}: {states:,} states, {expanded:,} expanded, depth {depth}"
-            progress.update(task, description=told)
+        def show(number: int, at: tuple[int, int, int] | None) -> None:
+            if at is None:
+                progress.update(lines[number], visible=False)
+                return
+            states, expanded, depth = at
+            told = f"{names[number]}: {states:,} states, {expanded:,} expanded, depth {depth}"
+            if number not in lines:
+                lines[number] = progress.add_task(told)
+            progress.update(lines[number], description=told)
 
-        result = search.run(show)
-    if result.violation is not None:
-        _tell(search, result, spec_name, choice.save, console)
-    return result
+        yield show
 
 
-def _tell(search: Search, result: Result, spec_name: str, save: Path, console: Console) -> None:
+def _search(spec: FsmSpec, spec_name: str, choice: Choice, bounds: Bounds, tell: Tell) -> Report:
+    """One search, in a process of its own."""
+    search = Search(Model(spec, bounds, only=choice.properties), choice.limit)
+    result = search.run(lambda *at: tell(at))
+    told = [] if result.violation is None else list(_tell(search, result, spec_name, choice.save))
+    return Report(result, told, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+
+
+def _tell(search: Search, result: Result, spec_name: str, save: Path) -> Iterator[str]:
     found = result.violation
     assert found is not None
-    console.print(f"{result.bounds.name}: VIOLATED {found.name}: {found.text}", markup=False,
-                  soft_wrap=True)  # fmt: skip
-    for line in narrate(search.model, found.path):
-        console.print(line, markup=False, soft_wrap=True, highlight=False)
+    yield f"{result.bounds.name}: VIOLATED {found.name}: {found.text}"
+    yield from narrate(search.model, found.path)
     save.mkdir(parents=True, exist_ok=True)
     path = save / f"{Path(spec_name).stem}-{result.bounds.name.replace(', ', '-')}.txt"
     path = path.with_name(path.name.replace(" ", "-"))
     save_counterexample(search, found, path, spec=spec_name)
-    console.print(f"  saved as {path}", markup=False, soft_wrap=True)
+    yield f"  saved as {path}"
 
 
-def _bounds_table(spec: FsmSpec, results: list[Result]) -> Table:
+def _bounds_table(spec: FsmSpec, reports: list[Report]) -> Table:
     shown = Table(title=f"{spec.name}: every state within the bounds")
-    for name in ("bounds", "states", "steps", "depth", "settled", "seconds", "result"):
+    for name in ("bounds", "states", "steps", "depth", "settled", "seconds", "MiB", "result"):
         shown.add_column(name, justify="left" if name in ("bounds", "result") else "right")
-    for r in results:
+    results = [report.result for report in reports]
+    for r, mib in ((report.result, report.mib) for report in reports):
         verdict = r.violation.name if r.violation else "ok" if r.complete else "not complete"
         cells = (f"{r.states:,}", f"{r.steps:,}", str(r.depth), f"{r.settled:,}")
-        shown.add_row(r.bounds.name, *cells, f"{r.seconds:.1f}", verdict)
+        shown.add_row(r.bounds.name, *cells, f"{r.seconds:.1f}", f"{mib:,}", verdict)
     total = (f"{sum(r.states for r in results):,}", f"{sum(r.steps for r in results):,}")
     shown.add_section()
-    shown.add_row("all", *total, "", "", f"{sum(r.seconds for r in results):.1f}", "")
+    seconds, most = f"{sum(r.seconds for r in results):.1f}", max(r.mib for r in reports)
+    shown.add_row("all", *total, "", "", seconds, f"{most:,}", "")
     return shown
 
 
@@ -153,30 +223,51 @@ def _checks_table(results: list[Result]) -> Table:
 
 
 def _missed(spec: FsmSpec, results: list[Result]) -> dict[str, Part]:
-    taken: set[int] = set().union(*(r.rows for r in results))
-    return {place: row for place, row in all_rows(spec) if id(row) not in taken}
+    taken: set[str] = set().union(*(r.rows for r in results))
+    return {place: row for place, row in all_rows(spec) if place not in taken}
 
 
-def mutants(write: Path | None, console: Console) -> bool:
+def _hsdps(missed: dict[str, Part]) -> set[str]:
+    """Places at which hsdp has the same row, but for those that have a reason of their own."""
+    rows = dict(all_rows(load_spec("hsdp")))
+    return {at for at, row in missed.items() if not row.elsewhere and rows.get(at) == row}
+
+
+def mutants(write: Path | None, jobs: int | None, console: Console) -> bool:
     """Run every planted bug and tell which property caught it; whether all were caught."""
-    good = True
-    for mutant in MUTANTS:
-        try:
-            _, result = caught(mutant)
-        except NotCaught as error:
-            console.print(f"SURVIVES {mutant.name}: {error}", markup=False, soft_wrap=True)
-            good = False
-            continue
-        found = result.violation
-        assert found is not None
-        console.print(
-            f"caught {mutant.name}: {found.name}, "
-            f"{len(found.path)} steps, {result.states:,} states",
-            markup=False,
-            highlight=False,
-        )
+    tasks = [(f"the search for mutant {mutant.name}", n) for n, mutant in enumerate(MUTANTS)]
+    found: dict[int, Planted] = {}
+    told = 0
+    with closing(spread(_plant, tasks, processes(jobs, _MUTANT_MIB))) as planted:
+        for number, one in planted:
+            found[number] = one
+            while told in found:
+                console.print(found[told].line, markup=False, soft_wrap=True, highlight=False)
+                told += 1
+    good = all(one.states for one in found.values())
     console.print(f"{len(MUTANTS)} planted bugs, " + ("all caught" if good else "NOT all caught"))
     if write is not None and good:
-        write_table(write)
+        write_table(write, [(m, found[n].states, found[n].steps) for n, m in enumerate(MUTANTS)])
         console.print(f"table written to {write}")
     return good
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What came of a planted bug; no states: it survived."""
+
+    line: str
+    states: int = 0
+    steps: int = 0
+
+
+def _plant(number: int, _: Tell) -> Planted:
+    mutant = MUTANTS[number]
+    try:
+        result = caught(mutant)[1]
+    except NotCaught as error:
+        return Planted(f"SURVIVES {mutant.name}: {error}")
+    found = result.violation
+    assert found is not None
+    line = f"caught {mutant.name}: {found.name}, {len(found.path)} steps, {result.states:,} states"
+    return Planted(line, result.states, len(found.path))

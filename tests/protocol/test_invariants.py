@@ -25,6 +25,7 @@ from fft.messages.protocol import (
     Peer,
     Prepared,
     Ready,
+    Record,
     Seen,
     Stop,
     Token,
@@ -42,7 +43,6 @@ from fft.protocol.invariants import (
     Move,
     Same,
     judge,
-    obeyed,
 )
 from fft.protocol.roles import Role
 
@@ -644,9 +644,29 @@ def a_commit_that_ends_its_epoch_is_followed_by_a_rollback(h: History) -> None:
 def one_fetches_what_it_has(h: History) -> str:
     def fetches(m: Move) -> Move:
         effects = [replace(e, fetch_from=0) if isinstance(e, Heal) else e for e in m.out.effects]
-        return after(lineage=m.record.lineage)(replace(m, out=replace(m.out, effects=effects)))  # type: ignore[union-attr]
+        return replace(m, out=replace(m.out, effects=effects))
 
     return change(h, B, brings("epoch", Token(2, 0)), fetches)
+
+
+@breaks("reform", f"{A} has 1/0 fetch the state that it said it holds")
+def one_is_told_to_fetch_what_it_has(h: History) -> str:
+    def behind(record: Record) -> Record:
+        *others, last = record.members
+        last = replace(last, ranks=tuple(replace(r, current=False) for r in last.ranks))
+        return replace(record, members=(*others, last))
+
+    def tells(m: Move) -> Move:
+        effects = [
+            replace(e, proposal=behind(e.proposal)) if isinstance(e, Decide) else e
+            for e in m.out.effects
+        ]
+        return replace(m, out=replace(m.out, effects=effects))
+
+    def proposes(m: Move) -> bool:
+        return any(isinstance(e, Decide) and e.proposal.epoch == 2 for e in m.out.effects)
+
+    return change(h, A, proposes, tells)
 
 
 @breaks("decided", f"{B} stopped in doubt about txn {FIRST}: no answer")
@@ -733,9 +753,9 @@ def test_no_speaker_is_known_before_its_first_word() -> None:
 def test_an_abort_that_is_taken_over_late_is_obeyed_by_nobody() -> None:
     """It is of a txn that this participant does not stand at."""
     move = next(filter(brings("abort", ABORTED), life().moves[B]))
-    assert obeyed(move) == "abort"
-    assert obeyed(before(token=SECOND)(move)) is None
-    assert obeyed(after(head=None)(move)) is None
+    assert move.obeyed == "abort"
+    assert before(token=SECOND)(move).obeyed is None
+    assert after(head=None)(move).obeyed is None
 
 
 # --- the judge ------------------------------------------------------------------------------------

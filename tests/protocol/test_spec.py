@@ -21,6 +21,8 @@ from fft.protocol.graph import (
 from fft.protocol.load import find_spec, json_schema, load_machine, load_spec, parse_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.spec_checks import check_spec
+from fft.prove.checker import all_rows
+from fft.prove.sets_of_bounds import sets_for
 from fft.util.errors import SpecError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -477,6 +479,25 @@ def test_what_is_proved_of_hsdp_holds_of_the_specs_that_only_hold_parameters_oth
     own = {"name", "doc", "parameter_groups", "scopes"}
     assert load_spec(name).model_dump(exclude=own) == load_spec("hsdp").model_dump(exclude=own)
     assert load_spec(name).digest() != load_spec("hsdp").digest()
+
+
+def test_what_is_proved_of_hsdp_holds_of_a_stage_that_nobody_holds() -> None:
+    """Its rows are hsdp's, but for these, which open a txn by way of ``held``, and leave that at
+    once where no other scope holds anybody; so that `fft check` searches only what flow adds."""
+    ahead, hsdp = (dict(all_rows(load_spec(name))) for name in ("pipeline_ahead", "hsdp"))
+    assert set(hsdp) <= set(ahead)
+    other = {place for place, row in ahead.items() if hsdp.get(place) != row}
+    assert {place for place in other if place in hsdp} == {
+        "states.NORMAL.on.prepared.0",
+        "states.COMMIT.on.applied.3",
+        "states.HEALING.states.barrier.on.begin.0",
+        "states.HEALING.states.barrier.exit.1",
+    }
+    flow = "scope_record", ".held.", "timer.flow_interval", "timer.flow_limit"
+    assert all(any(word in place for word in flow) for place in other - set(hsdp))
+    held = load_spec("pipeline_ahead").states["NORMAL"].states["held"]
+    assert [row.guard for row in held.exit[:2]] == [["in_flow", "in_first_txn"], ["in_flow"]]
+    assert {bounds.stage for bounds in sets_for(load_spec("pipeline_ahead"))} == {0, 1}
 
 
 def test_scopes_and_what_flows_between_them_are_drawn() -> None:

@@ -129,16 +129,16 @@ def test_the_table_in_the_docs_is_up_to_date() -> None:
 
 
 def test_the_table_is_written_between_its_markers(tmp_path: Path) -> None:
-    path = tmp_path / "proof.md"
-    write_table(path, MUTANTS[:2])
+    path, found = tmp_path / "proof.md", [(mutant, 1_234, 5) for mutant in MUTANTS[:2]]
+    write_table(path, found)
     once = path.read_text()
-    write_table(path, MUTANTS[:2])
+    write_table(path, found)
     assert path.read_text() == once
     assert [row_of(m) in once for m in MUTANTS[:3]] == [True, True, False]
     path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_table(path, MUTANTS[:2])
+    write_table(path, found)
     assert path.read_text().startswith(f"before\n{BEGIN}\n| mutant |")
     assert path.read_text().endswith(f"{END}\nafter\n")
     path.write_text("no markers")
     with pytest.raises(ValueError, match="mutants: begin"):
-        write_table(path, MUTANTS[:2])
+        write_table(path, found)

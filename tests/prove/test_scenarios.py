@@ -74,6 +74,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "the user skips a step (an inf, a loss that is not finite)": "skip_by_one",
         "states of replicas differ": "states_differ_stop",
         "a group comes when all have left": "join_after_the_end",
+        "a rank leaves while its group asks to come in, and its mates do not hear of it": (
+            "mate_leaves_unheard"
+        ),
         "decision message lost": "decision_lost_commit",
         "more messages than the bus keeps (1,024) pass a participant, as in a long hang": (
             "overrun_in_doubt"
@@ -92,6 +95,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
     }
     beneath_the_core = {
         "a host vanishes": "e2e/test_vanished_host.py",
+        "who came for a lost rank hangs before its first txn": "e2e/test_reforming.py",
+        "a host is lost, and another one has spares for its group": "e2e/test_vanished_host.py",
         "a partition": "e2e/test_vanished_host.py",
         'no quorum (`membership="lighthouse"`)': "e2e/test_lighthouse.py",
         "a member that the quorum leaves out (the same)": "e2e/test_lighthouse.py",

@@ -195,6 +195,20 @@ def test_who_leaves_is_left_out_rightly_by_a_proposal_that_comes_late() -> None:
     assert not run_seed(50119, HSDP).violations
 
 
+def test_a_rank_whose_mate_has_left_unheard_does_not_ask_for_ever() -> None:
+    """Members answered each of its words, and so put off its limit."""
+    assert not run_seed(2992434285, HSDP).violations
+
+
+def test_who_has_fallen_behind_on_the_bus_hears_the_next_word_of_a_drain() -> None:
+    assert not run_seed(2611231154, load_spec("async")).violations
+
+
+def test_who_has_healed_since_its_last_word_may_be_told_to_fetch_again() -> None:
+    """It was outside when it spoke, and came in and healed in an epoch that nobody else was in."""
+    assert not run_seed(2992435479, HSDP).violations
+
+
 def test_a_batch_breaks_nothing() -> None:
     """Fresh seeds each time; what fails is told with the command that replays it."""
     first = int(time.time()) // 60 * 100

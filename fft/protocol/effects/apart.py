@@ -32,16 +32,6 @@ def ask_to_come_in(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def forget_silent_mates(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A rank of my group that has said nothing while the job went on does not ask any more.
-
-    It may have left, and its word of that may be lost.
-    """
-    s.joining -= apart.silent_mates(s, c)
-    return ()
-
-
-@action
 def tell_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Tell who asks to come in that I live, and will come."""
     assert isinstance(event, Join)

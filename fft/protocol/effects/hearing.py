@@ -8,7 +8,14 @@ from fft.messages.effects import Effect
 from fft.messages.protocol import Ack, Death, Drain, Event, Hello, Join, Leave, Ready, Suspect
 from fft.protocol.apart import standing
 from fft.protocol.effects.base import action
-from fft.protocol.state import Config, Local, incarnations, member_peers, peers_meant
+from fft.protocol.state import (
+    Config,
+    Local,
+    incarnations,
+    member_peers,
+    peers_meant,
+    silent_mates,
+)
 
 
 def _heard(s: Local, h: Hello) -> None:
@@ -31,6 +38,16 @@ def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Remember who asks to come in."""
     assert isinstance(event, Join)
     s.joining |= {event.hello.peer}
+    return ()
+
+
+@action
+def forget_silent_mates(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """A rank of my group that has said nothing while the job went on does not ask any more.
+
+    It may have left, and its word of that may be lost. If it lives, its next word counts again.
+    """
+    s.joining -= silent_mates(s, c)
     return ()
 
 

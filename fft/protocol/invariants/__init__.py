@@ -10,7 +10,7 @@ there is picked up by everyone. Numbers in docstrings are those of the guarantee
 
 from __future__ import annotations
 
-from fft.protocol.invariants.claims import Claim, Given, History, Holds, Know, Move, Same, obeyed
+from fft.protocol.invariants.claims import Claim, Given, History, Holds, Know, Move, Same
 from fft.protocol.invariants.judge import INVARIANTS, Finding, Judge, judge
 
 __all__ = [
@@ -25,5 +25,4 @@ __all__ = [
     "Move",
     "Same",
     "judge",
-    "obeyed",
 ]

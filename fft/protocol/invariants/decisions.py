@@ -13,7 +13,6 @@ from fft.protocol.invariants.claims import (
     Move,
     Same,
     applied,
-    obeyed,
     voted,
 )
 from fft.protocol.roles import COMMITTING
@@ -23,7 +22,7 @@ from fft.protocol.state import member_peers
 def agreement(move: Move) -> Iterator[Claim]:
     """1: no txn is decided differently by two participants; the register never changes its mind."""
     token = move.before.token
-    if outcome := obeyed(move):
+    if outcome := move.obeyed:
         text = f"txn {token}: {move.peer} obeyed {outcome}, another participant obeyed {{was}}"
         yield Same(("outcome", token), outcome, text)
     if (record := move.record) is not None:
@@ -45,7 +44,7 @@ def validity(move: Move) -> Iterator[Claim]:
         text = f"{move.peer} voted YES in txn {token} without the state that it begins with"
         yield Holds(move.after.healed, text)
     yield from voted(move)
-    if obeyed(move) != "commit":
+    if move.obeyed != "commit":
         return
     voters = member_peers(move.before)
     yield Holds(bool(voters), f"{move.peer} committed txn {token} outside every epoch")

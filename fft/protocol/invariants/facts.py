@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fft.protocol.invariants.claims import Key
@@ -36,17 +36,20 @@ class Facts:
 
     def put(self, key: Key, value: Any) -> Any:
         """Know it, if nothing is known of ``key``; what is known."""
-        if self._window is not None:
-            self._touch(key, self.bucket)
+        if self._window is not None and self._bucket_of.get(key, -1) < (bucket := self.bucket):
+            self._touch(key, bucket)
         return self._values.setdefault(key, value)
 
     def _touch(self, key: Key, bucket: int) -> None:
-        if self._bucket_of.get(key, -1) < bucket:
-            self._bucket_of[key] = bucket
-            self._keys.setdefault(bucket, set()).add(key)
+        self._bucket_of[key] = bucket
+        self._keys.setdefault(bucket, set()).add(key)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._values
+
+    def has(self, keys: Iterable[Key]) -> bool:
+        """Whether all of them are known."""
+        return self._values.keys() >= set(keys)
 
     def __getitem__(self, key: Key) -> Any:
         return self._values[key]

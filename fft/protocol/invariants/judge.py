@@ -116,9 +116,10 @@ class Judge:
         """Take one move."""
         self._facts.at = max(self._facts.at, move.after.head.n if move.after.head else 0)
         self._note_others(move)
+        weigh, place = self.weigh, move.place
         for name, finding in self.findings.items():
             for claim in INVARIANTS[name](move):
-                self.weigh(finding, claim, move.place)
+                weigh(finding, claim, place)
 
     def consumed(self, peer: Peer, token: Token, number: int, place: str) -> None:
         """Take the note of a data loader: this slice went into that txn."""
@@ -144,26 +145,31 @@ class Judge:
 
     def weigh(self, finding: Finding, claim: Claim, place: str) -> None:
         """Take one claim; what is found of it is in ``finding``."""
-        match claim:
-            case Know(key=key, value=value):
-                self._facts.put(key, value)
-            case Same(key=key, value=value, text=text):
-                finding.compared += key[0] == "digest" and key in self._facts
-                was = self._facts.put(key, value)
-                finding.expect(was == value, text.replace("{was}", str(was)), place)
-            case Holds(ok=ok, text=text):
-                finding.expect(ok, text, place)
-            case Given():
-                if all(key in self._facts for key in claim.keys):
-                    self._ask(finding, claim, place)
-                else:
-                    self._waiting.setdefault(self._facts.bucket, []).append((finding, claim, place))
-            case _:
-                assert_never(claim)
+        facts = self._facts
+        if isinstance(claim, Holds):
+            finding.expect(claim.ok, claim.text, place)
+        elif isinstance(claim, Know):
+            facts.put(claim.key, claim.value)
+        elif isinstance(claim, Same):
+            value = claim.value
+            finding.compared += claim.key[0] == "digest" and claim.key in facts
+            was = facts.put(claim.key, value)
+            if was is value or was == value:
+                finding.checks += 1
+            else:  # its words may be long
+                finding.expect(False, claim.text.replace("{was}", str(was)), place)
+        elif isinstance(claim, Given):
+            if facts.has(claim.keys):
+                self._ask(finding, claim, place)
+            else:
+                self._waiting.setdefault(facts.bucket, []).append((finding, claim, place))
+        else:
+            assert_never(claim)
 
     def _ask(self, finding: Finding, claim: Given, place: str) -> None:
         missing = [key for key in claim.keys if key not in self._facts]
-        self._look_for_truncated(missing)
+        if missing:
+            self._look_for_truncated(missing)
         if missing and (not claim.needed or any(map(self._may_be_cut, missing))):
             return
         for peer in (part for key in missing for part in key if isinstance(part, Peer)):

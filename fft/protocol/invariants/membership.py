@@ -160,7 +160,10 @@ def _asking(s: Local) -> set[str]:
 
 
 def reform(move: Move) -> Iterator[Claim]:
-    """14: who lost a rank and gets another is waited for in the window; only that one fetches."""
+    """14: who lost a rank and gets another is waited for in the window; only that one fetches.
+
+    Who holds the state fetches none, as far as who forms the epoch was told.
+    """
     after, peer = move.after, move.peer
     for effect in move.out.effects:
         if isinstance(effect, Decide) and effect.proposal.kind == "epoch":
@@ -168,12 +171,24 @@ def reform(move: Move) -> Iterator[Claim]:
             left = sorted({p.group for p in waited_for(after)} & after.reforming - inside)
             text = f"{peer} leaves out {', '.join(left)}, which re-form, before the window is over"
             yield Holds(not left, text)
+            had = ", ".join(_told_to_fetch(after, effect.proposal))
+            yield Holds(not had, f"{peer} has {had} fetch the state that it said it holds")
         if isinstance(effect, Heal) and effect.fetch_from is not None:
-            held = after.lineage == effect.record.lineage
+            held = effect.record.entries[peer[:2]].current
             yield Holds(not held, f"{peer} fetches the state that it holds")
     event = move.event
     if isinstance(event, Timer) and event.name == "reform_window" and move.out.verdict == "row":
         yield Holds(not after.reforming, f"{peer} waits for a lost rank beyond the window")
+
+
+def _told_to_fetch(s: Local, epoch: Record) -> list[str]:
+    """Ranks whose newest word names the epoch's state as theirs, and that are to fetch it."""
+    behind = [place for place, entry in epoch.entries.items() if not entry.current]
+    return [
+        f"{group}/{rank}"
+        for group, rank in behind
+        if s.hellos[group, rank].lineage == epoch.lineage
+    ]
 
 
 def decided(move: Move) -> Iterator[Claim]:

@@ -18,7 +18,7 @@ from fft.messages.protocol import (
     Prepared,
     Ready,
 )
-from fft.protocol.invariants.claims import Claim, Given, Holds, Move, Same, Yes, obeyed, voted
+from fft.protocol.invariants.claims import Claim, Given, Holds, Move, Same, Yes, voted
 from fft.protocol.state import member_peers
 
 
@@ -67,7 +67,7 @@ def divergence(move: Move) -> Iterator[Claim]:
     As far as votes bring digests.
     """
     yield from voted(move)
-    token, members, outcome = move.before.token, member_peers(move.before), obeyed(move)
+    token, members, outcome = move.before.token, member_peers(move.before), move.obeyed
     head, votes = move.after.head, tuple(("yes", token, peer) for peer in members)
     if outcome == "commit":
         text = f"txn {token} was committed though the states of replicas differ"
@@ -115,7 +115,7 @@ def skip(move: Move) -> Iterator[Claim]:
     """12: what one user skips all skip: no step is counted, and nobody waits because of it."""
     yield from voted(move)
     before, after, token = move.before, move.after, move.before.token
-    if obeyed(move) == "commit":
+    if move.obeyed == "commit":
         members = member_peers(before)
         said = "a skip" if after.skip else "a step"
         yield Given(

@@ -14,7 +14,6 @@ from fft.protocol.invariants.claims import (
     Move,
     Same,
     applied,
-    obeyed,
 )
 from fft.protocol.leases import lease_of
 from fft.protocol.state import leases_outside, with_lease
@@ -72,7 +71,7 @@ def _has_its_data(move: Move) -> Iterator[Claim]:
     """A committed txn has the same data for all, and no other txn has them."""
     record, before, after = move.record, move.before, move.after
     token = before.token
-    decided = record is not None and obeyed(move) == "commit" and record.token == token
+    decided = record is not None and move.obeyed == "commit" and record.token == token
     if not decided and not applied(move):
         return
     if before.leases:

@@ -7,14 +7,13 @@ it. A seed lives the same life wherever and whenever it is run.
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
 import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -25,10 +24,13 @@ from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.prove.simulator.faults import CHANCES, DEFAULT, RATES, Weather
 from fft.prove.simulator.run import Result, row_names, run_seed
+from fft.prove.workers import Tell, processes, spread
 from fft.util.errors import FftError
 
 _CHUNK = 25
 """Seeds that a worker runs before it tells."""
+_EACH_MIB = 256
+"""Memory of a worker, and some more."""
 _KEPT = 5
 """Failures that are kept whole, and whose traces are written."""
 
@@ -122,29 +124,15 @@ def run_batch(
         for start, size in chunks:
             take(_chunk(start, size, spec, weather))
         return total
-    context = multiprocessing.get_context("spawn")  # this process may have threads
-    pool = ProcessPoolExecutor(min(jobs, len(chunks)), context, _set_up, (spec, weather))
-    try:
-        for done in as_completed([pool.submit(_work, *chunk) for chunk in chunks]):
-            take(done.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
+    tasks = [(f"seeds {start} to {start + size - 1}", (start, size)) for start, size in chunks]
+    with closing(spread(partial(_work, spec, weather), tasks, jobs)) as parts:
+        for _, part in parts:
+            take(part)
     return total
 
 
-_given: list[tuple[FsmSpec, Weather]] = []
-_parent: list[int] = []
-"""Of a worker: the process that started it."""
-
-
-def _set_up(spec: FsmSpec, weather: Weather) -> None:
-    _given[:] = [(spec, weather)]
-    _parent[:] = [os.getppid()]
-
-
-def _work(first: int, count: int) -> Batch:
-    spec, weather = _given[0]
-    return _chunk(first, count, spec, weather)
+def _work(spec: FsmSpec, weather: Weather, seeds: tuple[int, int], _: Tell) -> Batch:
+    return _chunk(*seeds, spec, weather)
 
 
 def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather) -> Batch:
@@ -154,8 +142,6 @@ def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather) -> Batch:
     gc.disable()
     try:
         for seed in range(first, first + count):
-            if _parent and os.getppid() != _parent[0]:
-                os._exit(1)  # nobody is left to tell
             batch.add(run_seed(seed, spec, weather))
     finally:
         if collecting:
@@ -181,13 +167,13 @@ def simulate(
     Raises:
         SimulateError, SpecError: the arguments or the spec cannot be used.
     """
-    _check(seeds, first, jobs, seed)
+    _check(seeds, first, seed)
     spec = load_spec(spec_name)
     if seed is not None:
         result = replay(seed, spec, trace_dir)
         _tell_seed(result, trace_dir, console)
         return not result.violations
-    count, workers = seeds or 1000, jobs or os.cpu_count() or 1
+    count, workers = seeds or 1000, processes(jobs, _EACH_MIB)
     batch = _with_progress(first, count, spec, workers, console)
     console.print(table_of(batch, f"{spec.name}, seeds {first} to {first + count - 1}"))
     missed = sorted(set(row_names(spec).values()) - batch.rows)
@@ -197,15 +183,13 @@ def simulate(
     return not batch.failed
 
 
-def _check(seeds: int | None, first: int, jobs: int | None, seed: int | None) -> None:
+def _check(seeds: int | None, first: int, seed: int | None) -> None:
     if seed is not None and (seeds is not None or first):
         raise SimulateError("--seed runs one seed; leave out --seeds and --first, or --seed")
     if seeds is not None and seeds < 1:
         raise SimulateError(f"--seeds {seeds}: give the number of seeds to run, 1 or more")
     if first < 0 or (seed is not None and seed < 0):
         raise SimulateError("a seed is a whole number from 0 on; give --first or --seed as one")
-    if jobs is not None and jobs < 1:
-        raise SimulateError(f"--jobs {jobs}: give the number of processes, 1 or more")
 
 
 def replay(seed: int, spec: FsmSpec, trace_dir: Path | None) -> Result:

@@ -45,6 +45,8 @@ _LAST_EVENT = 20_000
 """No run is so long; a job that talks without end is a violation of liveness."""
 _LOOK = 0.25
 """Virtual seconds between two looks at whether a calm job is well."""
+_ASKED_AGAIN_S = 2.0
+"""Virtual seconds until a drain of the whole job is asked for again."""
 
 _SHAPES = [(2, 1)] * 9 + [(3, 1)] * 5 + [(2, 2)] * 4 + [(4, 1)] + [(3, 2)] + [(4, 2)]
 
@@ -521,11 +523,14 @@ class World:
                 group.drain(by_signal=True)
 
     def see_all_leave(self) -> None:
-        """Everyone must be out in good order."""
-        deadline = self.clock.now + self.bound()
+        """Everyone must be out in good order; it is said again until then, as by ``fft drain``."""
+        deadline, again = self.clock.now + self.bound(), self.clock.now + _ASKED_AGAIN_S
         while self.live():
             if self.clock.now > deadline:
                 self.violated("liveness", f"asked to drain, but still there: {self._where()}")
+            if self.clock.now > again:
+                again += _ASKED_AGAIN_S
+                self.announce(Drain(groups=tuple(self.groups), by="supervisor"))
             self._pass(_LOOK)
         if self.bus.head is not None and self.bus.head.diverged:
             return  # noticed only now, and the end of everyone

@@ -1,0 +1,209 @@
+"""Processes that searches run in: what comes back, who is named when one dies, and none is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from fft.prove import workers
+from fft.prove.workers import Tell, WorkerError, processes, spread
+
+FFT = [sys.executable, "-m", "fft.cli"]
+LIMIT_S = 200.0
+SEARCHING_MIB = 75
+"""More than a process has that has found no states yet."""
+
+
+def tasks(*values: Any) -> list[tuple[str, Any]]:
+    return [(f"task {number}", value) for number, value in enumerate(values)]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def twice(value: int, tell: Tell) -> tuple[int, int]:
+    tell(value)
+    return 2 * value, os.getpid()
+
+
+@pytest.mark.parametrize(("jobs", "fresh"), [(1, True), (2, False), (2, True), (9, False)])
+def test_every_task_is_done_once(jobs: int, fresh: bool) -> None:
+    told: list[tuple[int, int]] = []
+    found = dict(
+        spread(twice, tasks(0, 1, 2, 3, 4), jobs, lambda *word: told.append(word), fresh=fresh)
+    )
+    assert {number: value for number, (value, _) in found.items()} == {n: 2 * n for n in range(5)}
+    assert sorted(told) == [(n, n) for n in range(5)]
+    pids = {pid for _, pid in found.values()}
+    assert os.getpid() not in pids
+    assert len(pids) == 5 if fresh else len(pids) <= jobs
+    assert not any(map(is_there, pids))
+
+
+def dies(how: str, tell: Tell) -> str:
+    match how:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exits":
+            os._exit(3)
+        case "raises":
+            raise OSError("no such disk")
+        case "memory":
+            raise MemoryError
+        case "stays":
+            tell(os.getpid())
+            threading.Event().wait()
+    return how
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ("killed", WorkerError, r"^task 1: its process ended with SIGKILL .*fewer --jobs"),
+        ("exits", WorkerError, r"^task 1: its process ended with exit code 3 before it was done$"),
+        ("memory", WorkerError, r"^task 1: MemoryError; .*fewer --jobs"),
+        ("raises", OSError, r"^no such disk$"),
+    ],
+)
+def test_a_process_that_ends_before_its_task_is_an_error_that_names_it(
+    how: str, error: type[Exception], says: str
+) -> None:
+    pids: list[int] = []
+    with pytest.raises(error, match=says):
+        list(spread(dies, tasks("stays", how), 2, lambda _, pid: pids.append(pid)))
+    assert not any(map(is_there, pids)), "the other one is ended, too"
+
+
+def test_who_stops_listening_leaves_no_process() -> None:
+    pids: list[int] = []
+    with closing(spread(dies, tasks("stays", "well"), 2, lambda _, pid: pids.append(pid))) as found:
+        assert next(found) == (1, "well")
+        # that one was done first, or the other has said who it is
+    assert not any(map(is_there, pids))
+
+
+def test_how_many_there_are_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(workers, "_free_mib", lambda: 1024)
+    assert processes(None, 1024) == 1
+    assert processes(None, 2048) == 1, "one, whatever it needs"
+    assert processes(None, 1) == cores
+    assert processes(7, 1024) == 7, "as asked for"
+    with pytest.raises(WorkerError, match="--jobs 0: give the number"):
+        processes(0, 1)
+
+
+def test_the_memory_that_is_free_is_that_of_this_machine() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    assert 0 < workers._free_mib() <= total
+
+
+# --- fft check ------------------------------------------------------------------------------------
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*FFT, "check", *arguments], capture_output=True, text=True, timeout=LIMIT_S, env=os.environ
+    )
+
+
+def test_the_order_and_the_counts_are_the_same_with_any_number_of_processes() -> None:
+    words = ["hsdp", *(f"--bounds={name}" for name in ("storm", "twin", "overrun", "deaf"))]
+    told = []
+    for jobs in ("1", "3"):
+        done = check(*words, "--jobs", jobs)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"in {jobs} process" in done.stdout
+        of_time = r"(?m)\s+[\d.]+\s+│\s+\d+(?=\s+│ ok)|\s+[\d.]+ │\s+[\d,]+ │\s+│$|^\d+ s, in.*$"
+        told.append(re.sub(r"[ ─━]+", " ", re.sub(of_time, "", done.stdout)))
+    assert told[0] == told[1]
+    at = [told[0].index(f"│ {name} ") for name in ("storm", "deaf", "overrun", "twin")]
+    assert at == sorted(at), "in the order of the sets, whatever was searched first"
+
+
+def test_what_breaks_is_told_in_the_order_of_the_sets(tmp_path: Path) -> None:
+    words = ["plain_votes", "--property", "agreement", "--save", str(tmp_path), "--jobs", "2"]
+    done = check(*words, "--bounds", "messages", "--bounds", "missed")
+    assert done.returncode == 1, done.stderr
+    told = [line for line in done.stdout.splitlines() if "VIOLATED agreement" in line]
+    assert [line.partition(":")[0] for line in told] == ["messages", "missed"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "plain_votes-messages.txt",
+        "plain_votes-missed.txt",
+    ]
+
+
+def _resident_mib(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def _hear_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore it, and so this test."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _while_it_searches(then: Callable[[int, list[int]], None]) -> tuple[int, str, str]:
+    """Of ``fft check`` within two long sets: exit code, output and errors; ``then`` gets its pid
+    and those of its processes."""
+    command = [*FFT, "check", "hsdp", "--jobs", "2", "--bounds", "shards", "--bounds", "processes"]
+    searching = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=_hear_ctrl_c,
+    )
+    children = Path(f"/proc/{searching.pid}/task/{searching.pid}/children")
+
+    def at_work() -> list[int]:
+        pids = map(int, children.read_text().split())
+        return [p for p in pids if _resident_mib(p) > SEARCHING_MIB]
+
+    try:
+        wait_until(lambda: len(at_work()) == 2, "both search", LIMIT_S)
+        found = at_work()
+        then(searching.pid, found)
+        said, errors = searching.communicate(timeout=LIMIT_S)
+    finally:
+        if searching.poll() is None:
+            searching.kill()
+            searching.wait()
+    wait_until(lambda: not any(map(is_there, found)), "none is left", LIMIT_S)
+    return searching.returncode, said, errors
+
+
+def test_a_search_whose_process_is_killed_is_an_error_that_names_its_set() -> None:
+    code, said, errors = _while_it_searches(lambda _, pids: os.kill(pids[1], signal.SIGKILL))
+    assert code == 2
+    assert "verdict" not in said
+    assert re.search(r"^fft: the search within '(shards|processes)': .*SIGKILL", errors), errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_ctrl_c_ends_all_searches() -> None:
+    code, said, errors = _while_it_searches(lambda pid, _: os.killpg(pid, signal.SIGINT))
+    assert code != 0
+    assert "verdict" not in said
+    assert "Traceback" not in errors
+
+
+def test_searches_end_at_their_next_word_when_who_began_them_is_killed() -> None:
+    code, _, _ = _while_it_searches(lambda pid, _: os.kill(pid, signal.SIGKILL))
+    assert code == -signal.SIGKILL
