@@ -75,7 +75,8 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
             continue
         when = datetime.fromtimestamp(m.written_at).isoformat(" ", "seconds")
         size, groups = f"{m.size / MIB:.1f}", f"{len(m.groups)} × {m.ranks}"
-        table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, "complete")
+        state = "complete" if entry.name == f"step-{entry.step}" else "complete, but for its name"
+        table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, state)
     console().print(table, markup=False)
 
 

@@ -1,6 +1,10 @@
 """The checkpoints of a store: which there are, whether each is whole, and which are kept.
 
 Reads and writes files by the store. Nothing here knows what is in them.
+
+A checkpoint is there from the moment when its manifest is, which is written last, into the
+directory of the attempt. That it gets its own name then may be cut off at any point: where no
+``step-N`` is whole, the attempt's directory is that checkpoint, and is read under its own name.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class Found:
 
     name: str
     step: int | None
-    """None: it was not finished, or is being written."""
+    """None: it was not finished, is being written, or is not needed any more."""
     manifest: Manifest | None
     problem: str | None
     """Why it cannot be used; None: nothing is known of it that speaks against it."""
@@ -47,29 +51,47 @@ class Checkpoints:
     def found(self) -> list[Found]:
         """All of them by step, and what is unfinished. Reads manifests, and no other file."""
         entries = [self._look(name) for name in self.store.directories() if _is_ours(name)]
+        newest: dict[int, Found] = {}
+        for entry in sorted(entries, key=_written):
+            if entry.step is not None and entry.problem is None:
+                newest[entry.step] = entry
+        entries = [_surplus(e) if _is_older(e, newest) else e for e in entries]
         return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
 
     def _look(self, name: str) -> Found:
         step = step_of(name)
-        if step is None:
-            return Found(name, None, None, f"{name}: it was not finished, or is being written")
         try:
-            return Found(name, step, self.manifest(step), None)
+            manifest = self._manifest_in(name)
+            return Found(name, manifest.step, manifest, None)
         except DamagedCheckpoint as error:
-            return Found(name, step, None, str(error))
+            if step is not None:
+                return Found(name, step, None, str(error))
+            return Found(name, None, None, f"{name}: it was not finished, or is being written")
 
     def manifest(self, step: int) -> Manifest:
         """Of the checkpoint of ``step``, whose files are there with their sizes.
 
         Raises DamagedCheckpoint.
         """
-        name = name_of(step)
+        for entry in self.found():
+            if entry.step == step and entry.manifest is not None:
+                return entry.manifest
+        return self._manifest_in(name_of(step))
+
+    def directory(self, manifest: Manifest) -> str:
+        """Where its files are: the publication may have been cut off."""
+        attempt = partial_name(manifest.step, manifest.attempt)
+        return attempt if MANIFEST in self.store.files(attempt) else name_of(manifest.step)
+
+    def _manifest_in(self, name: str) -> Manifest:
+        """Of what a directory holds. Raises DamagedCheckpoint: it is not that which its name says,
+        or not whole."""
         try:
             data = self.store.read(f"{name}/{MANIFEST}")
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{name}: it has no {MANIFEST}; it is not whole") from None
         manifest = unsealed(Manifest, data, f"{name}/{MANIFEST}")
-        if manifest.step != step:
+        if name not in (name_of(manifest.step), partial_name(manifest.step, manifest.attempt)):
             raise DamagedCheckpoint(f"{name}/{MANIFEST}: it is that of step {manifest.step}")
         _refuse_incomplete(name, manifest)
         there = self.store.files(name)
@@ -83,7 +105,8 @@ class Checkpoints:
 
     def verify(self, step: int) -> Manifest:
         """Read every file of the checkpoint of ``step``. Raises DamagedCheckpoint."""
-        manifest, name = self.manifest(step), name_of(step)
+        manifest = self.manifest(step)
+        name = self.directory(manifest)
         for file in manifest.files:
             path = f"{name}/{file.name}"
             try:
@@ -138,21 +161,26 @@ class Checkpoints:
         self.store.write(path, sealed(receipt))
 
     def publish(self, directory: str, manifest: Manifest) -> None:
-        """Let it be the checkpoint of its step.
+        """Let it be the checkpoint of its step, which it is from its manifest on.
 
         Those of later steps belong to a past that the job has given up: they get another name, by
         which they are not found any more, and go with the next `prune` after their step.
         """
+        self._give_up_after(manifest.step)
         self.store.write(f"{directory}/{MANIFEST}", sealed(manifest))
         self.store.rename(directory, name_of(manifest.step))
-        for entry in self.found():
-            if entry.step is not None and entry.step > manifest.step:
+
+    def _give_up_after(self, step: int) -> None:
+        """Before the manifest is there: a kill in between leaves what the job has begun with."""
+        while later := [e for e in self.found() if e.step is not None and e.step > step]:
+            for entry in later:  # what one of them had made superfluous is found once it is gone
+                assert entry.step is not None
                 aside = partial_name(entry.step, "given-up")
                 logger.warning(
                     "%s is %s now: the job has gone on from before it, and is at step %d",
                     entry.name,
                     aside,
-                    manifest.step,
+                    step,
                 )
                 self.store.rename(entry.name, aside)
 
@@ -175,6 +203,25 @@ class Checkpoints:
         for name in gone:
             self.store.remove(name)
         return gone
+
+
+def _is_cut_off(entry: Found) -> bool:
+    """Whether it is whole, and has not got its name."""
+    return entry.step is not None and entry.name != name_of(entry.step)
+
+
+def _written(entry: Found) -> tuple[float, bool]:
+    """Of two whole ones of a step, the later counts: the job may have begun anew before it."""
+    return (0.0 if entry.manifest is None else entry.manifest.written_at, not _is_cut_off(entry))
+
+
+def _is_older(entry: Found, newest: dict[int, Found]) -> bool:
+    known = None if entry.step is None else newest.get(entry.step)
+    return entry.problem is None and known is not None and entry is not known
+
+
+def _surplus(entry: Found) -> Found:
+    return Found(entry.name, None, None, f"{entry.name}: step-{entry.step} is there without it")
 
 
 def _is_ours(name: str) -> bool:

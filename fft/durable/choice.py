@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import Manifest
+from fft.durable.manifest import Manifest, name_of
 from fft.durable.plan import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
         if resume is not True:
             return checkpoints.manifest(resume)
         manifest, problems = checkpoints.newest()
+        _name_leftovers(checkpoints, manifest)
     except OSError as error:
         raise CheckpointError(f"the checkpoints at {url} cannot be read: {error}") from error
     for problem in problems:
@@ -37,6 +38,22 @@ def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
             "another place"
         )
     return manifest
+
+
+def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None:
+    """Say what a process that was killed has left, where that is what the job begins with, or all
+    that is there."""
+    if manifest is None:
+        if left := [entry.name for entry in checkpoints.found() if entry.step is None]:
+            names = ", ".join(left)
+            logger.warning("%s has only what was never finished: %s", checkpoints.store.url, names)
+    elif (name := checkpoints.directory(manifest)) != name_of(manifest.step):
+        logger.warning(
+            "the checkpoint of step %d is in %s: its writer was killed as it published it; it is "
+            "whole",
+            manifest.step,
+            name,
+        )
 
 
 def _refuse_used(checkpoints: Checkpoints) -> None:

@@ -64,7 +64,10 @@ class Store(Protocol):
         """The file as a local one."""
 
     def rename(self, old: str, new: str) -> None:
-        """Let a directory have another name; what had that is removed. Durable on return."""
+        """Let a directory have another name; what had that is removed. Durable on return.
+
+        Whoever is killed in between leaves ``old`` as it is, or the whole as ``new``.
+        """
 
     def remove(self, directory: str) -> None:
         """A directory and its files; none is no error."""
@@ -148,22 +151,31 @@ class LocalStore:
         yield self._root / path
 
     def rename(self, old: str, new: str) -> None:
-        self.remove(new)
-        (self._root / old).rename(self._root / new)
+        target = self._root / new
+        aside = self._aside(new) if target.exists() else None
+        try:
+            (self._root / old).rename(target)
+        except BaseException:
+            if aside is not None:
+                aside.rename(target)
+            raise
         _sync(self._root)
+        if aside is not None:
+            shutil.rmtree(aside)
+
+    def _aside(self, directory: str) -> Path:
+        """Let a directory have a name by which it is not found; half of it must not pass for it."""
+        gone = self._root / f"{directory.partition('.')[0]}{PARTIAL}removed-{os.getpid()}"
+        shutil.rmtree(gone, ignore_errors=True)
+        (self._root / directory).rename(gone)
+        _sync(self._root)
+        return gone
 
     def remove(self, directory: str) -> None:
         place = self._root / directory
         if not place.exists():
             return
-        # first the name: half of it must not pass for the whole
-        gone = self._root / f"{directory.partition('.')[0]}{PARTIAL}removed-{os.getpid()}"
-        if PARTIAL not in directory:
-            shutil.rmtree(gone, ignore_errors=True)
-            place.rename(gone)
-            _sync(self._root)
-            place = gone
-        shutil.rmtree(place)
+        shutil.rmtree(place if PARTIAL in directory else self._aside(directory))
 
 
 class UrlStore:

@@ -1,8 +1,9 @@
 """How a supervised job begins with a checkpoint, and goes on from one when its state is lost.
 
 Reads the checkpoints, so that all groups begin with the same one, and makes the folder of the
-traces of each start. A job that has lost its state is started again as a whole, with a bus that
-knows nothing: no process of the start before can say a word in it.
+traces of each start, and that of what the processes of all starts compile. A job that has lost its
+state is started again as a whole, with a bus that knows nothing: no process of the start before can
+say a word in it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
+from fft.launch.compiled import compile_cache
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan
 from fft.trace.report import save_plan
@@ -27,18 +29,19 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def held(config: RunConfig, joins: bool) -> Iterator[None]:
+def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
     """Keep the place of the checkpoints for this job; ``joins``: it may be running already.
 
-    Raises StoreError: no checkpoints can be kept there, or another job keeps its own there.
+    Gives ``config`` with the place of what its processes compile. Raises StoreError: no checkpoints
+    can be kept there, or another job keeps its own there; SupervisorError.
     """
-    if config.checkpoint is None:
-        yield
-        return
-    store = open_store(str(config.checkpoint.place))
-    store.prepare()
-    with nullcontext() if joins else store.hold():
-        yield
+    with ExitStack() as undo:
+        if config.checkpoint is not None:
+            store = open_store(str(config.checkpoint.place))
+            store.prepare()
+            undo.enter_context(nullcontext() if joins else store.hold())
+        compiled = undo.enter_context(compile_cache(config, joins))
+        yield replace(config, compiled=compiled)
 
 
 def begun(config: RunConfig, joins: bool = False) -> RunConfig:

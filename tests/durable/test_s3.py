@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,56 +10,23 @@ import pytest
 import torch
 import torchft
 from checkpoint_files import manifest_of, published, written
+from s3_server import bucket_at, served
 
 import fft
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import DamagedCheckpoint
 from fft.durable.stores import MANIFEST, StoreError, UrlStore, open_store
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
-pytest.importorskip("moto", reason="the extra dev is not installed")
-
-START_S = 60.0
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Its URL; found through the environment, as users do."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _await(port, process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _await(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, "moto did not start"
-            time.sleep(0.05)  # a port that nobody listens at has nothing to wait on
+    yield from served()
 
 
 @pytest.fixture
 def place(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """A bucket of the test's own."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    import s3fs
-
-    bucket = f"bucket-{os.getpid()}-{abs(hash(request.node.name)) % 10**6}"
-    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
-    return f"s3://{bucket}/jobs/run7"
+    return f"s3://{bucket_at(server, request.node.name, monkeypatch)}/jobs/run7"
 
 
 def test_what_is_published_is_read_again_and_pruned(place: str) -> None:

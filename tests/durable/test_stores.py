@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from checkpoint_files import bytes_below, deliver, manifest_of, published, writt
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
-from fft.durable.manifest import Manifest, partial_name, step_of
+from fft.durable.manifest import Manifest, partial_name, sealed, step_of
 from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
 from fft.durable.stores import MANIFEST, LocalStore, Store, StoreError, open_store
 
@@ -79,6 +80,63 @@ def test_one_that_is_taken_again_takes_the_place_of_the_first(store: Store) -> N
     directory = written(store, 4, "again")
     found.publish(directory, manifest_of(store, directory, "again", 4))
     assert found.verify(4).attempt == "again"
+
+
+def test_what_a_cut_publication_left_does_not_come_back_when_its_step_is_given_up(
+    tmp_path: Path,
+) -> None:
+    """Of one that was only left behind because an object store has no rename."""
+    store = open_store(str(tmp_path))
+    found = published(store, 4, 8)
+    left = tmp_path / partial_name(8, "a1")
+    shutil.copytree(tmp_path / "step-8", left)
+    assert [e.step for e in found.found()] == [4, 8, None]
+    directory = written(store, 6)
+    found.publish(directory, manifest_of(store, directory, "a1", 6))
+    assert [e.step for e in found.found()] == [4, 6, None]
+    newest, _ = found.newest()
+    assert newest is not None and newest.step == 6
+
+
+def test_a_past_that_is_given_up_does_not_come_back_by_a_cut_publication(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = published(store, 4, 10)
+    directory, rename = written(store, 6, "again"), store.rename
+
+    def cut(old: str, new: str) -> None:
+        if old == directory:
+            raise OSError("killed here")
+        rename(old, new)
+
+    monkeypatch.setattr(store, "rename", cut)
+    with pytest.raises(OSError, match="killed here"):
+        found.publish(directory, manifest_of(store, directory, "again", 6))
+    newest, _ = found.newest()
+    assert newest is not None and newest.step == 6
+    found.prune(1)
+    newest, _ = found.newest()
+    assert newest is not None and (newest.step, newest.attempt) == (6, "again")
+
+
+def test_of_two_whole_ones_of_a_step_the_later_counts(store: Store) -> None:
+    found = published(store, 4, 6)
+    directory = written(store, 6, "again")
+    later = manifest_of(store, directory, "again", 6).model_copy(update={"written_at": 1.0})
+    store.write(f"{directory}/{MANIFEST}", sealed(later))
+    newest, _ = found.newest()
+    assert newest is not None and newest.attempt == "again"
+    assert found.directory(newest) == directory
+    assert [e.step for e in found.found()] == [4, 6, None]
+
+
+def test_a_rename_that_fails_leaves_what_had_the_name(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    found = published(store, 4)
+    with pytest.raises(FileNotFoundError):
+        store.rename(partial_name(4, "nobody"), "step-4")
+    assert found.verify(4).attempt == "a1"
+    assert store.directories() == ["step-4"]
 
 
 def test_files_are_synced_before_their_names_and_the_directory_after(

@@ -64,7 +64,7 @@ def whole(place: Path, step: int = STEPS) -> dict[str, Any]:
     found = Checkpoints(open_store(str(place)))
     manifest = found.verify(step)
     ranks = range(manifest.ranks)
-    return unsharded([tree_of(found.store, manifest, manifest.writer, r) for r in ranks])["state"]
+    return unsharded([tree_of(found, manifest, manifest.writer, r) for r in ranks])["state"]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

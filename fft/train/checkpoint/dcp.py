@@ -44,7 +44,7 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
         raise CheckpointError(f"{target} is not empty: name a new directory")
     manifest = checkpoints.verify(step)
     ranks = range(manifest.ranks)
-    trees = [tree_of(checkpoints.store, manifest, manifest.writer, rank) for rank in ranks]
+    trees = [tree_of(checkpoints, manifest, manifest.writer, rank) for rank in ranks]
     whole, own = unsharded(trees), trees[0]["own"]
     models: dict[str, torch.Tensor] = {**whole["state"]["parameters"], **own.get("buffers", {})}
     if strays := [name for name in models if not name.startswith("model")]:

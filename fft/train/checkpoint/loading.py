@@ -18,7 +18,6 @@ from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, name_of
 from fft.durable.plan import CheckpointError, Checkpointing
-from fft.durable.stores import Store
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
@@ -82,10 +81,10 @@ class Loader:
         same_ranks = manifest.ranks == self._ranks
         try:
             if same_ranks:
-                tree = tree_of(self._checkpoints.store, manifest, manifest.writer, peer.rank)
+                tree = tree_of(self._checkpoints, manifest, manifest.writer, peer.rank)
             else:
                 trees = [
-                    tree_of(self._checkpoints.store, manifest, manifest.writer, r)
+                    tree_of(self._checkpoints, manifest, manifest.writer, r)
                     for r in range(manifest.ranks)
                 ]
                 tree = resharded(trees, state)
@@ -119,7 +118,7 @@ class Loader:
                 manifest.writer,
             )
             return None
-        own: dict[str, Any] = tree_of(self._checkpoints.store, manifest, group, rank)["own"]
+        own: dict[str, Any] = tree_of(self._checkpoints, manifest, group, rank)["own"]
         return own
 
     def _take(
@@ -180,9 +179,10 @@ def _load_alone(
         synchronizer.load_own(own["alone"], own["buffers"])
 
 
-def tree_of(store: Store, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:
+def tree_of(checkpoints: Checkpoints, manifest: Manifest, group: str, rank: int) -> dict[str, Any]:
     """What a rank's files hold. Raises DamagedCheckpoint, OSError."""
-    name, files = name_of(manifest.step), manifest.files_of(group, rank)
+    store, files = checkpoints.store, manifest.files_of(group, rank)
+    name = checkpoints.directory(manifest)
     for file in files.values():
         if store.digest(f"{name}/{file.name}") != file.sha256:
             raise DamagedCheckpoint(f"{name}/{file.name}: its SHA-256 is not as it was written")

@@ -1,0 +1,128 @@
+"""A process that publishes a checkpoint is SIGKILLed before each of its operations.
+
+Whatever it leaves, a job that resumes there begins with a whole checkpoint, or at its start if none
+was ever whole; and the next checkpoint is published as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_files import GROUPS, RANKS, deliver, manifest_of, published
+from forked import Forked
+from s3_server import bucket_at, served
+
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.choice import choose
+from fft.durable.manifest import partial_name
+from fft.durable.stores import UrlStore, open_store
+
+LIMIT_S = 60.0
+PLACES = [(group, rank) for group in GROUPS for rank in range(RANKS)]
+LAST = PLACES[-1]
+MOST = 100
+"""Operations of one publication, at the very most."""
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+OF_URLS = ("cp_file", "rm_file", "rm", "pipe_file", "put_file")
+
+
+class Fuse:
+    """Kills its process before it does anything for the ``count``-th time."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+
+    def burn(self) -> None:
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
+
+    def on_disk(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """The interpreter tells of every operation before it is done."""
+        opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
+        if event in CHANGES or opens:
+            self.burn()
+
+    def guarding(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            self.burn()
+            return operation(*arguments, **options)
+
+        return guarded
+
+
+def publish(place: str, step: int, count: int) -> None:
+    """The child's work, as far as it comes: the last rank's files, and the publication."""
+    store, fuse = open_store(place), Fuse(count)
+    if isinstance(store, UrlStore):
+        for name in OF_URLS:
+            setattr(store._fs, name, fuse.guarding(getattr(store._fs, name)))
+    else:
+        sys.addaudithook(fuse.on_disk)
+    directory = partial_name(step, "again")
+    deliver(store, directory, "again", *LAST, step)
+    Checkpoints(store).publish(directory, manifest_of(store, directory, "again", step))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    yield from served()
+
+
+@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.long)])
+def places(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], str]:
+    """A place of its own for each kill."""
+    if request.param == "directory":
+        return lambda count: str(tmp_path / str(count))
+    bucket = bucket_at(request.getfixturevalue("server"), tmp_path.name, monkeypatch)
+    return lambda count: f"s3://{bucket}/{count}"
+
+
+@pytest.mark.parametrize("before", [(), (2, 6)], ids=["first", "again"])
+def test_whatever_a_killed_writer_leaves_a_job_goes_on(
+    before: tuple[int, ...], places: Callable[[int], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the first of all, and with one of a step that has one already."""
+    attempt, came = partial_name(6, "again"), set[str]()
+    for count in range(MOST):
+        store = open_store(places(count))
+        store.prepare()
+        published(store, *before)
+        for place in PLACES[:-1]:
+            deliver(store, attempt, "again", *place, 6)
+        child = Forked(publish, store.url, 6, count)
+        code = child.wait(LIMIT_S)
+        assert code in (0, -signal.SIGKILL), (count, code)
+        found = Checkpoints(store)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            chosen = choose(found, resume=True)
+        if chosen is None:
+            assert not before
+            assert f"never finished: {attempt}" in caplog.text
+            came.add("nothing")
+        else:
+            assert found.verify(6) == chosen and chosen.step == 6, count
+            name = found.directory(chosen)
+            assert (name == attempt) == ("killed as it published it" in caplog.text), count
+            came.add(f"{chosen.attempt} in {name}")
+        if count % 4 == 0 or code == 0:
+            published(store, 8)
+            found.prune(1)
+            assert store.directories() == ["step-8"], count
+        if code == 0:
+            break
+    else:
+        raise AssertionError("it comes to no end")
+    assert came == {
+        "a1 in step-6" if before else "nothing", f"again in {attempt}", "again in step-6"
+    }  # fmt: skip
