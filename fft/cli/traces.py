@@ -29,12 +29,16 @@ def audit(
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
     """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
     from fft.trace.report import damages, fault_table, fired, input_wait, place_table
+    from fft.trace.starts import start_folders
 
     with plain_errors():
         shown = [fault_table(directory), fired(directory)]
         shown += [place_table(directory), input_wait(directory)]
         damaged = damages(directory)
+        later = start_folders(directory)[1:]
     for part in filter(None, shown):
         console().print(part, markup=False)
     for line in damaged:
         sys.stderr.write(f"fft: {line}\n")
+    for folder in later:
+        sys.stdout.write(f"the job was started again: fft report {folder}\n")

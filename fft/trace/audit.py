@@ -306,11 +306,15 @@ def audit_dir(directory: str | Path) -> AuditReport:
     )
 
 
+_ALIKE = ("world", "leases", "bound", "flow", "quorum", "min_groups", "on_divergence")
+"""In the configurations of all ranks."""
+
+
 def _compare_headers(finding: Finding, lines: list[_Line]) -> None:
     """All ranks of a scope have one spec, and what follows from it."""
     for line in lines:
         head, first = line.replay.head, lines[0].replay.head
-        for name in ("world", "leases", "bound", "flow", "quorum"):
+        for name in _ALIKE:
             mine, other = head["config"][name], first["config"][name]
             text = f"its header has {name} {mine}, and that of {lines[0].file.path.name} {other}"
             finding.expect(mine == other, text, f"{line.file.path.name}:1")

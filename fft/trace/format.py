@@ -12,6 +12,9 @@ INNER = "inner"
 SCOPES = "scopes"
 """The same of the scopes of stages, but for the first one's, whose traces are the job's."""
 
+NO_REFORM = "no_reform"
+"""A note: since the header, the ranks of this group can be replaced no more."""
+
 
 def scope_folders(directory: Path) -> list[Path]:
     """Where the ranks of a job trace: the job's own folder, and those of further stages' scopes."""

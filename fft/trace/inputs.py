@@ -112,6 +112,12 @@ class Given:
         """(group, trace) → what the txns were computed on that it applied."""
 
 
+def _holds(local: Local) -> bool:
+    """Whether it has the state that its epoch begins with, and fetches none: an epoch may be formed
+    while an entry is being made."""
+    return local.epoch is not None and local.lineage == local.epoch.lineage
+
+
 class Inputs:
     """The notes of one process, with its moves, in the order of its trace.
 
@@ -161,7 +167,7 @@ class Inputs:
 
     def _make_anew(self, number: int, version: int, place: str) -> None:
         local, state, is_right = self._local, "without the state of the job", False
-        if local is not None and (local.healed or has_left_well(local)):
+        if local is not None and (local.healed or has_left_well(local) or _holds(local)):
             state = f"at step {local.step}"
             is_right = version - local.step in (0, 1)  # 1: the engine is to hear of it yet
         text = (

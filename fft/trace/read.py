@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from fft.trace.format import chain
 from fft.util.errors import FftError
 
@@ -100,17 +102,26 @@ def _damage(piece: bytes, link: str, number: int) -> dict[str, Any] | str:
     """The record of a line, or what is wrong with the line."""
     try:
         text = piece.decode()
-        record = json.loads(text)
+        record = _loaded(piece)
     except (ValueError, RecursionError) as error:  # the latter: lists within lists, 1000 deep
         return f"not JSON ({error}); the line was changed after it was written"
     if not isinstance(record, dict) or not isinstance(record.get("h"), str):
         return "no chain digest; the line is not from a trace"
     body = text[: text.rindex(',"h":')] + "}"
-    if chain(link, body) != record["h"]:
+    is_whole = text.rstrip() == f'{body[:-1]},"h":"{record["h"]}"}}'  # nothing stands behind it
+    if not is_whole or chain(link, body) != record["h"]:
         return "the line does not follow from the one before: changed, removed or inserted here"
     if record.get("seq") != number:
         return f"sequence number {record.get('seq')} instead of {number}"
     return record
+
+
+def _loaded(piece: bytes) -> Any:
+    """JSON, as Python reads it: also half of a surrogate pair, and deeper nesting."""
+    try:
+        return from_json(piece, cache_strings="keys")
+    except ValueError:
+        return json.loads(piece)
 
 
 def trace_files(directory: str | Path) -> list[Path]:

@@ -8,7 +8,9 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from fft.messages.protocol import Peer, UnreadableMessage, event_from_json
+from pydantic_core import ValidationError, to_json
+
+from fft.messages.protocol import Event, Peer, UnreadableMessage, event_from_json
 from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.participant import Participant
@@ -100,7 +102,7 @@ class Replay:
     def _move(self, moves: _Events, number: int, line: dict[str, Any]) -> Move | None:
         try:
             done = moves.take(number, line)
-        except (UnreadableMessage, KeyError, AssertionError) as error:
+        except (UnreadableMessage, ValidationError, KeyError, AssertionError) as error:
             text = f"the event after this line cannot be handled: {error!r}"
             self._finding.expect(False, text, f"{self.file.path.name}:{moves.last}")
             moves.is_over = self.differs = True
@@ -109,7 +111,7 @@ class Replay:
             return None
         move, at, difference = done
         moves.last = at
-        self._finding.expect(difference is None, difference or "", f"{self.file.path.name}:{at}")
+        self._finding.expect(difference is None, difference or "", move.place)
         if difference is not None:
             moves.is_over = self.differs = True
             return None
@@ -124,6 +126,7 @@ class _Events:
 
     def __init__(self, file: TraceFile | Trace, participant: Participant, start: Any) -> None:
         self._file, self._participant = file, participant
+        self._name, self._peer = file.path.name, participant.config.me
         self._local = participant.initial(**start)
         self._told: list[tuple[int, dict[str, Any]]] = []
         self.last = 1
@@ -143,16 +146,31 @@ class _Events:
         self, told: list[tuple[int, dict[str, Any]]], line: dict[str, Any]
     ) -> tuple[Move, int, str | None] | None:
         first = told[0]
-        event, at = event_from_json(first[1]["event"]), first[1]["at"]
+        event, at = _event_of(first[1]["event"]), first[1]["at"]
         before = self._local
         self._local, out = self._participant.handle(before, event, at)
-        place, peer = f"{self._file.path.name}:{first[0]}", self._participant.config.me
-        move = Move(peer, before, event, self._local, out, place, first[1]["wall"])
+        place = f"{self._name}:{first[0]}"
+        move = Move(self._peer, before, event, self._local, out, place, first[1]["wall"])
         lines = [t[1] for t in told]
         if line["kind"] == "end" and _is_cut_off(lines, move):
             self._file.torn = True
             return None
         return move, first[0], _difference(lines, move)
+
+
+def _event_of(data: dict[str, Any]) -> Event:
+    """All ranks trace a decision: what is read side by side has it once. Raises
+    UnreadableMessage."""
+    try:
+        text = to_json(data, inf_nan_mode="constants")
+    except ValueError:  # half of a surrogate pair
+        return event_from_json(data)
+    return _parsed(text)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: bytes) -> Event:
+    return event_from_json(text)
 
 
 def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:

@@ -23,7 +23,7 @@ from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
-from fft.trace.format import scope_folders
+from fft.trace.format import NO_REFORM, scope_folders
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 _FAULT_CHARS = 60  # of a fault's text in a plain line
@@ -107,6 +107,11 @@ class JobView:
         """Those of the plan, and those that were commanded, that have not happened."""
         asked = {fault.name: fault for fault in plan.faults} | self.commanded
         return [fault for name, fault in asked.items() if name not in self.injected]
+
+    def note_service_fault(self, name: str, kind: str) -> None:
+        """It is being carried out now, by no rank."""
+        epoch = max((rank.epoch for rank in self.ranks.values()), default=0)
+        self.injected[name] = Injected(name, kind, "", self.step, epoch)
 
     @property
     def step(self) -> int:
@@ -234,6 +239,8 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         _take_cause(view, record)
     elif record.get("note") == "metrics" and isinstance(data.get("loss"), (int, float)):
         view.loss = float(data["loss"])
+    elif record.get("note") == NO_REFORM:
+        view.reforms = False
     elif record.get("note") == "inject":
         view.fault = f"planned: {data.get('name')}"
 

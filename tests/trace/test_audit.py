@@ -266,12 +266,18 @@ def _cut_in_the_middle(lines: list[str]) -> list[str]:
     return lines
 
 
+def _append_behind_the_digest(lines: list[str]) -> list[str]:
+    lines[9] = lines[9].replace('"}\n', '","cause":"another"}\n')
+    return lines
+
+
 DAMAGE: dict[str, Callable[[list[str]], list[str]]] = {
     "a byte changed": _change_a_byte,
     "a line deleted": _delete,
     "a line inserted": _insert,
     "lines swapped": _swap,
     "a line cut": _cut_in_the_middle,
+    "something behind the digest": _append_behind_the_digest,
 }
 
 

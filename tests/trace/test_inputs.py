@@ -6,19 +6,22 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forged import Change, gap_after, in_turn, nth_note, rewrite, saying, without
+from jobs import Job
 
+from fft.protocol.invariants import Finding
 from fft.protocol.load import load_spec
 from fft.prove.simulator.faults import CALM
 from fft.prove.simulator.run import run_seed
 from fft.trace import audit
 from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
-from fft.trace.inputs import Runs
+from fft.trace.inputs import Given, Inputs, Runs
 
 SEED = 3
 LEARNS, MADE_ANEW = 3, 100
@@ -372,3 +375,20 @@ def test_runs_have_what_was_put_in_and_nothing_else() -> None:
     assert list(runs) == put
     every = {(v, n) for v in range(version + 2) for n in range(number + 2)}
     assert {pair for pair in every if pair in runs} == set(put)
+
+
+@pytest.mark.parametrize(("lineage", "is_told"), [("the epoch's", False), ("", True)])
+def test_an_entry_that_was_made_as_an_epoch_was_formed_is_right_of_who_holds_its_state(
+    lineage: str, is_told: bool
+) -> None:
+    node = Job(2, 1).until_running().node("0")
+    local = replace(node.local, healed=False)
+    assert local.epoch is not None
+    local.lineage = lineage and local.epoch.lineage
+    inputs = Inputs(Finding("inputs"), Given(), None, "0", "g0r0i1.jsonl")
+    inputs._local = local
+    inputs.note("line 8", {"note": "entry_made_anew", "data": {"slice": 5, "version": local.step}})
+    told = inputs.finding.violation
+    assert (told is not None) == is_told
+    if told is not None:
+        assert "made anew with version 0, by a rank without the state of the job" in told
