@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field
@@ -22,7 +23,13 @@ class Peer(NamedTuple):
     inc: Count
 
     def __str__(self) -> str:
-        return f"{self.group}/{self.rank}#{self.inc}"
+        return _name_of(self)
+
+
+@lru_cache(maxsize=4096)
+def _name_of(peer: Peer) -> str:
+    """The audit asks for it ten times for each line of a trace."""
+    return f"{peer.group}/{peer.rank}#{peer.inc}"
 
 
 class Token(NamedTuple):
@@ -30,6 +37,14 @@ class Token(NamedTuple):
 
     epoch: int
     txn: int
+
+    def __str__(self) -> str:
+        return _text_of(self)
+
+
+@lru_cache(maxsize=64)
+def _text_of(token: Token) -> str:
+    return f"Token(epoch={token.epoch}, txn={token.txn})"
 
 
 class Lease(NamedTuple):

@@ -20,7 +20,7 @@ from fft.messages.effects import Heal
 from fft.messages.protocol import Peer, Record
 from fft.train.process_group import AbortableGroup, GroupAborted
 from fft.train.process_group.shard import ShardGroup
-from fft.util.errors import FftError, UnlikeGroups
+from fft.util.errors import CannotMeet, FftError, UnlikeGroups
 
 
 class EpochGroups:
@@ -43,6 +43,8 @@ class EpochGroups:
         self._store = store
         self._alone = alone
         self._has_stages = False
+        self._mates: dict[int, int] = {}
+        """Of the last epoch: the incarnation of each rank of this replica group."""
         self.replicate = AbortableGroup(pg, "replicate")
         self.shard = _Shard(shard, self) if shard is not None else None
         self.shard_is_void = False
@@ -146,7 +148,9 @@ class EpochGroups:
 
         Raises:
             UnlikeGroups: other groups reduce something else, and this rank is wrong, or all are.
+            CannotMeet: one of this group is new, and could not meet it in all places.
         """
+        self._refuse_new_mates(command)
         manager, record = self._manager, command.record
         rank, world, members = (
             manager._group_rank,
@@ -191,6 +195,19 @@ class EpochGroups:
         self.shard.note = note
         self._configure_shard(f"{record.n}", record.epoch)
         return self.shard.notes
+
+    def _refuse_new_mates(self, command: Heal) -> None:
+        """The launcher asks before it starts one, but the script may have made a group since."""
+        ranks = command.record.members[command.index].ranks
+        mates = {entry.rank: entry.inc for entry in ranks}
+        new = [r for r, inc in mates.items() if self._mates.get(r, inc) != inc]
+        if new and not self.can_reform:
+            raise CannotMeet(
+                f"rank {new[0]} of group {self._peer.group} is a new process, and this group meets "
+                "in a process group of torch's own, too, which that one cannot enter: the group is "
+                "to be started again. Use manager.shard_mesh() alone, or fft run --no-reform"
+            )
+        self._mates = mates
 
     def _check_layouts(self, command: Heal) -> None:
         """Unlike reductions would meet in gloo, which ends the process then.

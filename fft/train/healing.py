@@ -21,7 +21,7 @@ from fft.train.reported import text_of
 from fft.train.settings import Learners
 from fft.train.state.learning import Learning
 from fft.train.state.transfer import StateTransfer
-from fft.util.errors import FftError, UnlikeGroups
+from fft.util.errors import CannotMeet, FftError, UnlikeGroups
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +146,8 @@ class Healer:
             logger.warning("healing for epoch %d failed: %s", epoch, error)
             self._job.say(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
-            # What came and does not fit in here would only stop the others again.
-            if touched or isinstance(error, UnlikeGroups):
+            # What does not fit in here, or this where it is, would only stop the others again.
+            if touched or isinstance(error, UnlikeGroups | CannotMeet):
                 raise
             return
         self._healed(command.record, size, source)

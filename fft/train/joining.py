@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 
@@ -19,6 +19,7 @@ from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
 from fft.trace.writer import header
+from fft.train.common_settings import common_settings, refuse_other_settings
 from fft.train.hangs import hung
 from fft.train.host import EngineHost
 from fft.train.settings import monitor_config
@@ -48,12 +49,13 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     parts.state.resume()
     config = _config(manager, parts)
     parts.state.refuse_unsendable()
+    refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     spec, stage = settings.spec, parts.stage
     if stage is not None:
         spec = stage.spec
     participant = Participant(Table(spec), config)
     local = _initial(manager, parts, participant)
-    reforms = _can_reform(parts, config)
+    reforms = job.reforms = _can_reform(parts, config)
     job.trace.write("header", header(spec, config, local, reforms=reforms))
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
@@ -114,6 +116,20 @@ def _config(manager: Manager, parts: Parts) -> Config:
         quorum=settings.spec.policies.quorum,
         on_divergence=settings.on_divergence,
         fixed_with_spares=mode == WorldSizeMode.FIXED_WITH_SPARES,
+    )
+
+
+def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str, Any]:
+    """What this process must have in common with all others of its job."""
+    synchronizer = parts.state.synchronizer
+    return common_settings(
+        parts.settings.spec,
+        ranks_of_a_group=manager._group_world_size,
+        min_replica_size=config.min_groups,
+        world_size_mode=manager._replica_world_size_mode.name,
+        on_divergence=config.on_divergence,
+        membership=parts.settings.membership,
+        **({} if synchronizer is None else synchronizer.plan),
     )
 
 

@@ -26,6 +26,7 @@ from fft.messages.protocol import (
 )
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import Local
+from fft.trace.format import NO_REFORM
 from fft.trace.writer import TraceWriter
 from fft.train.main_thread import MainThread
 from fft.train.place_log import PlaceLog
@@ -46,6 +47,8 @@ class Participation:
         self.engine: Engine | None = None
         """None: it has not joined."""
         self.thread = MainThread()
+        self.reforms = False
+        """It has told the launcher that others of its group may be replaced."""
         self.group_bus: ErrorBus | None = None
         self._places = PlaceLog(trace)
 
@@ -77,6 +80,12 @@ class Participation:
     def note(self, name: str, data: dict[str, Any]) -> None:
         """Put it into the trace, with the state of the participant once it has joined."""
         self.trace.note(name, data, self.local)
+
+    def tell_if_fixed(self, can_reform: bool) -> None:
+        """Tell the launcher that the ranks of this group can be replaced no more, if that is so."""
+        if self.reforms and not can_reform:
+            self.reforms = False
+            self.note(NO_REFORM, {"why": "its ranks meet in another process group, too"})
 
     def note_error(self, error: BaseException) -> None:
         """Have log and trace name the place that ``error`` comes from. Reads source files."""

@@ -274,13 +274,13 @@ class Worker:
         ``skip``: this rank wants no optimizer step in this txn; then there is none on any.
         ``last``: leave with its commit, unless it is skipped. ``consumes``: as of `InputNotes`.
 
-        Raises TimeoutError: the decision did not come within ``limit``. The vote stands, and the
-        next call only waits on.
+        Raises TimeoutError: no decision within ``limit``. The vote stands; the next call waits on.
         """
         plan, engine = self.txn, self._job.engine
         if plan is None or engine is None:
             raise FftError("should_commit() without a txn: call start_quorum() first")
         if self.voted is None:
+            self._job.tell_if_fixed(self._groups.can_reform)
             self._notes.voting(plan, consumes)
             self._voter.vote(plan, skip, last)
             self.voted = "skip" if skip else "step"

@@ -35,6 +35,14 @@ class UnlikeGroups(FftError):
     """The groups do not reduce the same gradients; the message says what each reduces."""
 
 
+class OtherSettings(FftError):
+    """This process is not set up as the job that it would join; the message says what differs."""
+
+
+class CannotMeet(FftError):
+    """A new process has come for a lost rank of this group, whose ranks meet where it cannot."""
+
+
 class NoEpoch(FftError):
     """No epoch was formed within the quorum timeout; its coordinator reports the reason."""
 

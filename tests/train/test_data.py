@@ -192,7 +192,7 @@ def test_a_joiner_with_other_data_is_told_what_differs() -> None:
     data = list(range(20))
     source = fft.CursorLoader(data, 4, seed=1)
     fft.CursorLoader(data, 4, seed=1).load(source.export(3), 3)
-    with pytest.raises(DataError, match="batch_size is 5 here and 4 in the group"):
+    with pytest.raises(DataError, match="batch_size is 5 here and 4 where the state"):
         fft.CursorLoader(data, 5, seed=1).load(source.export(3), 3)
     with pytest.raises(DataError, match="another kind of loader"):
         as_source([1, 2, 3]).load(source.export(3), 3)

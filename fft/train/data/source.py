@@ -240,8 +240,8 @@ def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
     for name, value in mine.items():
         if theirs[name] != value:
             raise DataError(
-                f"{_named(source)}: {name} is {value!r} here and {theirs[name]!r} in the group "
-                "that the state came from; give all groups the same data"
+                f"{_named(source)}: {name} is {value!r} here and {theirs[name]!r} where the state "
+                "came from, another group or a checkpoint; give all the same data"
             )
 
 

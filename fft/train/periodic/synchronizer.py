@@ -100,8 +100,8 @@ class Synchronizer(ABC):
             )
         assert state.step is not None, "looked at above"
         own = {"algorithm": self.algorithm, "sync_every": sync_every, "fragments": len(fragments)}
-        self._plan = {**own, "fragment_sync_delay": delay, "weighted": weighted, **plan}
-        self.shared = SharedState(state.step, fragments, outer_optimizers, self._plan, device, pin)
+        self.plan = {**own, "fragment_sync_delay": delay, "weighted": weighted, **plan}
+        self.shared = SharedState(state.step, fragments, outer_optimizers, self.plan, device, pin)
         self._cap = int((BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         self.position, self.lease, self.is_launched = 0, None, False
         self.bound = manager._parts.settings.spec.bound
@@ -170,7 +170,7 @@ class Synchronizer(ABC):
 
     def describe(self) -> str:
         """What must be alike in all groups, in words."""
-        told = ", ".join(f"{key}={value}" for key, value in self._plan.items())
+        told = ", ".join(f"{key}={value}" for key, value in self.plan.items())
         return f"by {self._name} ({told})"
 
     # --- checkpoints of the user's ---
@@ -302,7 +302,7 @@ class Synchronizer(ABC):
         self.prepare()
         for bucket in self._buckets:
             bucket.reduced = bucket.own.clone()
-            layout = f"{self._plan}{self._due.name}{bucket.names}"
+            layout = f"{self.plan}{self._due.name}{bucket.names}"
             bucket.work = self._manager.reduce_gradients(bucket.reduced, layout, ReduceOp.AVG)
 
     def prepare(self) -> None:

@@ -78,6 +78,8 @@ class StageInput:
                 "fft.StageOutput(manager, …)?"
             ) from error
         self._connection, self._lost = connection, ""
+        self._asked, self._got = {}, {}  # what an earlier loop asked for does not come any more
+        self._ready.clear()
         connection.send_bytes(json.dumps(["data", repr(self._slices.export(0))]).encode())
         self._reader = threading.Thread(target=self._read, name="fft-flow", daemon=True)
         self._reader.start()
