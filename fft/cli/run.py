@@ -244,7 +244,7 @@ def run(
         )
         traces, serve = config.trace_dir, None if join else (bus, cluster, lighthouse)
         supervise = partial(_supervise, progress=progress, serve=serve, interrupts=interrupts)
-        with held(config, join):
+        with held(config, join) as config:
             config = begun(config, join)
             total = config.groups_in_all
             plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])

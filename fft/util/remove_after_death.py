@@ -1,4 +1,5 @@
-"""A file that goes away with this process, however that ends: a child waits for it, and removes it.
+"""A file or folder that goes away with this process, however that ends: a child waits for it, and
+removes it.
 
 Run as a file by `vanishing`: ``remove_after_death.py PATH DEVICE INODE``; standard input is a pipe
 of which only the process that started it holds the other end. It has a session of its own, so that
@@ -8,6 +9,7 @@ a Ctrl-C does not reach it. Loads nothing of FFT.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,14 +17,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _END_S = 10.0
+_TRIES = 20
+"""To remove a folder into which others, who end with this process, may still write."""
 
 
 @contextmanager
 def vanishing(path: Path) -> Iterator[None]:
-    """Have the file at ``path`` removed when the block is left, or this process has ended.
+    """Have what is at ``path`` removed when the block is left, or this process has ended.
 
-    Another file that has come into its place is left alone. Raises OSError: no such file, or no
-    process can be started.
+    Something else that has come into its place is left alone. Raises OSError: nothing is there, or
+    no process can be started.
     """
     known = path.stat()
     which = [os.path.abspath(path), str(known.st_dev), str(known.st_ino)]
@@ -43,18 +47,29 @@ def vanishing(path: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-            path.unlink(missing_ok=True)
+            _remove(str(path))
 
 
 def main() -> None:
-    """Wait for the end of standard input, then remove the file."""
+    """Wait for the end of standard input, then remove what is there."""
     path, device, inode = sys.argv[1:]
     while os.read(0, 4096):
         pass
     with suppress(FileNotFoundError):
         found = os.stat(path)
         if (found.st_dev, found.st_ino) == (int(device), int(inode)):
-            os.unlink(path)
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    for _ in range(_TRIES):
+        if not os.path.isdir(path):
+            break
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        return
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A small job for test_injected.py. Trains until it is drained.
 
-Arguments: NAME=SECONDS, further timeouts; steps=N, after which it ends by itself.
+Arguments: NAME=SECONDS, further timeouts; steps=N, after which it ends by itself; least=N groups.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import fft
 def main() -> None:
     """Train; every commit is traced with a digest of the weights."""
     more = {name: float(value) for name, _, value in (a.partition("=") for a in sys.argv[1:])}
-    steps = int(more.pop("steps", 0)) or None
+    steps, least = int(more.pop("steps", 0)) or None, int(more.pop("least", 1))
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=None,
         state_dict=None,
-        min_replica_size=1,
+        min_replica_size=least,
         replica_id=os.environ["REPLICA_GROUP_ID"],
         init_sync=False,
         # on a busy machine a group may start late; a lost bus shall not cost the test 30 s

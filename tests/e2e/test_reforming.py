@@ -6,6 +6,8 @@ Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``; the traces are then asked wh
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 from forked_run import fft
 from stage import fetches, records, slices
 
+from fft.launch.services import start_services
+from fft.launch.supervisor import RunConfig, Supervisor, reforming
+from fft.messages.fault_plans import load_plan
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.report import incidents
 
@@ -32,12 +37,14 @@ faults:
 """
 
 
-def job(root: Path, plan: str, *options: str, script: Path = SCRIPT) -> Path:
+def job(
+    root: Path, plan: str, *options: str, script: Path = SCRIPT, arguments: Sequence[str] = ()
+) -> Path:
     (root / "plan.yaml").write_text(plan)
-    arguments = ["--groups", "2", "--ranks", "2", "--trace-dir", str(root / "run")]
-    arguments += ["--faults", str(root / "plan.yaml"), "--stop-after-plan", "4", *options]
-    arguments += ["--timeout", str(LIMIT_S - 20), str(script)]
-    done = fft("run", *arguments, folder=root, within=LIMIT_S)
+    command = ["--groups", "2", "--ranks", "2", "--trace-dir", str(root / "run")]
+    command += ["--faults", str(root / "plan.yaml"), "--stop-after-plan", "4", *options]
+    command += ["--timeout", str(LIMIT_S - 20), str(script), *arguments]
+    done = fft("run", *command, folder=root, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     (root / "said").write_text(done.stderr)
     return root / "run"
@@ -128,6 +135,47 @@ def test_a_fetch_that_fails_once_is_done_again_in_the_next_epoch(tmp_path: Path)
     history = records(traces)
     lost = next(i for i, record in enumerate(history) if record["kind"] == "abort")
     assert [r["kind"] for r in history[lost:]][:5] == ["abort", "epoch", "abort", "epoch", "commit"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long  # all its processes load torch by themselves
+def test_who_comes_for_a_lost_rank_and_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its group is started again then."""
+    monkeypatch.setattr(reforming, "_HANGS_S", 5.0)
+    monkeypatch.setattr(reforming, "_TIMES", 0.1)
+    path, script = tmp_path / "plan.yaml", SCRIPT.with_name("hanging_script.py")
+    path.write_text(ONE_BY_ONE.partition("  - {name: first")[0])
+    traces, plan = tmp_path / "run", load_plan(path, 2, 2)
+    config = RunConfig([str(script)], 2, 2, traces, faults=path, stop_after_plan=4)
+    services = start_services(with_lighthouse=False)
+    try:
+        outcome = Supervisor(replace(config, timeout=LIMIT_S), plan, services).run()
+    finally:
+        services.close()
+    assert outcome.ok, outcome.lines
+    assert (traces / "logs" / "g1r1-1.2.log").exists(), "nobody came for it alone"
+    assert set(headers(traces)) == {"g0r0i1", "g0r1i1", "g1r0i1", "g1r1i1", "g1r0i2", "g1r1i2"}
+    assert "place of a lost rank, and was not ready after 5 s" in caplog.text
+    assert audit_dir(traces).ok
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("since", [3, pytest.param(6, marks=pytest.mark.long)])
+def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
+    tmp_path: Path, since: int
+) -> None:
+    """A new process could not enter that. If it is begun just now, one comes, and is refused."""
+    plan = ONE_BY_ONE.partition("  - {name: first")[0]
+    script = SCRIPT.with_name("late_group_script.py")
+    traces = job(tmp_path, plan, "--reform-window", "30", script=script, arguments=(str(since),))
+    assert audit_dir(traces).ok
+    incs = ("g1r1i2", "g1r1i3") if since == 6 else ("g1r1i2",)
+    assert set(headers(traces)) == {"g0r0i1", "g0r1i1", "g1r0i1", "g1r1i1", "g1r0i2", *incs}
+    assert (traces / "logs" / "g1r1-1.2.log").exists() == (since == 6)
+    survivor = (traces / "logs" / "g1r0-1.log").read_text()
+    assert ("CannotMeet: rank 1 of group 1 is a new process" in survivor) == (since == 6)
 
 
 @pytest.mark.multiprocess

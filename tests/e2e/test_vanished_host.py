@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from forked_run import FftRun, running
-from stage import events, notes
+from stage import events, notes, records, slices
 from waiting import wait_until
 from way import Way
 
@@ -93,15 +93,23 @@ class Host:
 
 @contextmanager
 def two_hosts(
-    directory: Path, ranks: int, *more: str, second_bus: Callable[[str], str] = str
+    directory: Path,
+    ranks: int,
+    *more: str,
+    second_bus: Callable[[str], str] = str,
+    second: Sequence[str] = (),
+    script: Sequence[str] = (),
 ) -> Iterator[tuple[Host, Host]]:
     """A job of two hosts, each with one group, at work. ``more`` options of `fft run`.
 
     ``second_bus``: where the second host finds the bus that the first finds at the given URL.
+    ``second``: its own options. ``script``: the script's.
     """
     with fft(directory, "serve") as services:
         wait_until(lambda: "\n" in services.stdout_text, "where it serves", LONG_S)
         reach = dict(word.split("=", 1) for word in services.stdout_text.split())
+        # a host that is killed as a whole leaves its temporary files
+        reach["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "compiled")
         made = []
         hosts: list[FftRun] = []
         for group in (0, 1):
@@ -110,8 +118,8 @@ def two_hosts(
             traces = directory / f"host{group}"
             arguments = ["run", "--join", "--first-group", str(group), "--all-groups", "2"]
             arguments += ["--ranks", str(ranks), "--no-progress", "--trace-dir", str(traces)]
-            arguments += more
-            made.append(fft(directory, *arguments, str(SCRIPT), **reach))
+            arguments += [*more, *(second if group == 1 else ())]
+            made.append(fft(directory, *arguments, str(SCRIPT), *script, **reach))
         with made[0] as first, made[1] as second:
             hosts = [first, second]
             found = [Host(p, directory / f"host{n}", n) for n, p in enumerate(hosts)]
@@ -167,6 +175,54 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
         f"\ngroup {vanishing}: heard {heard - since:.2f} s after it had vanished, "
         f"the next commit {min(commits) - heard:.3f} s later; {suspects[0]['cause']}"
     )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "least"),
+    [
+        ("killed", 1),
+        pytest.param("killed", 2, marks=pytest.mark.long),
+        pytest.param("stopped", 1, marks=pytest.mark.long),
+    ],
+)
+def test_spares_of_another_host_take_over_the_group_of_one_that_is_lost(
+    tmp_path: Path, how: str, least: int
+) -> None:
+    """If that host was only stopped, it is not let in again when it goes on. If the job needs both
+    groups, no epoch is formed without the lost one, and it is found by that."""
+    script = [f"least={least}"]
+    with two_hosts(tmp_path, 2, second=("--spares", "2"), script=script) as (gone, stays):
+        ready = [stays.traces / "logs" / f"spare-{n}.log" for n in (1, 2)]
+        wait_until(lambda: all(path.exists() for path in ready), "spares were started")
+        since, lost = time.monotonic(), gone.stop()
+        if how == "killed":
+            for one in lost:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        taken = Host(stays.process, stays.traces, gone.group)
+        wait_until(lambda: taken.committed("*") >= MORE, "the spares train", LONG_S)
+        took = time.monotonic() - since
+        if how == "stopped":
+            for one in lost:
+                one.resume()
+            assert gone.process.wait(LONG_S) == 0, gone.process.tail()
+            assert "group 0 was taken over by fft run with pid" in gone.process.stderr_text
+            now = taken.committed("*")
+            wait_until(lambda: taken.committed("*") >= now + MORE, "it is disturbed", LONG_S)
+        stays.end()
+        assert "group 0 was taken over: its host was lost" in stays.process.stderr_text
+    traces = audited(tmp_path)
+    names = {path.stem for path in traces.glob("g*.jsonl")}
+    assert names == {"g0r0i1", "g0r1i1", "g1r0i1", "g1r1i1", "g0r0i2", "g0r1i2"}
+    logs = stays.traces / "logs"
+    assert (logs / "g0r0-1.log").exists() and not (logs / "g1r0-2.log").exists()
+    cursor = max(record["cursor"] for record in records(traces))
+    for consumed in slices(traces).values():
+        assert len(consumed) == len(set(consumed)), "consumed twice"
+        # who was killed after its vote has noted nothing of the commit
+        assert len(set(range(cursor)) - set(consumed)) <= (how == "killed")
+    print(f"\n{how}: group 0 had committed {MORE} steps {took:.1f} s after its host was lost")
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from waiting import wait_until
 from fft.bus import open_bus
 from fft.launch.services import Services, start_services
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims
+from fft.launch.supervisor.claims import Claims
 from fft.messages.fault_plans import FaultPlan
 
 
@@ -136,6 +137,47 @@ def test_of_two_at_once_one_gets_the_group(
         assert stage.nobody()
         actor.order("exit 0")
         assert sorted([one.wait(WAIT_S), two.wait(WAIT_S)]) == [0, 2]
+
+
+def test_only_from_one_who_does_not_answer_is_a_group_adopted(
+    services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_SILENCE_S", 1.0)
+    with closing(open_bus(services.bus_url)) as bus, closing(Claims(bus, lambda: None)) as here:
+        assert not here.adopt("1"), "nobody has started it"
+        with other(stage, services.bus_url, tmp_path / "lives") as lives:
+            actor = only(stage.enter(1))
+            assert not here.adopt("1"), "its supervisor lives"
+            actor.order("exit 0")
+            assert lives.verdict().ok
+        assert not here.adopt("1"), "it was let go of on purpose"
+        with joins(stage, services.bus_url, tmp_path / "killed") as killed:
+            actor = only(stage.enter(1))
+            killed.signal(signal.SIGKILL)
+            killed.wait(WAIT_S)
+            actor.gone()
+        assert not here.adopt("1", lambda: True), "there is no room any more"
+        assert here.adopt("1") and here.keeps("1")
+        assert not here.adopt("1"), "it is ours"
+
+
+def test_who_has_not_heard_that_its_group_was_taken_over_starts_it_no_more(
+    services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off from the bus for a while, and its listener has ended by that."""
+    monkeypatch.setattr(claims, "_SILENCE_S", 1.0)
+    with closing(open_bus(services.bus_url)) as bus, closing(Claims(bus, lambda: None)) as here:
+        with other(stage, services.bus_url, tmp_path / "deaf") as deaf:
+            actor = only(stage.enter(1))
+            deaf.supervisor._links.claims._listener.close()
+            assert here.adopt("1")
+            actor.order("exit 3")
+            verdict = deaf.verdict()
+        assert verdict.ok, verdict.lines
+        by = f"group 1 was taken over by fft run with pid {os.getpid()}"
+        assert any(by in line for line in verdict.lines), verdict.lines
+        assert stage.nobody(), "two processes for one place"
+        assert here.keeps("1")
 
 
 def test_who_serves_the_bus_keeps_its_last_group(

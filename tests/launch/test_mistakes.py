@@ -19,7 +19,7 @@ from fft.launch.supervisor.mistakes import Mistakes
 from fft.train.body_failures import BodyFailures
 from fft.train.reported import text_of
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
-from fft.util.errors import NoState, UnlikeGroups
+from fft.util.errors import NoState, OtherSettings, UnlikeGroups
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -55,10 +55,11 @@ def test_what_fails_again_before_the_first_commit_is_a_mistake() -> None:
     assert found is not None and found.ends == "job"
 
 
-def test_groups_that_train_unlike_models_are_a_mistake_at_once() -> None:
-    found = Mistakes(["0", "1"], 2).ended("1", place(UnlikeGroups), False)
+@pytest.mark.parametrize("kind", [UnlikeGroups, OtherSettings])
+def test_groups_that_are_not_alike_are_a_mistake_at_once(kind: type[BaseException]) -> None:
+    found = Mistakes(["0", "1"], 2).ended("1", place(kind), False)
     assert found is not None and found.ends == "job"
-    found = Mistakes(["0", "1"], 2).ended("1", place(UnlikeGroups), True)
+    found = Mistakes(["0", "1"], 2).ended("1", place(kind), True)
     assert found is not None and found.ends == "group"
 
 

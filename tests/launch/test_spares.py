@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from supervisor_stage import Stage
+from waiting import wait_until
 
 from fft.launch import script_runner
+from fft.launch.supervisor import spares as spares_module
 from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.spares import Spares
 
@@ -75,6 +79,43 @@ def test_a_spare_whose_supervisor_lets_go_of_it_ends(script: Path) -> None:
         spare = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
     ours.close()
     assert spare.wait(WAIT_S) == 0
+
+
+def test_a_spare_that_is_never_ready_is_late(script: Path, tmp_path: Path) -> None:
+    """It has not got what it would say so by; to the supervisor that is a hang like any other."""
+    script.write_text("import threading\nthreading.Event().wait()\n")
+
+    def start(number: int, fd: int) -> Child:
+        log = tmp_path / f"spare-{number}.log"
+        return Child("spare", number, 1, [str(script)], dict(os.environ), log, (fd,))
+
+    spares = Spares(1, start)
+    (child,) = spares.started()
+    try:
+        assert spares.late(WAIT_S) == []
+        assert spares.late(0.0) == [child]
+    finally:
+        spares.end()
+        assert child.dies_within(WAIT_S)
+        child.reap()
+
+
+def test_no_spare_is_started_while_the_job_drains(
+    run_job: Any, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spares_module, "_REFILL_S", 0.0)
+    with run_job(groups=1, ranks=1, spares=1) as job:
+        (actor,) = stage.enter(1).values()
+        log = tmp_path / "run" / "logs" / "spare-1.log"
+        wait_until(log.exists, "a spare was started")
+        job.supervisor.interrupt()
+        assert actor.says() == {"heard": "sigterm"}
+        (spare,) = job.supervisor._reforming.spares
+        spare.signal(signal.SIGKILL)
+        wait_until(lambda: not spare.alive, "its end was noticed")
+        actor.order("exit 0")
+        assert job.verdict().ok
+    assert not log.with_name("spare-2.log").exists()
 
 
 def test_no_place_is_given_to_a_spare_that_has_died(script: Path, tmp_path: Path) -> None:

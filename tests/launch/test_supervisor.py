@@ -433,6 +433,20 @@ def test_who_has_joined_again_goes_on_when_the_others_have_finished(
         assert job.verdict().ok
 
 
+def test_a_job_that_was_asked_to_end_says_after_which_step_it_did(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 7)
+        job.supervisor.interrupt()
+        for actor in actors.values():
+            assert actor.says() == {"heard": "sigterm"}
+            actor.order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok
+    assert verdict.lines[-1] == "the job was asked to end, and left after step 7"
+
+
 def test_an_interrupt_of_a_job_whose_work_is_lost_is_no_good_end(
     run_job: StartJob, stage: Stage
 ) -> None:

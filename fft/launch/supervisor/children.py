@@ -112,6 +112,7 @@ class Child:
         os.close(self.fd)
         if self._death_mutex is not None:
             self._death_mutex.close()
+            self._death_mutex = None  # its page goes with it, which has a descriptor of its own
         return self.code
 
     @property

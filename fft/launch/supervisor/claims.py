@@ -68,6 +68,8 @@ class Claim:
     groups: tuple[Name, ...]
     by: Text
     take_over: bool = False
+    probes: bool = False
+    """A host with spares asks, in case you are gone: that you answer is all that it wants."""
     v: Literal[1] = 1
 
 
@@ -128,6 +130,45 @@ class Claims:
         finally:
             listener.close()
             self._bus.delete(answer_inbox(claim.id))
+
+    def adopt(self, group: str, is_asked: Callable[[], bool] = lambda: False) -> bool:
+        """Claim a group if who has claimed it does not answer; whether it is ours now.
+
+        Not if it was let go of: that was meant so. ``is_asked``: whether to leave it. Blocks for
+        10 s at most. Raises BusError, SupervisorError.
+        """
+        held = self._bus.read(register(group))
+        if held is None or (holder := self._holder(group, held)).free or group in self._mine:
+            return False
+        claim = Claim(fresh_id(), (group,), str(self._me), probes=True)
+        ear, deadline = Ear(), time.monotonic() + _patience(holder)
+        listener = self._bus.listen(answer_inbox(claim.id), ear.hear, ear.lose)
+        try:
+            self._bus.send(f"supervisor/{holder.id}", _claims().dump_json(claim))
+            while (now := time.monotonic()) < deadline:
+                if is_asked() or any(ear.until(min(deadline, now + _AGAIN_S))):
+                    return False
+        finally:
+            listener.close()
+            self._bus.delete(answer_inbox(claim.id))
+        if is_asked():
+            return False
+        self._take_from_the_silent(claim, {group: (held, holder)})
+        return group in self._mine
+
+    def keeps(self, group: str) -> bool:
+        """Whether the group is still ours, before processes of it are started; else it is a loss.
+
+        Who was cut off from the bus may not have heard that it was taken over. Raises BusError.
+        """
+        if (mine := self._mine.get(group)) is None:
+            return False
+        held = self._bus.read(register(group))
+        if held == mine:
+            return True
+        self._lose(group, "another fft run" if held is None else str(self._holder(group, held)))
+        self._wake()
+        return False
 
     def losses(self) -> Iterator[Loss]:
         """What was lost since the last call; each group once."""
@@ -244,20 +285,24 @@ class Claims:
         kept = [g for g in held if self._bus.read(register(g)) == self._mine[g]]
         for group in held:
             if group not in kept:
-                del self._mine[group]
-                self._losses.put(Loss(group, claim.by, None))
+                self._lose(group, claim.by)
         is_last = self._serves and len(kept) == len(self._mine)
         if kept and claim.take_over and not is_last:
             self._say(claim, "accepted", f"group {', '.join(kept)} is being handed over")
             for group in kept:
                 self._losses.put(Loss(group, claim.by, claim.id))
         elif kept:
-            logger.warning("%s wants group %s, and was refused", claim.by, ", ".join(kept))
+            level = logging.DEBUG if claim.probes else logging.WARNING
+            logger.log(level, "%s wants group %s, and was refused", claim.by, ", ".join(kept))
             text = f"group {', '.join(kept)} has a supervisor that lives, {self._me}"
             if claim.take_over:
                 text += ", which serves the job's bus and would end with its last group"
             self._say(claim, "refused", text)
         self._wake()
+
+    def _lose(self, group: str, by: str) -> None:
+        if self._mine.pop(group, None) is not None:  # else it is known
+            self._losses.put(Loss(group, by, None))
 
     def _say(self, claim: Claim, verdict: Literal["accepted", "refused"], text: str) -> None:
         word = encode_answer(Answer(claim.id, str(self._me), verdict, text))

@@ -18,11 +18,13 @@ from fft.messages.commands import (
     AnswerKind,
     Command,
     Evict,
+    Inject,
     RollCall,
     answer_inbox,
     decode_command,
     encode_answer,
 )
+from fft.messages.fault_plans import ServiceFault
 from fft.messages.protocol import UnreadableMessage
 
 logger = logging.getLogger(__name__)
@@ -64,8 +66,25 @@ class CommandEar:
                 self._wake()
 
 
-def why_not_evict(command: Evict, groups: Mapping[str, Group], is_ending: bool) -> str | None:
-    """Why the command is not obeyed by the supervisor of ``groups``; None: it is."""
+def is_anothers(
+    command: Evict | Inject, groups: Mapping[str, Group], serves: bool, alone: bool
+) -> bool:
+    """Whether it may be meant for the supervisor of another host, who answers then.
+
+    ``serves``: this one serves the bus. ``alone``: no other host has been found.
+    """
+    if isinstance(command, Inject):
+        return not serves and isinstance(command.fault, ServiceFault)
+    return command.group not in groups and not alone
+
+
+def why_refused(
+    command: Evict | Inject, groups: Mapping[str, Group], may_inject: bool, is_ending: bool
+) -> str | None:
+    """Why the supervisor of ``groups`` does not obey; None: it does, or it is not for it."""
+    if isinstance(command, Inject):
+        is_refused = isinstance(command.fault, ServiceFault) and not may_inject
+        return "it runs without --injectable" if is_refused else None
     group = groups.get(command.group)
     if group is None:
         return f"no group {command.group!r} here; the groups: {', '.join(groups)}"

@@ -56,6 +56,8 @@ class RunConfig:
     reform_window: float | None = None
     """How long the others wait for the successor of a lost rank; None: if there is a spare, and
     then as the spec says."""
+    compiled: Path | None = None
+    """Where processes keep what inductor compiles; None: as their environment says."""
     take_over: bool = False
     """Have another supervisor of these groups hand them over; else it is left alone."""
 
@@ -121,6 +123,8 @@ class RunConfig:
             found["FFT_INJECT"] = "1"
         if self.reform_window:
             found["FFT_REFORM_WINDOW"] = str(self.reform_window)
+        if self.compiled is not None:
+            found["TORCHINDUCTOR_CACHE_DIR"] = str(self.compiled)
         if self.checkpoint is not None:
             found |= self.checkpoint.to_env(self.resume_step)
         return found

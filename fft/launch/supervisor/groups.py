@@ -52,8 +52,10 @@ class Pauses:
 class Group:
     """A replica group. Exactly one of these holds: it runs, a restart is due, it has ended."""
 
-    def __init__(self, name: str, ranks: int) -> None:
+    def __init__(self, name: str, ranks: int, is_adopted: bool = False) -> None:
         self.name = name
+        self.is_adopted = is_adopted
+        """Another supervisor has started it, and was lost."""
         self.ranks = ranks
         self.starts = 0
         self.children: list[Child] = []
@@ -77,6 +79,10 @@ class Group:
         """Ranks that were replaced in this start, and their incarnations on record then."""
         self.known_incs: dict[int, int] = {}
         """The ranks' newest incarnations that were on record when it was started last."""
+        self.started_at = 0.0
+        """On the monotonic clock in seconds."""
+        self.took: float | None = None
+        """Seconds from the present start until all its ranks have begun their first txn."""
         self._store: Any = None
         self._place: dict[str, str] = {}
 
@@ -125,17 +131,11 @@ class Group:
         return "given up" if self.given_up else ("finished" if self.finished else "down")
 
     def start(
-        self,
-        script: list[str],
-        env: Mapping[str, str],
-        logs: Path,
-        groups: int,
-        inherits: Sequence[int] = (),
-        address: str = "127.0.0.1",
+        self, make: Callable[[int, Path], Child], logs: Path, groups: int, address: str
     ) -> list[Child]:
-        """Start all ranks with a store of their own, which listens at ``address``.
+        """``make`` all ranks, given their logs; their own store listens at ``address``.
 
-        Raises OSError, BusError: one cannot be started; then none is left.
+        ``groups``: of the job. Raises OSError, BusError: one cannot be started; then none is left.
         """
         from fft.bus.tcpserver import (
             host_store,  # here, so that a bad plan is refused without torch
@@ -144,6 +144,7 @@ class Group:
         self.restart_at = self.return_at_step = None
         self.evicted = False
         self.starts += 1
+        self.started_at, self.took = time.monotonic(), None
         self._store, port = host_store(address)
         self.children, self.lost, self.replaced = [], [], {}
         self._place = {
@@ -160,10 +161,8 @@ class Group:
         with ExitStack() as undo:
             undo.callback(self._undo_start)
             for rank in range(self.ranks):
-                own = {**env, **self.place(rank)}
                 log = logs / f"g{self.name}r{rank}-{self.starts}.log"
-                child = Child(self.name, rank, self.starts, script, own, log, inherits)
-                self.children.append(child)
+                self.children.append(self._own(make(rank, log), rank, log))
             undo.pop_all()
         return self.children
 
@@ -178,11 +177,15 @@ class Group:
         """
         tries = 2 + sum(child.rank == lost.rank for child in self.lost)
         log = logs / f"g{self.name}r{lost.rank}-{self.starts}.{tries}.log"
-        child = start(log)
-        child.group, child.rank, child.start, child.log = self.name, lost.rank, self.starts, log
+        child = self._own(start(log), lost.rank, log)
         self.lost.append(lost)
         self.children[self.children.index(lost)] = child
         self.replaced[lost.rank] = inc
+        return child
+
+    def _own(self, child: Child, rank: int, log: Path) -> Child:
+        """It may have been a spare until now."""
+        child.group, child.rank, child.start, child.log = self.name, rank, self.starts, log
         return child
 
     def forget_address_of(self, rank: int) -> None:

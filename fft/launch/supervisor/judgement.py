@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fft.launch.supervisor.children import Child, cause_of
 from fft.launch.supervisor.groups import Group
+from fft.launch.supervisor.mistakes import Mistake
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
 from fft.trace.ends import about_no_state
 from fft.trace.tail import JobView
@@ -39,11 +40,36 @@ class Judgement:
     """What else there is to say."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Errors whose traceback is among what there is to say."""
+    asked_to_end: bool = False
+    """By a signal to the supervisor."""
     hopeless: bool = False
     """The script itself is wrong: how its groups were ended then says nothing."""
 
-    def note_lost_work(self, view: JobView) -> None:
-        """Whoever leaves now leaves in good order, and yet without what the job had committed."""
+    @property
+    def what_ended(self) -> str:
+        """If all processes here are ended: others of the job may be on other hosts."""
+        return "the job" if self.has_services else "this part of the job"
+
+    def shown_mistake(self, group: Group, mistake: Mistake) -> str:
+        """What to say of a mistake by which ``group`` ended. Its traceback is said once."""
+        place = mistake.place
+        child = next(child for child in group.children if child.last_words is place)
+        self.shown.add(place.signature)
+        who = f"group {group.name} rank {child.rank}"
+        text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
+        return f"{text}{child.last_said()}\n  its log: {child.log}; "
+
+    def note_forgotten(self) -> None:
+        """The bus has lost its memory."""
+        self.problems.append(
+            "the bus was restarted, and has forgotten the job: its processes stop, and none is "
+            "started again; begin a new job from a checkpoint"
+        )
+
+    def note_interrupt(self, view: JobView) -> None:
+        """It is to end. Who leaves now leaves in good order, though it may be without what the job
+        had committed."""
+        self.asked_to_end = True
         going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
         if view.committed and not any(g.finished for g in self.groups) and not any(going):
             self.problems.append(
@@ -73,6 +99,8 @@ class Judgement:
         early = filter(None, (_left_early(group, view) for group in self.groups))
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
+        if self.asked_to_end and view.committed:
+            remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
         last = (child.last_words for group in self.groups for child in group.children)
         if any(words is not None and words.type == "NoState" for words in last):
             remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fft.bus.token import JobToken
@@ -11,6 +11,9 @@ from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group, base_env
 from fft.launch.supervisor.joined import Joined
+
+TakeSpare = Callable[[Mapping[str, str], Path], Child | None]
+"""A process that waited for a role, and runs the script now as whom the environment says."""
 
 
 class Launcher:
@@ -35,14 +38,18 @@ class Launcher:
             settings["FFT_TOKEN"] = self._token.text()
         return base_env(settings)
 
-    def start_group(self, group: Group, address: str) -> list[Child]:
+    def start_group(self, group: Group, address: str, spare: TakeSpare) -> list[Child]:
         """Start all ranks of a group, whose store listens at ``address``.
 
-        Raises OSError, BusError: one cannot be started; then none is left.
+        ``spare``: may give a process for a rank. Raises OSError, BusError: one cannot be started;
+        then none is left.
         """
-        config, inherits = self._config, [self._hangs_fd]
-        total, script = config.groups_in_all, list(config.script)
-        return group.start(script, self._env(), self.logs, total, inherits, address)
+
+        def make(rank: int, log: Path) -> Child:
+            env = group.place(rank)
+            return spare(env, log) or self.start_one(group.name, rank, group.starts, env, log)
+
+        return group.start(make, self.logs, self._config.groups_in_all, address)
 
     def start_one(
         self,

@@ -25,9 +25,10 @@ from fft.bus import BusError
 from fft.bus.token import JobToken
 from fft.health.hosts import Process
 from fft.launch.services import ServiceError, Services
+from fft.launch.supervisor.adopting import Adopter
 from fft.launch.supervisor.children import Child, cause_of, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
-from fft.launch.supervisor.commands import why_not_evict
+from fft.launch.supervisor.commands import is_anothers, why_refused
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import last_epoch
@@ -60,7 +61,7 @@ from fft.messages.fault_plans import (
 )
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.report import save_plan
-from fft.trace.tail import Display, Injected, TraceTail
+from fft.trace.tail import Display, TraceTail
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join
@@ -100,15 +101,12 @@ class Supervisor:
         """No process has the state of the job, and why; a checkpoint may have it."""
         self._in_vain: str | None = None
         """Why the job is being ended, though its work is not done."""
-        self._watch = (
-            PlanWatch(plan, names, config.stop_after_plan, config.min_steps)
-            if config.stop_after_plan is not None
-            else None
-        )
-        has_services = not isinstance(services, Joined)
-        self._links = Links(token, config.host_limit, lambda: self._wake(b"?"), has_services)
+        more, least = config.stop_after_plan, config.min_steps
+        self._watch = None if more is None else PlanWatch(plan, names, more, least)
+        serves = self._has_services = not isinstance(services, Joined)
+        self._links = Links(token, config.host_limit, lambda: self._wake(b"?"), serves)
         self._mistakes = Mistakes(names, config.groups_in_all)
-        self._judgement = Judgement(self._groups.values(), plan, has_services)
+        self._judgement = Judgement(self._groups.values(), plan, serves)
         self._over = False
         """All who had the state have left, or ended, well: nobody is started again."""
         self._look_over_at = 0.0
@@ -125,6 +123,7 @@ class Supervisor:
         self._hangs = HangReports()
         self._launcher = Launcher(config, services, token, self._hangs.fd)
         self._reforming = Reforming(config, self._launcher)
+        self._adopter = Adopter(config, self._links, lambda: self._wake(b"?"))
         self._selector.register(self._hangs.socket, selectors.EVENT_READ)
         self._began = time.monotonic()
         self._drain_until: float | None = None
@@ -149,6 +148,7 @@ class Supervisor:
                 return JobOutcome(True, ("interrupted before anything was started",))
             for group in self._groups.values():
                 self._start(group)
+            self._adopter.start()
             while self._going_on():
                 self._turn()
             self._look()
@@ -182,11 +182,13 @@ class Supervisor:
             else:
                 self._on_interrupts(self._wake_out.recv(64).count(b"!"))
         self._obey()
-        self._name_stragglers()
+        for rank in self._links.pace.too_slow(self._config.evict_stragglers) - self._too_slow:
+            self._restart_straggler(rank)
         self._look()
         self._start_due()
-        for spare in self._reforming.spares.started():
+        for spare in [] if self._is_ending else self._reforming.spares.started():
             self._look_after(spare)
+        self._adopt()
         self._check_deadlines()
         self._beat_for_children()
 
@@ -219,6 +221,8 @@ class Supervisor:
         elif self._drain_until is not None and now > self._drain_until:
             seconds = self._config.drain_timeout
             self._kill_all(f"the job had not drained {seconds:g} s after it was asked to")
+        for child, text in self._reforming.late(self._groups, self._tail.view):
+            self._kill([child], text)
         for group in self._groups.values():
             if group.kill_at is not None and now >= group.kill_at:
                 group.kill_at = None
@@ -227,6 +231,11 @@ class Supervisor:
 
     def _beat_for_children(self) -> None:
         self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether nothing is to be started any more."""
+        return self._drain_until is not None or self._forgot or self._over
 
     def _has_committed(self, group: Group) -> bool:
         """Whether it has committed a step since its last start."""
@@ -244,24 +253,44 @@ class Supervisor:
                 self._start(group)
 
     def _look_after(self, child: Child) -> None:
+        if (known := self._selector.get_map().get(child.fd)) is not None:
+            if known.data is child:  # since it was a spare
+                return
+            self._selector.unregister(child.fd)  # of a spare that was reaped, its number used again
         self._selector.register(child.fd, selectors.EVENT_READ, child)
         child.watch(partial(self._is_dying, child))
 
     def _start(self, group: Group) -> None:
         group.known_incs = self._tail.view.incs(group.name)
+        is_new = group.is_adopted and group.starts == 0
+        spare = self._reforming.spares.take if is_new else lambda env, log: None
         try:
-            children = self._launcher.start_group(group, self._links.address)
-        except (OSError, BusError) as error:
+            if not self._links.claims.keeps(group.name):
+                self._obey()  # hand it over
+                return
+            children = self._launcher.start_group(group, self._links.address, spare)
+        except (OSError, BusError, SupervisorError) as error:
             self._on_no_start(group, why_not_started(group, error))
             return
         for child in children:
             self._look_after(child)
 
+    def _adopt(self) -> None:
+        """Groups that others have lost with their host are ours, and start from the spares."""
+        ready = 0 if self._is_ending else self._reforming.spares.ready
+        self._adopter.room = ready // self._config.ranks
+        for name in self._adopter.claimed():
+            if self._is_ending or (name in self._groups and self._groups[name].living):
+                continue  # it is let go of in the end
+            group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
+            self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
+            self._start(group)
+
     def _on_no_start(self, group: Group, text: str) -> None:
         """Nothing of the group runs. At the beginning that ends the job; later it is tried again.
 
         Raises SupervisorError."""
-        if group.starts == 1:
+        if group.starts <= 1 and not group.is_adopted:
             raise SupervisorError(text)
         logger.error("%s", text)
         self._start_later(group, text)
@@ -309,7 +338,7 @@ class Supervisor:
         if child.told_dead or child.group not in self._groups:
             return
         child.told_dead = True
-        goes_on = by_itself and not (self._drain_until is not None or self._forgot or self._over)
+        goes_on = by_itself and not self._is_ending
         group, view = self._groups[child.group], self._tail.view
         child.is_replaced = goes_on and self._reforming.may_replace(group, child, view)
         who = (child.group, child.rank, child.pid, socket.gethostname(), "supervisor", cause)
@@ -319,7 +348,7 @@ class Supervisor:
         """Have another take the place of ``lost``. Whether one does."""
         ends = self._drain_until is not None  # since its death was told
         child = None if ends else self._reforming.replace(group, lost, self._tail.view)
-        if child is not None and child.fd not in self._selector.get_map():
+        if child is not None:
             self._look_after(child)
         return child is not None
 
@@ -335,7 +364,7 @@ class Supervisor:
         if group.eviction is not None:
             self._finish_eviction(group, group.eviction)
             return
-        if self._drain_until is not None or self._forgot or self._over or group.evicted:
+        if self._is_ending or group.evicted:
             return
         if group.finished:
             step = return_step(self._plan, group.name, view, self._drains_seen)
@@ -396,17 +425,12 @@ class Supervisor:
 
     def _on_mistake(self, group: Group, mistake: Mistake) -> None:
         """The script is wrong; to start it again would not mend it."""
-        place = mistake.place
-        child = next(child for child in group.children if child.last_words is place)
-        self._judgement.shown.add(place.signature)
-        who = f"group {group.name} rank {child.rank}"
-        text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
-        text += f"{child.last_said()}\n  its log: {child.log}; "
+        text = self._judgement.shown_mistake(group, mistake)
         if mistake.ends == "group":
             self._give_up(group, f"{text}group {group.name} was given up")
             self._judgement.hopeless = self._in_vain is not None
             return
-        self._judgement.problems.append(f"{text}the job was ended")
+        self._judgement.problems.append(f"{text}{self._judgement.what_ended} was ended")
         self._judgement.hopeless = True
         self._end_in_vain("the script has a mistake", in_order=self._tail.view.committed)
 
@@ -448,7 +472,7 @@ class Supervisor:
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._drain_until is None:
-                self._judgement.note_lost_work(self._tail.view)
+                self._judgement.note_interrupt(self._tail.view)
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")
@@ -481,11 +505,14 @@ class Supervisor:
 
     def _obey(self) -> None:
         for loss in self._links.claims.losses():
-            self._hand_over(self._groups[loss.group], loss)
+            if loss.group in self._groups:
+                self._hand_over(self._groups[loss.group], loss)
+            else:  # taken over from a lost host, and not started
+                self._links.claims.yielded(loss)
         for command in self._links.commands.take():
             if command.id in self._told or isinstance(command, Check):  # that is for the ranks
                 continue
-            if self._is_anothers(command):
+            if is_anothers(command, self._groups, self._has_services, self._links.alone):
                 continue
             if (refusal := self._refusal(command)) is not None:
                 self._links.commands.answer(command, "refused", refusal)
@@ -496,18 +523,9 @@ class Supervisor:
                 self._links.commands.answer(command, "accepted", text)
                 self._pending.append(command.fault)
 
-    def _is_anothers(self, command: Evict | Inject) -> bool:
-        """Whether it may be meant for the supervisor of another host, who answers then."""
-        if isinstance(command, Inject):
-            return isinstance(self._services, Joined) and isinstance(command.fault, ServiceFault)
-        return command.group not in self._groups and not self._links.alone
-
     def _refusal(self, command: Evict | Inject) -> str | None:
-        """Why the command is not obeyed; None: it is, or it is not for us."""
-        if isinstance(command, Inject):
-            is_refused = isinstance(command.fault, ServiceFault) and not self._config.may_inject
-            return "it runs without --injectable" if is_refused else None
-        return why_not_evict(command, self._groups, is_ending=self._drain_until is not None)
+        is_ending = self._drain_until is not None
+        return why_refused(command, self._groups, self._config.may_inject, is_ending)
 
     def _hand_over(self, group: Group, loss: Loss) -> None:
         """Another supervisor has the group from now on, or when its processes here have ended."""
@@ -552,17 +570,6 @@ class Supervisor:
 
     # --- stragglers --------------------------------------------------------------------
 
-    def _name_stragglers(self) -> None:
-        for change in self._links.pace.news():
-            what = "straggler" if change.slow else "no longer a straggler"
-            logger.warning("%s: %s", what, change.evidence)
-        limit = self._config.evict_stragglers
-        if limit is None:
-            return
-        for rank, factor in self._links.pace.stragglers.slow.items():
-            if factor >= limit and rank not in self._too_slow:
-                self._restart_straggler(rank)
-
     def _restart_straggler(self, rank: str) -> None:
         """Start the group of ``rank`` again, if the job can go on without it meanwhile."""
         command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
@@ -582,9 +589,7 @@ class Supervisor:
         """Carry out a fault, and have the participants trace it."""
         logger.info("injected: %s", fault)
         view = self._tail.view
-        epoch = max((rank.epoch for rank in view.ranks.values()), default=0)
-        kind = "bus_restart" if isinstance(fault, BusRestartFault) else "lighthouse_restart"
-        view.injected[fault.name] = Injected(fault.name, kind, "", view.step, epoch)
+        view.note_service_fault(fault.name, fault.kind)
         word = Inject(fresh_id(), fault, BY_SUPERVISOR)
         self._told.add(word.id)
         with suppress(BusError):
@@ -599,10 +604,7 @@ class Supervisor:
 
     def _restart_bus(self) -> None:
         self._forgot = True
-        self._judgement.problems.append(
-            "the bus was restarted, and has forgotten the job: its processes stop, and none is "
-            "started again; begin a new job from a checkpoint"
-        )
+        self._judgement.note_forgotten()
         self._links.close()
         self._services.restart_bus()
         self._links.open(self._services.bus_url)
@@ -614,6 +616,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """Leave nothing behind: no child, no store, no descriptor."""
+        self._adopter.close()
         self._reforming.spares.end()
         left = [*self._living(), *self._reforming.spares]
         for child in left:

@@ -12,6 +12,10 @@ from typing import Literal
 
 from fft.util.error_places import Place
 
+_UNLIKE = {
+    "UnlikeGroups": "all groups must train the same model",
+    "OtherSettings": "all groups must be set up alike",
+}
 _NEVER_LOADED = frozenset({"SyntaxError", "ImportError"})
 
 
@@ -48,10 +52,8 @@ class Mistakes:
         self._errors[group] = error
         again = before is not None and before.signature == error.signature
         alike = {g for g, e in self._errors.items() if e.signature == error.signature}
-        if error.type == "UnlikeGroups":
-            return Mistake(
-                "group" if job_committed else "job", "all groups must train the same model", error
-            )
+        if (reason := _UNLIKE.get(error.type)) is not None:
+            return Mistake("group" if job_committed else "job", reason, error)
         if not job_committed:
             reason = self._before_the_first_commit(error, again, len(alike))
             return None if reason is None else Mistake("job", reason, error)

@@ -6,7 +6,8 @@ Starts processes, by `Spares` or anew. All on the supervisor's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,11 @@ from fft.trace.tail import JobView
 SUCCESSOR = "FFT_SUCCESSOR"
 """Set in the environment of a process that comes for a lost one, whose group lives."""
 
+_HANGS_S = 60.0
+_TIMES = 3.0
+"""A successor hangs that has not begun its first txn for so long, and for so many times as long as
+its group took. A spare likewise, before it has loaded everything."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,6 +34,8 @@ class Reforming:
 
     def __init__(self, config: RunConfig, launcher: Launcher) -> None:
         self._config = config
+        self._coming: dict[Child, float] = {}
+        """Successors that have not begun their first txn, and since when they run."""
         self._launcher = launcher
         self.spares = Spares(config.spares, self._start_spare)
 
@@ -38,7 +46,7 @@ class Reforming:
     def is_waited_for(self, lost: Child) -> bool:
         """Whether the others wait for another process in the place of ``lost``."""
         window = self._config.reform_window
-        may_wait = self.spares.has_ready if window is None else window > 0
+        may_wait = self.spares.ready > 0 if window is None else window > 0
         return lost.is_replaced and may_wait
 
     def may_replace(self, group: Group, lost: Child, view: JobView) -> bool:
@@ -57,6 +65,37 @@ class Reforming:
         mates = {c.rank for c in group.living if c is not lost and not c.told_dead}
         return lost.rank in settled and bool(mates & settled)
 
+    def late(self, groups: Mapping[str, Group], view: JobView) -> Iterator[tuple[Child, str]]:
+        """Spares and successors that hang, each once, and what to say of it."""
+        hang = *self._late_spares(groups, view), *self._late_successors(groups, view)
+        for child, limit in hang:
+            text = f"it was to take the place of a lost rank, and was not ready after {limit:.0f} s"
+            logger.warning("pid %d is ended: %s", child.pid, text)
+            yield child, text
+
+    def _late_spares(
+        self, groups: Mapping[str, Group], view: JobView
+    ) -> Iterator[tuple[Child, float]]:
+        for group in groups.values():
+            if group.took is None and len(view.since(group.name, group.known_incs)) == group.ranks:
+                group.took = time.monotonic() - group.started_at
+        if known := [group.took for group in groups.values() if group.took is not None]:
+            limit = max(_HANGS_S, _TIMES * max(known))
+            yield from ((child, limit) for child in self.spares.late(limit))
+
+    def _late_successors(
+        self, groups: Mapping[str, Group], view: JobView
+    ) -> Iterator[tuple[Child, float]]:
+        now = time.monotonic()
+        for child, since in list(self._coming.items()):
+            group = groups[child.group]
+            limit = max(_HANGS_S, _TIMES * (group.took or 0.0))
+            if not child.alive or child.rank in view.since(group.name, group.incs_before):
+                del self._coming[child]
+            elif now > since + limit:
+                del self._coming[child]
+                yield child, limit
+
     def replace(self, group: Group, lost: Child, view: JobView) -> Child | None:
         """Have a spare, or else a new process, take the place of ``lost``; None: none can."""
         inc = view.incs(group.name).get(lost.rank, 0)
@@ -68,6 +107,7 @@ class Reforming:
         except (OSError, RuntimeError) as error:  # the latter: torch's, of the group's store
             logger.error("%s", why_not_started(group, error))
             return None
+        self._coming[child] = time.monotonic()
         logger.warning(
             "group %s lost rank %d (pid %d, %s): pid %d takes its place, the others live on",
             *(group.name, lost.rank, lost.pid, cause_of(lost.code), child.pid),

@@ -43,6 +43,7 @@ class Spare:
                 ours.close()
                 raise
         ours.setblocking(False)
+        self.began = time.monotonic()
         self._socket = ours
         self._is_ready = False
 
@@ -89,9 +90,9 @@ class Spares:
         return (spare.child for spare in self._spares)
 
     @property
-    def has_ready(self) -> bool:
-        """Whether one can take a role at once."""
-        return any(spare.is_ready for spare in self._spares)
+    def ready(self) -> int:
+        """How many can take a role at once."""
+        return sum(spare.is_ready for spare in self._spares)
 
     def started(self) -> list[Child]:
         """Start what is lacking, if it is time; those that were started."""
@@ -120,6 +121,11 @@ class Spares:
                 return spare.child
             spare.child.signal(signal.SIGKILL)
         return None
+
+    def late(self, limit_s: float) -> list[Child]:
+        """Those that have not loaded everything for so long: they hang."""
+        now = time.monotonic()
+        return [s.child for s in self._spares if not s.is_ready and now > s.began + limit_s]
 
     def ended(self, child: Child) -> None:
         """A spare has ended without a role."""

@@ -5,6 +5,7 @@ Owns one subscription. Never acts by itself.
 
 from __future__ import annotations
 
+import logging
 import queue
 from contextlib import suppress
 
@@ -13,6 +14,8 @@ from fft.bus.resubscribing import ResubscribingListener
 from fft.health.detectors.straggler import Change, Stragglers
 from fft.messages.protocol import UnreadableMessage
 from fft.messages.speed import SpeedReport, decode_report
+
+logger = logging.getLogger(__name__)
 
 
 class PaceEar:
@@ -32,6 +35,14 @@ class PaceEar:
                 rank = f"{word.group}/{word.rank}"
                 changes += self.stragglers.hear(rank, word.inc, word.compute)
         return changes
+
+    def too_slow(self, limit: float | None) -> set[str]:
+        """Name who has become slow, or is slow no more, in the log; who is so by ``limit``."""
+        for change in self.news():
+            what = "straggler" if change.slow else "no longer a straggler"
+            logger.warning("%s: %s", what, change.evidence)
+        slow = self.stragglers.slow.items()
+        return {rank for rank, factor in slow if limit is not None and factor >= limit}
 
     def close(self) -> None:
         """Stop listening."""

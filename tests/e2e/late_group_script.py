@@ -1,0 +1,42 @@
+"""The job of kill_script.py, whose ranks begin torch's own process group late.
+
+``late_group_script.py STEP``: in the body after so many steps. From then on a process that comes
+for a lost rank could not meet the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Samples, sharded_rank
+
+import fft
+
+
+def main() -> None:
+    """Train; from the third step on the ranks of a group add numbers in torch's own group."""
+    rank = sharded_rank(1, {})
+    try:
+        for txn in rank.manager.transactions(fft.CursorLoader(Samples(), batch_size=8, seed=5)):
+            with txn:
+                is_late = rank.manager.current_step() >= int(sys.argv[1])
+                if is_late and not dist.is_initialized():
+                    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+                if is_late:
+                    seen = torch.ones(1)
+                    dist.all_reduce(seen)
+                    assert int(seen) == int(os.environ["WORLD_SIZE"])
+                F.mse_loss(rank.model(txn.batch), txn.batch).backward()
+    finally:
+        rank.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
