@@ -19,15 +19,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos import matrix, page, soak
-from benchmarks.chaos.alone import TRAINERS
-from benchmarks.chaos.cases import LAYOUTS, Case, Layout, suites
+from benchmarks.chaos.cases import LAYOUTS, TRAINERS, Case, Layout, suites
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; ``words`` in its place."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("what", choices=("matrix", "random", "list"))
-    parser.add_argument("--layout", choices=LAYOUTS, action="append", help="both if absent")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, action="append", help="if absent, all that fit"
+    )
     parser.add_argument(
         "--case", action="append", help="only cases whose name (see list) holds this; several times"
     )
@@ -35,17 +36,18 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of a random run")
     parser.add_argument(
         "--trainer",
-        choices=("gpt", "cnn", "pipeline", "pipeline_ahead", *sorted(TRAINERS)),
+        choices=TRAINERS,
         help="of a random run: a real loop",
     )
     parser.add_argument("--traces", type=Path, help="keep them there; else a folder in /tmp")
     parser.add_argument("--json", type=Path, help="rows and problems of a matrix, to this file")
     parser.add_argument("--write", action="store_true", help="put the results into docs/chaos.md")
     args = parser.parse_args(words)
-    if args.trainer in TRAINERS:  # of one rank each
-        args.layout = args.layout or [name for name in LAYOUTS if LAYOUTS[name].ranks == 1]
-        if many := [name for name in args.layout if LAYOUTS[name].ranks > 1]:
-            parser.error(f"--trainer {args.trainer} has one rank a group, unlike {', '.join(many)}")
+    fit = TRAINERS[args.trainer] if args.trainer else tuple(LAYOUTS)
+    args.layout = args.layout or list(fit)
+    if unfit := [name for name in args.layout if name not in fit]:
+        mend = f"--layout {' or '.join(fit)}"
+        parser.error(f"--trainer {args.trainer} does not train in {', '.join(unfit)}: give {mend}")
     return args
 
 
@@ -103,7 +105,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the job that runs
     root = args.traces or Path(tempfile.mkdtemp(prefix="fft-chaos-"))
     good = True
-    for name in args.layout or LAYOUTS:
+    for name in args.layout:
         layout = LAYOUTS[name]
         if args.what == "list":
             for case in (case for suite in suites(layout) for case in suite.cases):

@@ -17,7 +17,7 @@ from benchmarks.slices import Slices
 
 FEW = 20
 """Losses at either end of the run, of which the mean is told."""
-TRAINERS = frozenset({"local_sgd", "diloco", "async"})
+TRAINERS = frozenset({"local_sgd", "diloco", "hsdp_diloco", "async"})
 """Of `trainer.py`: those whose groups step alone."""
 NOTES = frozenset({"inner_commit", "inner_abort", "inner_torn", "metrics"})
 
@@ -51,10 +51,13 @@ class Inner:
 
 
 def inner_of(lines: Iterable[Mapping[str, Any]], data: Slices) -> Inner | None:
-    """Of the notes, by wall clock; None: there was no inner step."""
+    """Of the notes, by wall clock; None: there was no inner step.
+
+    The ranks of a group step together, so that those of its first one are counted.
+    """
     notes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
-        if line.get("note") in NOTES:
+        if line.get("note") in NOTES and line["rank"] == 0:
             notes[line["note"]].append(line)
     done = notes["inner_commit"]
     if not done:

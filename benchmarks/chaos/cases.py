@@ -59,6 +59,18 @@ class Layout:
 
 
 LAYOUTS = {layout.name: layout for layout in (Layout(3, 1), Layout(2, 2))}
+TRAINERS = {
+    "gpt": ("3x1", "2x2"),
+    "cnn": ("3x1", "2x2"),
+    "ddp": ("3x1",),
+    "local_sgd": ("3x1",),
+    "diloco": ("3x1",),
+    "async": ("3x1",),
+    "hsdp_diloco": ("2x2",),
+    "pipeline": ("2x2",),
+    "pipeline_ahead": ("2x2",),
+}
+"""Loops of `trainer.py`, and the layouts that each can train in. `gpt` and `cnn` are hsdp's."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""One rank of a job to be broken that trains as people do: a GPT, a convolutional network, a
-pipeline; a GPT by LocalSGD, by DiLoCo, and by DiLoCo that waits for no slow group.
+"""One rank of a job to be broken that trains as people do: a GPT, also in torch's DDP, a
+convolutional network, a pipeline; a GPT by LocalSGD, by DiLoCo, with shards of it on the ranks of
+each group or without, and by DiLoCo that waits for no slow group.
 
 ``trainer.py NAME PACE [NAME=SECONDS ...]``: as `worker.py`, with what real loops do beside loss and
 backward: accumulation, clipping, schedules, EMA, a scaler, augmentation in workers.
@@ -118,6 +119,24 @@ def cnn(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     return body, fft.CursorLoader(Pictures(), batch_size=8, seed=5, num_workers=2)
 
 
+def ddp(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
+    """torch's DistributedDataParallel around the GPT, whose averages FFT takes over."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(),
+                                         rank=0, world_size=1)  # fmt: skip
+    model = nn.parallel.DistributedDataParallel(GPT(2, 64), bucket_cap_mb=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manager.register(model, optimizer)
+
+    def body(batch: torch.Tensor) -> None:
+        first, second = batch.chunk(2)
+        with model.no_sync():
+            (model(first) / 2).backward()
+        (model(second) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    return body, fft.CursorLoader(Windows(), batch_size=4, seed=5)
+
+
 class Stage(nn.Module):
     """The part of a GPT that one of ``count`` ranks holds."""
 
@@ -201,8 +220,8 @@ def pipeline_ahead(manager: fft.ManagerFFT) -> tuple[Body, Any]:
 
 
 def alone(manager: fft.ManagerFFT, make: Callable[..., Any]) -> tuple[Body, fft.CursorLoader]:
-    """The GPT, each group for itself; ``make`` has them synchronise."""
-    model = GPT(2, 64)
+    """The GPT, each group for itself, on as many ranks as it has; ``make`` synchronises them."""
+    model = shard(manager, GPT(2, 64))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     manager.register(model, inner)
     make(manager, model, inner)
@@ -219,7 +238,7 @@ def alone(manager: fft.ManagerFFT, make: Callable[..., Any]) -> tuple[Body, fft.
 def local_sgd(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     """The groups' parameters are averaged."""
 
-    def make(manager: fft.ManagerFFT, model: GPT, inner: torch.optim.Optimizer) -> fft.LocalSGD:
+    def make(manager: fft.ManagerFFT, model: Any, inner: torch.optim.Optimizer) -> fft.LocalSGD:
         return fft.LocalSGD(manager, model, inner, EVERY)
 
     return alone(manager, make)
@@ -228,7 +247,7 @@ def local_sgd(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 def diloco(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     """Streaming DiLoCo: two fragments in turn, each reduced beside one inner step."""
 
-    def make(manager: fft.ManagerFFT, model: GPT, inner: torch.optim.Optimizer) -> fft.DiLoCo:
+    def make(manager: fft.ManagerFFT, model: Any, inner: torch.optim.Optimizer) -> fft.DiLoCo:
         halves = [
             nn.ModuleList([model.token, model.place, model.blocks[0]]),
             nn.ModuleList([model.blocks[1], model.norm, model.head]),
@@ -242,7 +261,7 @@ def diloco(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 def asynchronous(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     """DiLoCo that waits for no slow group; who is in a synchronisation is as it comes."""
 
-    def make(manager: fft.ManagerFFT, model: GPT, inner: torch.optim.Optimizer) -> fft.DiLoCo:
+    def make(manager: fft.ManagerFFT, model: Any, inner: torch.optim.Optimizer) -> fft.DiLoCo:
         outer = torch.optim.SGD(model.parameters(), lr=0.7)
         return fft.DiLoCo(manager, [model], inner, outer, EVERY)
 
@@ -252,10 +271,12 @@ def asynchronous(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
 TRAINERS = {
     "gpt": gpt,
     "cnn": cnn,
+    "ddp": ddp,
     "pipeline": pipeline,
     "pipeline_ahead": pipeline_ahead,
     "local_sgd": local_sgd,
     "diloco": diloco,
+    "hsdp_diloco": diloco,
     "async": asynchronous,
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from corpus import GPT, Text, Vectors, perceptron
+from islands import Islands
 from recipe_job import Job
 from slow_link import Link
 from torch import nn
@@ -337,6 +338,14 @@ def slow_link(job: Job) -> None:
         _islands(job, watch=hold)
     finally:
         job._ends.append(link.close)  # after the manager
+
+
+def far_islands(job: Job) -> None:
+    """The same; what goes from group to group comes 20 ms later, and 1 MB in a second."""
+    islands = Islands(job, 0.02, 1e6)
+    job.facts["carried"] = islands.carried
+    job._ends.append(islands.close)  # after the manager
+    _islands(job)
 
 
 def torn_last(job: Job) -> None:

@@ -367,6 +367,50 @@ def test_inner_steps_are_committed_while_nothing_crosses_the_link_to_the_job(sta
 
 
 @pytest.mark.multiprocess
+def test_islands_that_are_far_from_each_other_end_with_the_same_bits(stage: Stage) -> None:
+    """Bus, stores, collectives and states go by slow links; two faults come."""
+    recipe = replace(ISLANDS, name="alone.far_islands")
+    run, _, words = stage.faulty(recipe, BOTH)
+    clean = stage.clean(ISLANDS)
+    _assert_audited(run, words)
+    assert _fetches(run) == [], words
+    _assert_carried(run, {"bus", "store", "gloo"})
+    _assert_same(run, clean, _parts(clean), words)
+    for place, expected in clean.results[-1].items():
+        for what in ("consumed", "losses"):
+            assert run.results[-1][place][what] == expected[what], f"{words}\n{what} of {place}"
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("group", [0, 1])
+def test_an_island_that_is_killed_comes_back_over_a_slow_link_with_the_same_bits(
+    stage: Stage, group: int
+) -> None:
+    """As where the link is fast and the island is killed at the same place."""
+    fault = {"name": "f", "kind": "kill", "step": 2, "group": group, "rank": 1,
+             "phase": "before_allreduce"}  # fmt: skip
+    runs = []
+    for name in ("alone.far_islands", "alone.hsdp_diloco"):
+        run = stage.run(replace(ISLANDS, name=name), f"killed-{group}", (fault,), 0.0, True)
+        assert run.killed == [(group, 0), (group, 1)]
+        _assert_audited(run, name)
+        assert [by for by, _ in _fetches(run)] == 2 * [str(group)]
+        _assert_shared(run, name)
+        _assert_samples_once(run)
+        runs.append(run)
+    far, near = runs
+    _assert_carried(far, {"bus", "store", "gloo", "state"})
+    _assert_same(far, near, _parts(near), f"group {group} is killed")
+
+
+def _assert_carried(run: Run, kinds: set[str]) -> None:
+    """All of these, and nothing else, has gone through links of its processes."""
+    carried = [result["facts"]["carried"] for result in run.results[-1].values()]
+    assert {kind for of_rank in carried for kind, count in of_rank.items() if count} == kinds
+
+
+@pytest.mark.multiprocess
 def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_path: Path) -> None:
     shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")
     found = audit_dir(tmp_path / "traces")

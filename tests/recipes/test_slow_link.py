@@ -1,0 +1,54 @@
+"""A slow link is as slow as it says, both ways, and changes nothing that goes through it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from slow_link import Link
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    """The address of a server that sends back what it gets, on one connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        end, _ = listener.accept()
+        with end:
+            while piece := end.recv(1 << 16):
+                end.sendall(piece)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    thread.join(10)
+    listener.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "size", "takes_s"),
+    [(0.1, 0.0, 1, 0.2), (0.0, 1e6, 200_000, 0.2), (0.05, 1e6, 100_000, 0.2)],
+)
+def test_what_goes_through_comes_so_much_later_and_is_the_same(
+    echo: str, latency_s: float, bytes_per_s: float, size: int, takes_s: float
+) -> None:
+    link = Link(echo, latency_s, bytes_per_s)
+    try:
+        said, heard, began = os.urandom(size), b"", time.monotonic()
+        with socket.create_connection(("127.0.0.1", link.port), timeout=30) as end:
+            end.sendall(said)
+            while len(heard) < size:
+                heard += end.recv(1 << 16)
+            took = time.monotonic() - began
+        assert heard == said
+        assert took >= takes_s
+    finally:
+        link.close()
+    assert link.carried == 2 * size
+    assert not [t for t in link._threads if t.is_alive()]
