@@ -43,7 +43,7 @@ from fft.protocol.effects import EFFECTS, Action, arm
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
 from fft.protocol.spec import Part, Row, outermost
-from fft.protocol.state import GENESIS, Config, Local, peers_meant
+from fft.protocol.state import GENESIS, Config, Local, is_older_self, peers_meant
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
 _MAX_CHAIN = 16
@@ -136,7 +136,7 @@ class Participant:
 
     def stale(self, s: Local, event: Event) -> Outcome | None:
         """What to say of an event that is fenced or known already; None: it counts."""
-        return _stale(s, event)
+        return _stale(s, self.config, event)
 
     def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
         while s.deferred and s.state != tried_in:
@@ -222,7 +222,7 @@ class Participant:
 # --- fencing ------------------------------------------------------------------------------------
 
 
-def _stale(s: Local, event: Event) -> Outcome | None:
+def _stale(s: Local, c: Config, event: Event) -> Outcome | None:
     """The one place where tokens are compared: what is older than I am changes nothing."""
     match event:
         case Timer(name=name, serial=serial):
@@ -235,7 +235,7 @@ def _stale(s: Local, event: Event) -> Outcome | None:
                 return Outcome("fenced", f"ack of {token}, I stand at {s.token}")
             return _stale_hello(s, hello)
         case Join(hello=hello):
-            return _stale_hello(s, hello)
+            return None if is_older_self(c, hello.peer) else _stale_hello(s, hello)
         case Ready(peer=peer, epoch=epoch) | Begin(peer=peer, epoch=epoch):
             if epoch < s.token.epoch:
                 return Outcome("fenced", f"{event.type} for epoch {epoch}, I stand at {s.token}")

@@ -173,6 +173,11 @@ def incarnations(s: Local, group: str, rank: int) -> set[Peer]:
     return found if listed is None else found | {Peer(group, rank, listed.inc)}
 
 
+def is_older_self(c: Config, peer: Peer) -> bool:
+    """Whether the participant had my place before me."""
+    return peer[:2] == c.me[:2] and peer.inc < c.me.inc
+
+
 def is_member(s: Local, peer: Peer) -> bool:
     """Whether the participant is in the epoch."""
     return s.epoch is not None and peer in s.epoch.peer_set

@@ -292,6 +292,21 @@ def second_start_that_the_older_one_misses() -> Job:
     return job
 
 
+def second_start_that_the_older_one_learns_of_by_asking() -> Job:
+    """It hears of nothing before the newer one has committed: the register names nobody then."""
+    job = Job(2).until_running()
+    a, old = job.live()
+    (new,) = job.start_group("1")
+    only(job, a, new)
+    job.compute([a, new])
+    only(job, a, new)
+    old.inbox.clear()
+    job.post(old, BusDown("overrun", "fell behind"))
+    job.settle()
+    assert old.finished is not None and old.finished.error == "Fenced"
+    return job
+
+
 def asked_to_leave_before_the_first_epoch() -> Job:
     job = Job(2, expected_groups=3)
     job.settle()
@@ -986,6 +1001,9 @@ LIVES: dict[str, Callable[[], Job]] = {
     "fell behind in doubt": fell_behind_in_doubt,
     "bus away for a while": bus_away_for_a_while,
     "second starts": second_starts,
+    "second start that the older one learns of by asking": (
+        second_start_that_the_older_one_learns_of_by_asking
+    ),
     "second start that the older one misses": second_start_that_the_older_one_misses,
     "asked to leave before the first epoch": asked_to_leave_before_the_first_epoch,
     "a mate leaves before the first epoch": a_mate_leaves_before_the_first_epoch,

@@ -209,6 +209,11 @@ def test_who_has_healed_since_its_last_word_may_be_told_to_fetch_again() -> None
     assert not run_seed(2992435479, HSDP).violations
 
 
+def test_who_was_replaced_unheard_is_told_when_it_asks_to_come_in() -> None:
+    """Its words were dropped as those of an older process, and records put off its limit."""
+    assert not run_seed(2992463999, HSDP).violations
+
+
 def test_a_batch_breaks_nothing() -> None:
     """Fresh seeds each time; what fails is told with the command that replays it."""
     first = int(time.time()) // 60 * 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fft.messages.effects import Effect, Finish
-from fft.messages.protocol import Event, Hello, Join, Peer, RankEntry
+from fft.messages.protocol import Event, Hello, Here, Join, Peer, RankEntry
 from fft.protocol.effects.base import action
 from fft.protocol.forming import base_of
 from fft.protocol.state import Config, Local, coordinator, missing_mates, whole_groups
@@ -17,19 +17,30 @@ def finish(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     yield Finish(getattr(event, "cause", "") or "left after a commit")
 
 
-def _fenced(me: Peer, inc: int, newer: Hello | RankEntry) -> Effect:
+def _fenced(me: Peer, newer: str) -> Effect:
     return Finish(
-        f"{me} is replaced by {me._replace(inc=inc)} (pid {newer.pid} on {newer.host}), which took "
-        "the same replica_id and rank; give each process its own, or end the older one",
+        f"{me} is replaced by {newer}, which took the same replica_id and rank; give each process "
+        "its own, or end the older one",
         error="Fenced",
     )
+
+
+def _in_words(newer: Peer, entry: Hello | RankEntry) -> str:
+    return f"{newer} (pid {entry.pid} on {entry.host})"
 
 
 @action
 def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: a newer incarnation of my identity asks to come in."""
     assert isinstance(event, Join)
-    yield _fenced(c.me, event.hello.peer.inc, event.hello)
+    yield _fenced(c.me, _in_words(event.hello.peer, event.hello))
+
+
+@action
+def stop_answered(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: a newer incarnation of my identity has answered me."""
+    assert isinstance(event, Here)
+    yield _fenced(c.me, f"{event.peer}")
 
 
 @action
@@ -37,7 +48,7 @@ def stop_replaced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: a newer incarnation of my identity is in the newest epoch."""
     assert s.head is not None, "replaced by a record"
     newer = s.head.entries[c.me.group, c.me.rank]
-    yield _fenced(c.me, newer.inc, newer)
+    yield _fenced(c.me, _in_words(c.me._replace(inc=newer.inc), newer))
 
 
 @action

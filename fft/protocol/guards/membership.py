@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fft.messages.protocol import Drain, Event, Join, Leave
+from fft.messages.protocol import Drain, Event, Here, Join, Leave
 from fft.protocol.guards.base import guard, record_of
 from fft.protocol.state import (
     Config,
     Local,
     is_member,
+    is_older_self,
     leavers,
     members,
     missing_mates,
@@ -101,6 +102,18 @@ def superseded(s: Local, c: Config, event: Event) -> bool:
         return False
     other = event.hello.peer
     return (other.group, other.rank) == (c.me.group, c.me.rank) and other.inc > c.me.inc
+
+
+@guard
+def from_older_self(s: Local, c: Config, event: Event) -> bool:
+    """Who asks to come in had my identity before me, and has not heard that it was replaced."""
+    return isinstance(event, Join) and is_older_self(c, event.hello.peer)
+
+
+@guard
+def from_newer_self(s: Local, c: Config, event: Event) -> bool:
+    """Who says that it lives has my identity in my place."""
+    return isinstance(event, Here) and event.peer[:2] == c.me[:2] and event.peer.inc > c.me.inc
 
 
 @guard

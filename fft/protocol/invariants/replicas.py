@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from fft.messages.protocol import (
     Ack,
@@ -156,7 +157,9 @@ def fencing(move: Move) -> Iterator[Claim]:
     if speaker is not None:
         known = move.before.hellos.get((speaker.group, speaker.rank))
         newer = known is not None and known.peer.inc > speaker.inc
-        yield Holds(not newer, f"{peer} listened to {speaker}, which had been replaced")
+        changed = replace(move.after, bus_down=move.before.bus_down) != move.before
+        text = f"{peer} listened to {speaker}, which had been replaced"
+        yield Holds(not newer or not changed, text)
 
 
 def _speaker(event: Event) -> Peer | None:
