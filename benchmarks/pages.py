@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,12 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str
     """A table."""
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in rows]
+
+
+def spread(values: Sequence[float]) -> str:
+    """A cell: the median, and in brackets the least and the most."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
 
 
 def fill(page: Path, name: str, lines: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pages import fill, markdown
+from benchmarks.pages import fill, markdown, spread
 from fft.trace.audit import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,11 +94,6 @@ def cost_of(traces: Path, groups: int) -> Cost:
     return Cost((after - before) * 1e3, (contributed - killed) * 1e3, step * 1e3)
 
 
-def _spread(values: list[float]) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
-
-
 def main() -> None:
     """Measure, print, and with ``--write`` put the table into docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -115,7 +110,7 @@ def main() -> None:
                     print(groups, ranks, way, found[way][-1], flush=True)
         for way, costs in found.items():
             columns = zip(*costs, strict=True)
-            spreads = (_spread(list(column)) for column in columns)
+            spreads = (spread(list(column)) for column in columns)
             rows.append((f"{groups} x {ranks}", way, str(len(costs)), *spreads))
     figures = "kills", "commit to commit", "all contribute", "step"
     headings = ("groups x ranks", "after the kill", *figures)

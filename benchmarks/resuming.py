@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.pages import fill, markdown
+from benchmarks.pages import fill, markdown, spread
 from fft.trace.audit import read_lines
 from fft.trace.starts import start_folders
 
@@ -74,11 +74,6 @@ def commits(folder: Path) -> dict[int, float]:
     return found
 
 
-def _spread(values: list[float]) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
-
-
 def main() -> None:
     """Measure, print, and with ``--write`` put the table into docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -92,7 +87,7 @@ def main() -> None:
             print(every, found[every][-1], flush=True)
     rows = []
     for every, costs in found.items():
-        spreads = (_spread(list(column)) for column in zip(*costs, strict=True))
+        spreads = (spread(list(column)) for column in zip(*costs, strict=True))
         rows.append((f"{every} steps", str(len(costs)), *spreads))
     figures = "commit to commit", "steps lost", "back where it was", "step"
     table = markdown(("checkpoint every", "losses", *figures), rows)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos import matrix, page, soak
-from benchmarks.chaos.cases import LAYOUTS, TRAINERS, Case, Layout, suites
+from benchmarks.chaos.cases import FITTING, LAYOUTS, Case, Layout, suites
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,14 +36,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of a random run")
     parser.add_argument(
         "--trainer",
-        choices=TRAINERS,
+        choices=FITTING,
         help="of a random run: a real loop",
     )
     parser.add_argument("--traces", type=Path, help="keep them there; else a folder in /tmp")
     parser.add_argument("--json", type=Path, help="rows and problems of a matrix, to this file")
     parser.add_argument("--write", action="store_true", help="put the results into docs/chaos.md")
     args = parser.parse_args(words)
-    fit = TRAINERS[args.trainer] if args.trainer else tuple(LAYOUTS)
+    fit = FITTING[args.trainer] if args.trainer else tuple(LAYOUTS)
     args.layout = args.layout or list(fit)
     if unfit := [name for name in args.layout if name not in fit]:
         mend = f"--layout {' or '.join(fit)}"

@@ -17,7 +17,7 @@ from benchmarks.slices import Slices
 
 FEW = 20
 """Losses at either end of the run, of which the mean is told."""
-TRAINERS = frozenset({"local_sgd", "diloco", "hsdp_diloco", "async"})
+ALONE = frozenset({"local_sgd", "diloco", "hsdp_diloco", "async"})
 """Of `trainer.py`: those whose groups step alone."""
 NOTES = frozenset({"inner_commit", "inner_abort", "inner_torn", "metrics"})
 

@@ -59,7 +59,7 @@ class Layout:
 
 
 LAYOUTS = {layout.name: layout for layout in (Layout(3, 1), Layout(2, 2))}
-TRAINERS = {
+FITTING = {
     "gpt": ("3x1", "2x2"),
     "cnn": ("3x1", "2x2"),
     "ddp": ("3x1",),

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.alone import NOTES, TRAINERS, Inner, inner_of
+from benchmarks.chaos.alone import ALONE, NOTES, Inner, inner_of
 from benchmarks.chaos.cases import Layout
 from benchmarks.chaos.job import START_S, ChaosError, Job
 from benchmarks.chaos.matrix import Say
@@ -142,7 +142,7 @@ class _Driver:
         count = int(seconds / EVERY_S * 2) + 10
         state = self._job.desk.job()
         drawn: Iterable[AnyFault] = inject.drawn(state, "any", seed, count, 1, 0, {}).faults
-        if self._soak.trainer in TRAINERS:
+        if self._soak.trainer in ALONE:
             drawn = with_drains(drawn)
         draw, faults = random.Random(seed), iter(drawn)
         began = now = time.monotonic()

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchft import ProcessGroupGloo
 
 import fft
-from benchmarks.chaos.alone import TRAINERS as ALONE
+from benchmarks.chaos.alone import ALONE
 from benchmarks.chaos.worker import LIMIT, LONELY_S
 from benchmarks.whole_step import CONTEXT, GPT, VOCABULARY, Windows
 
@@ -268,7 +268,7 @@ def asynchronous(manager: fft.ManagerFFT) -> tuple[Body, fft.CursorLoader]:
     return alone(manager, make)
 
 
-TRAINERS = {
+BODIES = {
     "gpt": gpt,
     "cnn": cnn,
     "ddp": ddp,
@@ -305,7 +305,7 @@ def main() -> None:
         spec="hsdp" if name in ("gpt", "cnn") else name,
     )
     torch.manual_seed(3)
-    body, loader = TRAINERS[name](manager)
+    body, loader = BODIES[name](manager)
     torch.manual_seed(100 + int(group))
     pace, lonely = pace / (EVERY if name in ALONE else 1), 0
     try:

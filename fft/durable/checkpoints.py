@@ -3,8 +3,8 @@
 Reads and writes files by the store. Nothing here knows what is in them.
 
 A checkpoint is there from the moment when its manifest is, which is written last, into the
-directory of the attempt. That it gets its own name then may be cut off at any point: where no
-``step-N`` is whole, the attempt's directory is that checkpoint, and is read under its own name.
+directory of the attempt. That it gets its own name then may be cut off at any point: it is read
+under the attempt's name then. Of two whole ones of a step, the later counts.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ class Checkpoints:
     def found(self) -> list[Found]:
         """All of them by step, and what is unfinished. Reads manifests, and no other file."""
         entries = [self._look(name) for name in self.store.directories() if _is_ours(name)]
-        newest: dict[int, Found] = {}
-        for entry in sorted(entries, key=_written):
-            if entry.step is not None and entry.problem is None:
-                newest[entry.step] = entry
-        entries = [_surplus(e) if _is_older(e, newest) else e for e in entries]
+        whole = sorted((e for e in entries if e.manifest is not None), key=_written)
+        newest = {entry.step: entry for entry in whole}
+        surplus = [e for e in whole if e is not newest[e.step]]
+        entries = [_surplus(e) if e in surplus else e for e in entries]
         return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
 
     def _look(self, name: str) -> Found:
@@ -106,7 +105,9 @@ class Checkpoints:
     def verify(self, step: int) -> Manifest:
         """Read every file of the checkpoint of ``step``. Raises DamagedCheckpoint."""
         manifest = self.manifest(step)
-        name = self.directory(manifest)
+        return self._verified(self.directory(manifest), manifest)
+
+    def _verified(self, name: str, manifest: Manifest) -> Manifest:
         for file in manifest.files:
             path = f"{name}/{file.name}"
             try:
@@ -121,11 +122,11 @@ class Checkpoints:
         """The newest that verifies, if one does; and what is wrong with those that are newer."""
         problems: list[str] = []
         for entry in reversed([e for e in self.found() if e.step is not None]):
-            assert entry.step is not None
+            if entry.manifest is None:
+                problems.append(str(entry.problem))
+                continue
             try:
-                if entry.problem is not None:
-                    raise DamagedCheckpoint(entry.problem)
-                return self.verify(entry.step), problems
+                return self._verified(entry.name, entry.manifest), problems
             except DamagedCheckpoint as error:
                 problems.append(str(error))
         return None, problems
@@ -205,19 +206,10 @@ class Checkpoints:
         return gone
 
 
-def _is_cut_off(entry: Found) -> bool:
-    """Whether it is whole, and has not got its name."""
-    return entry.step is not None and entry.name != name_of(entry.step)
-
-
 def _written(entry: Found) -> tuple[float, bool]:
     """Of two whole ones of a step, the later counts: the job may have begun anew before it."""
-    return (0.0 if entry.manifest is None else entry.manifest.written_at, not _is_cut_off(entry))
-
-
-def _is_older(entry: Found, newest: dict[int, Found]) -> bool:
-    known = None if entry.step is None else newest.get(entry.step)
-    return entry.problem is None and known is not None and entry is not known
+    assert entry.manifest is not None
+    return (entry.manifest.written_at, entry.name == name_of(entry.manifest.step))
 
 
 def _surplus(entry: Found) -> Found:

@@ -6,7 +6,7 @@ Speaks on the bus, and waits, bounded, for what comes of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fft.messages.commands import Evict, fresh_id
@@ -36,22 +36,17 @@ def _have_left(
     desk: JobClient, ear: Ear, groups: Sequence[str], wait: float, before: JobState
 ) -> Record:
     missing, commits, abort = set(groups), 0, ""
-    deadline = time.monotonic() + wait
-    while (now := time.monotonic()) < deadline:
-        desk.bus.broadcast(encode(Drain(tuple(sorted(missing)), by=desk.me)))
-        for word in ear.words(min(deadline, now + _AGAIN_S)):
-            if not isinstance(word, Packed):
-                continue
-            record = word.record
-            if record.kind == "commit":
-                commits += 1
-                missing -= set(record.leavers)
-            elif record.kind == "abort":
-                abort = f"; the last attempt was rolled back: {record.cause}"
-            elif (epoch := desk.whole(word)) is not None:  # left out, or dead: gone all the same
-                missing &= {entry.group for entry in epoch.members}
-            if not missing:
-                return record
+    for word in _asked(desk, ear, missing, wait):
+        record = word.record
+        if record.kind == "commit":
+            commits += 1
+            missing -= set(record.leavers)
+        elif record.kind == "abort":
+            abort = f"; the last attempt was rolled back: {record.cause}"
+        elif (epoch := desk.whole(word)) is not None:  # left out, or dead: gone all the same
+            missing &= {entry.group for entry in epoch.members}
+        if not missing:
+            return record
     assert before.head is not None
     what = f"{commits} steps were committed meanwhile" if commits else "nothing was committed"
     raise OperatorError(
@@ -59,6 +54,17 @@ def _have_left(
         f"{before.head.step}{abort}. The drain request remains; look with `fft watch`, or "
         "leave the group out at once with `fft evict`"
     )
+
+
+def _asked(desk: JobClient, ear: Ear, missing: set[str], wait: float) -> Iterator[Packed]:
+    """Records that are said within ``wait`` seconds; who is still ``missing`` is asked again and
+    again to leave."""
+    deadline = time.monotonic() + wait
+    while (now := time.monotonic()) < deadline:
+        desk.bus.broadcast(encode(Drain(tuple(sorted(missing)), by=desk.me)))
+        for word in ear.words(min(deadline, now + _AGAIN_S)):
+            if isinstance(word, Packed):
+                yield word
 
 
 @dataclass(frozen=True)

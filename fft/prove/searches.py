@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from fft.prove.mutants import MUTANTS
 from fft.prove.mutants_page import write_table
 from fft.prove.scenario import save_counterexample
 from fft.prove.sets_of_bounds import longest_first, sets_for
-from fft.prove.workers import Tell, processes, spread
+from fft.prove.workers import Tell, in_order, processes, spread
 from fft.util.errors import FftError
 
 _EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
@@ -135,19 +135,21 @@ def _search_all(
     """The reports in the order of the sets; each is told when those before it have been."""
     order = longest_first(sets)
     tasks = [(f"the search within {sets[i].name!r}", sets[i]) for i in order]
-    reports: dict[int, Report] = {}
-    told = 0
     with _progress(console, [bounds.name for _, bounds in tasks]) as show:
-        found = spread(partial(_search, spec, spec_name, choice), tasks, jobs, show, fresh=True)
-        with closing(found):
-            for number, report in found:
-                show(number, None)
-                reports[order[number]] = report
-                while told in reports:
-                    for line in reports[told].told:
-                        console.print(line, markup=False, soft_wrap=True, highlight=False)
-                    told += 1
-    return [reports[i] for i in range(len(sets))]
+
+        def in_places() -> Generator[tuple[int, Report], None, None]:
+            work = partial(_search, spec, spec_name, choice)
+            with closing(spread(work, tasks, jobs, show, fresh=True)) as found:
+                for number, report in found:
+                    show(number, None)
+                    yield order[number], report
+
+        reports: list[Report] = []
+        for _, report in in_order(in_places()):
+            for line in report.told:
+                console.print(line, markup=False, soft_wrap=True, highlight=False)
+            reports.append(report)
+    return reports
 
 
 @contextmanager
@@ -236,18 +238,14 @@ def _hsdps(missed: dict[str, Part]) -> set[str]:
 def mutants(write: Path | None, jobs: int | None, console: Console) -> bool:
     """Run every planted bug and tell which property caught it; whether all were caught."""
     tasks = [(f"the search for mutant {mutant.name}", n) for n, mutant in enumerate(MUTANTS)]
-    found: dict[int, Planted] = {}
-    told = 0
-    with closing(spread(_plant, tasks, processes(jobs, _MUTANT_MIB))) as planted:
-        for number, one in planted:
-            found[number] = one
-            while told in found:
-                console.print(found[told].line, markup=False, soft_wrap=True, highlight=False)
-                told += 1
-    good = all(one.states for one in found.values())
+    found: list[Planted] = []
+    for _, one in in_order(spread(_plant, tasks, processes(jobs, _MUTANT_MIB))):
+        console.print(one.line, markup=False, soft_wrap=True, highlight=False)
+        found.append(one)
+    good = all(one.states for one in found)
     console.print(f"{len(MUTANTS)} planted bugs, " + ("all caught" if good else "NOT all caught"))
     if write is not None and good:
-        write_table(write, [(m, found[n].states, found[n].steps) for n, m in enumerate(MUTANTS)])
+        write_table(write, [(m, f.states, f.steps) for m, f in zip(MUTANTS, found, strict=True)])
         console.print(f"table written to {write}")
     return good
 

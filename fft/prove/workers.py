@@ -10,8 +10,8 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -118,6 +118,18 @@ def spread(
             worker.process.terminate()
         for worker in workers:
             _end(worker)
+
+
+def in_order(found: Generator[tuple[int, Done], None, None]) -> Iterator[tuple[int, Done]]:
+    """What came of tasks in the order of their numbers; each waits for those before it."""
+    waiting: dict[int, Done] = {}
+    following = 0
+    with closing(found):
+        for number, done in found:
+            waiting[number] = done
+            while following in waiting:
+                yield following, waiting.pop(following)
+                following += 1
 
 
 def _start(work: Work[Task, Done], number: int, tasks: Sequence[tuple[str, Task]]) -> _Worker[Task]:

@@ -6,6 +6,7 @@ was ever whole; and the next checkpoint is published as if nothing had been.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -87,6 +88,19 @@ def places(
     return lambda count: f"s3://{bucket}/{count}"
 
 
+def killed(url: str, count: int, before: tuple[int, ...]) -> tuple[Checkpoints, bool]:
+    """What a writer of step 6 leaves that is killed at its ``count``-th operation, and whether it
+    was."""
+    store = open_store(url)
+    store.prepare()
+    published(store, *before)
+    for place in PLACES[:-1]:
+        deliver(store, partial_name(6, "again"), "again", *place, 6)
+    code = Forked(publish, store.url, 6, count).wait(LIMIT_S)
+    assert code in (0, -signal.SIGKILL), (count, code)
+    return Checkpoints(store), code != 0
+
+
 @pytest.mark.parametrize("before", [(), (2, 6)], ids=["first", "again"])
 def test_whatever_a_killed_writer_leaves_a_job_goes_on(
     before: tuple[int, ...], places: Callable[[int], str], caplog: pytest.LogCaptureFixture
@@ -94,15 +108,7 @@ def test_whatever_a_killed_writer_leaves_a_job_goes_on(
     """With the first of all, and with one of a step that has one already."""
     attempt, came = partial_name(6, "again"), set[str]()
     for count in range(MOST):
-        store = open_store(places(count))
-        store.prepare()
-        published(store, *before)
-        for place in PLACES[:-1]:
-            deliver(store, attempt, "again", *place, 6)
-        child = Forked(publish, store.url, 6, count)
-        code = child.wait(LIMIT_S)
-        assert code in (0, -signal.SIGKILL), (count, code)
-        found = Checkpoints(store)
+        found, was_killed = killed(places(count), count, before)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             chosen = choose(found, resume=True)
@@ -115,14 +121,27 @@ def test_whatever_a_killed_writer_leaves_a_job_goes_on(
             name = found.directory(chosen)
             assert (name == attempt) == ("killed as it published it" in caplog.text), count
             came.add(f"{chosen.attempt} in {name}")
-        if count % 4 == 0 or code == 0:
-            published(store, 8)
+        if count % 4 == 0 or not was_killed:
+            published(found.store, 8)
             found.prune(1)
-            assert store.directories() == ["step-8"], count
-        if code == 0:
+            assert found.store.directories() == ["step-8"], count
+        if not was_killed:
             break
     else:
         raise AssertionError("it comes to no end")
     assert came == {
         "a1 in step-6" if before else "nothing", f"again in {attempt}", "again in step-6"
     }  # fmt: skip
+
+
+def test_a_past_that_is_given_up_does_not_come_back(places: Callable[[int], str]) -> None:
+    """The job has gone on from step 2, and is at step 6; an earlier past of it had come to 10."""
+    steps: list[int] = []
+    for count in range(MOST):
+        found, was_killed = killed(places(count), count, (2, 10))
+        chosen = choose(found, resume=True)
+        assert chosen is not None
+        steps.append(chosen.step)
+        if not was_killed:
+            break
+    assert [step for step, _ in itertools.groupby(steps)] == [10, 2, 6]

@@ -98,27 +98,6 @@ def test_what_a_cut_publication_left_does_not_come_back_when_its_step_is_given_u
     assert newest is not None and newest.step == 6
 
 
-def test_a_past_that_is_given_up_does_not_come_back_by_a_cut_publication(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = published(store, 4, 10)
-    directory, rename = written(store, 6, "again"), store.rename
-
-    def cut(old: str, new: str) -> None:
-        if old == directory:
-            raise OSError("killed here")
-        rename(old, new)
-
-    monkeypatch.setattr(store, "rename", cut)
-    with pytest.raises(OSError, match="killed here"):
-        found.publish(directory, manifest_of(store, directory, "again", 6))
-    newest, _ = found.newest()
-    assert newest is not None and newest.step == 6
-    found.prune(1)
-    newest, _ = found.newest()
-    assert newest is not None and (newest.step, newest.attempt) == (6, "again")
-
-
 def test_of_two_whole_ones_of_a_step_the_later_counts(store: Store) -> None:
     found = published(store, 4, 6)
     directory = written(store, 6, "again")

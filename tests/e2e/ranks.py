@@ -6,6 +6,7 @@ Imported by the scripts beside it that `fft run` starts, each in a process of it
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -49,8 +50,18 @@ class Rank(NamedTuple):
         self.shard_pg.unregister()
 
 
-def sharded_rank(min_groups: int, timeouts: dict[str, float], **options: Any) -> Rank:
-    """The rank that the environment names. Layers with dropout, so that generators matter."""
+def with_dropout() -> nn.Module:
+    """A layer for which generators matter."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
+
+
+def sharded_rank(
+    min_groups: int,
+    timeouts: dict[str, float],
+    layer: Callable[[], nn.Module] = with_dropout,
+    **options: Any,
+) -> Rank:
+    """The rank that the environment names, with a model of two layers."""
     group, number = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     torch.set_num_threads(1)
     shard_pg = fft.ShardProcessGroupGloo(timeout=LIMIT)
@@ -67,9 +78,9 @@ def sharded_rank(min_groups: int, timeouts: dict[str, float], **options: Any) ->
         **options,
     )
     torch.manual_seed(3)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(2)))
-    for layer in model:
-        fully_shard(layer, mesh=manager.shard_mesh())
+    model = nn.Sequential(layer(), layer())
+    for each in model:
+        fully_shard(each, mesh=manager.shard_mesh())
     fully_shard(model, mesh=manager.shard_mesh())
     manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     manager.sync_gradients(model)

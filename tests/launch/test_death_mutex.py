@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from fft.health.death_mutex import DeathMutex, hold, supported
+from fft.launch.supervisor.children import Child
 
 pytestmark = pytest.mark.skipif(not supported(), reason="no robust mutexes here")
 
@@ -141,3 +143,18 @@ def test_a_child_that_never_holds_it_ends_without_a_word() -> None:
 @pytest.mark.parametrize("setting", [None, "", "x", "99999", "0"])
 def test_what_is_no_mutex_is_not_held(setting: str | None) -> None:
     assert hold(setting) is None
+
+
+def test_a_child_that_is_reaped_keeps_no_descriptor(tmp_path: Path) -> None:
+    """Who started it may still speak of it: of a rank that was replaced the group does."""
+    script = tmp_path / "script.py"
+    script.write_text(CHILD.replace("word = sys.stdin.readline().strip()", "word = 'leave'"))
+    children: list[Child] = []
+    for number in range(3):
+        before = os.listdir("/proc/self/fd")
+        log, told = tmp_path / f"{number}.log", threading.Event()
+        children.append(child := Child("0", number, 1, [str(script)], dict(os.environ), log))
+        child.watch(told.set)
+        assert child.dies_within(LIMIT_S)
+        assert child.reap() == 3, log.read_text()
+        assert os.listdir("/proc/self/fd") == before

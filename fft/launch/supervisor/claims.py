@@ -131,10 +131,10 @@ class Claims:
             listener.close()
             self._bus.delete(answer_inbox(claim.id))
 
-    def adopt(self, group: str, is_asked: Callable[[], bool] = lambda: False) -> bool:
+    def adopt(self, group: str, is_unwanted: Callable[[], bool] = lambda: False) -> bool:
         """Claim a group if who has claimed it does not answer; whether it is ours now.
 
-        Not if it was let go of: that was meant so. ``is_asked``: whether to leave it. Blocks for
+        Not if it was let go of: that was meant so. ``is_unwanted`` is asked meanwhile. Blocks for
         10 s at most. Raises BusError, SupervisorError.
         """
         held = self._bus.read(register(group))
@@ -146,12 +146,12 @@ class Claims:
         try:
             self._bus.send(f"supervisor/{holder.id}", _claims().dump_json(claim))
             while (now := time.monotonic()) < deadline:
-                if is_asked() or any(ear.until(min(deadline, now + _AGAIN_S))):
+                if is_unwanted() or any(ear.until(min(deadline, now + _AGAIN_S))):
                     return False
         finally:
             listener.close()
             self._bus.delete(answer_inbox(claim.id))
-        if is_asked():
+        if is_unwanted():
             return False
         self._take_from_the_silent(claim, {group: (held, holder)})
         return group in self._mine

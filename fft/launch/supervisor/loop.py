@@ -103,7 +103,7 @@ class Supervisor:
         """Why the job is being ended, though its work is not done."""
         more, least = config.stop_after_plan, config.min_steps
         self._watch = None if more is None else PlanWatch(plan, names, more, least)
-        serves = self._has_services = not isinstance(services, Joined)
+        serves = not isinstance(services, Joined)
         self._links = Links(token, config.host_limit, lambda: self._wake(b"?"), serves)
         self._mistakes = Mistakes(names, config.groups_in_all)
         self._judgement = Judgement(self._groups.values(), plan, serves)
@@ -512,7 +512,8 @@ class Supervisor:
         for command in self._links.commands.take():
             if command.id in self._told or isinstance(command, Check):  # that is for the ranks
                 continue
-            if is_anothers(command, self._groups, self._has_services, self._links.alone):
+            serves = self._judgement.has_services
+            if is_anothers(command, self._groups, serves, self._links.alone):
                 continue
             if (refusal := self._refusal(command)) is not None:
                 self._links.commands.answer(command, "refused", refusal)
