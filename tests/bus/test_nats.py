@@ -403,6 +403,7 @@ def test_without_nats_py_the_extra_is_named() -> None:
     assert "fft-torch[nats]" in done.stdout
 
 
+@pytest.mark.long
 def test_a_cluster_outlives_its_leaders(no_thread_left: None) -> None:
     with NatsServers(job="mine", cluster=3) as servers:
         trial = Trial(servers)

@@ -78,6 +78,7 @@ def test_a_body_that_is_compiled_recomputed_and_autocast(tmp_path: Path) -> None
     check(tmp_path, "compile=aot_eager", "checkpoint=free", "autocast=1")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_faults_at_forward_and_backward_of_a_model_that_is_one_graph(tmp_path: Path) -> None:
     check(tmp_path, "compile=aot_eager", "whole=1")

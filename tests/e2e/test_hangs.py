@@ -103,7 +103,7 @@ def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("place", ["between", "update"])
+@pytest.mark.parametrize("place", ["between", pytest.param("update", marks=pytest.mark.long)])
 def test_who_is_stopped_after_a_commit_is_left_out_as_in_a_txn(tmp_path: Path, place: str) -> None:
     """`hang_limit` is 600 s, and so is the limit of the process group."""
     command = ["run", "--groups", "2", "--trace-dir", str(tmp_path / "run"), "--no-progress"]

@@ -185,6 +185,7 @@ def test_a_stage_that_wants_more_steps_than_the_one_before_ends_with_it_and_says
         assert "at step 4, before max_steps=6" in told
 
 
+@pytest.mark.long
 def test_a_stage_that_wants_fewer_steps_ends_alone(tmp_path: Path) -> None:
     ended = Ended(tmp_path / "fewer", steps=9, more_steps=-4)
     ended.audited()
@@ -202,7 +203,7 @@ def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) 
     assert_few(ended)
 
 
-@pytest.mark.parametrize("late", [0.0, 1.0])
+@pytest.mark.parametrize("late", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
 def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     late: float, tmp_path: Path
 ) -> None:
@@ -221,6 +222,7 @@ def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     assert "stage 'stage0' has ended after 14 slices of the data" in "".join(told)
 
 
+@pytest.mark.long
 def test_a_loop_that_is_left_by_break_may_be_begun_again(clean: Ended, tmp_path: Path) -> None:
     """Nobody has left by that; the next stage connects anew."""
     ended = Ended(tmp_path / "again", break_0=4, break_1=6, again=1)
@@ -250,7 +252,9 @@ PACES = {
 }
 
 
-@pytest.mark.parametrize("where", SKIPS)
+@pytest.mark.parametrize(
+    "where", ["both", *(pytest.param(w, marks=pytest.mark.long) for w in SKIPS if w != "both")]
+)
 def test_skipped_steps_change_no_bit_whatever_the_timing(where: str, tmp_path: Path) -> None:
     """A scaler skips steps, of one stage or of both: the flow counts the slices that they take."""
     runs = [Ended(tmp_path / "fast", **SKIPS[where])]

@@ -162,7 +162,8 @@ def test_who_comes_for_a_lost_rank_and_hangs_is_ended(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("since", [3, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("since", [3, 6])
 def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
     tmp_path: Path, since: int
 ) -> None:

@@ -76,6 +76,7 @@ def committed(traces: Path, process: str) -> int:
     return sum(path.read_text().count('"consumed"') for path in found)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_slow_rank_is_named_and_the_others_are_not(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"

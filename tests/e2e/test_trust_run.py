@@ -28,6 +28,7 @@ def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
     return [p for p in found if str(SCRIPT) in p.cmdline() and "FFT_BUS" in p.environ()]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_an_outsider_is_refused_and_who_has_the_token_is_obeyed(tmp_path: Path) -> None:
     traces = tmp_path / "run"

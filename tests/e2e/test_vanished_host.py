@@ -147,7 +147,8 @@ def assert_the_same_processes(traces: Path, ranks: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("vanishing", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("vanishing", [0, 1])
 def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
     tmp_path: Path, vanishing: int
 ) -> None:

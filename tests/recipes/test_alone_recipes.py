@@ -316,7 +316,15 @@ def test_an_inner_step_that_fails_on_one_rank_is_repeated_by_its_group_alone(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("where", ["held_in_body", "held_before_vote", "held_for_mate", "decided"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "held_in_body",
+        pytest.param("held_before_vote", marks=pytest.mark.long),
+        pytest.param("held_for_mate", marks=pytest.mark.long),
+        "decided",
+    ],
+)
 def test_a_rollback_of_the_job_undoes_one_inner_step_at_most(stage: Stage, where: str) -> None:
     """Group 0 fails as it begins to reduce, while group 1 is ``where`` in an inner step."""
     fault = {"name": "f", "kind": "exception", "step": 2, "group": 0, "rank": 0,

@@ -18,7 +18,7 @@ from forked import Forked
 from torch.distributed import PrefixStore
 
 from fft.bus.tcpserver import host_store
-from fft.train.process_group.rendezvous import RendezvousStore
+from fft.train.process_group.rendezvous import RendezvousCancelled, RendezvousStore
 
 LIMIT = timedelta(seconds=60)
 SAFETY_S = 15.0
@@ -64,3 +64,46 @@ def test_a_silent_store_holds_up_who_cleans_it_and_nobody_else(
         safety.wait()
     thread.join(60)
     assert not thread.is_alive() and not client.check(["epoch/a"])
+
+
+class TakenBack(PrefixStore):
+    """Its writer takes a key back as soon as somebody has seen it."""
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = super().check(keys)
+        for key in keys:
+            super().delete_key(key)
+        return found
+
+
+def test_a_key_that_its_writer_has_taken_back_is_waited_for_as_any_other() -> None:
+    """Who was aborted takes its keys back; who just reads one of them is aborted, too."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
+    inner = TakenBack("fft", server)
+    store = RendezvousStore(inner, LIMIT)
+    inner.set("a", "x")
+    caught: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            store.get("a")
+        except RendezvousCancelled as error:
+            caught.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    deadline = time.monotonic() + SAFETY_S
+    while server.check(["fft/a"]):
+        assert time.monotonic() < deadline, "nobody reads the key"
+    store.cancel("a rank has died")
+    reader.join(SAFETY_S)
+    assert [str(error) for error in caught] == ["a rank has died"]
+
+
+def test_what_is_there_is_read_whatever_it_is() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
+    store = RendezvousStore(PrefixStore("fft", server), LIMIT)
+    for value in (b"", b"\xff\x00", b"text"):
+        store.set("a", value)
+        assert store.get("a") == value
+        assert store.multi_get(["a", "a"]) == [value, value]

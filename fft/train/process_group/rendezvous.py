@@ -26,6 +26,9 @@ from fft.util.hedged import hedged
 _FIRST_PAUSE = 0.0002
 _LONGEST_PAUSE = 0.002
 
+_NO_VALUE = "\0fft: no such key"
+"""What a TCPStore answers if it is asked to replace this value of a key that is not there."""
+
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
 
 
@@ -105,12 +108,17 @@ class RendezvousStore(Store):
         self._wait(keys, self._timeout if timeout is None else timeout)
 
     def get(self, key: str) -> bytes:
-        self._wait([key], self._timeout)
-        return self._inner.get(key)
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            self._wait([key], timedelta(seconds=deadline - time.monotonic()))
+            # a get would wait, as torch does, if its writer has taken the key back meanwhile
+            value = self._inner.compare_set(key, _NO_VALUE, _NO_VALUE)
+            if value != _NO_VALUE.encode():
+                return value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self._wait(keys, self._timeout)
-        return self._inner.multi_get(keys)
+        return [self.get(key) for key in keys]
 
     def set(self, key: str, value: Any) -> None:
         self._write(key)
