@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
+
+from fft.protocol.state import Local, members
 
 FORMAT = 3
 """Version in every header; a reader refuses another one."""
@@ -35,3 +38,15 @@ def inner_folder(directory: Path, group: str, store: str) -> Path:
 def chain(previous: str, body: str) -> str:
     """Digest that links a line to the one before it. ``body``: the line without its ``h``."""
     return hashlib.blake2b(f"{previous}\n{body}".encode(), digest_size=8).hexdigest()
+
+
+def where(s: Local) -> dict[str, Any]:
+    """Where a participant stands: in every line of its own."""
+    return {
+        "epoch": s.token.epoch,
+        "txn": s.token.txn,
+        "step": s.step,
+        "lineage": s.lineage,
+        "state": s.state,
+        "members": [g.group for g in members(s)],
+    }

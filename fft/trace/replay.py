@@ -17,9 +17,10 @@ from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config
 from fft.protocol.table import Table
-from fft.trace.format import FORMAT
+from fft.trace.format import FORMAT, where
 from fft.trace.read import GAP, Trace, TraceFile
 
+_OF_A_ROW = "from", "to", "roles", "on", "guards", "effects"
 _HANDLED = {"transition", "fenced", "refused", "deferred"}
 
 
@@ -187,10 +188,9 @@ def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
 
 def _rows(lines: list[dict[str, Any]], move: Move) -> tuple[list[Any], list[Any]]:
     """The rows that an event took: as its lines tell, and as the table has them."""
-    told = [
-        (x.get("from"), x.get("to"), x.get("on"), x.get("guards"), x.get("effects")) for x in lines
-    ]
-    return told, [(s.source, s.dest, s.event, s.guards, s.effects) for s in move.out.steps]
+    told = [tuple(map(line.get, _OF_A_ROW)) for line in lines]
+    steps = move.out.steps
+    return told, [(s.source, s.dest, list(s.roles), s.event, s.guards, s.effects) for s in steps]
 
 
 def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
@@ -201,16 +201,19 @@ def _is_cut_off(lines: list[dict[str, Any]], move: Move) -> bool:
 
 def _difference(lines: list[dict[str, Any]], move: Move) -> str | None:
     if move.out.verdict != "row":
-        told = lines[0]["kind"]
-        return (
-            None
-            if told == move.out.verdict
-            else f"the trace has {told}, the core says {move.out.verdict}"
-        )
+        is_told = {"kind": move.out.verdict, **where(move.before), "reason": move.out.reason}
+        return _unlike(lines[0], is_told)
     told_rows, is_rows = _rows(lines, move)
     if told_rows != is_rows:
         odd = next(i for i, (a, b) in enumerate(zip_longest(told_rows, is_rows)) if a != b)
         return f"the trace has {told_rows[odd:]}, the table takes {is_rows[odd:]}"
-    after = (move.after.token.epoch, move.after.token.txn, move.after.step, move.after.lineage)
-    told_after = tuple(lines[0][k] for k in ("epoch", "txn", "step", "lineage"))
-    return None if told_after == after else f"the trace has state {told_after}, the core {after}"
+    after = {**where(move.after), "cause": move.after.cause or None}
+    return next(filter(None, (_unlike(line, after) for line in lines)), None)
+
+
+def _unlike(line: dict[str, Any], core: dict[str, Any]) -> str | None:
+    if all(line.get(name) == value for name, value in core.items()):
+        return None
+    odd = [name for name, value in core.items() if line.get(name) != value]
+    told, is_so = ({name: what.get(name) for name in odd} for what in (line, core))
+    return f"the trace has {told}, the core {is_so}"

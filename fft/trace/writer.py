@@ -26,8 +26,8 @@ from pydantic_core import PydanticSerializationError, to_json
 from fft.messages.protocol import Event, Peer, event_to_json
 from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Config, Local, members
-from fft.trace.format import FORMAT, chain
+from fft.protocol.state import Config, Local
+from fft.trace.format import FORMAT, chain, where
 from fft.util.names import in_file_name
 
 logger = logging.getLogger(__name__)
@@ -191,12 +191,12 @@ class TraceWriter:
             return
         told = {"event": event_to_json(event), "at": now}
         if out.verdict != "row":
-            self.write(out.verdict, {**_where(before), **told, "reason": out.reason})
+            self.write(out.verdict, {**where(before), **told, "reason": out.reason})
             return
-        where = _where(after)
+        there = where(after)
         rows = [
             {
-                **where,
+                **there,
                 "from": step.source,
                 "to": step.dest,
                 "roles": step.roles,
@@ -212,8 +212,8 @@ class TraceWriter:
 
     def note(self, name: str, data: dict[str, Any], local: Local | None = None) -> None:
         """Append something that is no transition: metrics, an injected fault, a slice consumed."""
-        where = _where(local) if local is not None else {}
-        self.write("note", {"note": name, "data": data, **where})
+        there = where(local) if local is not None else {}
+        self.write("note", {"note": name, "data": data, **there})
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -226,17 +226,6 @@ class TraceWriter:
                     self._append(self._fd, [self._gap()])
             os.close(self._fd)
             self._fd = None
-
-
-def _where(s: Local) -> dict[str, Any]:
-    return {
-        "epoch": s.token.epoch,
-        "txn": s.token.txn,
-        "step": s.step,
-        "lineage": s.lineage,
-        "state": s.state,
-        "members": [g.group for g in members(s)],
-    }
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fft.cli import app
 from fft.messages.fault_plans import FaultPlan
-from fft.messages.protocol import Applied, Event, Peer, Prepared
+from fft.messages.protocol import Applied, Event, Fault, Peer, Prepared, Token
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.prove.cluster import Node
@@ -455,6 +455,52 @@ def test_a_transition_that_the_table_does_not_have_is_found_with_its_line(traces
     (replay,) = [f for f in report.findings if f.name == "replay"]
     assert replay.violation is not None
     assert replay.place == f"{path.name}:{place}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["epoch", "txn", "step", "lineage", "state", "members", "from", "to", "roles", "on", "guards",
+     "effects", "cause"],
+)  # fmt: skip
+def test_whatever_is_changed_of_a_transition_is_found_with_its_line(
+    traces: Path, name: str
+) -> None:
+    def forge(record: dict[str, object]) -> bool:
+        if record.get("to") != "PREPARED":
+            return False
+        record[name] = "other"
+        return True
+
+    path = first(traces)
+    place = _forge(path, forge)
+    (replay,) = [f for f in audit_dir(traces).findings if f.name == "replay"]
+    assert replay.place == f"{path.name}:{place}" and "'other'" in str(replay.violation)
+
+
+@pytest.mark.parametrize(
+    "name", ["epoch", "txn", "step", "lineage", "state", "members", "kind", "reason"]
+)
+def test_whatever_is_changed_of_a_fenced_event_is_found_with_its_line(
+    tmp_path: Path, name: str
+) -> None:
+    job = TracedJob(tmp_path)
+    job.step()
+    node = job.live()[0]
+    job.post(node, Fault(Token(0, 0), "late", "body"))
+    job.step()
+    job.close()
+    path = first(tmp_path)
+
+    def forge(record: dict[str, object]) -> bool:
+        if record["kind"] != "fenced":
+            return False
+        record[name] = "refused"
+        return True
+
+    assert audit_dir(tmp_path).ok
+    place = _forge(path, forge)
+    (replay,) = [f for f in audit_dir(tmp_path).findings if f.name == "replay"]
+    assert replay.place == f"{path.name}:{place}" and "'refused'" in str(replay.violation)
 
 
 def test_a_missing_trace_is_found(traces: Path) -> None:
