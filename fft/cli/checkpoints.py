@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -112,10 +112,19 @@ def prune(
     place: Place,
     keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")] = 3,
 ) -> None:
-    """Remove all but the newest, and what older attempts have left."""
-    with plain_errors(), _readable(place):
-        removed = _opened(place).prune(keep)
+    """Remove all but the newest, and what older attempts have left, unless a job is at work."""
+    from fft.durable.stores import StoreError
+
+    with plain_errors(), _readable(place), ExitStack() as held:
+        checkpoints, left = _opened(place), []
+        try:
+            held.enter_context(checkpoints.store.hold())
+        except StoreError:  # what is unfinished may be what that job writes
+            left = [entry.name for entry in checkpoints.found() if entry.step is None]
+        removed = checkpoints.prune(keep, left)
     sys.stdout.write("".join(f"removed {name}\n" for name in removed) or "nothing to remove\n")
+    if left:
+        sys.stdout.write(f"a job is at work there, and may need: {', '.join(left)}\n")
 
 
 @app.command()

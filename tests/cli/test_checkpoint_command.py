@@ -54,7 +54,19 @@ def test_prune_keeps_what_is_whole(place: Path) -> None:
     code, text = said("prune", place, "--keep", 1)
     assert code == 0 and text == "removed step-2\n"
     assert said("prune", place, "--keep", 1) == (0, "nothing to remove\n")
-    assert sorted(p.name for p in place.iterdir()) == ["step-4", "step-6", "step-7.partial-a1"]
+    kept = open_store(str(place)).directories()
+    assert kept == ["step-4", "step-6", "step-7.partial-a1"]
+
+
+def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
+    """One that has gone on from an older checkpoint is at an earlier step than the newest."""
+    store = open_store(str(place))
+    attempt = written(store, 3)
+    with store.hold():
+        code, text = said("prune", place, "--keep", 1)
+    assert code == 0 and text.startswith("removed step-2\na job is at work there")
+    assert attempt in text and attempt in store.directories()
+    assert said("prune", place, "--keep", 1) == (0, f"removed {attempt}\n")
 
 
 @pytest.mark.parametrize(
