@@ -50,12 +50,16 @@ class Checkpoints:
 
     def found(self) -> list[Found]:
         """All of them by step, and what is unfinished. Reads manifests, and no other file."""
-        entries = [self._look(name) for name in self.store.directories() if _is_ours(name)]
-        whole = sorted((e for e in entries if e.manifest is not None), key=_written)
-        newest = {entry.step: entry for entry in whole}
-        surplus = [e for e in whole if e is not newest[e.step]]
+        entries = self._looked_at()
+        newest = {e.step: e for e in entries if e.manifest is not None}
+        surplus = [e for e in entries if e.manifest is not None and e is not newest[e.step]]
         entries = [_surplus(e) if e in surplus else e for e in entries]
         return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
+
+    def _looked_at(self) -> list[Found]:
+        """All directories, the newest last: of a step the one that was written last."""
+        names = filter(_is_ours, self.store.directories())
+        return sorted((self._look(name) for name in names), key=_age)
 
     def _look(self, name: str) -> Found:
         step = step_of(name)
@@ -121,7 +125,7 @@ class Checkpoints:
     def newest(self) -> tuple[Manifest | None, list[str]]:
         """The newest that verifies, if one does; and what is wrong with those that are newer."""
         problems: list[str] = []
-        for entry in reversed([e for e in self.found() if e.step is not None]):
+        for entry in reversed([e for e in self._looked_at() if e.step is not None]):
             if entry.manifest is None:
                 problems.append(str(entry.problem))
                 continue
@@ -206,10 +210,10 @@ class Checkpoints:
         return gone
 
 
-def _written(entry: Found) -> tuple[float, bool]:
+def _age(entry: Found) -> tuple[int, float, bool]:
     """Of two whole ones of a step, the later counts: the job may have begun anew before it."""
-    assert entry.manifest is not None
-    return (entry.manifest.written_at, entry.name == name_of(entry.manifest.step))
+    written = 0.0 if entry.manifest is None else entry.manifest.written_at
+    return (entry.step or 0, written, entry.name == name_of(entry.step or 0))
 
 
 def _surplus(entry: Found) -> Found:

@@ -109,6 +109,18 @@ def test_of_two_whole_ones_of_a_step_the_later_counts(store: Store) -> None:
     assert [e.step for e in found.found()] == [4, 6, None]
 
 
+def test_if_the_later_one_of_a_step_is_damaged_the_other_is_read(store: Store) -> None:
+    found = published(store, 4, 6)
+    directory = written(store, 6, "again")
+    later = manifest_of(store, directory, "again", 6).model_copy(update={"written_at": 1.0})
+    store.write(f"{directory}/{MANIFEST}", sealed(later))
+    file = later.files[0]
+    store.write(f"{directory}/{file.name}", bytes(file.size))
+    newest, problems = found.newest()
+    assert newest is not None and (newest.step, newest.attempt) == (6, "a1")
+    assert problems == [f"{directory}/{file.name}: its SHA-256 is not that in the manifest"]
+
+
 def test_a_rename_that_fails_leaves_what_had_the_name(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     found = published(store, 4)
