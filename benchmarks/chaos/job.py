@@ -140,20 +140,29 @@ class Job:
         """The epoch that all groups are at work in, by rank, if there is one.
 
         It is one and the same, but for stages that step by themselves. Groups that wait for no slow
-        one are in few epochs together: ``()`` where all have been in one since they began.
+        one are in few epochs together: ``()`` where all have been in one since they began, and the
+        newest record counts them in: of who was killed it alone tells.
         """
         view, groups = self.tail.poll(), [str(g) for g in range(self.layout.groups)]
         ranks = [view.of(group) for group in groups]
         if any(len(found) != self.layout.ranks for found in ranks):
             return None
         if self._waits_for_none:
-            return () if all(r.commits and not r.leaves for rs in ranks for r in rs) else None
+            at_work = all(r.commits and not r.leaves for rs in ranks for r in rs)
+            return () if at_work and self._counted_in() >= set(groups) else None
         if not all(r.role in AT_WORK and r.members == tuple(groups) for rs in ranks for r in rs):
             return None
         epochs = {tuple(rank.epoch for rank in found) for found in ranks}
         first = epochs.pop()
         is_one = len(set(first)) == 1 or len(scope_folders(self.traces)) > 1
         return first if is_one and not epochs else None
+
+    def _counted_in(self) -> set[str]:
+        epoch = self.desk.job().epoch
+        if epoch is None:
+            return set()
+        apart = (each.entry for each in epoch.standing)
+        return {entry.group for entry in (*epoch.members, *apart)}
 
     def settle(self, what: str, within: float = RECOVERED_S) -> None:
         """Wait until the whole job has committed some steps in one epoch, from now on."""
