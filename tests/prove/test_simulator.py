@@ -214,6 +214,11 @@ def test_who_was_replaced_unheard_is_told_when_it_asks_to_come_in() -> None:
     assert not run_seed(2992463999, HSDP).violations
 
 
+def test_a_drain_ends_the_other_stages_of_a_group_that_has_lost_the_bus() -> None:
+    """Nobody comes in its place any more, and its launcher ends a group as a whole."""
+    assert not run_seed(2611240212, load_spec("pipeline_ahead")).violations
+
+
 def test_a_batch_breaks_nothing() -> None:
     """Fresh seeds each time; what fails is told with the command that replays it."""
     first = int(time.time()) // 60 * 100

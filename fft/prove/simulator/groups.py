@@ -179,6 +179,10 @@ class Group:
         self.coming = False
         if not self._world.is_ending:
             self.start_in(pause)
+            return
+        for stage in self._world.beside.values():  # nobody comes, and a group ends as a whole
+            for mate in stage.groups[self.name].live:
+                stage.kill(mate)
 
     def drain(self, by_signal: bool) -> None:
         """Ask the group to leave after a commit."""

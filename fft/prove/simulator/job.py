@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -535,7 +536,8 @@ class World:
         if self.bus.head is not None and self.bus.head.diverged:
             return  # noticed only now, and the end of everyone
         # Who has lost its place in the message order can only be ended, and its group with it.
-        deaf = {p.peer.group for p in self.leavers if p.local.deaf}
+        leavers = chain(self.leavers, *(stage.leavers for stage in self.beside.values()))
+        deaf = {p.peer.group for p in leavers if p.local.deaf}
         badly = [p for p in self.leavers if p.code != 0 and p.peer.group not in deaf]
         if bad := [f"{p.peer} ({p.code})" for p in badly]:
             self.violated("liveness", f"drained, but not in good order: {', '.join(bad)}")
