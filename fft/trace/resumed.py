@@ -120,11 +120,11 @@ def _judge(root: Path, later: list[Path]) -> Finding:
                 f"lineage {source}, where no earlier start has committed{said}",
                 place,
             )
-        begun = {lineage for lineage, _ in start.begins}
+        loaded = {lineage for lineage, _ in start.begins}
         for (lineage, rank), (digest, place) in start.digests.items():
-            if lineage in begun and (lineage, rank) in digests:
-                had, there = digests[lineage, rank]
-                text = f"rank {rank} begins with digest {digest} of lineage {lineage}; {there} has"
+            if lineage in loaded and (lineage, rank) in digests:
+                had, then = digests[lineage, rank]
+                text = f"rank {rank} begins with digest {digest} of lineage {lineage}; {then} has"
                 finding.expect(digest == had, f"{text} {had}", place)
         digests = {**start.digests, **digests}
         known |= {lineage: (stand, start.ranks) for lineage, stand in start.begins}
@@ -158,8 +158,8 @@ def _read(folder: Path) -> _Start:
                 continue
             event = line.get("event") or {}
             if event.get("digest") and event["type"] in ("applied", "healed"):
-                told = (event["digest"], f"{path.parent.name}/{path.name}:{number}")
-                found.digests.setdefault((line["lineage"], line["rank"]), told)
+                said = (event["digest"], f"{path.parent.name}/{path.name}:{number}")
+                found.digests.setdefault((line["lineage"], line["rank"]), said)
             record = event.get("record")
             if record is not None and record["kind"] == "commit":
                 held = (lease[0] for lease in record["leases"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forged import rewrite
 from forked_run import fft, running
 from stage import notes, records
 from test_durable import LIMIT_S, began_at, ends, folders, kill_now_and_then
@@ -19,6 +20,7 @@ from test_durable import LIMIT_S, began_at, ends, folders, kill_now_and_then
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import Manifest
 from fft.durable.stores import open_store
+from fft.trace.audit import trace_files
 from fft.trace.resumed import audit_job
 
 SCRIPT = Path(__file__).with_name("durable_async_script.py")
@@ -93,11 +95,20 @@ def test_who_was_behind_when_all_were_killed_begins_with_the_checkpoint(tmp_path
     assert taken.count(held) == 1
     for note in notes(first, "checkpoint"):
         assert note["wall"] - _begun(first, note) < 10, "nobody was waited for"
-    assert STEPS in found
+    assert sorted(found) == [2, CUT_AT, 6, STEPS], "who stands apart is not taken for lost"
     assert_bases(tmp_path)
     assert_exactly_once(tmp_path)
     report = audit_job(tmp_path / "traces")
     assert report.ok and report.resumed.checks, report.render()
+    for path in trace_files(second):  # as if another state had been written
+        rewrite(path, lambda line: [_other_state(line)])
+    assert "begins with digest" in audit_job(tmp_path / "traces").render()
+
+
+def _other_state(line: dict[str, Any]) -> dict[str, Any]:
+    event = line.get("event") or {}
+    is_state = event.get("type") == "healed" and line["step"] == CUT_AT
+    return {**line, "event": {**event, "digest": "another"}} if is_state else line
 
 
 def _begun(folder: Path, done: dict[str, Any]) -> float:
@@ -108,6 +119,21 @@ def _begun(folder: Path, done: dict[str, Any]) -> float:
         if (note["group"], note["data"]["step"]) == (done["group"], done["data"]["step"])
     )
     return found
+
+
+def test_if_the_group_that_writes_dies_while_it_is_apart_the_next_one_does(tmp_path: Path) -> None:
+    """With the first synchronisation without it: the next that is due by its step is far away."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("faults:\n  - {name: kill, kind: kill, step: 7, group: 0, phase: backward}\n")
+    flags = arguments(tmp_path, 14, "slow", every=6)
+    flags[1:1] = ["--faults", str(plan)]
+    done = fft(*flags, folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = manifests(tmp_path)
+    extra = min(set(found) - {6, 12, 14})
+    assert found[6].writer == "0" and 7 < extra < 12 and found[extra].writer == "1"
+    assert_exactly_once(tmp_path)
+    assert audit_job(tmp_path / "traces").ok
 
 
 @pytest.mark.long
