@@ -126,7 +126,7 @@ def _judge(root: Path, later: list[Path]) -> Finding:
                 had, then = digests[lineage, rank]
                 text = f"rank {rank} begins with digest {digest} of lineage {lineage}; {then} has"
                 finding.expect(digest == had, f"{text} {had}", place)
-        digests = {**start.digests, **digests}
+        digests |= start.digests  # a later start may come to a lineage again, by other groups
         known |= {lineage: (stand, start.ranks) for lineage, stand in start.begins}
         known |= {lineage: (stand, start.ranks) for lineage, stand in start.commits.items()}
     return finding
