@@ -175,24 +175,26 @@ class Checkpoints:
         which they are not found any more, and go with the next `prune` after their step. Raises
         Passed: one of them is of the job's own present, where groups write side by side.
         """
-        self.refuse_passed(manifest.step, manifest.attempt)
-        self._give_up_after(manifest.step)
+        self._give_up_after(manifest.step, life_of(manifest.attempt))
         self.store.write(f"{directory}/{MANIFEST}", sealed(manifest))
         self.store.rename(directory, name_of(manifest.step))
 
     def refuse_passed(self, step: int, attempt: str) -> None:
         """Raise Passed if the job that makes ``attempt`` has published a later step meanwhile."""
-        life = life_of(attempt)
-        if not life or not any((_begun(n) or 0) > step for n in self.store.directories()):
-            return
-        for entry in self.found():
-            ours = entry.manifest is not None and life_of(entry.manifest.attempt) == life
-            if ours and entry.step is not None and entry.step > step:
-                raise Passed(f"that of step {entry.step} is there already")
+        if any((_begun(name) or 0) > step for name in self.store.directories()):
+            self._later(step, life_of(attempt))
 
-    def _give_up_after(self, step: int) -> None:
+    def _later(self, step: int, life: str) -> list[Found]:
+        """Those after ``step``. Raises Passed: one of them is of this life of the bus."""
+        later = [e for e in self.found() if e.step is not None and e.step > step]
+        for entry in later:
+            if life and entry.manifest is not None and life_of(entry.manifest.attempt) == life:
+                raise Passed(f"that of step {entry.step} is there already")
+        return later
+
+    def _give_up_after(self, step: int, life: str) -> None:
         """Before the manifest is there: a kill in between leaves what the job has begun with."""
-        while later := [e for e in self.found() if e.step is not None and e.step > step]:
+        while later := self._later(step, life):
             for entry in later:  # what one of them had made superfluous is found once it is gone
                 assert entry.step is not None
                 aside = partial_name(entry.step, "given-up")
