@@ -1,10 +1,10 @@
 """Groups that wait for no slow one, for test_durable_async.py; `fft run` starts it.
 
-``durable_async_script.py STEPS OUT [PLANT]``: group 2 is in no synchronisation but the first of the
-first start, of which all ranks end as in a power cut when the checkpoint of step 4 is there. With
-``slow`` as PLANT it is only slower than the others, and nothing ends; with ``dropped`` or ``late``
-the checkpoint is as a bug would write it: without the leases that were held, or with the base of
-the group that hears of the commit only.
+``durable_async_script.py STEPS OUT [PLANT]``: group 0, which writes the checkpoint of step 2, then
+computes in its first start for ever, and all ranks end as in a power cut when that of step 4 is
+there. With ``slow N`` as PLANT group N is only slower than the others, and nothing ends; with
+``dropped`` or ``late`` the checkpoint is as a bug would write it: without the leases that were
+held, or with the base of the group that hears of the commit only.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fft.train.checkpoint.writer import RankWriter
 
 EVERY = 2
 """Inner steps between two synchronisations."""
-CUT_AT = 4
-"""So far the others come without the group that is behind: the bound is one step more."""
+BEHIND_AT, CUT_AT = 2, 4
+"""Of group 0, and of the others, which may come one step further without it: the bound is 4."""
 LIMIT_S = LIMIT.total_seconds()
 
 
@@ -95,20 +95,21 @@ class Body:
     def __init__(self, manager: fft.ManagerFFT, shared: Any, out: Path, plant: str) -> None:
         self.manager, self.shared, self.out, self.plant = manager, shared, out, plant
         self.group = os.environ["REPLICA_GROUP_ID"]
+        self.slow = sys.argv[4] if plant == "slow" else None
         self.is_cut = (out / "cut-behind").exists() or plant == "slow"
 
     def come(self, txn: fft.Transaction) -> None:
         self.say_base(txn.step)
-        if self.plant == "slow":
-            time.sleep(0.15 if self.group == "2" else 0.03)  # what a larger model computes
+        if self.slow is not None:
+            time.sleep(0.15 if self.group == self.slow else 0.03)  # what a larger model computes
         if self.is_cut:
             return
         place = Path(os.environ["FFT_CHECKPOINT"], f"step-{CUT_AT}", "manifest.json")
-        if self.group == "2" and txn.step == 1:
+        if self.group == "0" and txn.step == BEHIND_AT:
             if self.plant == "late":
                 takes_it_late(self.manager)
             threading.Event().wait(LIMIT_S)
-        if self.group == "0" and txn.step == CUT_AT:
+        if self.group == "1" and txn.step == CUT_AT:
             wait_until(place.exists, "the checkpoint is there", LIMIT_S)
             cut("behind", self.out)
 
