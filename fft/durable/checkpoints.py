@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fft.durable.manifest import (
@@ -18,6 +19,7 @@ from fft.durable.manifest import (
     Manifest,
     Receipt,
     file_stem,
+    life_of,
     name_of,
     partial_name,
     receipt_name,
@@ -26,8 +28,13 @@ from fft.durable.manifest import (
     unsealed,
 )
 from fft.durable.stores import MANIFEST, PARTIAL, Store
+from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
+
+
+class Passed(FftError):
+    """The same job has published a checkpoint of a later step meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -169,15 +176,29 @@ class Checkpoints:
         """Let it be the checkpoint of its step, which it is from its manifest on.
 
         Those of later steps belong to a past that the job has given up: they get another name, by
-        which they are not found any more, and go with the next `prune` after their step.
+        which they are not found any more, and go with the next `prune` after their step. Raises
+        Passed: one of them is of the job's own present, where groups write side by side.
         """
-        self._give_up_after(manifest.step)
+        self._give_up_after(manifest.step, life_of(manifest.attempt))
         self.store.write(f"{directory}/{MANIFEST}", sealed(manifest))
         self.store.rename(directory, name_of(manifest.step))
 
-    def _give_up_after(self, step: int) -> None:
+    def refuse_passed(self, step: int, attempt: str) -> None:
+        """Raise Passed if the job that makes ``attempt`` has published a later step meanwhile."""
+        if any((_begun(name) or 0) > step for name in self.store.directories()):
+            self._later(step, life_of(attempt))
+
+    def _later(self, step: int, life: str) -> list[Found]:
+        """Those after ``step``. Raises Passed: one of them is of this life of the bus."""
+        later = [e for e in self.found() if e.step is not None and e.step > step]
+        for entry in later:
+            if life and entry.manifest is not None and life_of(entry.manifest.attempt) == life:
+                raise Passed(f"that of step {entry.step} is there already")
+        return later
+
+    def _give_up_after(self, step: int, life: str) -> None:
         """Before the manifest is there: a kill in between leaves what the job has begun with."""
-        while later := [e for e in self.found() if e.step is not None and e.step > step]:
+        while later := self._later(step, life):
             for entry in later:  # what one of them had made superfluous is found once it is gone
                 assert entry.step is not None
                 aside = partial_name(entry.step, "given-up")
@@ -200,13 +221,14 @@ class Checkpoints:
         oldest = min((e.step for e in usable if e.name in kept and e.step is not None), default=0)
         for entry in entries:
             if entry.step is None:
-                begun = step_of(entry.name.partition(".")[0])
+                begun = _begun(entry.name)
                 if newest is not None and begun is not None and begun <= newest:
                     gone.append(entry.name)
             elif entry.problem is not None and entry.step < oldest:
                 gone.append(entry.name)
         for name in gone:
-            self.store.remove(name)
+            with suppress(FileNotFoundError):  # another writer of this job removes it, too
+                self.store.remove(name)
         return gone
 
 
@@ -221,7 +243,12 @@ def _surplus(entry: Found) -> Found:
 
 
 def _is_ours(name: str) -> bool:
-    return step_of(name.partition(PARTIAL)[0]) is not None
+    return _begun(name) is not None
+
+
+def _begun(name: str) -> int | None:
+    """The step that a directory is, or was to be, the checkpoint of."""
+    return step_of(name.partition(PARTIAL)[0])
 
 
 def _refuse_incomplete(name: str, manifest: Manifest) -> None:

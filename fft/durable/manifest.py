@@ -43,7 +43,8 @@ class File(_Strict):
 
 
 class Receipt(_Strict):
-    """What one rank has written and read again; written last of its files."""
+    """What one rank has written and read again; written last of its files. Without files: it
+    delivers nothing, so that nobody waits for it."""
 
     attempt: str
     group: str
@@ -123,6 +124,21 @@ def name_of(step: int) -> str:
 def partial_name(step: int, attempt: str) -> str:
     """The directory in which an attempt at a checkpoint is written."""
     return f"{name_of(step)}{PARTIAL}{attempt}"
+
+
+def attempt_name(life: str, record: str) -> str:
+    """Of an attempt: equal on all ranks, and of no other ``life`` of the job's bus."""
+    return f"{_short(life, 4)}-{_short(record, 8)}"
+
+
+def life_of(attempt: str) -> str:
+    """The life of the bus in which an attempt was made; empty: in none."""
+    life, dash, _ = attempt.partition("-")
+    return life if dash else ""
+
+
+def _short(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def file_stem(group: str, rank: int) -> str:

@@ -3,6 +3,7 @@
 A start that begins with steps behind it has the state of a checkpoint. That is one which an earlier
 start has committed: same step, lineage and place in the data, which groups of another number of
 ranks count in slices of another size. What was committed after it there is on no lineage any more.
+Where the traces have digests, the state has the bits that it had there.
 With what the audit of each start says, every slice of the data is consumed once on the lineage that
 results.
 """
@@ -43,6 +44,8 @@ class _Start:
     begins: dict[tuple[str, Stand], str] = field(default_factory=dict)
     """Lineage of a state that a participant began with, and where it stands → the first place."""
     commits: dict[str, Stand] = field(default_factory=dict)
+    digests: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    """Lineage and rank number → the state's digest, and the first place that tells it."""
     resharded: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """Lineage that a state got as it was loaded for another number of ranks → that it had, and
     whether all ranks of a group take the same item."""
@@ -104,6 +107,7 @@ def _judge(root: Path, later: list[Path]) -> Finding:
         finding.expect(name in there, text, name)
     first = _read(root)
     known = {lineage: (stand, first.ranks) for lineage, stand in first.commits.items()}
+    digests = first.digests
     for folder in later:
         start = _read(folder)
         for (lineage, stand), place in start.begins.items():
@@ -116,6 +120,13 @@ def _judge(root: Path, later: list[Path]) -> Finding:
                 f"lineage {source}, where no earlier start has committed{said}",
                 place,
             )
+        loaded = {lineage for lineage, _ in start.begins}
+        for (lineage, rank), (digest, place) in start.digests.items():
+            if lineage in loaded and (lineage, rank) in digests:
+                had, then = digests[lineage, rank]
+                text = f"rank {rank} begins with digest {digest} of lineage {lineage}; {then} has"
+                finding.expect(digest == had, f"{text} {had}", place)
+        digests |= start.digests  # a later start may come to a lineage again, by other groups
         known |= {lineage: (stand, start.ranks) for lineage, stand in start.begins}
         known |= {lineage: (stand, start.ranks) for lineage, stand in start.commits.items()}
     return finding
@@ -145,7 +156,11 @@ def _read(folder: Path) -> _Start:
                 told = line["data"]
                 found.resharded[told["as"]] = told["lineage"], told["takes_same"]
                 continue
-            record = (line.get("event") or {}).get("record")
+            event = line.get("event") or {}
+            if event.get("digest") and event["type"] in ("applied", "healed"):
+                said = (event["digest"], f"{path.parent.name}/{path.name}:{number}")
+                found.digests.setdefault((line["lineage"], line["rank"]), said)
+            record = event.get("record")
             if record is not None and record["kind"] == "commit":
                 held = (lease[0] for lease in record["leases"])
                 unused = tuple(sorted((*record["returned"], *held)))
@@ -154,11 +169,14 @@ def _read(folder: Path) -> _Start:
     return found
 
 
+_WORDS = (b'"header"', b'"resumed"', b'"commit"', b'"applied"', b'"healed"')
+
+
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Those of a trace that say where a state stands; whether they are whole `audit_dir` tells."""
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
-            if not any(word in text for word in (b'"header"', b'"resumed"', b'"commit"')):
+            if not any(word in text for word in _WORDS):
                 continue
             try:
                 line = json.loads(text)

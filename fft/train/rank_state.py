@@ -15,6 +15,7 @@ from torch import nn
 from torchft.manager import Manager
 
 from fft.durable.manifest import Manifest
+from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.data.source import DataSource, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
@@ -85,6 +86,8 @@ class RankState:
         """Begins with a durable checkpoint, if the job is to, before it is joined; once."""
         self.before_change: Callable[[], object] = lambda: None
         """Called before what a commit has left is changed by anything but a body."""
+        self.before_vote: Callable[[StartTxn], object] = lambda plan: None
+        """Called before this rank says YES."""
         self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
         """Called when the state is that of a committed record; with the epoch that made it."""
 

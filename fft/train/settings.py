@@ -180,13 +180,12 @@ def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
 
 
 def _refuse_several_states(spec: FsmSpec) -> None:
-    """Raise CheckpointError if a commit is not one state of all groups and ranks of the job."""
-    if spec.bound or spec.stages:
-        who = "groups that do not wait for each other" if spec.bound else "stages that step alone"
+    """Raise CheckpointError if no commit is one state of all ranks that are in it."""
+    if spec.stages:
         raise CheckpointError(
-            f"checkpoint= with spec={spec.name!r}: {who} are at steps of their own when one of "
-            "them commits, and durable checkpoints hold one step of all. Take them by "
-            "manager.state_dict() and files of yours"
+            f"checkpoint= with spec={spec.name!r}: stages that step alone are at steps of their "
+            "own when one of them commits, and durable checkpoints hold one step of all. Take them "
+            "by manager.state_dict() and files of yours"
         )
 
 

@@ -87,6 +87,8 @@ class Voter:
         cause = "" if error is None else text_of(error.original_exception)
         manifest, digest = self._reductions.manifest.build(), self._equality
         yes = error is None
+        if yes:
+            self._state.before_vote(plan)
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last)
         self._job.say(vote, NO_FACTS if yes else {"says_no"})
         self.inject("after_vote")

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 from checkpoint_files import bytes_below, deliver, manifest_of, published, written
 
-from fft.durable.checkpoints import Checkpoints
+from fft.durable.checkpoints import Checkpoints, Passed
 from fft.durable.choice import choose
-from fft.durable.manifest import Manifest, partial_name, sealed, step_of
+from fft.durable.manifest import (
+    Manifest,
+    attempt_name,
+    life_of,
+    partial_name,
+    sealed,
+    step_of,
+)
 from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
 from fft.durable.stores import MANIFEST, LocalStore, Store, StoreError, open_store
 
@@ -318,3 +325,29 @@ def test_whoever_is_killed_in_between_leaves_nothing_that_has_the_look_of_a_whol
             assert count > 3, "it was killed at none of its operations"
             return
     raise AssertionError("it comes to no end")
+
+
+def test_writers_of_one_job_do_not_give_up_what_the_others_have_published(store: Store) -> None:
+    """Where groups write side by side, the later step may be there first."""
+    found, old, life, other = Checkpoints(store), "a1", "11-a", "22-a"
+    for step, attempt in ((8, old), (6, life)):
+        directory = written(store, step, attempt)
+        found.publish(directory, manifest_of(store, directory, attempt, step))
+    assert [e.step for e in found.found() if e.step is not None] == [6], "8 was of another past"
+    late = written(store, 4, "11-b")
+    with pytest.raises(Passed, match="that of step 6 is there already"):
+        found.publish(late, manifest_of(store, late, "11-b", 4))
+    assert found.verify(6).attempt == life
+    again = written(store, 4, other)
+    found.publish(again, manifest_of(store, again, other, 4))
+    assert [e.step for e in found.found() if e.step is not None] == [4], "another life of the bus"
+
+
+def test_a_name_of_an_attempt_tells_the_life_of_its_bus() -> None:
+    one, other, elsewhere = (
+        attempt_name("g", "1|x"),
+        attempt_name("g", "2|y"),
+        attempt_name("h", ""),
+    )
+    assert one != other and life_of(one) == life_of(other) != life_of(elsewhere)
+    assert life_of("a1") == ""

@@ -200,11 +200,14 @@ def kill_ranks(root: Path) -> None:
         mark.unlink()
 
 
-def kill_now_and_then(root: Path, process: FftRun, times: int, dice: random.Random) -> int:
+def kill_now_and_then(
+    root: Path, process: FftRun, times: int, dice: random.Random, ranks: int = 4
+) -> int:
     """SIGKILL all ranks ``times`` times, each some time after they have begun. How often it was."""
     done = 0
     while done < times and process.runs:
-        wait_until(lambda: len(list(living(root))) == 4 or not process.runs, "four ranks", LIMIT_S)
+        there = lambda: len(list(living(root))) == ranks or not process.runs  # noqa: E731
+        wait_until(there, "all ranks", LIMIT_S)
         time.sleep(dice.uniform(0.0, 2.5))  # the moment is what is random, and waits for nothing
         if process.runs and not ends(root):
             kill_ranks(root)

@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import deliver
 from forked import Forked
 from torch import nn
 from torchft import ProcessGroupGloo
@@ -26,13 +28,16 @@ from waiting import wait_until
 
 import fft
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import DamagedCheckpoint
+from fft.durable.manifest import DamagedCheckpoint, attempt_name
 from fft.durable.plan import CheckpointError
 from fft.durable.stores import LocalStore, open_store
+from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
+from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
 from fft.train.state.serial import StateMismatch
+from fft.util.errors import FftError
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8
@@ -453,10 +458,29 @@ def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_al
         manager.shutdown()
 
 
-@pytest.mark.parametrize("spec", ["async", "pipeline_ahead"])
-def test_groups_and_stages_that_do_not_commit_as_one_are_refused(spec: str, tmp_path: Path) -> None:
+def test_stages_that_do_not_commit_as_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="are at steps of their own when one of them commits"):
-        Start(tmp_path, spec=spec, checkpoint=at(tmp_path / "checkpoints"))
+        Start(tmp_path, spec="pipeline_ahead", checkpoint=at(tmp_path / "checkpoints"))
+
+
+def test_nobody_is_waited_for_who_says_that_it_delivers_nothing(tmp_path: Path) -> None:
+    """Without its buffers a checkpoint is published; without the shared state it is given up."""
+    record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
+    attempt = Attempt(record, ("0", "1"), 1, attempt_name("life", "2"), "async", "0" * 64, None)
+    found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
+
+    def publish() -> None:
+        told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, threading.Event())
+        RankWriter(found, attempt, *told)._publish(0.0)
+
+    decline(found, attempt, ("1", 0))
+    decline(found, attempt, ("0", 0))
+    with pytest.raises(FftError, match="rank 0 of group 0 delivers nothing, as it has said"):
+        publish()
+    deliver(found.store, attempt.directory, attempt.name, "0", 0, 5)
+    publish()
+    assert found.verify(5).groups == ("0",)
+    assert time.monotonic() - began < 20
 
 
 def test_a_torchft_loop_with_functions_of_its_own_resumes(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ class Loader:
                 tree = resharded(trees, state)
         except OSError as error:
             raise CheckpointError(f"{name_of(manifest.step)} cannot be read: {error}") from error
-        own = self._own(manifest, peer.group, peer.rank) if same_ranks else None
+        alone = state.synchronizer is not None
+        own = self._own(manifest, peer.group, peer.rank, alone) if same_ranks else None
         found = _stands(manifest, self._ranks, state)
         self._take(tree, own, state)
         state.resume_at(manifest, found.lineage, found.cursor, tree["data"])
@@ -104,18 +105,19 @@ class Loader:
             )
         return found
 
-    def _own(self, manifest: Manifest, group: str, rank: int) -> dict[str, Any] | None:
-        """What only this rank had; None: no such rank wrote the checkpoint."""
+    def _own(self, manifest: Manifest, group: str, rank: int, alone: bool) -> dict[str, Any] | None:
+        """What only this rank had; None: no such rank wrote the checkpoint. ``alone``: groups step
+        alone."""
         if self._is_only_group and len(manifest.groups) == 1:
             (group,) = manifest.groups  # which may have had a name of its own in each start
         if group not in manifest.groups:
+            anew = "random numbers begin anew"
+            taken = f"the buffers of group {manifest.writer} are taken, and {anew}"
             logger.warning(
-                "%s has no buffers and random states of group %s: the buffers of group %s are "
-                "taken, and random numbers begin anew; so does, where groups step alone, all that "
-                "they do not share",
+                "%s has no buffers and random states of group %s: %s",
                 name_of(manifest.step),
                 group,
-                manifest.writer,
+                f"its buffers, inner optimizers and {anew}" if alone else taken,
             )
             return None
         own: dict[str, Any] = tree_of(self._checkpoints, manifest, group, rank)["own"]

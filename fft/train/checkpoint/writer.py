@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import fft
-from fft.durable.checkpoints import Checkpoints
+from fft.durable.checkpoints import Checkpoints, Passed
 from fft.durable.manifest import (
     File,
     Manifest,
@@ -32,6 +32,7 @@ from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
 
+_BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _WAIT_S, _WAIT_FACTOR = 60.0, 4.0
 """For others, who have as much to write: so many seconds, and so many times as long as here."""
@@ -66,6 +67,16 @@ class Attempt:
     def directory(self) -> str:
         """Where its files go first."""
         return partial_name(self.record.step, self.name)
+
+
+def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) -> None:
+    """Say that a rank delivers nothing for ``attempt``. Any thread."""
+    group, rank = place
+    receipt = Receipt(attempt=attempt.name, group=group, rank=rank, files=())
+    try:
+        checkpoints.deliver(attempt.directory, receipt)
+    except OSError as error:
+        logger.warning("nor can that be said at %s: %s", checkpoints.store.url, error)
 
 
 class RankWriter:
@@ -112,19 +123,40 @@ class RankWriter:
                 self._publish(time.monotonic() - began)
                 told["published"] = True
         except (OSError, FftError, RuntimeError) as error:
-            text = f"{type(error).__name__}: {error}"
-            logger.error(
-                "no checkpoint of step %d: group %s rank %d was %s, and failed: %s; training "
-                "continues, and the next one is tried",
-                attempt.record.step,
-                self._group,
-                self._rank,
-                self._stage,
-                text,
-            )
-            self._note("checkpoint_failed", {**told, "stage": self._stage, "error": text})
+            self._tell(error, told)
             return
         self._note("checkpoint", told)
+
+    def _tell(self, error: Exception, told: dict[str, Any]) -> None:
+        """Why there is no checkpoint."""
+        step = self._attempt.record.step
+        try:
+            if not isinstance(error, Passed) and self._stage != "removing older ones":
+                self._refuse_passed()  # what it has left was removed, and so this has failed
+        except Passed as passed:
+            error = passed
+        except OSError:
+            logger.debug("nor can be seen what others have written", exc_info=True)
+        if isinstance(error, Passed):
+            logger.warning("no checkpoint of step %d: %s", step, error)
+            self._note("checkpoint_skipped", {"step": step, "reason": str(error)})
+            return
+        text = f"{type(error).__name__}: {error}"
+        logger.error(
+            "no checkpoint of step %d: group %s rank %d was %s, and failed: %s; training "
+            "continues, and the next one is tried",
+            step,
+            self._group,
+            self._rank,
+            self._stage,
+            text,
+        )
+        self._note("checkpoint_failed", {**told, "stage": self._stage, "error": text})
+        if self._stage in _BEFORE_DELIVERY:
+            decline(self._checkpoints, self._attempt, (self._group, self._rank))
+
+    def _refuse_passed(self) -> None:
+        self._checkpoints.refuse_passed(self._attempt.record.step, self._attempt.name)
 
     def _at(self, stage: str) -> None:
         self._stage = stage
@@ -172,22 +204,31 @@ class RankWriter:
                 break
             if time.monotonic() >= until:
                 break
+            if any(place in found and not found[place].files for place in needed):
+                break
+            if pause == _LONGEST_POLL_S:
+                self._refuse_passed()
             self._closing.wait(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
-        if missing := sorted(needed - found.keys()):
+        delivered = {place for place, receipt in found.items() if receipt.files}
+        if missing := sorted(needed - delivered):
             names = ", ".join(f"rank {rank}" for _, rank in missing)
+            if any(place in found for place in missing):
+                raise FftError(
+                    f"{names} of group {attempt.writer} delivers nothing, as it has said"
+                )
             raise FftError(
                 f"{names} of group {attempt.writer} has delivered no files to "
                 f"{self._checkpoints.store.url}; is that on a file system that all hosts share?"
             )
-        if late := sorted(wanted - found.keys()):
+        if late := sorted(wanted - delivered):
             names = ", ".join(f"{group}/{rank}" for group, rank in late)
             logger.warning(
                 "the checkpoint of step %d is without buffers and random states of %s",
                 attempt.record.step,
                 names,
             )
-        return found
+        return {place: found[place] for place in delivered}
 
     def _manifest(self, receipts: dict[tuple[str, int], Receipt]) -> Manifest:
         attempt, record = self._attempt, self._attempt.record

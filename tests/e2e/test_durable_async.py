@@ -1,0 +1,173 @@
+"""Durable checkpoints of groups that wait for no slow one: all are SIGKILLed, and the job goes on.
+
+Judged by the audit of all starts, by the slices of the data on the lineage that results, counted
+from the register's records, and by what each process begins with.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forged import rewrite
+from forked_run import fft, running
+from stage import notes, records
+from test_durable import LIMIT_S, began_at, ends, folders, kill_now_and_then
+
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.manifest import Manifest
+from fft.durable.stores import open_store
+from fft.trace.audit import trace_files
+from fft.trace.resumed import audit_job
+
+SCRIPT = Path(__file__).with_name("durable_async_script.py")
+STEPS, CUT_AT = 8, 4
+
+pytestmark = pytest.mark.multiprocess
+
+
+def arguments(root: Path, steps: int, *plant: str, every: int | str = 2) -> list[str]:
+    """Of `fft run`; the same for each start of a job."""
+    (root / "out").mkdir(exist_ok=True)
+    given = {"groups": 3, "ranks": 1, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
+    given |= {"checkpoint": root / "checkpoints", "every": every, "keep": 0}
+    flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
+    for name, value in given.items():
+        flags += [f"--{name}", str(value)]
+    return [*flags, str(SCRIPT), str(steps), str(root / "out"), *plant]
+
+
+def manifests(root: Path) -> dict[int, Manifest]:
+    """By step."""
+    found = Checkpoints(open_store(str(root / "checkpoints"))).found()
+    return {e.manifest.step: e.manifest for e in found if e.manifest is not None}
+
+
+def assert_exactly_once(root: Path) -> None:
+    """On the lineage that results each slice was in one committed synchronisation, or is not
+    consumed yet; by the records."""
+    starts, consumed = folders(root), list[int]()
+    begins = [*map(began_at, starts[1:]), 10**9]
+    last: dict[str, Any] = {}
+    for number, folder in enumerate(starts):
+        until, before = min(begins[number:]), dict[str, Any]()
+        for record in records(folder):
+            if record["kind"] == "commit" and record["step"] <= until:
+                inside = {entry["group"] for entry in before["members"]}
+                consumed += [lease[0] for lease in before["leases"] if lease[1] in inside]
+                last = record
+            before = record
+    held = [lease[0] for lease in last["leases"]] + last["returned"]
+    assert sorted(consumed + held) == list(range(last["cursor"]))
+
+
+def assert_bases(root: Path) -> None:
+    """Who begins with a checkpoint has its shared state for a base."""
+    bases = [json.loads(path.read_text()) for path in (root / "out").glob("base-*.json")]
+    assert all(base["is_own"] for base in bases)
+    for folder in folders(root)[1:]:
+        began = began_at(folder)
+        assert len({base["digest"] for base in bases if base["step"] == began}) <= 1
+
+
+def test_who_was_behind_when_all_were_killed_begins_with_the_checkpoint(tmp_path: Path) -> None:
+    """Nobody waits for it while it stands apart; what it had leased is consumed in the next start,
+    and once."""
+    done = fft(*arguments(tmp_path, STEPS), folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"the job starts again from the checkpoint of step {CUT_AT}" in done.stderr
+    found = manifests(tmp_path)
+    assert found[2].groups == ("0", "1", "2") and found[2].writer == "0"
+    assert found[CUT_AT].groups == ("1", "2") and found[CUT_AT].writer == "1", "who was there"
+    first, second = folders(tmp_path)
+    (held,) = (
+        lease[0]
+        for record in records(first)
+        if (record["kind"], record["step"]) == ("commit", CUT_AT)
+        for lease in record["leases"]
+        if lease[1] == "0"
+    )
+    assert held in found[CUT_AT].returned
+    taken = [n["data"]["slice"] for n in notes(second, "consumed")]
+    assert taken.count(held) == 1
+    for note in notes(first, "checkpoint"):
+        assert note["wall"] - _begun(first, note) < 10, "nobody was waited for"
+    assert sorted(found) == [2, CUT_AT, 6, STEPS], "who stands apart is not taken for lost"
+    assert_bases(tmp_path)
+    assert_exactly_once(tmp_path)
+    report = audit_job(tmp_path / "traces")
+    assert report.ok and report.resumed.checks, report.render()
+    for path in trace_files(second):  # as if another state had been written
+        rewrite(path, lambda line: [_other_state(line)])
+    assert "begins with digest" in audit_job(tmp_path / "traces").render()
+
+
+def _other_state(line: dict[str, Any]) -> dict[str, Any]:
+    event = line.get("event") or {}
+    is_state = event.get("type") == "healed" and line["step"] == CUT_AT
+    return {**line, "event": {**event, "digest": "another"}} if is_state else line
+
+
+def _begun(folder: Path, done: dict[str, Any]) -> float:
+    """When the same rank began with that checkpoint."""
+    (found,) = (
+        note["wall"]
+        for note in notes(folder, "checkpoint_begun")
+        if (note["group"], note["data"]["step"]) == (done["group"], done["data"]["step"])
+    )
+    return found
+
+
+def test_if_the_group_that_writes_dies_while_it_is_apart_the_next_one_does(tmp_path: Path) -> None:
+    """With the first synchronisation without it: the next that is due by its step is far away."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("faults:\n  - {name: kill, kind: kill, step: 7, group: 0, phase: backward}\n")
+    flags = arguments(tmp_path, 14, "slow", "2", every=6)
+    flags[1:1] = ["--faults", str(plan)]
+    done = fft(*flags, folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = manifests(tmp_path)
+    extra = min(set(found) - {6, 12, 14})
+    assert found[6].writer == "0" and 7 < extra < 12
+    assert_exactly_once(tmp_path)
+    assert audit_job(tmp_path / "traces").ok
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [("dropped", "where no earlier start has committed"), ("late", "begins with digest")],
+)
+def test_a_checkpoint_that_is_none_of_the_commit_does_not_pass(
+    plant: str, says: str, tmp_path: Path
+) -> None:
+    done = fft(*arguments(tmp_path, STEPS, plant), folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(folders(tmp_path)) == 2
+    report = audit_job(tmp_path / "traces")
+    assert not report.ok and says in report.render(), report.render()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("every", [2, "0.3s"])
+def test_all_ranks_are_killed_at_random_moments(every: int | str, tmp_path: Path) -> None:
+    """Every other time with the supervisor, which is then started by the same command again."""
+    kills, dice, done = 6, random.Random(6), 0
+    command = arguments(tmp_path, 60, "slow", "0", every=every)
+    while not ends(tmp_path):
+        with running(*command, folder=tmp_path) as process:
+            done += kill_now_and_then(tmp_path, process, min(kills - done, 2), dice, ranks=3)
+            if done < kills:
+                process.end()  # and with it its ranks
+                continue
+            code = process.wait(LIMIT_S)
+            assert code == 0, process.tail()
+    assert done == kills, "it was through before it was killed so often"
+    assert any(len(manifest.groups) < 3 for manifest in manifests(tmp_path).values())
+    assert_bases(tmp_path)
+    assert_exactly_once(tmp_path)
+    report = audit_job(tmp_path / "traces")
+    assert report.ok and report.resumed.checks, report.render()

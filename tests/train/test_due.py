@@ -1,0 +1,174 @@
+"""When checkpoints of groups that stand apart are due, and who is waited for; over a bus in memory.
+
+`tests/e2e/test_durable_async.py` has whole jobs.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from fft.bus import ErrorBus, open_bus
+from fft.durable.plan import Checkpointing
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
+from fft.protocol.state import Local
+from fft.train.checkpoint.due import AT, DueByWord
+
+INTERVAL_S = 0.2
+
+
+def entry(group: str, inc: int = 1) -> GroupEntry:
+    return GroupEntry(group, f"{group}:{inc}", (RankEntry(0, inc, True, "", 1, "host"),))
+
+
+class Group:
+    """One group, as far as its checkpoints ask for it: where it stands, its bus, its trace."""
+
+    def __init__(self, bus: ErrorBus, group: str, every: int | str) -> None:
+        self.bus, self.peer = bus, Peer(group, 0, 1)
+        self.local: Local | None = None
+        self.notes: list[dict[str, Any]] = []
+        self.is_busy = False
+        plan = Checkpointing("somewhere", every)
+        self.due = DueByWord(plan, self, lambda: self.is_busy)  # type: ignore[arg-type]
+
+    def note(self, name: str, data: dict[str, Any]) -> None:
+        assert name == "checkpoint_skipped"
+        self.notes.append(data)
+
+
+class Job:
+    """Groups, and the register's records as their txns would leave them."""
+
+    def __init__(self, bus: ErrorBus, every: int | str = 4) -> None:
+        self.groups = {name: Group(bus, name, every) for name in "012"}
+        self.step, self.n = 0, 0
+        self.apart: dict[str, GroupEntry] = {}
+        """Of the job, with the process that each has."""
+
+    def txn(
+        self, members: str, aborts: bool = False, skip: bool = False, last: bool = False
+    ) -> set[str]:
+        """One of these members. Who says that a checkpoint is due."""
+        epoch = self._epoch(members)
+        token, inside = Token(epoch.epoch, 1), tuple(members)
+        plan = StartTxn(token, self.step, "", 0, 0, len(members), inside, 0)
+        for name in members:
+            self.groups[name].local = Local("PREPARED", "prepared", "", head=epoch, epoch=epoch)
+            self.groups[name].due.before_vote(plan)
+        self.n += 1
+        if aborts:
+            return set()
+        self.step += not skip
+        self.apart |= {name: self.apart.get(name) or entry(name) for name in members}
+        commit = replace(
+            epoch, n=self.n, kind="commit", txn=1, step=self.step, members=(), skip=skip,
+            last=last, standing=self._standing(),
+        )  # fmt: skip
+        return {name for name in members if self.groups[name].due.is_due(commit, epoch)}
+
+    def _epoch(self, members: str) -> Record:
+        self.n += 1
+        entries = tuple(self.apart.get(name) or entry(name) for name in members)
+        return Record(
+            self.n, "epoch", self.n, 0, self.step, "", 0, 0, Peer(members[0], 0, 1),
+            members=entries, bound=4, standing=self._standing(),
+        )  # fmt: skip
+
+    def _standing(self) -> tuple[Standing, ...]:
+        return tuple(Standing(self.apart[name], 0, 0) for name in sorted(self.apart))
+
+
+@pytest.fixture
+def bus() -> Iterator[ErrorBus]:
+    with open_bus(f"memory://due-{uuid.uuid4().hex}") as made:
+        yield made
+
+
+def test_all_members_of_the_txn_take_it_and_nobody_else(bus: ErrorBus) -> None:
+    job = Job(bus, every=2)
+    found = [job.txn(members) for members in ("012", "01", "12", "02", "01", "12")]
+    assert found == [set(), {"0", "1"}, set(), {"0", "2"}, set(), {"1", "2"}]
+
+
+def test_a_writer_that_stands_apart_is_not_lost_and_one_that_is_lost_is_replaced(
+    bus: ErrorBus,
+) -> None:
+    job = Job(bus)
+    assert [job.txn(members) for members in 3 * ["012"]] == [set()] * 3
+    assert job.txn("012") == {"0", "1", "2"}
+    assert job.txn("12") == set(), "it stands apart"
+    del job.apart["0"]
+    assert job.txn("12") == {"1", "2"}, "the first without it"
+    assert job.txn("12") == set()
+    assert job.txn("12") == {"1", "2"}, "by its step"
+    job.apart["1"] = entry("1", inc=2)
+    assert job.txn("2", aborts=True) == set()
+    assert job.txn("2") == {"2"}, "named again, for the txn that was named came to nothing"
+    assert job.txn("2") == set()
+
+
+def test_of_a_txn_that_is_rolled_back_or_skipped_there_is_none(bus: ErrorBus) -> None:
+    job = Job(bus, every=2)
+    job.txn("01")
+    assert job.txn("01", aborts=True) == set()
+    assert job.txn("12", skip=True) == set()
+    assert job.txn("12") == {"1", "2"}, "though others have voted for that step before"
+
+
+def test_by_time_it_is_that_of_the_job_and_not_of_each_group(bus: ErrorBus) -> None:
+    job = Job(bus, every=f"{INTERVAL_S}s")
+    assert job.txn("01") == {"0", "1"}, "the first"
+    began = time.monotonic()
+    named = job.txn("02") | job.txn("12") | job.txn("012")
+    assert not named or time.monotonic() - began > INTERVAL_S, "who has had none has seen the word"
+    wait_until(lambda: time.monotonic() - began > 2 * INTERVAL_S, "an interval", 10)
+    assert job.txn("12") == {"1", "2"}
+
+
+def test_the_last_commit_needs_no_word(bus: ErrorBus) -> None:
+    assert Job(bus, every=1000).txn("01", last=True) == {"0", "1"}
+
+
+def test_who_still_writes_names_none_and_says_so(bus: ErrorBus) -> None:
+    job = Job(bus, every=1)
+    job.groups["0"].is_busy = True
+    assert job.txn("01") == set()
+    assert [note["step"] for note in job.groups["0"].notes] == [1]
+    assert job.txn("12") == {"1", "2"}
+
+
+def test_without_the_bus_none_is_taken_and_it_is_said(bus: ErrorBus) -> None:
+    job = Job(bus, every=1)
+    bus.write(AT, b"9")
+    assert job.txn("01") == set()
+    assert "no word of a checkpoint" in job.groups["0"].notes[0]["reason"]
+    bus.close()
+    assert job.txn("01") == set()
+    assert job.groups["1"].notes
+
+
+def test_who_stands_apart_is_waited_for_and_who_is_lost_is_not(bus: ErrorBus) -> None:
+    job = Job(bus)
+    job.txn("012")
+    epoch = job._epoch("012")
+    commit = replace(epoch, n=epoch.n + 1, kind="commit", members=(), leavers=("2",))
+    group = job.groups["0"]
+
+    def left(head: Record, **more: Any) -> frozenset[str]:
+        group.local = Local("APART", "apart", "", head=head, **more)
+        return group.due.left(commit, epoch)
+
+    del job.apart["2"]
+    next_epoch = replace(job._epoch("0"), n=commit.n + 1)
+    assert left(next_epoch) == frozenset(), "1 is apart, and 2 has left with the commit"
+    assert left(next_epoch, dead=frozenset({Peer("1", 0, 1)})) == {"1"}
+    job.apart["1"] = entry("1", inc=2)
+    assert left(replace(job._epoch("01"), n=commit.n + 1)) == {"1"}, "another process"
