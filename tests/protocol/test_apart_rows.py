@@ -17,6 +17,7 @@ from fft.messages.protocol import (
     Drain,
     Fault,
     HealFailed,
+    Here,
     Join,
     Leave,
     Manifest,
@@ -103,6 +104,14 @@ def replaced_unheard() -> None:
     newer = replace(entry, ranks=(replace(entry.ranks[0], inc=2),))
     record = replace(record, members=(newer, record.members[1]))
     assert take(job, node, Decision(record))[:2] == ("APART", "EXIT")
+    assert node.finished is not None and node.finished.error == "Fenced"
+
+
+def replaced_unheard_and_asks() -> None:
+    job = apart()
+    node = job.node("0")
+    assert take(job, node, Synchronise())[:2] == ("APART", "INIT")
+    assert take(job, node, Here(node.peer._replace(inc=2)))[:2] == ("INIT", "EXIT")
     assert node.finished is not None and node.finished.error == "Fenced"
 
 
@@ -260,6 +269,7 @@ def leaving_and_nobody_was_heard_to_stay() -> None:
 
 LIVES: dict[str, Callable[[], None]] = {
     "replaced unheard": replaced_unheard,
+    "replaced unheard, and asks": replaced_unheard_and_asks,
     "the job diverged": the_job_diverged,
     "the job ended": the_job_ended,
     "an old word of a newcomer": an_old_word_of_a_newcomer,
