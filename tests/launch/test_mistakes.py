@@ -266,10 +266,7 @@ def test_a_mistake_of_one_group_at_its_start_ends_the_job_the_second_time(
     assert len(verdict.lines) == 1 and "after a restart it failed in the same place" in str(verdict)
 
 
-def test_other_errors_and_signals_are_started_again(
-    run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each error is told with its traceback when it first ends a group."""
+def test_other_errors_and_signals_are_started_again(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=2, ranks=1) as job:
         (one, other) = stage.enter(2).values()
         for order in ("raise bug", "raise other", "raise bug", "kill"):
@@ -281,9 +278,6 @@ def test_other_errors_and_signals_are_started_again(
         one.order("exit 0")
         other.order("exit 0")
         assert job.verdict().ok
-    assert caplog.text.count("Traceback") == 2
-    assert caplog.text.count("RuntimeError: bug") == caplog.text.count("KeyError: 'other'") == 1
-    assert caplog.text.count("by the same error, at") == 1
 
 
 def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ from fft.launch.supervisor.mistakes import Mistake
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
 from fft.trace.ends import about_no_state
 from fft.trace.tail import JobView
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,6 @@ class Judgement:
     """What else there is to say."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Errors whose traceback is among what there is to say."""
-    told: set[tuple[str, str]] = field(default_factory=set)
-    """Errors that were told while the job went on."""
     asked_to_end: bool = False
     """By a signal to the supervisor."""
     hopeless: bool = False
@@ -63,12 +58,6 @@ class Judgement:
         who = f"group {group.name} rank {child.rank}"
         text = f"{who} ended with {place.type} at {place.where}; {mistake.reason}\n"
         return f"{text}{child.last_said()}\n  its log: {child.log}; "
-
-    def tell_error(self, group: Group) -> None:
-        """An error of its own by which ``group`` ended, though it is started again. Each once."""
-        failed = [child for child in group.children if child.failed_by_itself]
-        if failed:
-            logger.warning("%s", failed[0].verdict(self.told))
 
     def note_forgotten(self) -> None:
         """The bus has lost its memory."""

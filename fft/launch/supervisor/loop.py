@@ -378,9 +378,9 @@ class Supervisor:
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
-        if not self._over:
-            self._judgement.tell_error(group)
-            self._start_later(group, f"group {group.name} was given up after its last restart")
+        if self._over:
+            return
+        self._start_later(group, f"group {group.name} was given up after its last restart")
 
     def _start_later(self, group: Group, problem: str) -> None:
         """After a pause, unless it was the last time; then the group is given up."""
