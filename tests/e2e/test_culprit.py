@@ -38,6 +38,7 @@ def the_others_finished(traces: Path) -> None:
     assert audit.ok, audit.render()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_who_fails_every_attempt_is_named_and_left_out(tmp_path: Path) -> None:
     traces = tmp_path / "run"

@@ -121,6 +121,7 @@ def _begun(folder: Path, done: dict[str, Any]) -> float:
     return found
 
 
+@pytest.mark.long
 def test_if_the_group_that_writes_dies_while_it_is_apart_the_next_one_does(tmp_path: Path) -> None:
     """With the first synchronisation without it: the next that is due by its step is far away."""
     plan = tmp_path / "plan.yaml"

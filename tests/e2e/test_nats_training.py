@@ -58,6 +58,7 @@ def train(traces: Path, servers: NatsServers | None = None) -> list[str]:
         return [member.manager.digest() for member in members]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_killed_leader_costs_time_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -194,6 +194,7 @@ def test_a_stage_that_wants_fewer_steps_ends_alone(tmp_path: Path) -> None:
     assert_few(ended)
 
 
+@pytest.mark.long
 def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) -> None:
     """By all of its groups: no record says so. The first one goes on alone to its last step."""
     ended = Ended(tmp_path / "last", break_1=3)
@@ -278,6 +279,7 @@ def test_skipped_steps_change_no_bit_whatever_the_timing(where: str, tmp_path: P
     assert all(entries == taken[0] for entries in taken)
 
 
+@pytest.mark.long
 def test_stages_that_need_all_groups_wait_for_the_one_that_was_killed(tmp_path: Path) -> None:
     """Its first stage is held by its last one, which comes when the first has the state."""
     plan = "faults:\n  - {name: one, kind: kill, step: 5, group: 1, rank: 1, phase: forward}\n"
@@ -287,6 +289,7 @@ def test_stages_that_need_all_groups_wait_for_the_one_that_was_killed(tmp_path: 
     assert {rank["step"] for rank in ended.ranks.values()} == {STEPS}
 
 
+@pytest.mark.long
 def test_what_others_have_taken_is_not_kept_for_a_rank_that_is_away(tmp_path: Path) -> None:
     """The last stage goes on with one group, while the other's rank is stopped: nobody asks that
     group's first stage for anything, which goes on."""

@@ -125,6 +125,7 @@ def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: 
     assert next_commit_ms is not None and killed + next_commit_ms / 1e3 < min(fetched)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_fetch_that_fails_once_is_done_again_in_the_next_epoch(tmp_path: Path) -> None:
     """Who gives the state had offered that of the epoch before, until a txn began."""
@@ -179,6 +180,7 @@ def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
     assert ("CannotMeet: rank 1 of group 1 is a new process" in survivor) == (since == 6)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_group_is_started_again_where_that_is_wanted(tmp_path: Path) -> None:
     traces = job(tmp_path, LATE, "--no-reform")

@@ -374,6 +374,7 @@ def test_inner_steps_are_committed_while_nothing_crosses_the_link_to_the_job(sta
     _assert_same(run, clean, _parts(clean), "held")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_islands_that_are_far_from_each_other_end_with_the_same_bits(stage: Stage) -> None:
     """Bus, stores, collectives and states go by slow links; two faults come."""
