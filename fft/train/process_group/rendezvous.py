@@ -26,8 +26,8 @@ from fft.util.hedged import hedged
 _FIRST_PAUSE = 0.0002
 _LONGEST_PAUSE = 0.002
 
-_NO_VALUE = "\0fft: no such key"
-"""What a TCPStore answers if it is asked to replace this value of a key that is not there."""
+_READ_LIMIT = timedelta(seconds=1)
+"""For the store's answer with values that were there a moment ago: it waits for one that is not."""
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
 
@@ -51,6 +51,7 @@ class RendezvousStore(Store):
     def __init__(self, inner: Store, timeout: timedelta) -> None:
         super().__init__()
         self._inner = inner
+        inner.set_timeout(_READ_LIMIT)
         self._timeout = timeout
         self._cause: str | None = None
         self._cancelled = threading.Event()
@@ -108,17 +109,20 @@ class RendezvousStore(Store):
         self._wait(keys, self._timeout if timeout is None else timeout)
 
     def get(self, key: str) -> bytes:
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while True:
-            self._wait([key], timedelta(seconds=deadline - time.monotonic()))
-            # a get would wait, as torch does, if its writer has taken the key back meanwhile
-            value = self._inner.compare_set(key, _NO_VALUE, _NO_VALUE)
-            if value != _NO_VALUE.encode():
-                return value
+        (value,) = self.multi_get([key])
+        return value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        self._wait(keys, self._timeout)
-        return [self.get(key) for key in keys]
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            self._wait(keys, timedelta(seconds=deadline - time.monotonic()))
+            try:
+                return self._inner.multi_get(keys)
+            except (
+                DistStoreError
+            ):  # a writer has taken its key back meanwhile, or the store is slow
+                if time.monotonic() >= deadline:
+                    raise
 
     def set(self, key: str, value: Any) -> None:
         self._write(key)
