@@ -59,8 +59,7 @@ class Checkpoints:
         """All of them by step, and what is unfinished. Reads manifests, and no other file."""
         entries = self._looked_at()
         newest = {e.step: e for e in entries if e.manifest is not None}
-        surplus = [e for e in entries if e.manifest is not None and e is not newest[e.step]]
-        entries = [_surplus(e) if e in surplus else e for e in entries]
+        entries = [_surplus(e) if e.manifest and e is not newest[e.step] else e for e in entries]
         return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
 
     def _looked_at(self) -> list[Found]:

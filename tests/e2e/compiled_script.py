@@ -13,11 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from ranks import WIDTH, Samples, sharded_rank
+from ranks import WIDTH, sharded_rank
 from torch import nn
 from torch._dynamo.utils import counters
-
-import fft
 
 
 class Block(nn.Module):
@@ -54,12 +52,7 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
 
     rank.manager.on_commit(note)
-    try:
-        for txn in rank.manager.transactions(fft.CursorLoader(Samples(), batch_size=8, seed=5)):
-            with txn:
-                F.mse_loss(rank.model(txn.batch), txn.batch).backward()
-    finally:
-        rank.shutdown()
+    rank.train()
 
 
 if __name__ == "__main__":

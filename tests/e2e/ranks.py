@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchft import ProcessGroupGloo
@@ -43,6 +44,16 @@ class Rank(NamedTuple):
     manager: fft.ManagerFFT
     shard_pg: fft.ShardProcessGroupGloo
     model: nn.Module
+
+    def train(self) -> None:
+        """Until the job is drained; then leave it."""
+        loader = fft.CursorLoader(Samples(), batch_size=8, seed=5)
+        try:
+            for txn in self.manager.transactions(loader):
+                with txn:
+                    F.mse_loss(self.model(txn.batch), txn.batch).backward()
+        finally:
+            self.shutdown()
 
     def shutdown(self) -> None:
         """Leave the job."""

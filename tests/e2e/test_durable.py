@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -215,24 +215,28 @@ def kill_now_and_then(
     return done
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(2, STEPS), pytest.param(20, 100, marks=pytest.mark.long)]
-)
-def test_all_ranks_are_killed_at_random_moments(
-    kills: int, steps: int, undisturbed: dict[str, list[object]], tmp_path: Path
-) -> None:
-    """Every other time with the supervisor, which is then started by the same command again."""
+def run_with_kills(root: Path, command: Sequence[str], kills: int, ranks: int = 4) -> None:
+    """A job to its end, of which all ranks are killed so often; every other time with the
+    supervisor, which is then started by the same command again."""
     dice, done = random.Random(kills), 0
-    command = arguments(tmp_path, steps, tmp_path / "out", 0.15)
-    while not ends(tmp_path):
-        with running(*command, folder=tmp_path) as process:
-            done += kill_now_and_then(tmp_path, process, min(kills - done, 2), dice)
+    while not ends(root):
+        with running(*command, folder=root) as process:
+            done += kill_now_and_then(root, process, min(kills - done, 2), dice, ranks)
             if done < kills:
                 process.end()  # and with it its ranks
                 continue
             code = process.wait(LIMIT_S)
             assert code == 0, process.tail()
     assert done == kills, "it was through before it was killed so often"
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(2, STEPS), pytest.param(20, 100, marks=pytest.mark.long)]
+)
+def test_all_ranks_are_killed_at_random_moments(
+    kills: int, steps: int, undisturbed: dict[str, list[object]], tmp_path: Path
+) -> None:
+    run_with_kills(tmp_path, arguments(tmp_path, steps, tmp_path / "out", 0.15), kills)
     if steps != STEPS:
         (tmp_path / "undisturbed").mkdir()
         undisturbed = run_undisturbed(tmp_path / "undisturbed", steps)

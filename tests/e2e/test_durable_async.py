@@ -7,15 +7,14 @@ from the register's records, and by what each process begins with.
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forged import rewrite
-from forked_run import fft, running
+from forked_run import fft
 from stage import notes, records
-from test_durable import LIMIT_S, began_at, ends, folders, kill_now_and_then
+from test_durable import LIMIT_S, began_at, folders, run_with_kills
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.manifest import Manifest
@@ -155,18 +154,7 @@ def test_a_checkpoint_that_is_none_of_the_commit_does_not_pass(
 @pytest.mark.long
 @pytest.mark.parametrize("every", [2, "0.3s"])
 def test_all_ranks_are_killed_at_random_moments(every: int | str, tmp_path: Path) -> None:
-    """Every other time with the supervisor, which is then started by the same command again."""
-    kills, dice, done = 6, random.Random(6), 0
-    command = arguments(tmp_path, 60, "slow", "0", every=every)
-    while not ends(tmp_path):
-        with running(*command, folder=tmp_path) as process:
-            done += kill_now_and_then(tmp_path, process, min(kills - done, 2), dice, ranks=3)
-            if done < kills:
-                process.end()  # and with it its ranks
-                continue
-            code = process.wait(LIMIT_S)
-            assert code == 0, process.tail()
-    assert done == kills, "it was through before it was killed so often"
+    run_with_kills(tmp_path, arguments(tmp_path, 60, "slow", "0", every=every), 6, ranks=3)
     assert any(len(manifest.groups) < 3 for manifest in manifests(tmp_path).values())
     assert_bases(tmp_path)
     assert_exactly_once(tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fft.messages.protocol import Drain, Event, Here, Join, Leave
+from fft.messages.protocol import Drain, Event, Here, Join, Leave, Peer
 from fft.protocol.guards.base import guard, record_of
 from fft.protocol.state import (
     Config,
@@ -95,13 +95,14 @@ def answers_joiners(s: Local, c: Config, event: Event) -> bool:
     return s.head is not None and (s.head.by == c.me or not is_member(s, s.head.by))
 
 
+def _is_newer_self(c: Config, peer: Peer) -> bool:
+    return peer[:2] == c.me[:2] and peer.inc > c.me.inc
+
+
 @guard
 def superseded(s: Local, c: Config, event: Event) -> bool:
     """A newer incarnation of my own identity has joined."""
-    if not isinstance(event, Join):
-        return False
-    other = event.hello.peer
-    return (other.group, other.rank) == (c.me.group, c.me.rank) and other.inc > c.me.inc
+    return isinstance(event, Join) and _is_newer_self(c, event.hello.peer)
 
 
 @guard
@@ -113,7 +114,7 @@ def from_older_self(s: Local, c: Config, event: Event) -> bool:
 @guard
 def from_newer_self(s: Local, c: Config, event: Event) -> bool:
     """Who says that it lives has my identity in my place."""
-    return isinstance(event, Here) and event.peer[:2] == c.me[:2] and event.peer.inc > c.me.inc
+    return isinstance(event, Here) and _is_newer_self(c, event.peer)
 
 
 @guard
