@@ -55,6 +55,8 @@ def _opened(place: str, is_new: bool = False) -> Any:
 @app.command(name="list")
 def list_all(place: Place, as_json: AsJson = False) -> None:
     """Show all checkpoints, and what is unfinished, by their manifests alone."""
+    from fft.durable.manifest import name_of
+
     with plain_errors(), _readable(place):
         found = _opened(place).found()
     if as_json:
@@ -75,7 +77,7 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
             continue
         when = datetime.fromtimestamp(m.written_at).isoformat(" ", "seconds")
         size, groups = f"{m.size / MIB:.1f}", f"{len(m.groups)} × {m.ranks}"
-        state = "complete" if entry.name == f"step-{entry.step}" else "complete, but for its name"
+        state = "complete" if entry.name == name_of(m.step) else "complete, but for its name"
         table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, state)
     console().print(table, markup=False)
 

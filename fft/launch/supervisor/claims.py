@@ -15,7 +15,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Literal, NamedTuple
@@ -123,10 +123,15 @@ class Claims:
         if not others:
             return
         claim = Claim(fresh_id(), tuple(others), str(self._me), take_over)
+        with self._answers_to(claim) as ear:
+            self._ask(claim, others, ear, is_asked)
+
+    @contextmanager
+    def _answers_to(self, claim: Claim) -> Iterator[Ear]:
         ear = Ear()
         listener = self._bus.listen(answer_inbox(claim.id), ear.hear, ear.lose)
         try:
-            self._ask(claim, others, ear, is_asked)
+            yield ear
         finally:
             listener.close()
             self._bus.delete(answer_inbox(claim.id))
@@ -141,16 +146,12 @@ class Claims:
         if held is None or (holder := self._holder(group, held)).free or group in self._mine:
             return False
         claim = Claim(fresh_id(), (group,), str(self._me), probes=True)
-        ear, deadline = Ear(), time.monotonic() + _patience(holder)
-        listener = self._bus.listen(answer_inbox(claim.id), ear.hear, ear.lose)
-        try:
+        deadline = time.monotonic() + _patience(holder)
+        with self._answers_to(claim) as ear:
             self._bus.send(f"supervisor/{holder.id}", _claims().dump_json(claim))
             while (now := time.monotonic()) < deadline:
                 if is_unwanted() or any(ear.until(min(deadline, now + _AGAIN_S))):
                     return False
-        finally:
-            listener.close()
-            self._bus.delete(answer_inbox(claim.id))
         if is_unwanted():
             return False
         self._take_from_the_silent(claim, {group: (held, holder)})
