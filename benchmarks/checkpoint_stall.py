@@ -1,9 +1,9 @@
-"""What a durable checkpoint costs the steps after it: ``python -m benchmarks.checkpoint_stall``.
+"""What a durable checkpoint costs the steps beside it: ``python -m benchmarks.checkpoint_stall``.
 
-One job of one process, in one run: intervals of `EVERY` steps, each of which begins with a
-checkpoint. The stall of a checkpoint is what the first half of its interval, in which it is copied
-and written, takes longer than the second, in which nothing is written. A step takes 50 ms, and the
-state is 100 MB. ``wait``: the step is a wait, as for a device. ``busy``: it computes on one core.
+One job of one process, in one run: blocks of `BLOCK` steps, with a checkpoint every `EVERY` steps
+and without any in turn. The stall of a checkpoint is what a block with them takes longer than the
+one after it, for each of its checkpoints. A step takes 50 ms, and the state is 100 MB. ``wait``:
+the step is a wait, as for a device. ``busy``: it computes on one core.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ import torchft
 from torch import nn
 
 import fft
+from fft.train.checkpoint.due import DueByRecord
 
 STEP_S = 0.05
 STATE_MB = 100
-EVERY = 40
-INTERVALS = 12
+EVERY = 10
+BLOCK = 40
+PAIRS = 12
+"""Of blocks, after one that is not counted."""
+AFTER = EVERY // 2
+"""A block begins so many steps after a checkpoint: the last one is written within its block."""
 
 
 class Model(nn.Module):
@@ -59,7 +64,7 @@ def peak_of(process: psutil.Process, ended: threading.Event, found: list[int]) -
 
 
 def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
-    """Train, and compare the halves of the intervals."""
+    """Train, and compare the blocks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     manager = fft.ManagerFFT(
@@ -71,6 +76,9 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
         check_replicas=0,
         checkpoint=fft.Checkpointing(place, every=EVERY, keep=2),
     )
+    checkpointer = manager._parts.checkpointer
+    assert checkpointer is not None and isinstance(checkpointer._due, DueByRecord)
+    plans = [fft.Checkpointing(place, every=10**9), checkpointer.plan]
     model = Model(STATE_MB)
     trained = [p for p in model.parameters() if p.requires_grad]
     manager.register(model, torch.optim.SGD(trained, lr=1e-3))
@@ -79,9 +87,10 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
     watch = threading.Thread(target=peak_of, args=(psutil.Process(), ended, memory))
     before = psutil.Process().memory_info().rss
     watch.start()
-    items = [torch.randn(8, 64) for _ in range(EVERY * (INTERVALS + 1) + 1)]
+    items = [torch.randn(8, 64) for _ in range(AFTER + BLOCK * (1 + 2 * PAIRS))]
     for txn in manager.transactions(items):
         with txn:
+            checkpointer._due._plan = plans[(txn.step - AFTER) // BLOCK % 2]
             until = time.monotonic() + STEP_S
             model(txn.batch).square().mean().backward()
             if kind == "busy":
@@ -92,18 +101,14 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
     ended.set()
     watch.join()
     took = [b - a for a, b in itertools.pairwise(at)]
-    half = EVERY // 2
-    stalls = []
-    for interval in range(1, INTERVALS):
-        begin = interval * EVERY  # the checkpoint is taken after this step
-        first, second = took[begin : begin + half], took[begin + half : begin + EVERY]
-        stalls.append(sum(first) - sum(second))
+    blocks = [sum(took[i : i + BLOCK]) for i in range(AFTER, len(took), BLOCK)]
+    stalls = [(a - b) / (BLOCK // EVERY) for a, b in zip(blocks[1::2], blocks[2::2], strict=True)]
     step = statistics.median(took)
     stall = statistics.median(stalls)
     return {
         "kind": kind,
         "step_ms": round(step * 1e3, 2),
-        "checkpoints": len(stalls),
+        "blocks": len(stalls),
         "stall_ms": round(stall * 1e3, 2),
         "stall_range_ms": [round(min(stalls) * 1e3, 2), round(max(stalls) * 1e3, 2)],
         "stall_of_a_step": round(stall / step, 4),
@@ -113,15 +118,19 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
 
 
 def traced(traces: Path) -> dict[str, float]:
-    """Medians of what the job says itself: the main thread's share, copy and write."""
+    """What the job says itself: how many, and medians of the main thread's share, copy, write."""
     found: dict[str, list[float]] = {}
+    counts = dict.fromkeys(("checkpoint", "checkpoint_skipped", "checkpoint_failed"), 0)
     for path in traces.glob("*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
+            if line.get("note") in counts:
+                counts[line["note"]] += 1
             if str(line.get("note", "")).startswith("checkpoint"):
                 for name, value in line["data"].items():
                     if name.endswith("_ms"):
                         found.setdefault(f"{line['note']}.{name}", []).append(value)
-    return {name: round(statistics.median(values), 2) for name, values in sorted(found.items())}
+    medians = {name: round(statistics.median(values), 2) for name, values in sorted(found.items())}
+    return {**counts, **medians}
 
 
 def main() -> None:

@@ -41,7 +41,11 @@ def manifest_of(store: Store, directory: str, attempt: str, step: int) -> Manife
         batches=2 * step,
         cursor=2 * step,
         returned=(),
-        scopes={"job": Scope(step=step, lineage=f"lineage{step}")},
+        scopes={
+            "job": Scope(
+                step=step, lineage=f"lineage{step}", batches=2 * step, cursor=2 * step, returned=()
+            )
+        },
         writer="0",
         groups=GROUPS,
         ranks=RANKS,

@@ -42,6 +42,17 @@ class File(_Strict):
     sha256: Sha
 
 
+class Scope(_Strict):
+    """Where one scope of the job stands."""
+
+    step: Count
+    lineage: str
+    batches: Count
+    cursor: Count
+    returned: tuple[Count, ...]
+    """Slices before the cursor that are not consumed."""
+
+
 class Receipt(_Strict):
     """What one rank has written and read again; written last of its files. Without files: it
     delivers nothing, so that nobody waits for it."""
@@ -50,13 +61,8 @@ class Receipt(_Strict):
     group: str
     rank: Count
     files: tuple[File, ...]
-
-
-class Scope(_Strict):
-    """Where one scope of the job stands."""
-
-    step: Count
-    lineage: str
+    at: Scope | None = None
+    """Where its scope stands, if each stage has one of its own."""
 
 
 class Origin(_Strict):
@@ -69,8 +75,10 @@ class Origin(_Strict):
 class Manifest(_Strict):
     """What a checkpoint is, and what belongs to it.
 
-    ``writer``: the group whose files hold what all groups have in common. ``groups``: those of
-    whose ranks buffers and random states are there. ``ranks``: of each group.
+    ``scopes``: by name; of a job with one scope, ``job``. Where each stage has one, step, lineage
+    and place in the data are those of the first, and others may be some slices behind. ``writer``:
+    the group whose files hold what all groups have in common. ``groups``: those of whose ranks
+    buffers and random states are there. ``ranks``: of each group.
     """
 
     format: Literal[1] = 1

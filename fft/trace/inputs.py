@@ -21,6 +21,8 @@ LOOP = "loop"
 CONSUMED = "consumed"
 ENTRY = "entry"
 MADE_ANEW = "entry_made_anew"
+RESTORED = "entry_restored"
+"""From a checkpoint."""
 TRANSACTIONS, TORCHFT = "transactions", "torchft"
 """The loops: ``manager.transactions``, and ``start_quorum`` with ``should_commit``."""
 
@@ -49,6 +51,7 @@ class Owed:
         samples = next(iter(spec["parameter_groups"].values()))["samples"]
         self.ranks = config["world"] if samples == "per_rank" else 1
         """Of a group, that take an item of the data each; 1: all take the same."""
+        self.begins_at = head["start"]["step"], head["start"]["cursor"]
         self._rank = config["me"][1] if samples == "per_rank" else 0
 
     def item(self, number: int) -> int:
@@ -107,7 +110,7 @@ class Given:
 
     def __init__(self) -> None:
         self.offered: dict[str, list[Runs]] = {}
-        """Group → of each of its processes, and of what they made anew."""
+        """Group → of each of its processes, and of what they made anew or had of a checkpoint."""
         self.taken: dict[tuple[str, str], Runs] = {}
         """(group, trace) → what the txns were computed on that it applied."""
 
@@ -148,6 +151,8 @@ class Inputs:
         name, data = line["note"], line["data"]
         if name == MADE_ANEW:
             self._make_anew(data["slice"], data["version"], place)
+        elif name == RESTORED:
+            self._restore(data["slice"], data["version"], place)
         elif name == LOOP:
             self._loops.append((Token(*data["from"]), data["runs"]))
         elif name in (CONSUMED, ENTRY):
@@ -174,6 +179,16 @@ class Inputs:
             f"the entry of slice {number} was made anew with version {version}, by a rank {state}"
         )
         self.finding.expect(is_right, text, place)
+        self._anew.add(version, number)
+
+    def _restore(self, number: int, version: int, place: str) -> None:
+        if self._owed is not None:
+            step, cursor = self._owed.begins_at
+            text = (
+                f"the entry of slice {number} with version {version} is said to be from the "
+                f"checkpoint, and this rank begins at step {step}, slice {cursor}"
+            )
+            self.finding.expect(number < cursor and version <= step, text, place)
         self._anew.add(version, number)
 
     def _judge(self, token: Token, place: str, weigh: Weigh) -> None:

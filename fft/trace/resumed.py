@@ -3,7 +3,8 @@
 A start that begins with steps behind it has the state of a checkpoint. That is one which an earlier
 start has committed: same step, lineage and place in the data, which groups of another number of
 ranks count in slices of another size. What was committed after it there is on no lineage any more.
-Where the traces have digests, the state has the bits that it had there.
+Where the traces have digests, the state has the bits that it had there. Stages that step by
+themselves are judged one by one, and all ranks of a start begin with the same checkpoint.
 With what the audit of each start says, every slice of the data is consumed once on the lineage that
 results.
 """
@@ -11,13 +12,14 @@ results.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fft.protocol.invariants import Finding
 from fft.trace.audit import AuditReport, audit_dir
+from fft.trace.format import scope_folder, scope_folders
 from fft.trace.starts import start_folders
 
 
@@ -46,6 +48,8 @@ class _Start:
     commits: dict[str, Stand] = field(default_factory=dict)
     digests: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
     """Lineage and rank number → the state's digest, and the first place that tells it."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """Which ones participants began with → the first place that tells it."""
     resharded: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """Lineage that a state got as it was loaded for another number of ranks → that it had, and
     whether all ranks of a group take the same item."""
@@ -105,11 +109,28 @@ def _judge(root: Path, later: list[Path]) -> Finding:
     for name in (f"start{number}" for number in range(2, last)):
         text = f"{name} has no traces, and {later[-1].name} came after it: they were removed"
         finding.expect(name in there, text, name)
-    first = _read(root)
+    folders, begun = (root, *later), [dict[str, str]() for _ in later]
+    scopes = {path.name for folder in folders for path in scope_folders(folder)[1:]}
+    for scope in ("", *sorted(scopes)):
+        starts = (_read(root, scope_folder(folder, scope)) for folder in folders)
+        _judge_scope(finding, starts, begun)
+    for had in begun:
+        (name, first), *others = [*had.items()] or [("", "")]
+        for other, place in others:
+            text = f"it begins with the checkpoint {other}, and {first} with {name}"
+            finding.expect(False, text, place)
+    return finding
+
+
+def _judge_scope(
+    finding: Finding, starts: Iterator[_Start], begun: Sequence[dict[str, str]]
+) -> None:
+    """Of one scope of the job. ``begun`` gets what each start but the first has begun with."""
+    first = next(starts)
     known = {lineage: (stand, first.ranks) for lineage, stand in first.commits.items()}
     digests = first.digests
-    for folder in later:
-        start = _read(folder)
+    for start, begins in zip(starts, begun, strict=True):
+        begins |= {name: place for name, place in start.checkpoints.items() if name not in begins}
         for (lineage, stand), place in start.begins.items():
             source, takes_same = start.resharded.get(lineage, (lineage, False))
             was, ranks = known.get(source, (None, start.ranks))
@@ -129,7 +150,6 @@ def _judge(root: Path, later: list[Path]) -> Finding:
         digests |= start.digests  # a later start may come to a lineage again, by other groups
         known |= {lineage: (stand, start.ranks) for lineage, stand in start.begins}
         known |= {lineage: (stand, start.ranks) for lineage, stand in start.commits.items()}
-    return finding
 
 
 def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> bool:
@@ -141,24 +161,28 @@ def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> 
     )
 
 
-def _read(folder: Path) -> _Start:
+def _read(root: Path, folder: Path) -> _Start:
+    """Of one scope; ``root``: of the traces of all starts."""
     found = _Start()
     for path in sorted(folder.glob("*.jsonl")):
+        name = path.relative_to(root.parent)
         for number, line in _lines(path):
+            place = f"{name}:{number}"
             if line.get("kind") == "header":
                 found.ranks, at = line["config"]["world"], line["start"]
                 if at["step"] > 0:
                     unused = tuple(sorted(at["returned"]))
                     stand = Stand(at["step"], at["cursor"], at["batches"], unused)
-                    place = f"{path.parent.name}/{path.name}:{number}"
                     found.begins.setdefault((at["lineage"], stand), place)
-            elif line.get("note") == "resumed" and line["data"]["as"] != line["data"]["lineage"]:
+            elif line.get("note") == "resumed":
                 told = line["data"]
-                found.resharded[told["as"]] = told["lineage"], told["takes_same"]
+                found.checkpoints.setdefault(told.get("attempt", told["lineage"]), place)
+                if told["as"] != told["lineage"]:
+                    found.resharded[told["as"]] = told["lineage"], told["takes_same"]
                 continue
             event = line.get("event") or {}
             if event.get("digest") and event["type"] in ("applied", "healed"):
-                said = (event["digest"], f"{path.parent.name}/{path.name}:{number}")
+                said = (event["digest"], place)
                 found.digests.setdefault((line["lineage"], line["rank"]), said)
             record = event.get("record")
             if record is not None and record["kind"] == "commit":

@@ -115,7 +115,10 @@ class Parts:
         if settings.checkpoint is None:
             return None
         size = settings.expected_groups, manager._group_world_size
-        return Checkpointer(settings.checkpoint, self.job, self.state, settings.spec, *size)
+        own = settings.checkpoint, self.job, self.state, settings.spec, *size
+        if self.stage is None:
+            return Checkpointer(*own)
+        return Checkpointer(*own, self.stage, self.limits["flow_limit"].seconds)
 
     def _make_inner(self, manager: TorchftInterface) -> InnerScope | None:
         """The scope of this replica group, if it has several ranks that step alone."""
@@ -155,7 +158,8 @@ class Parts:
         self.leaving.close()
         self.state.close_source()
         if self.checkpointer is not None:
-            self.checkpointer.close()
+            with self.watchers.waiting():
+                self.checkpointer.close(serves=not _is_failing())
         self.commands.close()
         self.reductions.close()
         self.state.close()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torchft.manager import Manager
 
-from fft.durable.manifest import Manifest
+from fft.durable.manifest import Scope
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.data.source import DataSource, Inputs, LeasedInputs, as_source
@@ -86,8 +86,8 @@ class RankState:
         """Begins with a durable checkpoint, if the job is to, before it is joined; once."""
         self.before_change: Callable[[], object] = lambda: None
         """Called before what a commit has left is changed by anything but a body."""
-        self.before_vote: Callable[[StartTxn], object] = lambda plan: None
-        """Called before this rank says YES."""
+        self.before_vote: Callable[[StartTxn, bool], object] = lambda plan, last: None
+        """Called before this rank says YES, and whether no txn is to come after this one."""
         self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
         """Called when the state is that of a committed record; with the epoch that made it."""
 
@@ -299,12 +299,12 @@ class RankState:
         """Those that take a state over."""
         return dict(self._manager._load_state_dict_fns)
 
-    def resume_at(self, manifest: Manifest, lineage: str, cursor: int, data: Any) -> None:
+    def resume_at(self, at: Scope, lineage: str, cursor: int, data: Any) -> None:
         """The state is that of a checkpoint; before the job is joined. ``data``: what the source
         had exported, which takes it over once it is there."""
-        self._manager._step = manifest.step
-        self._manager._batches_committed = manifest.batches
-        self.lineage, self.cursor, self.returned = lineage, cursor, manifest.returned
+        self._manager._step = at.step
+        self._manager._batches_committed = at.batches
+        self.lineage, self.cursor, self.returned = lineage, cursor, at.returned
         self._resume_at = data
 
     # --- from rank to rank ---

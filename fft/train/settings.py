@@ -16,7 +16,7 @@ from typing import Literal
 from torchft.manager import Manager
 
 from fft.bus.token import JobToken
-from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
+from fft.durable.plan import Checkpointing, checkpointing_of
 from fft.health.detectors.trainer import MonitorConfig
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
@@ -116,8 +116,6 @@ def read_settings(
         raise FftError("no bus: pass bus=, or set FFT_BUS to what `fft serve` prints")
     token = JobToken.from_env()
     durable = checkpointing_of(checkpoint)
-    if durable is not None:
-        _refuse_several_states(loaded)
     chosen = membership_of(membership or os.environ.get("FFT_MEMBERSHIP"))
     interval = interval_from(progress_interval)
     wanted = called.arguments["min_replica_size"]
@@ -176,16 +174,6 @@ def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
             f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
             "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
             "whose ranks hold stages, or spec='hsdp_diloco', whose groups step alone"
-        )
-
-
-def _refuse_several_states(spec: FsmSpec) -> None:
-    """Raise CheckpointError if no commit is one state of all ranks that are in it."""
-    if spec.stages:
-        raise CheckpointError(
-            f"checkpoint= with spec={spec.name!r}: stages that step alone are at steps of their "
-            "own when one of them commits, and durable checkpoints hold one step of all. Take them "
-            "by manager.state_dict() and files of yours"
         )
 
 

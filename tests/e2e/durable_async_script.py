@@ -30,6 +30,7 @@ import fft
 from fft.durable.manifest import Manifest
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
+from fft.train.checkpoint.due import words_on
 from fft.train.checkpoint.writer import RankWriter
 
 EVERY = 2
@@ -86,7 +87,10 @@ def takes_it_late(manager: fft.ManagerFFT) -> None:
     head = heard()
     assert head is not None and checkpointer is not None
     mine = tuple(at.entry for at in head.standing if at.entry.group == job.peer.group)
-    checkpointer._begin(head, dataclasses.replace(head, members=mine))
+    named = next(word.named for word in words_on(job.bus) if word.token == head.token)
+    epoch = dataclasses.replace(head, members=mine)
+    as_mine = named._replace(writer=job.peer.group)
+    checkpointer._begin(checkpointer._attempt(as_mine, head, epoch), epoch)
 
 
 class Body:

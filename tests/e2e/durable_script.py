@@ -34,7 +34,7 @@ def cut_at(stage: str, step: int, marks: Path) -> None:
 
     def at(self: RankWriter, came: str) -> None:
         begin(self, came)
-        if came == stage and self._attempt.record.step >= step:
+        if came == stage and self._attempt.named.step >= step:
             cut(stage, marks)
 
     def renaming(self: LocalStore, old: str, new: str) -> None:
@@ -55,7 +55,7 @@ def stall(group: str, step: int) -> None:
 
     def at(self: RankWriter, came: str) -> None:
         begin(self, came)
-        if came == "writing" and self._attempt.record.step == step and self._group == group:
+        if came == "writing" and self._attempt.named.step == step and self._group == group:
             threading.Event().wait()
 
     RankWriter._at = at  # type: ignore[method-assign]

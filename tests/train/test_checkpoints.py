@@ -28,12 +28,13 @@ from waiting import wait_until
 
 import fft
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import DamagedCheckpoint, attempt_name
+from fft.durable.manifest import DamagedCheckpoint, Manifest, attempt_name, sealed, unsealed
 from fft.durable.plan import CheckpointError
 from fft.durable.stores import LocalStore, open_store
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
+from fft.train.checkpoint.due import Named
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
 from fft.train.state.serial import StateMismatch
@@ -424,6 +425,18 @@ def test_a_step_that_was_asked_for_and_is_damaged_is_not_replaced_by_another(
     assert len(start.losses) == 3, "the newest, of step 6, is whole"
 
 
+def test_a_checkpoint_of_stages_is_refused_by_a_job_that_has_none(
+    place: Path, tmp_path: Path
+) -> None:
+    path = place / "step-6" / "manifest.json"
+    manifest = unsealed(Manifest, path.read_bytes(), "it")
+    at_job = manifest.scopes["job"]
+    stages = {"stage0": at_job, "stage1": at_job}
+    path.write_bytes(sealed(manifest.model_copy(update={"scopes": stages})))
+    with pytest.raises(CheckpointError, match="the scopes stage0, stage1, and this job has job"):
+        Start(tmp_path / "second", checkpoint=at(place)).train(Stream(), 9)
+
+
 def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -458,26 +471,22 @@ def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_al
         manager.shutdown()
 
 
-def test_stages_that_do_not_commit_as_one_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="are at steps of their own when one of them commits"):
-        Start(tmp_path, spec="pipeline_ahead", checkpoint=at(tmp_path / "checkpoints"))
-
-
 def test_nobody_is_waited_for_who_says_that_it_delivers_nothing(tmp_path: Path) -> None:
     """Without its buffers a checkpoint is published; without the shared state it is given up."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
-    attempt = Attempt(record, ("0", "1"), 1, attempt_name("life", "2"), "async", "0" * 64, None)
+    named = Named(attempt_name("life", "2"), 5, "0")
+    attempt = Attempt(named, record, ("0", "1"), 1, (), "async", "0" * 64, None)
     found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
 
     def publish() -> None:
-        told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, threading.Event())
+        told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, threading.Event())
         RankWriter(found, attempt, *told)._publish(0.0)
 
     decline(found, attempt, ("1", 0))
     decline(found, attempt, ("0", 0))
     with pytest.raises(FftError, match="rank 0 of group 0 delivers nothing, as it has said"):
         publish()
-    deliver(found.store, attempt.directory, attempt.name, "0", 0, 5)
+    deliver(found.store, attempt.directory, named.name, "0", 0, 5)
     publish()
     assert found.verify(5).groups == ("0",)
     assert time.monotonic() - began < 20

@@ -2,7 +2,7 @@
 
 A checkpoint is due at the same commits on all ranks that have them (`due`): every so many steps, or
 so often; with the last commit of a job; and with the first one without the group that was to write
-the one before.
+the one before. Of stages that step by themselves, each has a commit of its own (`due_in_stages`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import fft
+from fft.bus import BusError
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import Origin, attempt_name
+from fft.durable.manifest import Origin
 from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
-from fft.messages.protocol import Record
+from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.spec import FsmSpec
-from fft.train.checkpoint.due import DueByRecord, DueByWord
+from fft.trace.inputs import RESTORED
+from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
+from fft.train.checkpoint.due_in_stages import DueToLater, due_to, refuse_forks
 from fft.train.checkpoint.loading import Loader, origin_of
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
+from fft.train.stages.scope import StageScope
 from fft.util.errors import FftError
 
 COPY_LIMIT_S = 30.0
@@ -47,26 +52,40 @@ class Checkpointer:
         spec: FsmSpec,
         groups: int,
         ranks: int,
+        stage: StageScope | None = None,
+        flow_limit_s: float = 0.0,
     ) -> None:
-        """``groups``: of the job, as far as it was announced; ``ranks``: of each."""
+        """``groups``: of the job, as far as it was announced; ``ranks``: of each; ``stage``: that
+        this rank is, where each has a scope of its own; ``flow_limit_s``: without a record of the
+        first one, until it is taken for gone. Raises CheckpointError: there are none of
+        such stages."""
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
         self.origin: Origin | None = None
         """The checkpoint that this job has begun with."""
-        self._job, self._state = job, state
-        self._spec, self._spec_digest = spec.name, spec.digest()
+        self._job, self._state, self._stage = job, state, stage
+        self._spec, self._spec_digest, self._stages = spec.name, spec.digest(), spec.stages
         self._groups, self._ranks = groups, ranks
         self._staging = Staging()
         self._snapshot: Snapshot | None = None
-        self._thread: threading.Thread | None = None
-        self._writer: RankWriter | None = None
-        self._due: DueByRecord | DueByWord = DueByRecord(plan, job)
+        self._writers: dict[threading.Thread, RankWriter] = {}
+        """At work."""
+        self._due: Due = DueByRecord(plan, job)
         if spec.bound:
-            self._due = DueByWord(plan, job, self._is_writing)
+            self._due = DueByWord(plan, job, job.bus, self._is_writing)
+        if stage is not None:
+            refuse_forks(spec)
+            self._due = due_to(stage, plan, job, self._is_writing, flow_limit_s)
         self._closing = threading.Event()
+        self._failing = threading.Event()
+        """The script ends with an error: nothing is waited for."""
+        self._outliving: threading.Thread | None = None
+        """Of a stage that has ended."""
         self._changed_late: frozenset[str] = frozenset()
         self._has_resumed = False
         self._resumed: dict[str, Any] | None = None
+        self._entries: Sequence[tuple[int, int]] = ()
+        """Slice and version of those that were loaded."""
         state.resume, state.before_change = self.resume, self.before_change
         state.before_vote, state.after_commit = self._due.before_vote, self.committed
 
@@ -79,14 +98,17 @@ class Checkpointer:
             return
         self._has_resumed = True
         began = time.monotonic()
-        loader = Loader(self.plan, self.checkpoints, self._job, self._groups, self._ranks)
+        given = self.plan, self.checkpoints, self._job, self._groups, self._ranks
+        loader = Loader(*given, self._stage)
         if (manifest := loader.choose()) is None:
             return
         found = loader.load(manifest, self._state)
         self.origin = origin_of(found)
         seconds = time.monotonic() - began
-        told = {"step": manifest.step, "lineage": manifest.lineage, "as": found.lineage}
+        told = {"step": found.at.step, "lineage": found.at.lineage, "as": found.lineage}
         told |= {"place": self.checkpoints.store.url, "seconds": round(seconds, 3)}
+        told["attempt"] = manifest.attempt
+        self._entries = found.entries
         told["takes_same"] = self._state.items_per_slice != self._ranks
         self._resumed = told
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
@@ -108,33 +130,49 @@ class Checkpointer:
         """The trace has its header: it can tell what the job has begun with."""
         if self._resumed is not None:
             self._job.note("resumed", self._resumed)
+        for number, version in self._entries:
+            self._job.note(RESTORED, {"slice": number, "version": version})
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """The state is that of ``record`` as a whole. ``epoch``: of its members."""
         if epoch is None or epoch.epoch != record.epoch:
             return  # the job has gone on without this rank
-        if not self._due.is_due(record, epoch):
+        named = self._due.due(record, epoch)
+        is_missed = named is not None and named.is_missed
+        if record.last and isinstance(self._due, DueToLater):
+            self._outlive(self._due, None if is_missed else named, record, epoch)
+            if not is_missed:
+                return
+        if named is None:
             return
-        step = record.step
-        if self._thread is not None and record.last:  # nobody waits for this thread any more
-            self._thread.join(_CLOSE_S)
-        if self._is_writing():
-            logger.warning(
-                "no checkpoint of step %d: the one before is still being written to %s, which is "
-                "slower than they come",
-                step,
-                self.checkpoints.store.url,
-            )
-            self._job.note("checkpoint_skipped", {"step": step, "reason": "the last is under way"})
-            self._decline(self._attempt(record, epoch))
+        attempt = self._attempt(named, record, epoch)
+        if is_missed:
+            self._leave_out(attempt, "no commit of this stage has come to its place in the data")
             return
-        self._begin(record, epoch)
+        if record.last:  # nobody waits for this thread any more
+            self._await_delivery()
+        elif self._is_writing():
+            logger.warning("%s is slower than checkpoints come", self.checkpoints.store.url)
+            self._leave_out(attempt, "the one before is still being written")
+            return
+        self._begin(attempt, epoch)
 
-    def _attempt(self, record: Record, epoch: Record) -> Attempt:
+    def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)
-        name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}")
-        spec = self._spec, self._spec_digest
-        return Attempt(record, groups, self._ranks, name, *spec, self.origin)
+        spec = self._stages, self._spec, self._spec_digest
+        return Attempt(named, record, groups, self._ranks, *spec, self.origin)
+
+    def _leave_out(self, attempt: Attempt, why: str) -> None:
+        logger.warning("no checkpoint of step %d: %s", attempt.named.step, why)
+        self._job.note("checkpoint_skipped", {"step": attempt.named.step, "reason": why})
+        self._decline(attempt)
+
+    def _await_delivery(self) -> None:
+        """Until this rank's files of earlier checkpoints are written; whoever publishes one may
+        wait for others still."""
+        until = time.monotonic() + _CLOSE_S
+        for writer in self._writers.values():
+            writer.has_delivered.wait(max(0.0, until - time.monotonic()))
 
     def _decline(self, attempt: Attempt) -> None:
         """Have nobody wait for this rank, which does not wait for the disk, either."""
@@ -143,26 +181,38 @@ class Checkpointer:
         threading.Thread(target=work, name="fft-checkpoint-declined", daemon=True).start()
 
     def _is_writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a checkpoint is under way that this rank writes, or is to publish."""
+        self._writers = {t: writer for t, writer in self._writers.items() if t.is_alive()}
+        return bool(self._writers)
 
-    def _begin(self, record: Record, epoch: Record) -> None:
-        self.before_change()
-        attempt = self._attempt(record, epoch)
-        peer, began = self._job.peer, time.monotonic()
-        try:
-            shared = peer.group == attempt.writer
-            snapshot = Snapshot(self._state, self._staging, shared, self._changed_late)
-        except (TypeError, FftError, RuntimeError) as error:
-            logger.error("no checkpoint of step %d: %s", record.step, error)
-            self._job.note("checkpoint_failed", {"step": record.step, "error": str(error)})
+    def _begin(self, attempt: Attempt, epoch: Record) -> None:
+        snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
+        if snapshot is None:
             self._decline(attempt)
             return
-        self._job.note(
-            "checkpoint_begun",
-            {"step": record.step, "stall_ms": round((time.monotonic() - began) * 1e3, 3)},
-        )
-        self._snapshot = snapshot
-        self._writer = RankWriter(
+        writer = self._writer_of(attempt, snapshot, epoch)
+        thread = threading.Thread(target=writer.run, name="fft-checkpoint", daemon=True)
+        self._writers[thread] = writer
+        thread.start()
+
+    def _copy_of(self, attempt: Attempt, shared: bool) -> Snapshot | None:
+        """Begin the copy of what the commit has left. None: it cannot be in a file."""
+        self.before_change()
+        step, began = attempt.named.step, time.monotonic()
+        given = self._state, self._staging, shared, self._changed_late, attempt.gives_from
+        try:
+            self._snapshot = Snapshot(*given)
+        except (TypeError, FftError, RuntimeError) as error:
+            logger.error("no checkpoint of step %d: %s", step, error)
+            self._job.note("checkpoint_failed", {"step": step, "error": str(error)})
+            return None
+        stall_ms = round((time.monotonic() - began) * 1e3, 3)
+        self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
+        return self._snapshot
+
+    def _writer_of(self, attempt: Attempt, snapshot: Snapshot, epoch: Record) -> RankWriter:
+        peer, record = self._job.peer, attempt.record
+        return RankWriter(
             self.checkpoints,
             attempt,
             snapshot,
@@ -170,10 +220,31 @@ class Checkpointer:
             self.plan.keep,
             self._job.note,
             partial(self._due.left, record, epoch),
+            partial(self._due.is_awaited, record),
             self._closing,
         )
-        self._thread = threading.Thread(target=self._writer.run, name="fft-checkpoint", daemon=True)
-        self._thread.start()
+
+    def _outlive(self, due: DueToLater, named: Named | None, record: Record, epoch: Record) -> None:
+        """This stage has ended with ``record``: its last state is in ``named``, and in what the
+        stages that go on take."""
+        self._await_delivery()
+        own = Named("", record.step, self._job.peer.group)
+        snapshot = self._copy_of(self._attempt(named or own, record, epoch), shared=True)
+        if snapshot is None:
+            return
+
+        def work() -> None:
+            later = due.after_end(self._failing)
+            try:
+                for each in later if named is None else (named, *later):
+                    attempt = self._attempt(each, record, epoch)
+                    self._writer_of(attempt, snapshot, epoch).run()
+            except (BusError, UnreadableMessage, ValueError) as error:
+                text = "checkpoints of the stages that go on will lack this one: %s"
+                logger.warning(text, error)
+
+        self._outliving = threading.Thread(target=work, name="fft-checkpoint", daemon=True)
+        self._outliving.start()
 
     def before_change(self) -> None:
         """Something of what a commit has left is about to change: the copy must be done."""
@@ -186,13 +257,18 @@ class Checkpointer:
         if waited > 1e-3:
             self._job.note("checkpoint_waited", {"stall_ms": round(waited * 1e3, 3)})
 
-    def close(self) -> None:
-        """Wait for what is being written, but not for others for long. Idempotent."""
+    def close(self, serves: bool = True) -> None:
+        """Wait for what is being written, but not for others for long; of a stage that has ended,
+        until those that go on have, unless ``serves`` is False. Idempotent."""
         self.before_change()
-        thread, self._thread = self._thread, None
-        if thread is None or self._writer is None:
-            return
-        thread.join(_CLOSE_S)
-        if thread.is_alive():
-            logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
         self._closing.set()
+        if not serves:
+            self._failing.set()
+        if self._outliving is not None:
+            self._outliving.join()  # it has limits of its own
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._writers:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._is_writing():
+            logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
+        self._writers = {}

@@ -43,6 +43,11 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new directory")
     manifest = checkpoints.verify(step)
+    if len(manifest.scopes) > 1:
+        raise CheckpointError(
+            f"{name_of(step)} has the stages {', '.join(manifest.scopes)}, each with a step of its "
+            "own, and torch's format has one state: resume from it with as many ranks"
+        )
     ranks = range(manifest.ranks)
     trees = [tree_of(checkpoints, manifest, manifest.writer, rank) for rank in ranks]
     whole, own = unsharded(trees), trees[0]["own"]
@@ -168,9 +173,10 @@ def _write(
         data, tensors = packed(tree)
         apart = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
         files += write_rank(store, directory, (WRITER, rank), data, apart)
+    at = {name: says[name] for name in Scope.model_fields} | {"returned": tuple(says["returned"])}
     manifest = Manifest(
-        **{**says, "returned": tuple(says["returned"])},
-        scopes={"job": Scope(step=step, lineage=says["lineage"])},
+        **{**says, **at},
+        scopes={"job": Scope(**at)},
         writer=WRITER,
         groups=(),
         fft_version=fft.__version__,

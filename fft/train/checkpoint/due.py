@@ -7,9 +7,10 @@ group that writes names a step to come in a register of the job's bus.
 Of groups that stand apart no two know the same commits: who was to write the last checkpoint, or
 when that was, is in no record. There the first rank of the txn's first member decides before its
 vote, and names the txn itself. A commit has that vote, so who has the commit finds the word; and
-who is not in the txn has nothing to do with it.
+who is not in the txn has nothing to do with it. (Of stages that step by themselves:
+`fft.train.checkpoint.due_in_stages`.)
 
-Main thread.
+Main thread, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from fft.bus import BusError
+from fft.bus import BusError, ErrorBus
+from fft.durable.manifest import attempt_name
 from fft.durable.plan import Checkpointing
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Peer, Record, Token
@@ -28,13 +30,45 @@ from fft.protocol.apart import living
 from fft.train.participation import Participation
 
 AT = "checkpoint/at"
-"""Register of the job's bus: the newest checkpoint that was named."""
+"""Register of a scope's bus: the newest checkpoints that were named."""
+NAMED = 2
+"""So many of them: one may be under way when the last one of the job is named."""
 _AHEAD = 2
 """Steps from the word to the checkpoint: nobody can be so far ahead of who says it."""
 _EARLY = 0.1
 """Of the interval: so long before its end ranks begin to look whether a step was named."""
 
 logger = logging.getLogger(__name__)
+
+
+class Named(NamedTuple):
+    """An attempt at a checkpoint, as all ranks call it."""
+
+    name: str
+    """Equal on all ranks, and of no other attempt."""
+    step: int
+    """Of the checkpoint."""
+    writer: str
+    """The group whose ranks write what all groups have in common."""
+    is_missed: bool = False
+    """This rank's stage had no commit where it could be taken: it delivers nothing."""
+
+
+class Due(Protocol):
+    """When a checkpoint is due to a rank, and who is waited for."""
+
+    def before_vote(self, plan: StartTxn, last: bool) -> None:
+        """This rank is about to say YES; ``last``: and that no txn comes after this one."""
+
+    def due(self, record: Record, epoch: Record) -> Named | None:
+        """The checkpoint that is to be taken of this commit, whose members ``epoch`` names."""
+
+    def left(self, record: Record, epoch: Record) -> frozenset[str]:
+        """Any thread: groups of ``epoch`` that are not in the job any more, or whose processes are
+        others. Who leaves with the commit ``record`` still delivers."""
+
+    def is_awaited(self, record: Record) -> bool:
+        """Any thread: whether others can have come to the place of ``record`` only later."""
 
 
 class DueByRecord:
@@ -48,11 +82,14 @@ class DueByRecord:
         """Of the last commit here."""
         self._since: float | None = None
 
-    def before_vote(self, plan: StartTxn) -> None:
+    def before_vote(self, plan: StartTxn, last: bool) -> None:
         """Nothing is to be said."""
 
-    def is_due(self, record: Record, epoch: Record) -> bool:
-        """Whether one is to be taken of this commit, whose members ``epoch`` names."""
+    def due(self, record: Record, epoch: Record) -> Named | None:
+        """As `Due.due`."""
+        return named_after(self._job, record, epoch) if self._is_due(record, epoch) else None
+
+    def _is_due(self, record: Record, epoch: Record) -> bool:
         if record.skip and not (record.last and self._is_behind(record)):
             return False  # no step, and more are to come
         is_new, self._epoch = record.epoch != self._epoch, record.epoch
@@ -65,14 +102,12 @@ class DueByRecord:
         return True
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """Any thread: groups of ``epoch`` that are not in the job's newest epoch, or whose
-        processes are others. Who leaves with a commit still delivers."""
-        local = self._job.local
-        now = local.epoch if local is not None else None
-        if local is None or now is None or local.role == "terminal" or now.epoch <= epoch.epoch:
-            return frozenset()
-        stays = {entry.group for entry in now.members if set(entry.peers()) <= epoch.peer_set}
-        return frozenset(entry.group for entry in epoch.members) - stays
+        """As `Due.left`: who is not in the job's newest epoch."""
+        return gone_since(self._job, epoch)
+
+    def is_awaited(self, record: Record) -> bool:
+        """All come there at once."""
+        return False
 
     def _is_behind(self, record: Record) -> bool:
         """Whether the steps before ``record`` are in no checkpoint of this job."""
@@ -95,7 +130,7 @@ class DueByRecord:
         try:
             held = self._job.bus.read(AT)
             named = int(held) if held is not None else 0
-            is_mine = _is_first(self._job.peer, epoch)
+            is_mine = is_first(self._job.peer, epoch)
             if is_mine and named < record.step and (passed is None or passed >= seconds):
                 self._job.bus.write(AT, str(record.step + _AHEAD).encode())
         except (BusError, ValueError) as error:
@@ -105,7 +140,7 @@ class DueByRecord:
 
 
 class Word(NamedTuple):
-    """What names a checkpoint where groups stand apart."""
+    """What names a checkpoint by a txn."""
 
     token: Token
     """Of the txn with whose commit it is taken; of another one, or a skip, there is none."""
@@ -113,100 +148,157 @@ class Word(NamedTuple):
     """After that."""
     writer: frozenset[Peer]
     """The processes that write what all groups have in common."""
+    name: str
+    """Of the attempt."""
+    cursor: int
+    """Where the txn ends in the data."""
+    is_last: bool
+    """Its commit may be the last one of the job."""
 
-    def encode(self) -> bytes:
-        """For the register."""
-        return json.dumps([self.token, self.step, sorted(self.writer)]).encode()
+    @property
+    def named(self) -> Named:
+        """What it names."""
+        return Named(self.name, self.step, min(self.writer).group)
 
-    @classmethod
-    def decode(cls, data: bytes) -> Word:
-        """What `encode` has made. Raises ValueError."""
-        try:
-            token, step, writer = json.loads(data)
-            return cls(Token(*token), int(step), frozenset(Peer(*peer) for peer in writer))
-        except TypeError as error:
-            raise ValueError(f"the register {AT} holds no word of a checkpoint") from error
+
+def encode_words(words: Sequence[Word]) -> bytes:
+    """For the register."""
+    return json.dumps([[*word[:2], sorted(word.writer), *word[3:]] for word in words]).encode()
+
+
+def decode_words(data: bytes) -> tuple[Word, ...]:
+    """What `encode_words` has made. Raises ValueError."""
+    try:
+        return tuple(
+            Word(Token(*token), int(step), frozenset(Peer(*peer) for peer in writer), *rest)
+            for token, step, writer, *rest in json.loads(data)
+        )
+    except TypeError as error:
+        raise ValueError(f"the register {AT} holds no words of checkpoints") from error
 
 
 class DueByWord:
     """Of groups that stand apart between their synchronisations.
 
-    ``is_busy``: whether this rank still writes the one before.
+    Args:
+        bus: of the scope whose txns are named.
+        is_busy: whether this rank still writes the one before.
     """
 
     def __init__(
-        self, plan: Checkpointing, job: Participation, is_busy: Callable[[], bool]
+        self,
+        plan: Checkpointing,
+        job: Participation,
+        bus: ErrorBus,
+        is_busy: Callable[[], bool],
     ) -> None:
-        self._plan, self._job, self._is_busy = plan, job, is_busy
-        self._word: Word | None = None
-        """The newest that was seen, and when that was."""
+        self._plan, self._job, self._bus, self._is_busy = plan, job, bus, is_busy
+        self._words: tuple[Word, ...] = ()
+        """The newest that were seen, and when that was."""
         self._since = 0.0
 
-    def before_vote(self, plan: StartTxn) -> None:
-        """If the checkpoint is mine to name, and due: name this txn."""
+    def before_vote(self, plan: StartTxn, last: bool) -> None:
+        """As `Due.before_vote`: if the checkpoint is mine to name, and due, name this txn."""
         local, step = self._job.local, plan.step + 1
         epoch = local.epoch if local is not None else None
-        if epoch is None or epoch.epoch != plan.token.epoch or not _is_first(self._job.peer, epoch):
+        if epoch is None or epoch.epoch != plan.token.epoch or not is_first(self._job.peer, epoch):
             return
+        may_end = self._may_end(last)
         try:
             self._look()
-            if not self._is_wanted(step, epoch):
+            if not (self._is_wanted(step, epoch) or may_end):
                 return
-            if self._is_busy():
+            if self._is_busy() and not may_end:
                 self._give_up(step, "the last one of this group is being written")
                 return
-            self._say(Word(plan.token, step, frozenset(epoch.members[0].peers())))
+            writer = frozenset(epoch.members[0].peers())
+            name = attempt_name(self._job.bus.generation, f"{plan.token}")
+            self._say(Word(plan.token, step, writer, name, plan.next_cursor, may_end))
         except (BusError, ValueError) as error:
             self._give_up(step, f"it could not be named: {error}")
 
-    def is_due(self, record: Record, epoch: Record) -> bool:
-        """Whether one is to be taken of this commit, whose members ``epoch`` names."""
+    def due(self, record: Record, epoch: Record) -> Named | None:
+        """As `Due.due`; also with the last commit of the job, whose name is its own."""
         if record.skip:
-            return False
+            return None
         try:
             self._look()
         except (BusError, ValueError) as error:
             if not record.last:
                 self._give_up(record.step, f"whether it was named cannot be seen: {error}")
-        return record.last or (self._word is not None and self._word.token == record.token)
+        named = next((word.named for word in self._words if word.token == record.token), None)
+        return named_after(self._job, record, epoch) if named is None and record.last else named
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """Any thread: groups of ``epoch`` that are not in the job any more, or are lost. Who stands
-        apart is in it; who leaves with this commit still delivers."""
+        """As `Due.left`: who stands apart is in the job."""
         local = self._job.local
         if local is None or local.head is None or local.head.n < record.n or record.last:
             return frozenset()
         stays = {e.entry.group for e in living(local) if set(e.entry.peers()) <= epoch.peer_set}
         return frozenset(e.group for e in epoch.members) - stays - frozenset(record.leavers)
 
+    def is_awaited(self, record: Record) -> bool:
+        """All members come there at once."""
+        return False
+
+    def _may_end(self, last: bool) -> bool:
+        """Whether the txn is named as what may be the last one; here that needs no word."""
+        return False
+
     def _look(self) -> None:
-        """Read the newest word. Raises BusError, ValueError."""
-        held = self._job.bus.read(AT)
-        word = None if held is None else Word.decode(held)
-        if word != self._word:
-            self._word, self._since = word, time.monotonic()
+        """Read the newest words. Raises BusError, ValueError."""
+        words = words_on(self._bus)
+        if words != self._words:
+            self._words, self._since = words, time.monotonic()
 
     def _say(self, word: Word) -> None:
-        self._job.bus.write(AT, word.encode())
-        self._word, self._since = word, time.monotonic()
+        others = [w for w in self._words if w.step < word.step]  # else it came to nothing
+        words = (*others, word)[-NAMED:]
+        self._bus.write(AT, encode_words(words))
+        self._words, self._since = words, time.monotonic()
 
     def _is_wanted(self, step: int, epoch: Record) -> bool:
         """Whether the txn of ``epoch`` is to be one with a checkpoint, if it leads to ``step``."""
-        word, steps, seconds = self._word, self._plan.steps, self._plan.seconds
-        if word is not None:
+        steps, seconds = self._plan.steps, self._plan.seconds
+        if self._words:
+            word = self._words[-1]
             job = {p for at in epoch.standing for p in at.entry.peers()} | epoch.peer_set
             if word.step >= step or not word.writer <= job:
                 return True  # the txn that it named came to nothing; or its writer is lost
         if steps is not None:
             return step % steps == 0
         assert seconds is not None
-        return word is None or time.monotonic() - self._since >= seconds
+        return not self._words or time.monotonic() - self._since >= seconds
 
     def _give_up(self, step: int, why: str) -> None:
         logger.warning("no checkpoint of step %d: %s", step, why)
         self._job.note("checkpoint_skipped", {"step": step, "reason": why})
 
 
-def _is_first(peer: Peer, epoch: Record) -> bool:
-    """Whether it is the first rank of the group that writes."""
-    return (peer.group, peer.rank) == (epoch.members[0].group, 0)
+def words_on(bus: ErrorBus) -> tuple[Word, ...]:
+    """The newest that were said in a scope. Raises BusError, ValueError."""
+    held = bus.read(AT)
+    return () if held is None else decode_words(held)
+
+
+def named_after(job: Participation, record: Record, epoch: Record) -> Named:
+    """A checkpoint that nobody has named, by its record; the first member writes it."""
+    name = attempt_name(job.bus.generation, f"{record.n}|{record.lineage}")
+    return Named(name, record.step, epoch.members[0].group)
+
+
+def gone_since(job: Participation, epoch: Record) -> frozenset[str]:
+    """Any thread: groups of ``epoch`` that are not in the newest one, or whose processes are
+    others."""
+    local = job.local
+    now = local.epoch if local is not None else None
+    if local is None or now is None or local.role == "terminal" or now.epoch <= epoch.epoch:
+        return frozenset()
+    stays = {entry.group for entry in now.members if set(entry.peers()) <= epoch.peer_set}
+    return frozenset(entry.group for entry in epoch.members) - stays
+
+
+def is_first(peer: Peer, epoch: Record) -> bool:
+    """Whether it is the first rank of the first member of an epoch."""
+    first = epoch.members[0]
+    return (peer.group, peer.rank) == (first.group, min(rank.rank for rank in first.ranks))

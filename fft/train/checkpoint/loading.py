@@ -7,8 +7,8 @@ states. Nothing is changed before all has been read and fits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +16,14 @@ import torch
 from fft.bus.base import HEAD
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
-from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, name_of
+from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, Scope, name_of
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
+from fft.train.stages.scope import StageScope
 from fft.train.state.random_states import load_random
 from fft.train.state.step_state import StepState
 
@@ -37,8 +38,12 @@ class Loaded:
     """Where the job goes on."""
 
     manifest: Manifest
+    at: Scope
+    """Where this rank's scope stood."""
     lineage: str
     cursor: int
+    entries: Sequence[tuple[int, int]] = ()
+    """Slice and version of what this stage gives the next one again."""
 
 
 class Loader:
@@ -47,6 +52,7 @@ class Loader:
     Args:
         groups: of this job, as far as it was announced.
         ranks: of each group of this job.
+        stage: that this rank is, where each has a scope of its own.
     """
 
     def __init__(
@@ -56,8 +62,10 @@ class Loader:
         job: Participation,
         groups: int,
         ranks: int,
+        stage: StageScope | None = None,
     ) -> None:
         self._is_only_group = groups == 1
+        self._stage = stage
         self._plan = plan
         self._checkpoints = checkpoints
         self._job = job
@@ -71,13 +79,14 @@ class Loader:
                 none that can be used.
             DamagedCheckpoint: the one that was asked for.
         """
-        if self._job.bus.read(HEAD) is not None:
+        bus = self._job.bus if self._stage is None else self._stage.bus
+        if bus.read(HEAD) is not None:
             return None  # a job goes on: its state comes from a group that has it
         return choose(self._checkpoints, self._plan.resume)
 
     def load(self, manifest: Manifest, state: RankState) -> Loaded:
         """Take the state over. Raises CheckpointError, DamagedCheckpoint, StateMismatch."""
-        peer = self._job.peer
+        peer, at = self._job.peer, self._at(manifest)
         same_ranks = manifest.ranks == self._ranks
         try:
             if same_ranks:
@@ -92,9 +101,13 @@ class Loader:
             raise CheckpointError(f"{name_of(manifest.step)} cannot be read: {error}") from error
         alone = state.synchronizer is not None
         own = self._own(manifest, peer.group, peer.rank, alone) if same_ranks else None
-        found = _stands(manifest, self._ranks, state)
+        found = _stands(manifest, at, self._ranks, state)
         self._take(tree, own, state)
-        state.resume_at(manifest, found.lineage, found.cursor, tree["data"])
+        state.resume_at(at, found.lineage, found.cursor, tree["data"])
+        if state.output is not None and own is not None:
+            entries = own["entries"]
+            state.output.load_entries(entries)
+            found = replace(found, entries=[(number, version) for number, version, _ in entries])
         if not same_ranks:
             logger.warning(
                 "%s was written by groups of %d ranks, and this job has %d: the state is resharded;"
@@ -104,6 +117,17 @@ class Loader:
                 self._ranks,
             )
         return found
+
+    def _at(self, manifest: Manifest) -> Scope:
+        """Where the scope of this rank stood. Raises CheckpointError: there was no such scope."""
+        names = ["job"] if self._stage is None else self._stage.names
+        if set(names) != manifest.scopes.keys():
+            raise CheckpointError(
+                f"{name_of(manifest.step)} was taken with spec {manifest.spec!r}, with the scopes "
+                f"{', '.join(manifest.scopes)}, and this job has {', '.join(names)}: resume with "
+                "the spec that it was taken with"
+            )
+        return manifest.scopes["job" if self._stage is None else self._stage.name]
 
     def _own(self, manifest: Manifest, group: str, rank: int, alone: bool) -> dict[str, Any] | None:
         """What only this rank had; None: no such rank wrote the checkpoint. ``alone``: groups step
@@ -211,13 +235,13 @@ def completed(
     return {**mine, "parameters": tensors, "buffers": theirs}
 
 
-def _stands(manifest: Manifest, ranks: int, state: RankState) -> Loaded:
+def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Loaded:
     """Lineage and cursor for groups of ``ranks`` ranks. Raises CheckpointError."""
     if manifest.ranks == ranks:
-        return Loaded(manifest, manifest.lineage, manifest.cursor)
+        return Loaded(manifest, at, at.lineage, at.cursor)
     lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
     if state.items_per_slice != ranks:  # all ranks of a group take the same item
-        return Loaded(manifest, lineage, manifest.cursor)
+        return Loaded(manifest, at, lineage, manifest.cursor)
     items = manifest.cursor * manifest.ranks
     if items % ranks or manifest.returned:
         raise CheckpointError(
@@ -225,7 +249,7 @@ def _stands(manifest: Manifest, ranks: int, state: RankState) -> Loaded:
             "ranks cannot begin with, for each takes so many at a time: resume with another number "
             f"of ranks, such as {manifest.ranks}, or from another checkpoint"
         )
-    return Loaded(manifest, lineage, items // ranks)
+    return Loaded(manifest, at, lineage, items // ranks)
 
 
 def origin_of(found: Loaded) -> Origin:

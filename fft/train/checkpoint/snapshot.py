@@ -63,15 +63,21 @@ class Snapshot:
         state: of this rank.
         shared: with what all groups have in common; else only what is this rank's own.
         at_once: parameters that are changed by other code than updates; bodies' are known.
+        gives_from: of a stage that gives entries to the next one, those of slices from there on.
 
     Raises:
         TypeError, UnfitForFile: something in the state cannot be in a file; names the place.
     """
 
     def __init__(
-        self, state: RankState, staging: Staging, shared: bool, at_once: Set[str] = frozenset()
+        self,
+        state: RankState,
+        staging: Staging,
+        shared: bool,
+        at_once: Set[str] = frozenset(),
+        gives_from: int = 0,
     ) -> None:
-        tree, self._watched = _tree_of(state, shared)
+        tree, self._watched = _tree_of(state, shared, gives_from)
         self.data, live = packed(tree)
         staging.keep_only(live.keys())
         edited: Set[str] | None = state.step.edited if state.step is not None else None
@@ -167,7 +173,9 @@ def _is_in(name: str, edited: Set[str] | None) -> bool:
     return name.startswith(prefix) and (edited is None or name.removeprefix(prefix) in edited)
 
 
-def _tree_of(state: RankState, shared: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _tree_of(
+    state: RankState, shared: bool, gives_from: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What goes into the files of a rank, and the parameters by name."""
     step = state.step
     own: dict[str, Any] = {"random": export_random(step.generators if step is not None else None)}
@@ -175,6 +183,8 @@ def _tree_of(state: RankState, shared: bool) -> tuple[dict[str, Any], dict[str, 
         own["buffers"] = step.export_buffers()
     if state.synchronizer is not None:
         own["alone"] = state.synchronizer.export_own()
+    if state.output is not None:
+        own["entries"] = state.output.export_entries(gives_from)
     if not shared:
         return {"own": own}, {}
     found: dict[str, Any] = {

@@ -1,9 +1,10 @@
 """What one rank does for a checkpoint beside the training, on a thread of its own.
 
 It copies, writes its files, reads them again for their digests, and leaves a receipt. The first
-rank of the group that writes waits for the receipts of the others, and publishes. No collective and
-no message is needed: the files are all that ranks know of each other here, so that a rollback has
-nothing to abort. Files have nothing to wait on; they are looked at again, in growing pauses.
+rank of the group that writes waits for the receipts of the others, and publishes; where stages step
+by themselves, that is a rank of the first stage. No collective and no message is needed: the files
+are all that ranks know of each other here, so that a rollback has nothing to abort. Files have
+nothing to wait on; they are looked at again, in growing pauses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from fft.durable.manifest import (
     partial_name,
 )
 from fft.messages.protocol import Record
+from fft.train.checkpoint.due import Named
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
@@ -47,32 +49,47 @@ Note = Callable[[str, dict[str, Any]], None]
 class Attempt:
     """A checkpoint that all ranks of an epoch take together, each for itself."""
 
+    named: Named
     record: Record
-    """Of the commit."""
+    """Of the commit; of the stage's own, where each has a scope."""
     groups: tuple[str, ...]
     """Members of its epoch."""
     ranks: int
-    name: str
-    """Equal on all ranks, and of no other attempt."""
+    stages: Sequence[str]
+    """Scopes by rank, where each stage has one of its own."""
     spec: str
     spec_digest: str
     origin: Origin | None
 
     @property
-    def writer(self) -> str:
-        """The group whose ranks write what all groups have in common."""
-        return self.groups[0]
-
-    @property
     def directory(self) -> str:
         """Where its files go first."""
-        return partial_name(self.record.step, self.name)
+        return partial_name(self.named.step, self.named.name)
+
+    @property
+    def at(self) -> Scope:
+        """Where the scope stands after the commit."""
+        record = self.record
+        returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
+        return Scope(
+            step=record.step,
+            lineage=record.lineage,
+            batches=record.batches,
+            cursor=record.cursor,
+            returned=tuple(returned),
+        )
+
+    @property
+    def gives_from(self) -> int:
+        """Entries of slices before that the next stage has taken when it comes to its own place,
+        which is less than a txn behind; but at the end of the job."""
+        return 0 if self.record.last else self.record.cursor - len(self.groups)
 
 
 def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) -> None:
     """Say that a rank delivers nothing for ``attempt``. Any thread."""
     group, rank = place
-    receipt = Receipt(attempt=attempt.name, group=group, rank=rank, files=())
+    receipt = Receipt(attempt=attempt.named.name, group=group, rank=rank, files=())
     try:
         checkpoints.deliver(attempt.directory, receipt)
     except OSError as error:
@@ -82,7 +99,8 @@ def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) 
 class RankWriter:
     """Of one attempt and one rank; `run` is its thread's work.
 
-    ``left``: which groups have left the job since, or have been started anew.
+    ``left``: which groups have left the job since, or have been started anew. ``is_awaited``:
+    whether others can come to their place only later.
     """
 
     def __init__(
@@ -94,6 +112,7 @@ class RankWriter:
         keep: int,
         note: Note,
         left: Callable[[], Set[str]],
+        is_awaited: Callable[[], bool],
         closing: threading.Event,
     ) -> None:
         self._checkpoints = checkpoints
@@ -103,14 +122,17 @@ class RankWriter:
         self._keep = keep
         self._note = note
         self._left = left
+        self._is_awaited = is_awaited
         self._closing = closing
         self._stage = ""
+        self.has_delivered = threading.Event()
+        """This rank's part is written, or given up: its copy is not needed any more."""
         self.published = False
 
     def run(self) -> None:
         """The whole of it. An error costs this checkpoint, and nothing else."""
-        attempt, began = self._attempt, time.monotonic()
-        told: dict[str, Any] = {"step": attempt.record.step, "place": self._checkpoints.store.url}
+        named, began = self._attempt.named, time.monotonic()
+        told: dict[str, Any] = {"step": named.step, "place": self._checkpoints.store.url}
         try:
             self._at("copying")
             if not self._snapshot.copy() or self._snapshot.problem is not None:
@@ -119,17 +141,20 @@ class RankWriter:
             told["bytes"] = sum(file.size for file in files)
             told["copy_ms"] = round(self._snapshot.copy_s * 1e3, 3)
             told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
-            if (self._group, self._rank) == (attempt.writer, 0):
+            self.has_delivered.set()
+            if (self._group, self._rank) == (named.writer, 0):
                 self._publish(time.monotonic() - began)
                 told["published"] = True
         except (OSError, FftError, RuntimeError) as error:
             self._tell(error, told)
             return
+        finally:
+            self.has_delivered.set()
         self._note("checkpoint", told)
 
     def _tell(self, error: Exception, told: dict[str, Any]) -> None:
         """Why there is no checkpoint."""
-        step = self._attempt.record.step
+        step = self._attempt.named.step
         try:
             if not isinstance(error, Passed) and self._stage != "removing older ones":
                 self._refuse_passed()  # what it has left was removed, and so this has failed
@@ -156,19 +181,25 @@ class RankWriter:
             decline(self._checkpoints, self._attempt, (self._group, self._rank))
 
     def _refuse_passed(self) -> None:
-        self._checkpoints.refuse_passed(self._attempt.record.step, self._attempt.name)
+        named = self._attempt.named
+        self._checkpoints.refuse_passed(named.step, named.name)
 
     def _at(self, stage: str) -> None:
         self._stage = stage
 
     def _write(self) -> tuple[File, ...]:
         """This rank's files and its receipt."""
-        store, directory = self._checkpoints.store, self._attempt.directory
+        attempt = self._attempt
+        store, directory = self._checkpoints.store, attempt.directory
         self._at("writing")
         place, snapshot = (self._group, self._rank), self._snapshot
         files = write_rank(store, directory, place, snapshot.data, snapshot.tensors)
         receipt = Receipt(
-            attempt=self._attempt.name, group=self._group, rank=self._rank, files=files
+            attempt=attempt.named.name,
+            group=self._group,
+            rank=self._rank,
+            files=files,
+            at=attempt.at if attempt.stages else None,
         )
         self._at("waiting for the end of the body")
         self._snapshot.confirmed.wait()  # which comes with it, with a rollback, and at the end
@@ -182,7 +213,7 @@ class RankWriter:
 
     def _publish(self, own_s: float) -> None:
         self._at("waiting for the others")
-        receipts = self._gather(time.monotonic() + _WAIT_S + _WAIT_FACTOR * own_s)
+        receipts = self._gather(own_s)
         self._at("publishing")
         self._checkpoints.publish(self._attempt.directory, self._manifest(receipts))
         self.published = True
@@ -190,68 +221,94 @@ class RankWriter:
         for name in self._checkpoints.prune(self._keep):
             logger.info("checkpoint %s was removed: %d are kept", name, self._keep)
 
-    def _gather(self, until: float) -> dict[tuple[str, int], Receipt]:
-        """The receipts of all who have delivered. Raises FftError: a rank of this group has not."""
-        attempt = self._attempt
+    def _gather(self, own_s: float) -> dict[tuple[str, int], Receipt]:
+        """The receipts of all who have delivered; ``own_s``: how long this rank has written.
+
+        Raises FftError: a rank of this group has delivered nothing.
+        """
+        attempt, (name, _, writer, _) = self._attempt, self._attempt.named
         ranks = range(attempt.ranks)
-        needed = {(attempt.writer, rank) for rank in ranks}
+        needed = {(writer, rank) for rank in ranks}
         wanted = {(group, rank) for group in attempt.groups for rank in ranks}
         found, pause = dict[tuple[str, int], Receipt](), _POLL_S
+        began = time.monotonic()
+        until = began + _WAIT_S + _WAIT_FACTOR * own_s
         while True:
-            found = self._checkpoints.receipts(attempt.directory, attempt.name, found)
-            gone = self._left() - {attempt.writer}
+            known = len(found)
+            found = self._checkpoints.receipts(attempt.directory, name, found)
+            gone = self._left() - {writer}
             if {place for place in wanted if place[0] not in gone} <= found.keys():
                 break
-            if time.monotonic() >= until:
+            now = time.monotonic()
+            if self._is_awaited() and not self._closing.is_set():
+                until = max(until, now + _WAIT_S + _WAIT_FACTOR * own_s)
+            elif attempt.stages and len(found) > known:  # the next one may need as long
+                until = max(until, now + _WAIT_S + _WAIT_FACTOR * (now - began))
+            if now >= until:
                 break
             if any(place in found and not found[place].files for place in needed):
                 break
             if pause == _LONGEST_POLL_S:
                 self._refuse_passed()
-            self._closing.wait(pause)
+            time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
         delivered = {place for place, receipt in found.items() if receipt.files}
         if missing := sorted(needed - delivered):
             names = ", ".join(f"rank {rank}" for _, rank in missing)
             if any(place in found for place in missing):
-                raise FftError(
-                    f"{names} of group {attempt.writer} delivers nothing, as it has said"
-                )
+                raise FftError(f"{names} of group {writer} delivers nothing, as it has said")
             raise FftError(
-                f"{names} of group {attempt.writer} has delivered no files to "
+                f"{names} of group {writer} has delivered no files to "
                 f"{self._checkpoints.store.url}; is that on a file system that all hosts share?"
             )
         if late := sorted(wanted - delivered):
             names = ", ".join(f"{group}/{rank}" for group, rank in late)
             logger.warning(
                 "the checkpoint of step %d is without buffers and random states of %s",
-                attempt.record.step,
+                attempt.named.step,
                 names,
             )
         return {place: found[place] for place in delivered}
 
     def _manifest(self, receipts: dict[tuple[str, int], Receipt]) -> Manifest:
-        attempt, record = self._attempt, self._attempt.record
+        """Raises FftError: the stages are at places that do not fit together."""
+        attempt, at = self._attempt, self._attempt.at
         ranks = range(attempt.ranks)
-        whole = [g for g in attempt.groups if all((g, rank) in receipts for rank in ranks)]
+        scopes = self._stages(receipts) if attempt.stages else {"job": at}
+        whole = [
+            group
+            for group in attempt.groups
+            if all((group, rank) in receipts for rank in ranks)
+            and all(receipts[group, k].at == receipts[attempt.named.writer, k].at for k in ranks)
+        ]
         listed = [receipts[group, rank] for group in whole for rank in ranks]
-        returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
         return Manifest(
-            step=record.step,
-            lineage=record.lineage,
-            batches=record.batches,
-            cursor=record.cursor,
-            returned=tuple(returned),
-            scopes={"job": Scope(step=record.step, lineage=record.lineage)},
-            writer=attempt.writer,
+            **at.model_dump(),
+            scopes=scopes,
+            writer=attempt.named.writer,
             groups=tuple(whole),
             ranks=attempt.ranks,
             spec=attempt.spec,
             spec_digest=attempt.spec_digest,
             fft_version=fft.__version__,
             torch_version=torch.__version__,
-            attempt=attempt.name,
+            attempt=attempt.named.name,
             written_at=time.time(),
             resumed_from=attempt.origin,
             files=tuple(file for receipt in listed for file in receipt.files),
         )
+
+    def _stages(self, receipts: dict[tuple[str, int], Receipt]) -> dict[str, Scope]:
+        """Where each stage stands. Raises FftError: one is ahead of the stage before it."""
+        found, writer = dict[str, Scope](), self._attempt.named.writer
+        for rank, stage in enumerate(self._attempt.stages):
+            at = receipts[writer, rank].at
+            if at is None:
+                raise FftError(f"rank {rank} of group {writer} does not say where its stage stands")
+            if found and at.cursor > (before := [*found.values()][-1]).cursor:
+                raise FftError(
+                    f"stage {stage!r} came to slice {at.cursor} of the data, and the stage before "
+                    f"it to {before.cursor}"
+                )
+            found[stage] = at
+        return found

@@ -15,7 +15,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -150,6 +150,18 @@ class StageOutput:
             self._manager.allreduce(torch.ones(1)).wait()
 
     # --- the main thread, between two transactions ---
+
+    def export_entries(self, since: int) -> list[tuple[int, int, Any]]:
+        """Slice, version and value of those that the next stage may still ask for, of slices from
+        ``since`` on."""
+        with self._changed:
+            there = sorted(self._entries.items())
+        return [(number, each.version, each.value) for number, each in there if number >= since]
+
+    def load_entries(self, entries: Sequence[tuple[int, int, Any]]) -> None:
+        """Offer what `export_entries` gave; before the job is joined."""
+        with self._changed:
+            self._entries |= {number: _Entry(value, v) for number, v, value in entries}
 
     def draws_from(self, source: DataSource) -> None:
         """Where the slices come from that an entry is made anew for. Raises DataError."""

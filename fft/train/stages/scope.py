@@ -36,7 +36,8 @@ class StageScope:
         self.bus = job_bus
         """Of this scope."""
         self.others: list[OtherScope] = []
-        self._names = spec.stages
+        self.names = spec.stages
+        """Of all of them, by rank."""
         self._most = most
         self._job_bus = job_bus
         self._opened = ExitStack()
@@ -45,17 +46,21 @@ class StageScope:
         """Open the buses of this scope and of those that it is bound to. Raises BusError."""
 
         def bus_of(name: str) -> ErrorBus:
-            if name == self._names[0]:
+            if name == self.names[0]:
                 return self._job_bus
             bus = open_job_bus(f"{url}.{name}", token, operation_s)
             self._opened.callback(bus.close)
             return bus
 
-        self._job_bus.write(SCOPES, json.dumps(self._names[1:]).encode())  # for operators
+        self._job_bus.write(SCOPES, json.dumps(self.names[1:]).encode())  # for operators
         self.bus = bus_of(self.name)
         self.others = [
             OtherScope(bound.scope, bus_of(bound.scope), self._most) for bound in self.flow
         ]
+
+    def first(self) -> OtherScope:
+        """The scope of the first stage, for who is not the engine."""
+        return OtherScope(self.names[0], self._job_bus, self._most)
 
     def traces(self, directory: Path | None) -> Path | None:
         """Where those of this scope go: the first stage's where the job's do."""

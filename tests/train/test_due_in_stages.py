@@ -1,0 +1,248 @@
+"""Where checkpoints of stages that step by themselves cut each of them; over buses in memory.
+
+`tests/e2e/test_durable_ahead.py` has whole jobs.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fft.bus import ErrorBus, open_bus
+from fft.durable.plan import CheckpointError, Checkpointing
+from fft.engine.other_scopes import OtherScope
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
+from fft.protocol.elsewhere import Elsewhere
+from fft.protocol.load import load_spec
+from fft.protocol.spec import FsmSpec
+from fft.protocol.state import Local
+from fft.train.checkpoint.due import AT, Due, Named, words_on
+from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, refuse_forks
+
+
+class Rank:
+    """Of one group and stage, as far as its checkpoints ask for it."""
+
+    def __init__(self, of_job: ErrorBus, group: str, stage: int) -> None:
+        self.bus, self.peer = of_job, Peer(group, stage, 1)
+        self.local: Local | None = None
+        self.notes: list[str] = []
+        self.is_busy = False
+        self.due: Due
+
+    def note(self, name: str, data: dict[str, Any]) -> None:
+        assert name == "checkpoint_skipped"
+        self.notes.append(data["reason"])
+
+
+class Stage:
+    """The ranks of one stage, and the records of its scope as its txns would leave them."""
+
+    def __init__(self, number: int, buses: list[ErrorBus], every: int | str, groups: int) -> None:
+        self.number, self.step, self.cursor, self.n = number, 0, 0, 0
+        self.next = Elsewhere("stage1", 2, n=1, takers=groups)
+        self.ranks = {str(g): Rank(buses[0], str(g), number) for g in range(groups)}
+        for rank in self.ranks.values():
+            given: Any = (rank, buses[number])
+            if number:
+                scope = OtherScope("stage0", buses[0])
+                rank.due = DueToLater(*given, buses[number - 1], scope, 5.0)
+            else:
+                busy = lambda rank=rank: rank.is_busy  # noqa: E731
+                rank.due = DueToFirst(Checkpointing("somewhere", every), *given, busy)
+
+    def txn(self, members: str = "01", aborts: bool = False, **record: Any) -> dict[str, Named]:
+        """One of these groups. What each has due after it."""
+        self.n += 1
+        after = self.cursor + len(members)
+        epoch = self.epoch_of(members)
+        by = epoch.by
+        token = Token(epoch.epoch, 1)
+        plan = StartTxn(
+            token, self.step, "", self.cursor, 0, len(members), tuple(members), 0, None, after
+        )
+        leaving = frozenset({by} if record.get("last") else ())
+        seen = (self.next,) if self.number == 0 else ()
+        for name in members:
+            local = Local("NORMAL", "", "", head=epoch, epoch=epoch, elsewhere=seen)
+            self.ranks[name].local = replace(local, leaving=leaving)
+            self.ranks[name].due.before_vote(plan, False)
+        if aborts:
+            return {}
+        self.n += 1
+        self.step, self.cursor = self.step + 1, after
+        commit = replace(
+            epoch,
+            n=self.n,
+            kind="commit",
+            txn=1,
+            step=self.step,
+            cursor=after,
+            members=(),
+            **record,
+        )
+        found = {name: self.ranks[name].due.due(commit, epoch) for name in members}
+        return {name: named for name, named in found.items() if named is not None}
+
+    def epoch_of(self, members: str) -> Record:
+        entries = tuple(
+            GroupEntry(g, g, (RankEntry(self.number, 1, True, "", 1, "host"),)) for g in members
+        )
+        by = Peer(members[0], self.number, 1)
+        return Record(self.n, "epoch", self.n, 0, self.step, "", self.cursor, 0, by, entries)
+
+
+class Job:
+    """Two or more stages, with two groups."""
+
+    def __init__(self, stack: ExitStack, every: int | str = 2, stages: int = 2) -> None:
+        name = f"cut-{uuid.uuid4().hex}"
+        urls = [f"memory://{name}.{number}" for number in range(stages)]
+        self.buses = [stack.enter_context(open_bus(url)) for url in urls]
+        self.stages = [Stage(number, self.buses, every, 3) for number in range(stages)]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_all_stages_are_cut_at_one_place(stack: ExitStack) -> None:
+    first, middle, last = Job(stack, stages=3).stages
+    assert not first.txn()
+    named = first.txn()
+    assert named.keys() == {"0", "1"} and len(set(named.values())) == 1
+    assert named["0"][1:] == (2, "0", False)
+    first.txn()
+    for stage in (middle, last):
+        assert not stage.txn()
+        assert stage.txn() == named
+        assert not stage.txn()
+
+
+def test_a_txn_that_came_to_nothing_is_named_again(stack: ExitStack) -> None:
+    first, last = Job(stack).stages
+    first.txn()
+    assert not first.txn(aborts=True)
+    named = first.txn()
+    assert named.keys() == {"0", "1"}
+    last.txn()
+    assert not last.txn(aborts=True)
+    assert last.txn() == named
+    assert not last.txn()
+    assert not first.txn()
+    again = first.txn()
+    assert again and again != named
+
+
+def test_a_stage_that_steps_over_the_place_is_cut_before_it(stack: ExitStack) -> None:
+    """After a txn of one group alone, which the other stage had with both."""
+    first, last = Job(stack).stages
+    first.txn("0")
+    named = first.txn()
+    assert (first.cursor, named.keys()) == (3, {"0", "1"})
+    assert last.txn() == named and last.cursor == 2
+    assert not last.txn()
+    first.txn()
+    named = first.txn()
+    assert last.cursor == 4
+    assert last.txn() == named and (first.cursor, last.cursor) == (7, 6)
+    assert not last.txn(), "it has been taken"
+
+
+def test_who_has_passed_the_place_says_so_and_delivers_nothing(stack: ExitStack) -> None:
+    first, last = Job(stack).stages
+    first.txn("0")
+    named = first.txn("0")["0"]
+    assert first.cursor == 2
+    rank, later = (last.ranks[name].due for name in "02")
+    epoch = last.epoch_of("0")
+    assert rank.due(_commit(1), epoch) is None
+    assert rank.due(_commit(4), epoch) == named._replace(is_missed=True)
+    assert rank.due(_commit(5), epoch) is None, "once"
+    assert later.due(_commit(5), epoch) is None, "it was not there then"
+
+
+def _commit(cursor: int) -> Record:
+    return Record(cursor, "commit", 1, cursor, cursor, "", cursor, 0, Peer("0", 1, 1))
+
+
+def test_when_the_job_ends_each_stage_is_cut_where_it_ends(stack: ExitStack) -> None:
+    first, last = Job(stack, every=1000).stages
+    for _ in range(2):
+        assert not first.txn()
+    named = first.txn(last=True)
+    assert named.keys() == {"0", "1"}
+    assert last.txn(last=True) == named and (first.cursor, last.cursor) == (6, 2)
+    first, last = Job(stack, every=1000).stages
+    named = first.txn(last=True)
+    assert last.txn() == named, "at the same place"
+    assert not last.txn(last=True), "once"
+
+
+def test_what_nobody_knew_to_be_the_last_is_none_and_that_is_said(stack: ExitStack) -> None:
+    first, last = Job(stack, every=1000).stages
+    rank = first.ranks["0"]
+    assert rank.due.due(replace(_commit(1), last=True), first.epoch_of("0")) is None
+    assert "which was not known when it was voted for" in rank.notes[0]
+    assert not last.txn("0", last=True)
+
+
+def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitStack) -> None:
+    """With the state in which it has ended; the stage after it hears of that."""
+    job = Job(stack, stages=3)
+    first, middle, last = job.stages
+    for _ in range(2):
+        named = first.txn()
+    middle.txn()
+    assert middle.txn(last=True) == named, "the first goes on"
+    due, stops = middle.ranks["0"].due, threading.Event()
+    assert isinstance(due, DueToLater)
+    later = due.after_end(stops)
+    for place in (4, 8, 12):
+        while first.cursor < place:
+            named = first.txn() or named
+        if place > 4:
+            assert next(later) == named["0"]
+            (*_, word) = words_on(job.buses[1])
+            assert (word.name, word.cursor) == (named["0"].name, middle.cursor)
+    assert last.txn() == {}
+    assert last.txn()["0"].name == named["0"].name, "where the middle has ended"
+    stops.set()
+    assert list(later) == []
+
+
+def test_who_still_writes_names_none_but_for_the_last(stack: ExitStack) -> None:
+    first, _ = Job(stack, every=1).stages
+    first.ranks["0"].is_busy = True
+    assert not first.txn()
+    assert first.ranks["0"].notes == ["the last one of this group is being written"]
+    assert first.txn(last=True)
+
+
+def test_a_stage_that_cannot_see_whether_one_is_due_says_so(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(stack, every=1)
+    job.buses[0].write(AT, b"9")
+    assert not job.stages[1].txn()
+    assert "no words of checkpoints" in caplog.text
+
+
+def test_stages_that_fork_are_refused() -> None:
+    spec = load_spec("pipeline_ahead")
+    refuse_forks(spec)
+    refuse_forks(load_spec("hsdp"))
+    edge = spec.flow[0].model_dump(by_alias=True)
+    turned = {**edge, "from": edge["to"], "to": edge["from"]}
+    other = FsmSpec.model_validate({**spec.model_dump(by_alias=True), "flow": [turned]})
+    with pytest.raises(CheckpointError, match="'stage1' follows no other in the flow"):
+        refuse_forks(other)
