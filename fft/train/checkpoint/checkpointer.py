@@ -57,8 +57,10 @@ class Checkpointer:
     ) -> None:
         """``groups``: of the job, as far as it was announced; ``ranks``: of each; ``stage``: that
         this rank is, where each has a scope of its own; ``flow_limit_s``: without a record of the
-        first one, until it is taken for gone. Raises CheckpointError: there are none of
-        such stages."""
+        first one, until it is taken for gone.
+
+        Raises CheckpointError: no checkpoint can be taken of such stages.
+        """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
         self.origin: Origin | None = None
