@@ -82,12 +82,14 @@ def cost_of(traces: Path, groups: int) -> Cost:
     for wall, line in applied:
         token = (line["event"]["token"][0], line["event"]["token"][1])
         commits[token] = wall  # of the last rank
-    before = max(wall for wall in commits.values() if wall < killed)
-    after = min(wall for wall in commits.values() if wall > killed)
+    # a survivor may apply the last commit before the kill after it
+    last = max(epoch for (epoch, _), wall in commits.items() if wall < killed)
+    before = max(wall for (epoch, _), wall in commits.items() if epoch == last)
+    after = min(wall for (epoch, _), wall in commits.items() if epoch > last)
     contributed = min(
         wall
         for (epoch, txn), wall in commits.items()
-        if wall > killed and (whole[epoch] if txn == 1 else whole[-epoch])
+        if epoch > last and (whole[epoch] if txn == 1 else whole[-epoch])
     )
     walls = sorted(wall for wall in commits.values() if wall < killed)
     step = statistics.median(b - a for a, b in itertools.pairwise(walls))
