@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,11 +71,11 @@ def folders(root: Path) -> list[Path]:
     return [f for f in start_folders(root / "traces") if any(f.glob("*.jsonl"))]
 
 
-def began_at(folder: Path) -> int:
-    """The step that a start began with."""
+def began_at(folder: Path, what: str = "step") -> int:
+    """The step that a start began with; or ``what`` else the headers of its ranks have."""
     lines = [path.open().readline() for path in trace_files(folder)]
     heads = [json.loads(line) for line in lines if line.endswith("\n")]  # else killed at once
-    return max((head["start"]["step"] for head in heads), default=sys.maxsize)
+    return max((head["start"][what] for head in heads), default=sys.maxsize)
 
 
 def consumed(root: Path, steps: int) -> dict[int, list[int]]:
@@ -201,13 +201,22 @@ def kill_ranks(root: Path) -> None:
 
 
 def kill_now_and_then(
-    root: Path, process: FftRun, times: int, dice: random.Random, ranks: int = 4
+    root: Path,
+    process: FftRun,
+    times: int,
+    dice: random.Random,
+    ranks: int = 4,
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> int:
-    """SIGKILL all ranks ``times`` times, each some time after they have begun. How often it was."""
+    """SIGKILL all ranks ``times`` times, each some time after they have begun, and ``is_ready``
+    holds. How often it was."""
     done = 0
     while done < times and process.runs:
-        there = lambda: len(list(living(root))) == ranks or not process.runs  # noqa: E731
-        wait_until(there, "all ranks", LIMIT_S)
+
+        def are_there() -> bool:
+            return (len(list(living(root))) == ranks and is_ready()) or not process.runs
+
+        wait_until(are_there, "all ranks", LIMIT_S)
         time.sleep(dice.uniform(0.0, 2.5))  # the moment is what is random, and waits for nothing
         if process.runs and not ends(root):
             kill_ranks(root)
@@ -215,13 +224,19 @@ def kill_now_and_then(
     return done
 
 
-def run_with_kills(root: Path, command: Sequence[str], kills: int, ranks: int = 4) -> None:
+def run_with_kills(
+    root: Path,
+    command: Sequence[str],
+    kills: int,
+    ranks: int = 4,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> None:
     """A job to its end, of which all ranks are killed so often; every other time with the
     supervisor, which is then started by the same command again."""
     dice, done = random.Random(kills), 0
     while not ends(root):
         with running(*command, folder=root) as process:
-            done += kill_now_and_then(root, process, min(kills - done, 2), dice, ranks)
+            done += kill_now_and_then(root, process, min(kills - done, 2), dice, ranks, is_ready)
             if done < kills:
                 process.end()  # and with it its ranks
                 continue
