@@ -7,12 +7,15 @@ Where the traces have digests, the state has the bits that it had there. Stages 
 themselves are judged one by one, and all ranks of a start begin with the same checkpoint.
 With what the audit of each start says, every slice of the data is consumed once on the lineage that
 results.
+
+Starts are read from the last one back: what is kept of a start is what later ones begin with.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +42,7 @@ class Stand(NamedTuple):
 
 @dataclass
 class _Start:
-    """What the traces of one start say."""
+    """What the traces of one start say of states that it, or a later one, begins with."""
 
     ranks: int = 1
     """Of each group."""
@@ -112,7 +115,7 @@ def _judge(root: Path, later: list[Path]) -> Finding:
     folders, begun = (root, *later), [dict[str, str]() for _ in later]
     scopes = {path.name for folder in folders for path in scope_folders(folder)[1:]}
     for scope in ("", *sorted(scopes)):
-        starts = (_read(root, scope_folder(folder, scope)) for folder in folders)
+        starts = _read(root, [scope_folder(folder, scope) for folder in folders])
         _judge_scope(finding, starts, begun)
     for had in begun:
         (name, first), *others = [*had.items()] or [("", "")]
@@ -123,10 +126,10 @@ def _judge(root: Path, later: list[Path]) -> Finding:
 
 
 def _judge_scope(
-    finding: Finding, starts: Iterator[_Start], begun: Sequence[dict[str, str]]
+    finding: Finding, all_starts: Sequence[_Start], begun: Sequence[dict[str, str]]
 ) -> None:
     """Of one scope of the job. ``begun`` gets what each start but the first has begun with."""
-    first = next(starts)
+    first, *starts = all_starts
     known = {lineage: (stand, first.ranks) for lineage, stand in first.commits.items()}
     digests = first.digests
     for start, begins in zip(starts, begun, strict=True):
@@ -161,50 +164,76 @@ def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> 
     )
 
 
-def _read(root: Path, folder: Path) -> _Start:
-    """Of one scope; ``root``: of the traces of all starts."""
-    found = _Start()
-    for path in sorted(folder.glob("*.jsonl")):
-        name = path.relative_to(root.parent)
-        for number, line in _lines(path):
-            place = f"{name}:{number}"
-            if line.get("kind") == "header":
-                found.ranks, at = line["config"]["world"], line["start"]
-                if at["step"] > 0:
-                    unused = tuple(sorted(at["returned"]))
-                    stand = Stand(at["step"], at["cursor"], at["batches"], unused)
-                    found.begins.setdefault((at["lineage"], stand), place)
-            elif line.get("note") == "resumed":
-                told = line["data"]
-                found.checkpoints.setdefault(told.get("attempt", told["lineage"]), place)
-                if told["as"] != told["lineage"]:
-                    found.resharded[told["as"]] = told["lineage"], told["takes_same"]
-                continue
-            event = line.get("event") or {}
-            if event.get("digest") and event["type"] in ("applied", "healed"):
-                said = (event["digest"], place)
-                found.digests.setdefault((line["lineage"], line["rank"]), said)
-            record = event.get("record")
-            if record is not None and record["kind"] == "commit":
-                held = (lease[0] for lease in record["leases"])
-                unused = tuple(sorted((*record["returned"], *held)))
-                stand = Stand(record["step"], record["cursor"], record["batches"], unused)
-                found.commits[record["lineage"]] = stand
-    return found
+_ODD = (LookupError, TypeError, AttributeError)
+"""What reading raises of a line that does not say what it must: `audit_dir` tells of that."""
 
 
-_WORDS = (b'"header"', b'"resumed"', b'"commit"', b'"applied"', b'"healed"')
+def _read(root: Path, folders: list[Path]) -> list[_Start]:
+    """The starts of one scope, in their order; ``root``: of the traces of all."""
+    found: list[_Start] = []
+    asked: set[str] = set()
+    for folder in reversed(folders):
+        paths, start = sorted(folder.glob("*.jsonl")), _Start()
+        names = {path: path.relative_to(root.parent) for path in paths}
+        for path, name in names.items():
+            _take_header(start, path, f"{name}:1")
+        asked |= {lineage for lineage, _ in start.begins}
+        for path, name in names.items():
+            for number, line in _lines_of(path, asked):
+                with suppress(*_ODD):
+                    _take(start, line, f"{name}:{number}", asked)
+        asked |= {source for source, _ in start.resharded.values()}
+        found.append(start)
+    return found[::-1]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those of a trace that say where a state stands; whether they are whole `audit_dir` tells."""
+def _take_header(start: _Start, path: Path, place: str) -> None:
+    with path.open("rb") as file:
+        line = _loaded(file.readline())
+    with suppress(*_ODD):
+        ranks, at = line["config"]["world"], line["start"]
+        if at["step"] > 0:
+            unused = tuple(sorted(at["returned"]))
+            stand = Stand(at["step"], at["cursor"], at["batches"], unused)
+            start.begins.setdefault((at["lineage"], stand), place)
+        start.ranks = ranks
+
+
+def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> None:
+    """One line, if it tells of a lineage that is asked for."""
+    if line.get("note") == "resumed":
+        told = line["data"]
+        start.checkpoints.setdefault(told.get("attempt", told["lineage"]), place)
+        if told["as"] in asked and told["as"] != told["lineage"]:
+            start.resharded[told["as"]] = told["lineage"], told["takes_same"]
+        return
+    event = line.get("event") or {}
+    if event.get("digest") and event["type"] in ("applied", "healed") and line["lineage"] in asked:
+        start.digests.setdefault((line["lineage"], line["rank"]), (event["digest"], place))
+    record = event.get("record")
+    if record is not None and record["kind"] == "commit" and record["lineage"] in asked:
+        held = (lease[0] for lease in record["leases"])
+        unused = tuple(sorted((*record["returned"], *held)))
+        stand = Stand(record["step"], record["cursor"], record["batches"], unused)
+        start.commits[record["lineage"]] = stand
+
+
+def _lines_of(path: Path, lineages: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Those of a trace that may tell of one of the lineages, or of a checkpoint that was loaded;
+    whether they are whole `audit_dir` tells."""
+    words = [b'"resumed"', *(json.dumps(lineage).encode() for lineage in lineages)]
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
-            if not any(word in text for word in _WORDS):
-                continue
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield number, line
+            for word in words:
+                if word in text:
+                    yield number, _loaded(text)
+                    break
+
+
+def _loaded(text: bytes) -> dict[str, Any]:
+    """A line; empty: it is none."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return line if isinstance(line, dict) else {}

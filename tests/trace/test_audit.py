@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,63 +10,18 @@ from typing import Any
 
 import pytest
 from forged import rewrite
-from jobs import HSDP, Job
+from traced import TracedJob, peak_of
 from typer.testing import CliRunner
 
 from fft.cli import app
 from fft.messages.fault_plans import FaultPlan
-from fft.messages.protocol import Applied, Event, Fault, Peer, Prepared, Token
-from fft.protocol.participant import Outcome
-from fft.protocol.state import Local
+from fft.messages.protocol import Event, Fault, Peer, Prepared, Token
 from fft.prove.cluster import Node
 from fft.trace import audit
 from fft.trace.audit import AuditError, audit_dir, read_lines
 from fft.trace.format import chain
-from fft.trace.inputs import LOOP, TORCHFT
 from fft.trace.report import fired, incidents, input_wait, save_plan
-from fft.trace.writer import TraceWriter, header, trace_path
-
-
-class TracedJob(Job):
-    """A job of pure participants that writes the traces that engines would."""
-
-    def __init__(self, directory: Path, groups: int = 2, ranks: int = 1, **config: Any) -> None:
-        self.directory = directory
-        self.writers: dict[object, TraceWriter] = {}
-        self.loops: set[Peer] = set()
-        """Whose loop is in their traces."""
-        self.clock = 0.0
-        self.digest: str | None = None
-        super().__init__(groups, ranks, **config)
-
-    def post(self, node: Node, event: Event) -> None:
-        """With a digest in it, if one is given; its users step by a loop of torchft's."""
-        if isinstance(event, Prepared) and node.peer not in self.loops:
-            self.loops.add(node.peer)
-            said = {"runs": TORCHFT, "from": list(event.token)}
-            self.writers[node.peer].note(LOOP, said, node.local)
-        if self.digest is not None and isinstance(event, Prepared | Applied):
-            event = replace(event, digest=f"{self.digest} {node.local.token}")
-        super().post(node, event)
-
-    def _now(self) -> float:
-        self.clock += 0.001
-        return self.clock
-
-    def add(self, *args: object, **config: object) -> Node:
-        node = super().add(*args, **config)  # type: ignore[arg-type]
-        writer = TraceWriter(self.directory, node.peer, (self._now, self._now))
-        writer.write("header", header(HSDP, node.participant.config, node.local))
-        self.writers[node.peer] = writer
-        return node
-
-    def _observe(self, node: Node, before: Local, event: Event, out: Outcome) -> None:
-        super()._observe(node, before, event, out)
-        self.writers[node.peer].outcome(before, node.local, event, out, 0.0)
-
-    def close(self) -> None:
-        for writer in self.writers.values():
-            writer.close()
+from fft.trace.writer import TraceWriter, trace_path
 
 
 @pytest.fixture(autouse=True, params=[8, 1024])
@@ -327,15 +280,7 @@ def test_a_trace_that_lacks_its_end_is_named_and_no_guarantee_is_blamed(
 
 
 def peak_of_audit(directory: Path) -> int:
-    gc.collect()
-    gc.freeze()  # else how late cycles are collected depends on what other tests have left
-    tracemalloc.start()
-    try:
-        assert audit_dir(directory).ok
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        gc.unfreeze()
+    return peak_of(lambda: audit_dir(directory).ok)
 
 
 def test_the_audit_of_a_long_run_takes_no_more_memory(tmp_path: Path, window: int) -> None:

@@ -1,0 +1,126 @@
+"""Several starts of a job: each goes on from what an earlier one has committed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forged import rewrite
+from traced import TracedJob, peak_of
+
+from fft.messages.protocol import Applied, Event, Healed, Record
+from fft.prove.cluster import Node
+from fft.trace import resumed
+from fft.trace.resumed import audit_job
+
+
+class Start(TracedJob):
+    """One start, in whose traces each state has a digest."""
+
+    def post(self, node: Node, event: Event) -> None:
+        if isinstance(event, Applied):
+            event = replace(event, digest=f"bits of {node.local.step + 1}")
+        elif isinstance(event, Healed):
+            assert self.head is not None
+            event = replace(event, digest=f"bits of {self.head.step}")
+        super().post(node, event)
+
+
+def start(directory: Path, steps: int, origin: Record | None = None) -> list[Record]:
+    """What it commits; it begins with the state of ``origin``."""
+    names = ("lineage", "step", "cursor", "batches")
+    state = {} if origin is None else {name: getattr(origin, name) for name in names}
+    job = Start(directory, **state)
+    for _ in range(steps):
+        job.step()
+    job.close()
+    return [record for record in job.history if record.kind == "commit"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four starts; the last one goes on from the first, of which much has happened since."""
+    first = start(tmp_path, 9)
+    second = start(tmp_path / "start2", 4, first[5])
+    start(tmp_path / "start3", 4, second[1])
+    start(tmp_path / "start4", 4, first[2])
+    return tmp_path
+
+
+def test_each_start_may_go_on_from_any_that_came_before(root: Path) -> None:
+    found = audit_job(root)
+    assert found.ok, found.render()
+    assert found.resumed.checks == 2 + 3 * 2, "nothing is missing; a place in the data, and bits"
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("name", ["step", "cursor", "batches", "lineage"])
+def test_a_start_from_another_state_is_found(number: int, name: str, root: Path) -> None:
+    path = root / f"start{number}" / "g1r0i1.jsonl"
+    rewrite(path, lambda line: [_begins_elsewhere(line, name)])
+    found = audit_job(root).resumed
+    assert "where no earlier start has committed" in str(found.violation)
+    assert found.place.endswith(f"/start{number}/g1r0i1.jsonl:1")
+
+
+def _begins_elsewhere(line: dict[str, Any], name: str) -> dict[str, Any]:
+    if line["kind"] != "header":
+        return line
+    was = line["start"][name]
+    return {**line, "start": {**line["start"], name: was + 1 if name != "lineage" else "0" * 24}}
+
+
+@pytest.mark.parametrize(("number", "source"), [(2, "g0r0i1"), (3, "start2/g0r0i1")])
+def test_a_start_with_other_bits_is_found(number: int, source: str, root: Path) -> None:
+    for path in (root / f"start{number}").glob("*.jsonl"):
+        rewrite(path, lambda line: [_healed_to_others(line)])
+    found = audit_job(root).resumed
+    assert "rank 0 begins with digest others of lineage " in str(found.violation)
+    assert f"{source}.jsonl:" in str(found.violation)
+    assert f"/start{number}/g0r0i1.jsonl:" in found.place
+
+
+def _healed_to_others(line: dict[str, Any]) -> dict[str, Any]:
+    event = line.get("event") or {}
+    is_state = event.get("type") == "healed"
+    return {**line, "event": {**event, "digest": "others"}} if is_state else line
+
+
+def test_what_a_later_start_has_committed_is_nothing_to_go_on_from(root: Path) -> None:
+    (root / "start4").rename(root / "start9")
+    (root / "start3").rename(root / "start4")
+    (root / "start2").rename(root / "start3")
+    (root / "start9").rename(root / "start2")
+    assert audit_job(root).ok, "both start from the first"
+    (root / "start3").rename(root / "start9")
+    (root / "start4").rename(root / "start3")
+    (root / "start9").rename(root / "start4")
+    found = audit_job(root).resumed
+    assert found.place.endswith("/start3/g0r0i1.jsonl:1")
+    assert "where no earlier start has committed" in str(found.violation)
+
+
+def test_what_was_left_behind_takes_no_memory(tmp_path: Path) -> None:
+    """However many steps the starts have: of each the one is kept that a later one begins with."""
+    peaks = []
+    for steps in (100, 100, 800):  # the first fills what is shared
+        root = tmp_path / f"{len(peaks)} of {steps}"
+        first = start(root, steps)
+        second = start(root / "start2", steps, first[steps // 2])
+        start(root / "start3", 2, second[steps // 2])
+        judges = partial(resumed._judge, root, [root / "start2", root / "start3"])
+        peaks.append(peak_of(lambda judges=judges: judges().checks == 1 + 2 * 2))
+    assert peaks[2] < 1.2 * peaks[1], peaks
+
+
+@pytest.mark.parametrize("line", [{}, {"config": {}}, {"config": {"world": 1}, "start": None}])
+def test_a_header_that_says_nothing_of_the_state_is_found(line: dict[str, Any], root: Path) -> None:
+    path = root / "start2" / "g0r0i1.jsonl"
+    rewrite(path, lambda old: [{**old, **line, "format": 1} if old["kind"] == "header" else old])
+    found = audit_job(root)
+    assert not found.ok
+    json.dumps(found.to_json())

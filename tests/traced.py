@@ -1,0 +1,75 @@
+"""Jobs of pure participants that write the traces that engines would; what reading them takes."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jobs import HSDP, Job
+
+from fft.messages.protocol import Applied, Event, Peer, Prepared
+from fft.protocol.participant import Outcome
+from fft.protocol.state import Local
+from fft.prove.cluster import Node
+from fft.trace.inputs import LOOP, TORCHFT
+from fft.trace.writer import TraceWriter, header
+
+
+class TracedJob(Job):
+    """A job of pure participants that writes the traces that engines would."""
+
+    def __init__(self, directory: Path, groups: int = 2, ranks: int = 1, **config: Any) -> None:
+        self.directory = directory
+        self.writers: dict[object, TraceWriter] = {}
+        self.loops: set[Peer] = set()
+        """Whose loop is in their traces."""
+        self.clock = 0.0
+        self.digest: str | None = None
+        super().__init__(groups, ranks, **config)
+
+    def post(self, node: Node, event: Event) -> None:
+        """With a digest in it, if one is given; its users step by a loop of torchft's."""
+        if isinstance(event, Prepared) and node.peer not in self.loops:
+            self.loops.add(node.peer)
+            said = {"runs": TORCHFT, "from": list(event.token)}
+            self.writers[node.peer].note(LOOP, said, node.local)
+        if self.digest is not None and isinstance(event, Prepared | Applied):
+            event = replace(event, digest=f"{self.digest} {node.local.token}")
+        super().post(node, event)
+
+    def _now(self) -> float:
+        self.clock += 0.001
+        return self.clock
+
+    def add(self, *args: object, cursor: int = 0, batches: int = 0, **config: object) -> Node:
+        node = super().add(*args, **config)  # type: ignore[arg-type]
+        node.local = replace(node.local, cursor=cursor, batches=batches)
+        writer = TraceWriter(self.directory, node.peer, (self._now, self._now))
+        writer.write("header", header(HSDP, node.participant.config, node.local))
+        self.writers[node.peer] = writer
+        return node
+
+    def _observe(self, node: Node, before: Local, event: Event, out: Outcome) -> None:
+        super()._observe(node, before, event, out)
+        self.writers[node.peer].outcome(before, node.local, event, out, 0.0)
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+
+
+def peak_of(reads: Callable[[], bool]) -> int:
+    """Bytes that it takes at most; it must be true."""
+    gc.collect()
+    gc.freeze()  # else how late cycles are collected depends on what other tests have left
+    tracemalloc.start()
+    try:
+        assert reads()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        gc.unfreeze()
