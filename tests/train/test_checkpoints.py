@@ -28,7 +28,14 @@ from waiting import wait_until
 
 import fft
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.manifest import DamagedCheckpoint, Manifest, attempt_name, sealed, unsealed
+from fft.durable.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    Receipt,
+    attempt_name,
+    sealed,
+    unsealed,
+)
 from fft.durable.plan import CheckpointError
 from fft.durable.stores import LocalStore, open_store
 from fft.messages.protocol import Peer, Record
@@ -490,6 +497,50 @@ def test_nobody_is_waited_for_who_says_that_it_delivers_nothing(tmp_path: Path) 
     publish()
     assert found.verify(5).groups == ("0",)
     assert time.monotonic() - began < 20
+
+
+def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWriter]:
+    """The first stage's part of a checkpoint of two stages, at that place in the data."""
+    held = Record(2, "commit", 1, 1, 5, "lineage", cursor, 9, Peer("0", 0, 1), **record)
+    named = Named(attempt_name("life", "2"), 5, "0")
+    stages = ("stage0", "stage1")
+    attempt = Attempt(named, held, ("0", "1"), 2, stages, "pipeline_ahead", "0" * 64, None)
+    told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, threading.Event())
+    return attempt, RankWriter(Checkpoints(open_store(str(tmp_path))), attempt, *told)
+
+
+def test_a_group_whose_stages_are_elsewhere_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    attempt, writer = cut_of(tmp_path, 9)
+
+    def manifest(last_of_0: int, last_of_1: int) -> Manifest:
+        places = {("0", 0): 9, ("1", 0): 9, ("0", 1): last_of_0, ("1", 1): last_of_1}
+        return writer._manifest(
+            {
+                (group, rank): Receipt(
+                    attempt=attempt.named.name,
+                    group=group,
+                    rank=rank,
+                    files=(),
+                    at=attempt.at.model_copy(update={"cursor": cursor}),
+                )
+                for (group, rank), cursor in places.items()
+            }
+        )
+
+    found = manifest(8, 8)
+    assert found.groups == ("0", "1")
+    assert [found.scopes[name].cursor for name in ("stage0", "stage1")] == [found.cursor, 8]
+    assert manifest(8, 7).groups == ("0",)
+    with pytest.raises(FftError, match="'stage1' came to slice 10 of the data, and the stage"):
+        manifest(10, 10)
+
+
+def test_entries_that_are_on_their_way_at_the_cut_are_kept(tmp_path: Path) -> None:
+    """The next stage is less than a txn behind, but at the end of the job."""
+    for cursor in (8, 9):
+        attempt, _ = cut_of(tmp_path, cursor)
+        assert attempt.gives_from <= cursor - (len(attempt.groups) - 1)
+    assert cut_of(tmp_path, 9, last=True)[0].gives_from == 0
 
 
 def test_a_torchft_loop_with_functions_of_its_own_resumes(tmp_path: Path) -> None:
