@@ -220,6 +220,15 @@ def test_a_stage_that_has_ended_is_in_the_checkpoints_of_the_one_that_goes_on(
     assert report.ok and report.resumed.checks, report.render()
 
 
+def test_a_stage_that_ends_long_before_the_next_checkpoint_is_copied_at_once(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, 16, every=1000, last_steps=4, pause=[0.2, 0.0])
+    assert {step: cursors(m) for step, m in manifests(tmp_path).items()} == {16: [32, 8]}
+    waited = notes(tmp_path / "traces" / "scopes" / "stage1", "checkpoint_waited")
+    assert all(note["data"]["stall_ms"] < 1000 for note in waited)
+
+
 @pytest.mark.long
 def test_by_time_both_stages_take_the_same(tmp_path: Path) -> None:
     run(tmp_path, 60, every="0.5s", pause=[0.03, 0.05])

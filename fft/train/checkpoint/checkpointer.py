@@ -236,6 +236,7 @@ class Checkpointer:
             return
 
         def work() -> None:
+            snapshot.copy()  # now: what it is for may come much later
             later = due.after_end(self._failing)
             try:
                 for each in later if named is None else (named, *later):
