@@ -215,7 +215,12 @@ def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitSt
             (*_, word) = words_on(job.buses[1])
             assert (word.name, word.cursor) == (named["0"].name, middle.cursor)
     assert last.txn() == {}
-    assert last.txn()["0"].name == named["0"].name, "where the middle has ended"
+    assert last.txn(last=True)["0"].name == named["0"].name, "where the middle has ended"
+    ended = last.ranks["0"].due
+    assert isinstance(ended, DueToLater)
+    while first.cursor < 16:
+        named = first.txn() or named
+    assert next(later) == next(ended.after_end(stops)) == named["0"], "both have ended there"
     stops.set()
     assert list(later) == []
 
