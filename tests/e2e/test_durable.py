@@ -251,7 +251,11 @@ def run_with_kills(
 def test_all_ranks_are_killed_at_random_moments(
     kills: int, steps: int, undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
-    run_with_kills(tmp_path, arguments(tmp_path, steps, tmp_path / "out", 0.15), kills)
+    command = arguments(tmp_path, steps, tmp_path / "out", 0.25)
+    place = tmp_path / "checkpoints"
+    run_with_kills(
+        tmp_path, command, kills, is_ready=lambda: any(place.glob("step-*/manifest.json"))
+    )
     if steps != STEPS:
         (tmp_path / "undisturbed").mkdir()
         undisturbed = run_undisturbed(tmp_path / "undisturbed", steps)

@@ -10,6 +10,7 @@ import io
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
@@ -102,3 +103,18 @@ def cut(connection: Connection) -> None:
     """Wake whoever reads from it: it has ended."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(eq=False)
+class Taker:
+    """A connection of the next stage."""
+
+    connection: Connection
+    asked: set[int] = field(default_factory=set)
+    is_gone: bool = False
+    is_told: bool = False
+    """That the group leaves."""
+    is_welcome: bool = False
+    """It knows that there is somebody with the job's weights here."""
+    data: str = ""
+    """What it takes the data to be; empty: it has not said yet."""

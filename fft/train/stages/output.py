@@ -17,8 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from fft.train.stages.link import (
     JOIN_S,
     LOST,
     Stranger,
+    Taker,
     cut,
     greet,
     kept_of,
@@ -92,7 +92,7 @@ class StageOutput:
         """Slices that somebody waits for."""
         self._taken = 0
         """All before it are committed by who takes them."""
-        self._takers: list[_Taker] = []
+        self._takers: list[Taker] = []
         self._was_taken = self._leaves = self._closed = False
         self._is_ready = False
         """The job's weights are here."""
@@ -301,7 +301,7 @@ class StageOutput:
     def _meet(self, end: socket.socket) -> None:
         """Serve somebody, if he has the job's token."""
         try:
-            taker = _Taker(greet(end, self._key, first=True))
+            taker = Taker(greet(end, self._key, first=True))
         except Stranger as error:
             logger.warning("somebody without the job's token came for entries: %s", error)
             return
@@ -314,7 +314,7 @@ class StageOutput:
         threading.Thread(target=self._send, args=(taker,), name=_TAKER, daemon=True).start()
         self._hear(taker)
 
-    def _hear(self, taker: _Taker) -> None:
+    def _hear(self, taker: Taker) -> None:
         """What somebody asks for, until it has ended."""
         try:
             while True:
@@ -335,7 +335,7 @@ class StageOutput:
                 taker.is_gone = True
                 self._changed.notify_all()
 
-    def _send(self, taker: _Taker) -> None:
+    def _send(self, taker: Taker) -> None:
         """Entries as they come, to who has asked for them."""
         with taker.connection:
             try:
@@ -348,7 +348,7 @@ class StageOutput:
                     self._takers.remove(taker)
                     self._changed.notify_all()
 
-    def _next(self, taker: _Taker) -> bytes | None:
+    def _next(self, taker: Taker) -> bytes | None:
         """The next one that it has asked for and that is there; None: it needs none any more."""
         with self._changed:
             self._changed.wait_for(
@@ -375,7 +375,7 @@ class StageOutput:
             entry = self._entries[number]
         return packed({"slice": number, "version": entry.version, "value": entry.value})
 
-    def _unlike(self, taker: _Taker) -> str | None:
+    def _unlike(self, taker: Taker) -> str | None:
         """What to say to somebody who has other data; None: they are the same."""
         mine = None if self._source is None else repr(self._source.export(0))
         if mine is None or taker.data in ("", mine):
@@ -394,18 +394,3 @@ class StageOutput:
     def _nudge(self) -> None:
         if (engine := self._parts.job.engine) is not None:
             engine.nudge()
-
-
-@dataclass(eq=False)
-class _Taker:
-    """A connection of the next stage."""
-
-    connection: Connection
-    asked: set[int] = field(default_factory=set)
-    is_gone: bool = False
-    is_told: bool = False
-    """That the group leaves."""
-    is_welcome: bool = False
-    """It knows that there is somebody with the job's weights here."""
-    data: str = ""
-    """What it takes the data to be; empty: it has not said yet."""
