@@ -176,8 +176,8 @@ def _whereabouts(name: str, line: Sequence[Event]) -> list[_Where]:
             case "fail" if now != "dead" or i == 0:
                 found.append("dead")
             case "enter" if now == "out":
-                ends = (e for e in line[i + 1 :] if e.kind in ("leave", "fail"))
-                end = next(ends, event)
+                later = (line[k] for k in range(i + 1, len(line)))
+                end = next((e for e in later if e.kind in ("leave", "fail")), event)
                 answer = end.members if end.kind == "leave" else None
                 found.append(_Stay(name, i, event.barrier, answer))
             case "leave" if inside:
@@ -226,15 +226,23 @@ class _Model:
         self.where = [_whereabouts(*x) for x in zip(self.names, self.lines, strict=True)]
         self._check_members()
         self.need = self._needs(execution.before)
-        self._fitting: dict[tuple[str, frozenset[str], str], list[_Stay]] = {}
+        self.lasts = [
+            {at: k for k, at in enumerate(line) if isinstance(at, _Stay)} for line in self.where
+        ]
+        """By process: its stays, in order, and the last place of each in ``where``."""
+        self._inside: dict[tuple[str, str], list[_Stay]] = defaultdict(list)
+        """Process and barrier → its stays there, in order."""
+        for stay in (x for lasts in self.lasts for x in lasts):
+            self._inside[stay.process, stay.barrier].append(stay)
 
     @cached_property
     def stays(self) -> list[list[_Stay]]:
         """Stays that got an answer, by process, in order."""
-        return [
-            [x for x in dict.fromkeys(line) if isinstance(x, _Stay) and x.members is not None]
-            for line in self.where
-        ]
+        return [[x for x in lasts if x.members is not None] for lasts in self.lasts]
+
+    def meeting(self, name: str, stay: _Stay) -> list[_Stay]:
+        """Stays of that process that the answer of ``stay`` can come out of, in order."""
+        return [x for x in self._inside[name, stay.barrier] if self.meet(x, stay)]
 
     def _check_members(self) -> None:
         for name, line in zip(self.names, self.lines, strict=True):
@@ -280,15 +288,7 @@ class _Model:
     def asks(self, stay: _Stay) -> tuple[object, ...]:
         """Equal for stays that ask the same of a cut."""
         members = stay.members or frozenset()
-        one_each = True
-        for name in members:
-            key = (stay.barrier, members, name)
-            if key not in self._fitting:
-                line = self.where[self.names.index(name)]
-                self._fitting[key] = [
-                    x for x in dict.fromkeys(line) if isinstance(x, _Stay) and self.meet(x, stay)
-                ]
-            one_each = one_each and len(self._fitting[key]) == 1
+        one_each = all(len(self.meeting(name, stay)) == 1 for name in members)
         plain = one_each and stay.process in members
         return (stay.barrier, members) if plain else (stay,)
 
@@ -481,13 +481,13 @@ def unheard(execution: Execution) -> list[str]:
 
 
 def _unheard(model: _Model) -> Iterator[str]:
+    index = {name: p for p, name in enumerate(model.names)}
     for p, stays in enumerate(model.stays):
         for stay in stays:
-            left = max(k for k, at in enumerate(model.where[p]) if at == stay)
+            left = model.lasts[p][stay]
             for name in sorted(stay.members or ()):
-                q = model.names.index(name)
-                past = model.where[q][: model.need[p][left][q] + 1]
-                if not any(isinstance(at, _Stay) and model.meet(at, stay) for at in past):
+                known = model.need[p][left][index[name]]
+                if not any(x.entered < known for x in model.meeting(name, stay)):
                     told = model.event((p, left))
                     yield f"{stay} at {told}, without having heard that {name} was in the barrier"
 

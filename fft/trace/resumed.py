@@ -200,7 +200,7 @@ def _take_header(start: _Start, path: Path, place: str) -> None:
 
 
 def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> None:
-    """One line, if it tells of a lineage that is asked for."""
+    """One line, if it tells of a checkpoint, or of a lineage that is asked for."""
     if line.get("note") == "resumed":
         told = line["data"]
         start.checkpoints.setdefault(told.get("attempt", told["lineage"]), place)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import importlib
+import pstats
 import random
 import re
 import sys
@@ -32,6 +34,7 @@ from fft.trace.live_sets import (
     LiveSetVerdict,
     Mark,
     decide,
+    judged,
     render,
     timed,
     unheard,
@@ -566,6 +569,23 @@ def test_one_entered_after_the_others_had_moved_on(run: Job) -> None:
     finding = judge_live_sets(run.record)
     assert finding.violation is not None
     assert "what was said only later" in finding.violation, finding
+
+
+def test_each_epoch_is_judged_in_the_time_of_the_ones_before() -> None:
+    """A long run has thousands, and each asks of the stays in its own barrier alone."""
+    calls = []
+    for count in (50, 200):
+        line = [(3.0 * n + i, e) for n in range(count) for i, e in enumerate(_epoch(str(n)))]
+        profile = cProfile.Profile()
+        verdict, by_luck = profile.runcall(judged, timed({"a": line, "b": line}))
+        assert verdict.valid and verdict.answers == 2 * count and by_luck is None
+        calls.append(pstats.Stats(profile).total_calls)
+    assert calls[1] < 5 * calls[0], calls
+
+
+def _epoch(name: str) -> tuple[Event, ...]:
+    leave = Event("leave", members=frozenset("ab"))
+    return Event("start"), Event("enter", name), leave, Event("fail")
 
 
 class Hasty(Job):

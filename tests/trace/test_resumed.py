@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forged import rewrite
+from forged import nth_note, rewrite
 from traced import TracedJob, peak_of
 
 from fft.messages.protocol import Applied, Event, Healed, Record
@@ -30,11 +30,19 @@ class Start(TracedJob):
         super().post(node, event)
 
 
-def start(directory: Path, steps: int, origin: Record | None = None) -> list[Record]:
-    """What it commits; it begins with the state of ``origin``."""
+def start(
+    directory: Path, steps: int, origin: Record | None = None, lineage: str | None = None
+) -> list[Record]:
+    """What it commits; it begins with the state of ``origin``, maybe under another lineage."""
     names = ("lineage", "step", "cursor", "batches")
     state = {} if origin is None else {name: getattr(origin, name) for name in names}
+    if lineage is not None:
+        state["lineage"] = lineage
     job = Start(directory, **state)
+    for node in job.nodes.values():
+        if origin is not None:
+            told = {"lineage": origin.lineage, "as": state["lineage"], "takes_same": False}
+            job.writers[node.peer].note("resumed", told, node.local)
     for _ in range(steps):
         job.step()
     job.close()
@@ -57,6 +65,22 @@ def test_each_start_may_go_on_from_any_that_came_before(root: Path) -> None:
     assert found.resumed.checks == 2 + 3 * 2, "nothing is missing; a place in the data, and bits"
 
 
+def test_a_state_that_got_another_lineage_is_looked_for_under_the_one_it_had(
+    tmp_path: Path,
+) -> None:
+    """As when it is loaded for another number of ranks; more than one start may go on from that."""
+    first = start(tmp_path, 9)
+    for number in (2, 3):
+        start(tmp_path / f"start{number}", 4, first[5], "resharded")
+    found = audit_job(tmp_path)
+    assert found.ok, found.render()
+    assert found.resumed.checks == 1 + 3, "the bits of the second were told by the first alone"
+    for path in (tmp_path / "start3").glob("*.jsonl"):
+        rewrite(path, lambda line: [_healed_to_others(line)])
+    found = audit_job(tmp_path)
+    assert "begins with digest others of lineage resharded" in str(found.resumed.violation)
+
+
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.parametrize("name", ["step", "cursor", "batches", "lineage"])
 def test_a_start_from_another_state_is_found(number: int, name: str, root: Path) -> None:
@@ -64,7 +88,7 @@ def test_a_start_from_another_state_is_found(number: int, name: str, root: Path)
     rewrite(path, lambda line: [_begins_elsewhere(line, name)])
     found = audit_job(root).resumed
     assert "where no earlier start has committed" in str(found.violation)
-    assert found.place.endswith(f"/start{number}/g1r0i1.jsonl:1")
+    assert found.place == f"{root.name}/start{number}/g1r0i1.jsonl:1"
 
 
 def _begins_elsewhere(line: dict[str, Any], name: str) -> dict[str, Any]:
@@ -81,7 +105,7 @@ def test_a_start_with_other_bits_is_found(number: int, source: str, root: Path) 
     found = audit_job(root).resumed
     assert "rank 0 begins with digest others of lineage " in str(found.violation)
     assert f"{source}.jsonl:" in str(found.violation)
-    assert f"/start{number}/g0r0i1.jsonl:" in found.place
+    assert found.place.startswith(f"{root.name}/start{number}/g0r0i1.jsonl:")
 
 
 def _healed_to_others(line: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +124,7 @@ def test_what_a_later_start_has_committed_is_nothing_to_go_on_from(root: Path) -
     (root / "start4").rename(root / "start3")
     (root / "start9").rename(root / "start4")
     found = audit_job(root).resumed
-    assert found.place.endswith("/start3/g0r0i1.jsonl:1")
+    assert found.place == f"{root.name}/start3/g0r0i1.jsonl:1"
     assert "where no earlier start has committed" in str(found.violation)
 
 
@@ -124,3 +148,17 @@ def test_a_header_that_says_nothing_of_the_state_is_found(line: dict[str, Any], 
     found = audit_job(root)
     assert not found.ok
     json.dumps(found.to_json())
+
+
+def test_a_word_of_a_checkpoint_that_says_nothing_counts_as_none(root: Path) -> None:
+    path = root / "start2" / "g0r0i1.jsonl"
+    rewrite(path, nth_note("resumed", 0, lambda note: [{**note, "data": {}}]))
+    assert audit_job(root).ok, "the lineage is the one that was committed"
+
+
+def test_ranks_that_begin_with_different_checkpoints_are_found(root: Path) -> None:
+    """Whatever lineages the word of one of them names."""
+    other = {"lineage": "other", "as": "other", "takes_same": False}
+    path = root / "start2" / "g1r0i1.jsonl"
+    rewrite(path, nth_note("resumed", 0, lambda note: [{**note, "lineage": "", "data": other}]))
+    assert "begins with the checkpoint other" in str(audit_job(root).resumed.violation)
