@@ -199,9 +199,8 @@ class DueByWord:
 
     def before_vote(self, plan: StartTxn, last: bool) -> None:
         """As `Due.before_vote`: if the checkpoint is mine to name, and due, name this txn."""
-        local, step = self._job.local, plan.step + 1
-        epoch = local.epoch if local is not None else None
-        if epoch is None or epoch.epoch != plan.token.epoch or not is_first(self._job.peer, epoch):
+        epoch, step = epoch_to_name_in(self._job, plan), plan.step + 1
+        if epoch is None:
             return
         may_end = self._may_end(last)
         try:
@@ -227,7 +226,11 @@ class DueByWord:
             if not record.last:
                 self._give_up(record.step, f"whether it was named cannot be seen: {error}")
         named = next((word.named for word in self._words if word.token == record.token), None)
-        return named_after(self._job, record, epoch) if named is None and record.last else named
+        return self._unnamed_last(record, epoch) if named is None and record.last else named
+
+    def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
+        """The checkpoint of the job's last commit, which nobody has named."""
+        return named_after(self._job, record, epoch)
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """As `Due.left`: who stands apart is in the job."""
@@ -285,6 +288,14 @@ def named_after(job: Participation, record: Record, epoch: Record) -> Named:
     """A checkpoint that nobody has named, by its record; the first member writes it."""
     name = attempt_name(job.bus.generation, f"{record.n}|{record.lineage}")
     return Named(name, record.step, epoch.members[0].group)
+
+
+def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
+    """The epoch of that txn, if checkpoints of its scope are this rank's to name."""
+    epoch = None if job.local is None else job.local.epoch
+    if epoch is None or epoch.epoch != plan.token.epoch or not is_first(job.peer, epoch):
+        return None
+    return epoch
 
 
 def gone_since(job: Participation, epoch: Record) -> frozenset[str]:

@@ -33,6 +33,7 @@ from fft.train.checkpoint.due import (
     Named,
     Word,
     encode_words,
+    epoch_to_name_in,
     gone_since,
     is_first,
     words_on,
@@ -80,14 +81,11 @@ def refuse_forks(spec: FsmSpec) -> None:
 class DueToFirst(DueByWord):
     """Of the stage that no other one comes before: it decides."""
 
-    def due(self, record: Record, epoch: Record) -> Named | None:
-        """As `Due.due`."""
-        found = super().due(record, epoch)
-        is_named = any(word.token == record.token for word in self._words)
-        if found is not None and not is_named:  # all have left after it was voted for
-            why = "all groups have left with it, which was not known when it was voted for"
-            self._give_up(record.step, why)
-        return found if is_named else None
+    def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
+        """None: the other stages know its name by the word alone."""
+        why = "all groups have left with it, which was not known when it was voted for"
+        self._give_up(record.step, why)
+        return None
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """As `Due.left`."""
@@ -137,23 +135,25 @@ class DueToLater:
 
     def before_vote(self, plan: StartTxn, last: bool) -> None:
         """As `Due.before_vote`: name this txn, if it ends where the stage before is cut."""
-        local = self._job.local
-        epoch = local.epoch if local is not None else None
-        if epoch is None or epoch.epoch != plan.token.epoch or not is_first(self._job.peer, epoch):
+        if epoch_to_name_in(self._job, plan) is None:
             return
         end, groups = plan.next_cursor, plan.next_cursor - plan.cursor
         try:
-            mine = words_on(self._bus)
             for word in words_on(self._before):
-                is_done = any(w.name == word.name and w.cursor < end for w in mine)
-                if not is_done and end <= word.cursor < end + groups:
+                if end <= word.cursor < end + groups:
                     self._say(word, plan.token, end)
         except (BusError, ValueError) as error:
             logger.warning("a checkpoint may lack this stage, which cannot name it: %s", error)
 
     def _say(self, word: Word, token: Token, cursor: int) -> None:
-        """Name my part of what ``word`` names. Raises BusError, ValueError."""
-        others = [w for w in words_on(self._bus) if w.name != word.name]
+        """Name my part of what ``word`` names, unless an earlier txn has come to be that.
+
+        Raises BusError, ValueError.
+        """
+        mine = words_on(self._bus)
+        if any(w.name == word.name and w.cursor < cursor for w in mine):
+            return
+        others = [w for w in mine if w.name != word.name]
         own = word._replace(token=token, cursor=cursor)
         self._bus.write(AT, encode_words([*others, own][-NAMED:]))
 
@@ -186,7 +186,7 @@ class DueToLater:
         Raises BusError, UnreadableMessage, ValueError: they cannot be heard.
         """
         assert self._at is not None, "it has ended with a commit"
-        seen, since = self._first.read(), time.monotonic()
+        seen, since = None, time.monotonic()
         while not stops.is_set():
             at = self._first.read()  # before its words, of which the last is older than its end
             for word in words_on(self._before):
@@ -199,7 +199,7 @@ class DueToLater:
                 seen, since = at, time.monotonic()
             has_ended = at is not None and not at.takers
             last = [w for w in words_on(self._job.bus)[-1:] if w.is_last]
-            if has_ended and not any(w.name not in self._taken for w in last):
+            if has_ended and all(w.name in self._taken for w in last):
                 return
             if time.monotonic() - since > (_REPEAT_S if has_ended else self._limit_s):
                 return

@@ -226,7 +226,7 @@ class RankWriter:
 
         Raises FftError: a rank of this group has delivered nothing.
         """
-        attempt, (name, _, writer, _) = self._attempt, self._attempt.named
+        attempt, writer = self._attempt, self._attempt.named.writer
         ranks = range(attempt.ranks)
         needed = {(writer, rank) for rank in ranks}
         wanted = {(group, rank) for group in attempt.groups for rank in ranks}
@@ -235,7 +235,7 @@ class RankWriter:
         until = began + _WAIT_S + _WAIT_FACTOR * own_s
         while True:
             known = len(found)
-            found = self._checkpoints.receipts(attempt.directory, name, found)
+            found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
             gone = self._left() - {writer}
             if {place for place in wanted if place[0] not in gone} <= found.keys():
                 break
