@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
+
+from waiting import wait_until
 
 from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
@@ -87,6 +90,15 @@ class Forked:
         """Send a signal; one that has ended is left alone."""
         if self.runs:
             os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """Stop it; returns when the last of its threads has stopped."""
+        self.signal(signal.SIGSTOP)
+        wait_until(self._is_stopped, "it is stopped")
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def end(self) -> None:
         """Kill it if it still runs."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forked import Forked, as_main
-from waiting import wait_until
 
 from fft.bus import BusError, ErrorBus
 from fft.bus.base import Topic
@@ -88,12 +87,7 @@ class Child:
 
     def stop(self) -> None:
         """Stop the process; returns when the last of its threads has stopped."""
-        self.process.signal(signal.SIGSTOP)
-        wait_until(self._is_stopped, "it is stopped")
-
-    def _is_stopped(self) -> bool:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
-        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        self.process.stop()
 
     def resume(self) -> None:
         self.process.signal(signal.SIGCONT)

@@ -101,7 +101,7 @@ def test_a_process_that_still_lives_gets_into_no_other_job(
         killed, stopped = pair(stack, env, "--stay")
         for rank in (killed, stopped):
             rank.until("step")
-        stopped.process.signal(signal.SIGSTOP)
+        stopped.process.stop()
         killed.process.end()
         others = pair(stack, env, "--stay")
         for rank in others:
