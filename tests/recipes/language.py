@@ -381,3 +381,42 @@ def hsdp_clipping_accumulation(job: Job) -> None:
         if txn.committed:
             job.committed(index, loss.item())
     job.ended(model, optimizer, schedule)
+
+
+def hsdp_evaluation(job: Job) -> None:
+    """FSDP2 within the group, and a validation between two steps, which gathers the weights."""
+    # ranks may fingerprint in unlike steps, as they measure what it costs
+    manager = job.sharded_manager(check_replicas=1 << job.rank)
+    mesh = manager.shard_mesh()
+    model = GPT(job.dropout)
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2)
+    manager.register(model, optimizer)
+    manager.sync_gradients(model)
+    text = Text()
+    held_out = [text[i] for i in range(8)]
+    loader = fft.CursorLoader(text, batch_size=4, seed=14)
+    job.own_seed()
+
+    @torch.no_grad()
+    def validate() -> float:
+        model.eval()
+        x, y = (torch.stack([item[i] for item in held_out]) for i in range(2))
+        losses = [float(model(a, b)) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+        model.train()
+        return sum(losses) / len(losses)
+
+    losses: list[float] = []
+    for txn in manager.transactions(loader, max_steps=job.steps):
+        with txn:
+            x, y, index = txn.batch
+            loss = model(x, y)
+            loss.backward()
+        if txn.committed:
+            job.committed(index, loss.item())
+            if manager.current_step() % 2:
+                losses.append(validate())
+    job.facts["held_out"] = losses
+    job.ended(model, optimizer)

@@ -80,6 +80,7 @@ RECIPES = [
     Recipe("language.compiled_by_inductor", long=True),
     Recipe("language.hugging_face"),
     Recipe("language.hsdp_clipping_accumulation", ranks=2),
+    Recipe("language.hsdp_evaluation", ranks=2),
     Recipe("pipelines.one_forward_one_backward", ranks=2, kill=True),
     Recipe("pipelines.interleaved", ranks=2),
     Recipe("pipelines.zero_bubble", ranks=2, long=True),

@@ -129,7 +129,12 @@ class StepState:
     # -- one step
 
     def capture(self) -> None:
-        """Remember what `restore` puts back. At the start of a step, on the training thread."""
+        """Remember what `restore` puts back. At the start of a step, on the training thread.
+
+        FSDP2 modules begin it with their shards: what an evaluation has left gathered on all ranks
+        may have been sharded again on some, and each would gather something else.
+        """
+        reshard(self._models)
         self._parameters = self._parameters or self.names()
         kept = self._parameters if self._edited is None else self._edited
         modules = [module for model in self._models for module in model.modules()]
