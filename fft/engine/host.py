@@ -14,7 +14,14 @@ class Host(Protocol):
         """Fail every pending future of the txn."""
 
     def abort_groups(self, cause: str) -> None:
-        """Abort the process groups of the epoch, freeing whoever is blocked in them."""
+        """Abort the process groups of the epoch, freeing whoever is blocked in them.
+
+        The one inside of the replica group may wait until the main thread asks for a txn, while all
+        of its ranks may still meet in what the script does before.
+        """
+
+    def members_lost(self) -> None:
+        """Others are dead or suspected since the last event; they may be of this replica group."""
 
     def command(self, command: Command) -> None:
         """An operator has said this to the job; it may not concern this process. Never raises."""

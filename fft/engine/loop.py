@@ -411,6 +411,8 @@ class Engine:
         self.trace.outcome(before, after, event, out, now)
         for effect in out.effects:
             self._carry_out(effect)
+        if (after.dead, after.suspected) != (before.dead, before.suspected):
+            self._host.members_lost()
         if isinstance(event, Decision) and event.record is not None:
             self._tidy(event.record)
 

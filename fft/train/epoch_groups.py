@@ -51,6 +51,8 @@ class EpochGroups:
         """It was aborted since it was built."""
         self.shard_apart = False
         """It is not built for the job's epochs, but for those of the group's own scope."""
+        self._put_off: str | None = None
+        """The cause of an abort of the shard group that waits for the next txn; None: none."""
 
     def __iter__(self) -> Iterator[AbortableGroup]:
         yield self.replicate
@@ -61,11 +63,21 @@ class EpochGroups:
         """How many collectives of this rank are under way."""
         return sum(group.pending() for group in self)
 
-    def abort(self, cause: str) -> None:
-        """Free whoever is blocked in a collective. Any thread."""
-        self.shard_is_void = True
-        for group in self:
-            group.abort(cause)
+    def abort(self, cause: str, may_put_off: Callable[[], bool] = lambda: False) -> None:
+        """Free whoever is blocked in a collective. Any thread.
+
+        If ``may_put_off`` the shard group waits for `abort_if_put_off` or `unwind`.
+        """
+        self.replicate.abort(cause)
+        self._put_off = cause  # before it is asked: the main thread looks after it has changed that
+        if self.shard_apart or not may_put_off():
+            self.abort_if_put_off()
+
+    def abort_if_put_off(self) -> None:
+        """Abort the shard group, if that was put off. Any thread."""
+        if (cause := self._put_off) is not None:
+            self._put_off = None
+            self.abort_shard(cause)
 
     def abort_shard(self, cause: str) -> None:
         """Free whoever is blocked in a collective of this replica group. Any thread."""
@@ -75,7 +87,7 @@ class EpochGroups:
 
     def unwind(self, cause: str, waiting: AbstractContextManager[None], limit: timedelta) -> None:
         """Abort, and wait until nothing old can write; ``waiting`` is entered around the waits."""
-        self.shard_is_void = True
+        self.shard_is_void, self._put_off = True, None
         for group in self:
             group.abort(cause)
             with waiting:

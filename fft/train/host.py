@@ -42,10 +42,14 @@ class EngineHost:
 
     def abort_groups(self, cause: str) -> None:
         if (parts := self._parts()) is not None:
-            parts.groups.abort(cause)
+            parts.groups.abort(cause, may_put_off=lambda: _may_meet(parts.job))
             parts.exchange.interrupt()
             if parts.inner is not None:  # perhaps because the engine has failed
                 parts.inner.hear_job(cause)
+
+    def members_lost(self) -> None:
+        if (parts := self._parts()) is not None and not _may_meet(parts.job):
+            parts.groups.abort_if_put_off()
 
     def interrupt(self, cause: str) -> None:
         if (parts := self._parts()) is None:
@@ -59,6 +63,19 @@ class EngineHost:
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:
             parts.commands.obey(command)
+
+
+def _may_meet(job: Participation) -> bool:
+    """Whether the ranks of this group may still meet in what the script does between two txns.
+
+    An evaluation there makes collectives of this group alone, and nobody would repeat it. No rank
+    of the group has computed anything of the txn that is aborted before all have made those.
+    """
+    local, me = job.local, job.peer
+    if local is None or local.role != "rolling_back" or job.thread.role != "idle":
+        return False
+    gone = local.dead | local.suspected
+    return not any(peer.group == me.group and peer != me for peer in gone)
 
 
 class LighthouseDoubter:

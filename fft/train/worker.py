@@ -199,6 +199,7 @@ class Worker:
 
     def _enter(self, plan: StartTxn) -> None:
         manager = self._manager
+        self._groups.abort_if_put_off()  # the command is older than the abort
         self._exchange.end_service(plan)
         manager._errored = None
         self._reductions.begin()
@@ -219,10 +220,8 @@ class Worker:
             self._injector.begin(plan.step, len(plan.members), plan.commits)
 
     def _compare_updates(self, plan: StartTxn) -> None:
-        """Have the vote say that no optimizer step has followed the last commit here.
-
-        Not while there are learners, who have made no commit, and no state to give to others.
-        """
+        """Have the vote say that no optimizer step has followed the last commit here; not while
+        there are learners, who have made no commit, and no state to give to others."""
         epoch = self._job.local.epoch if self._job.local is not None else None
         has_learners = epoch is not None and bool(epoch.learners) and plan.token.txn == 1
         if self._by_loop.missed is not None and not has_learners:

@@ -57,6 +57,8 @@ class Recipe:
     """Whether a step that failed is done again; else groups go on with what they have."""
     saves: bool = False
     """Whether it goes on from a checkpoint when it is started again."""
+    meets_between: bool = False
+    """Whether ranks of a group meet between two txns, where a lost connection ends them."""
     is_exact_after_kill: bool = True
     """Whether all of the state comes with a heal, and only at the end of a step."""
 
@@ -80,7 +82,7 @@ RECIPES = [
     Recipe("language.compiled_by_inductor", long=True),
     Recipe("language.hugging_face"),
     Recipe("language.hsdp_clipping_accumulation", ranks=2),
-    Recipe("language.hsdp_evaluation", ranks=2),
+    Recipe("language.hsdp_evaluation", ranks=2, meets_between=True),
     Recipe("pipelines.one_forward_one_backward", ranks=2, kill=True),
     Recipe("pipelines.interleaved", ranks=2),
     Recipe("pipelines.zero_bubble", ranks=2, long=True),
@@ -294,6 +296,8 @@ def test_a_transient_fault_leaves_no_bit_changed(
     stage: Stage, name: str, kind: str, again: int
 ) -> None:
     recipe = BY_NAME[name]
+    if kind == "network_cut" and recipe.meets_between:
+        pytest.skip("what fails between two txns is not repeated")
     run, clean, words = stage.faulty(recipe, kind, again)
     _assert_audited(run, words)
     assert _fetches(run) == [], words

@@ -347,6 +347,9 @@ class _Host:
         if (scope := self._scope()) is not None:
             scope.abort_groups(cause)
 
+    def members_lost(self) -> None:
+        """No abort was put off."""
+
     def command(self, command: OperatorCommand) -> None:
         """Operators speak to the job."""
 

@@ -1,0 +1,46 @@
+"""What is done between two txns by the ranks of a group alone, such as an evaluation under FSDP2.
+
+Nobody repeats it, so a rollback of the step after it must not end it; unless a mate is lost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from forked_run import fft
+
+from fft.trace.audit import audit_dir
+from fft.trace.report import incidents
+
+SCRIPT = Path(__file__).with_name("evaluating_script.py")
+LIMIT_S = 100
+
+
+def run(folder: Path, kind: str) -> dict[str, str]:
+    """What the four ranks have found."""
+    (folder / "found").mkdir(parents=True)
+    command = ["--groups", "2", "--ranks", "2", "--trace-dir", str(folder / "run")]
+    command += ["--timeout", str(LIMIT_S - 20), str(SCRIPT), kind, str(folder / "found")]
+    done = fft("run", *command, folder=folder, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = audit_dir(folder / "run")
+    assert report.ok, report.render()
+    return {path.name: path.read_text() for path in (folder / "found").iterdir()}
+
+
+@pytest.mark.multiprocess
+def test_a_rollback_of_the_next_step_ends_no_evaluation(tmp_path: Path) -> None:
+    clean, faulty = run(tmp_path / "clean", "nothing"), run(tmp_path / "faulty", "fault")
+    assert [len(clean[f"0.{rank}"].split()) for rank in range(2)] == [2, 2]
+    assert clean == faulty
+    noticed = [incident.noticed for incident in incidents(tmp_path / "faulty" / "run")]
+    assert [what.partition(": ")[2] for what in noticed] == ["ValueError: once", "group 0, 1"]
+
+
+@pytest.mark.multiprocess
+def test_who_waits_there_for_a_mate_that_has_stopped_comes_free(tmp_path: Path) -> None:
+    found = run(tmp_path / "stopped", "stop")
+    assert len(set(found.values())) == 2, "its group began again, without an evaluation"
+    log = (tmp_path / "stopped" / "run" / "logs" / "g0r0-1.log").read_text()
+    assert "GroupAborted" in log
