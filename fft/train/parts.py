@@ -142,6 +142,8 @@ class Parts:
     def close(self) -> None:
         """Leave the job and end all. Idempotent."""
         self.worker.finish_apply()
+        if not _is_failing():
+            self.state.before_next()
         self.leaving.end_notices()
         self.watchers.end_reports()
         self.job.leave()

@@ -118,6 +118,7 @@ class Worker:
         """
         engine = self._job.engine or self._join()
         self.finish_apply()
+        self._state.before_next()
         # noticed late: by a second optimizer, after the first one was counted
         self._torn = self._by_loop.take_torn() or self._torn
         if self._by_loop.look(self._manager._step - 1):

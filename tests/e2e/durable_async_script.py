@@ -59,7 +59,9 @@ def drops_leases() -> None:
     manifest = RankWriter._manifest
 
     def without(self: RankWriter, receipts: Any) -> Manifest:
-        return manifest(self, receipts).model_copy(update={"returned": ()})
+        made = manifest(self, receipts)
+        scopes = {n: at.model_copy(update={"returned": ()}) for n, at in made.scopes.items()}
+        return made.model_copy(update={"returned": (), "scopes": scopes})
 
     RankWriter._manifest = without  # type: ignore[method-assign]
 
@@ -105,7 +107,7 @@ class Body:
     def come(self, txn: fft.Transaction) -> None:
         self.say_base(txn.step)
         if self.slow is not None:
-            time.sleep(0.15 if self.group == self.slow else 0.03)  # what a larger model computes
+            time.sleep(0.4 if self.group == self.slow else 0.03)  # what a larger model computes
         if self.is_cut:
             return
         place = Path(os.environ["FFT_CHECKPOINT"], f"step-{CUT_AT}", "manifest.json")

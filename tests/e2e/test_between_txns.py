@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from stage import Member, Numbers, batch_of, job, records
+from waiting import wait_until
 
 import fft
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.stores import open_store
 from fft.messages.protocol import Peer, Record
+from fft.train.checkpoint import writer
 from fft.util.errors import BodyKeepsFailing
 
 
@@ -64,3 +71,39 @@ def test_failures_before_and_after_a_skipped_step_are_not_in_a_row(
     commits = [(r["step"], r["skip"]) for r in records(tmp_path) if r["kind"] == "commit"]
     assert commits == ([(1, False), (1, True), (2, False)] if skips else [(1, False)])
     assert tries == ([0, 1, 1, 1, 1] if skips else [0, 1, 1])
+
+
+def test_a_checkpoint_waits_for_who_still_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it asks for the next txn, however long that takes; its buffers are in it.
+
+    The attempt at the next step fails meanwhile, so that the one who publishes has its own part.
+    """
+    monkeypatch.setattr(writer, "_WAIT_S", 1.0)
+    found, go_on = Checkpoints(open_store(str(tmp_path / "checkpoints"))), threading.Event()
+    look, began = Checkpoints.receipts, list[float]()
+
+    def watched(self: Checkpoints, *given: Any) -> Any:
+        began.append(time.monotonic())
+        if began[-1] - began[0] > 2.0:
+            go_on.set()
+        return look(self, *given)
+
+    monkeypatch.setattr(Checkpoints, "receipts", watched)
+
+    def work(member: Member) -> None:
+        failures = [ValueError("once")] if member.group == "0" else []
+        for txn in member.manager.transactions(fft.CursorLoader(Numbers(), batch_size=4), 3):
+            with txn:
+                if txn.step == 2 and failures:
+                    raise failures.pop()
+                member.model(batch_of(txn.batch)).square().mean().backward()
+            if txn.committed and txn.step == 1 and member.group == "1":
+                assert go_on.wait(30), "the one who publishes waits"
+            if txn.committed and txn.step == 2:  # before that of the end
+                wait_until(lambda: found.newest()[0] is not None, "it is published")
+
+    with job(tmp_path / "traces", 2) as made:
+        made.run(work, checkpoint=fft.Checkpointing(tmp_path / "checkpoints", every=2, keep=0))
+    assert found.verify(2).groups == ("0", "1")

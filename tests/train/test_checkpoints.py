@@ -13,7 +13,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,17 @@ class Start:
         self.losses: list[float] = []
 
     def train(
-        self, loader: Any, steps: int, clamp_from: int | None = None, outruns: bool = False
+        self,
+        loader: Any,
+        steps: int,
+        clamp_from: int | None = None,
+        outruns: bool = False,
+        between: Callable[[], bool] = lambda: False,
     ) -> Start:
         """To the end of step ``steps``; from ``clamp_from`` on the body changes parameters.
 
         ``outruns``: it does not wait for the disk. Else a checkpoint is written before the next.
+        ``between``: done after each commit; whether to leave the loop.
         """
         try:
             for txn in self.manager.transactions(loader, max_steps=steps):
@@ -140,6 +146,8 @@ class Start:
                     if clamp_from is not None and txn.step >= clamp_from:
                         with torch.no_grad():
                             self.model[0].weight.clamp_(-0.01, 0.01)
+                if txn.committed and between():
+                    break
         finally:
             self.manager.shutdown()
         return self
@@ -175,6 +183,71 @@ def test_a_job_resumed_twice_in_a_row_has_the_bits_of_one_that_was_not(
         assert audit_dir(traces).ok
     assert start.all() == whole
     assert [n["step"] for n in notes(tmp_path / "start3", "resumed")] == [13]
+
+
+class Validated(Start):
+    """Halves its rate by a loss that it measures between two txns, with random numbers."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        self.plateau = plateau(self.optimizer, factor=0.5, patience=0)
+        extra = {"counter": self.counter, "plateau": self.plateau}
+        self.manager.register(self.model, self.optimizer, extra=extra, scaler=self.scaler)
+
+    def validate(self) -> None:
+        held_out = torch.rand(4, WIDTH) + random.random()
+        self.model.eval()
+        with torch.no_grad():
+            self.plateau.step(self.model(held_out).square().mean().item() + random.random())
+        self.model.train()
+
+    def all(self) -> tuple[Any, ...]:
+        rate = self.optimizer.param_groups[0]["lr"]
+        return (rate, self.plateau.state_dict(), *super().all())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_the_script_does_after_a_commit_is_in_its_checkpoint(
+    leaves: bool, tmp_path: Path
+) -> None:
+    """Nothing repeats it when the job is resumed. ``leaves``: the loop, by ``break``."""
+
+    def run(name: str, steps: Sequence[int], **settings: Any) -> Validated:
+        for number, until in enumerate(steps):
+            start = Validated(tmp_path / f"{name}{number}", 3 + 90 * number, **settings)
+
+            def between(start: Validated = start, until: int = until) -> bool:
+                start.validate()
+                return leaves and start.manager.current_step() == until
+
+            start.train(Stream(), 99 if leaves else until, between=between)
+        return start
+
+    whole = run("whole", [18]).all()
+    assert whole[0] < 1e-3, "the rate has changed often enough"
+    resumed = run("part", [4, 8, 16, 18], checkpoint=at(tmp_path / "checkpoints"))
+    assert resumed.all() == whole
+    assert [n["step"] for n in notes(tmp_path / "part3", "resumed")] == [16]
+
+
+def test_an_error_after_a_commit_leaves_no_checkpoint_of_half_its_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "checkpoints"
+    start = Start(tmp_path / "traces", checkpoint=at(place))
+
+    def fails() -> bool:
+        if start.manager.current_step() == 8:
+            raise ValueError("in the evaluation")
+        return False
+
+    with pytest.raises(ValueError, match="in the evaluation"):
+        start.train(Stream(), 12, between=fails)
+    newest, _ = Checkpoints(open_store(str(place))).newest()
+    assert newest is not None and newest.step == 4
+    (skipped,) = notes(tmp_path / "traces", "checkpoint_skipped")
+    assert skipped["step"] == 8 and "ended with an error" in skipped["reason"]
 
 
 class Tensors(torch.utils.data.Dataset[torch.Tensor]):

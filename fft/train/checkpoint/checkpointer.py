@@ -3,6 +3,9 @@
 A checkpoint is due at the same commits on all ranks that have them (`due`): every so many steps, or
 so often; with the last commit of a job; and with the first one without the group that was to write
 the one before. Of stages that step by themselves, each has a commit of its own (`due_in_stages`).
+
+The copy begins when the script asks for the next txn, or leaves the job. So what it has done since
+the commit (a schedule that steps by a validation loss, random numbers that were drawn) is in it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,6 +81,8 @@ class Checkpointer:
         if stage is not None:
             refuse_forks(spec)
             self._due = due_to(stage, plan, job, self._is_writing, flow_limit_s)
+        self._pending: tuple[Attempt, Callable[[], None]] | None = None
+        """Due with the last commit; what takes it."""
         self._closing = threading.Event()
         self._failing = threading.Event()
         """The script ends with an error: nothing is waited for."""
@@ -90,6 +95,7 @@ class Checkpointer:
         """Slice and version of those that were loaded."""
         state.resume, state.before_change = self.resume, self.before_change
         state.before_vote, state.after_commit = self._due.before_vote, self.committed
+        state.before_next = self.take
 
     def resume(self) -> None:
         """Begin with a checkpoint, if the job is to, before it is joined. Idempotent.
@@ -142,7 +148,10 @@ class Checkpointer:
         named = self._due.due(record, epoch)
         is_missed = named is not None and named.is_missed
         if record.last and isinstance(self._due, DueToLater):
-            self._outlive(self._due, None if is_missed else named, record, epoch)
+            own = Named("", record.step, self._job.peer.group)
+            kept = None if is_missed else named
+            work = partial(self._outlive, self._due, kept, record, epoch)
+            self._pending = self._attempt(kept or own, record, epoch), work
             if not is_missed:
                 return
         if named is None:
@@ -150,14 +159,19 @@ class Checkpointer:
         attempt = self._attempt(named, record, epoch)
         if is_missed:
             self._leave_out(attempt, "no commit of this stage has come to its place in the data")
-            return
-        if record.last:  # nobody waits for this thread any more
-            self._await_delivery()
-        elif self._is_writing():
+        elif not record.last and self._is_writing():
             logger.warning("%s is slower than checkpoints come", self.checkpoints.store.url)
             self._leave_out(attempt, "the one before is still being written")
-            return
-        self._begin(attempt, epoch)
+        else:
+            self._pending = attempt, partial(self._begin, attempt, epoch)
+            if self._state.synchronizer is not None:  # a group may step before the next txn
+                self.take()
+
+    def take(self) -> None:
+        """Take the checkpoint that is due, if one is. What the script has done is part of it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending[1]()
 
     def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)
@@ -188,6 +202,8 @@ class Checkpointer:
         return bool(self._writers)
 
     def _begin(self, attempt: Attempt, epoch: Record) -> None:
+        if attempt.record.last:  # nobody waits for this thread any more
+            self._await_delivery()
         snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
         if snapshot is None:
             self._decline(attempt)
@@ -264,6 +280,9 @@ class Checkpointer:
         """Wait for what is being written, but not for others for long; of a stage that has ended,
         until those that go on have, unless ``serves`` is False. Idempotent."""
         self.before_change()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._leave_out(pending[0], "the script has ended with an error after that commit")
         self._closing.set()
         if not serves:
             self._failing.set()

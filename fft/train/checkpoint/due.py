@@ -106,8 +106,9 @@ class DueByRecord:
         return gone_since(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
-        """All come there at once."""
-        return False
+        """As `Due.is_awaited`: a rank delivers when its script asks for the next txn."""
+        local = self._job.local
+        return local is not None and local.lineage == record.lineage
 
     def _is_behind(self, record: Record) -> bool:
         """Whether the steps before ``record`` are in no checkpoint of this job."""
