@@ -127,6 +127,17 @@ class EpochGroups:
         """What `stage_group` gives, or would give."""
         return None if self.shard is None else self.shard.pg
 
+    def refuse_unconnected(self) -> None:
+        """Raise FftError if the ranks of this replica group have nothing to shard a model over."""
+        ranks = self._manager._group_world_size
+        if ranks > 1 and self.shard is None and not _world.pg_map:
+            raise FftError(
+                f"this replica group has {ranks} ranks and no process group between them, so that "
+                "each would train a model of its own: pass shard_pg=fft.ShardProcessGroupGloo() "
+                "(of NCCL on GPUs) and shard the model over manager.shard_mesh(); or start it with "
+                "--ranks 1, and more groups"
+            )
+
     @property
     def can_meet(self) -> bool:
         """Whether the ranks of this replica group can tell each other where they stand."""

@@ -48,6 +48,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     job, watchers, settings = parts.job, parts.watchers, parts.settings
     parts.state.resume()
     config = _config(manager, parts)
+    if parts.state.step is not None and settings.spec.ranks == "shards":
+        parts.groups.refuse_unconnected()
     parts.state.refuse_unsendable()
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     spec, stage = settings.spec, parts.stage

@@ -47,6 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=LIMIT_S)),
+        shard_pg=fft.ShardProcessGroupGloo() if os.environ["WORLD_SIZE"] == "2" else None,
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,

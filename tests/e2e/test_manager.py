@@ -364,6 +364,13 @@ def test_no_bus_named_at_all_is_an_error(two: Job, monkeypatch: pytest.MonkeyPat
         two.member("0", bus=None)
 
 
+def test_ranks_of_a_group_that_could_not_share_a_model_are_refused(two: Job) -> None:
+    """Each would train one of its own, and commit it."""
+    for member in two.ranks("0", [{}, {}]):
+        with pytest.raises(FftError, match=r"2 ranks and no process group .* shard_pg="):
+            member.train(1)
+
+
 def test_a_timeout_that_the_spec_does_not_know_is_refused_and_leaves_nothing(two: Job) -> None:
     before = _threads()
     with pytest.raises(FftError, match=r"unknown name 'vote'.*vote_window"):

@@ -52,7 +52,8 @@ def streamed() -> fft.StreamLoader:
 def _start(
     made: Job, group: str, work: Callable[[Member], None], spec: str = "hsdp"
 ) -> list[Member]:
-    members = made.ranks(group, [{"spec": spec}] * RANKS)
+    own = [{"spec": spec, "shard_pg": fft.ShardProcessGroupGloo()} for _ in range(RANKS)]
+    members = made.ranks(group, own)
     for member in members:
         member.start(work)
     return members
