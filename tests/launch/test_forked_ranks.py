@@ -14,7 +14,7 @@ from waiting import wait_until
 
 LIMIT_S = 60.0
 SHOWS = """
-import atexit, ctypes, json, multiprocessing, os, signal, sys, threading
+import atexit, ctypes, json, multiprocessing, os, signal, sys, threading, time
 dies_by = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(dies_by), 0, 0, 0)  # PR_GET_PDEATHSIG
 passed = ["FFT_DEATH_MUTEX_FD", "FFT_SUPERVISOR_FD"]
@@ -42,7 +42,12 @@ seen = {
 print(json.dumps(seen))
 print("error", file=sys.stderr)
 atexit.register(print, "at exit")
-threading.Thread(target=print, args=("thread",)).start()
+def after_the_traceback():
+    until = time.monotonic() + 30
+    while "no data" not in open("/proc/self/fd/2").read() and time.monotonic() < until:
+        time.sleep(0.01)
+    print("thread")
+threading.Thread(target=after_the_traceback).start()
 raise ValueError("no data")
 """
 
