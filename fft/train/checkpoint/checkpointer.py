@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
 from fft.train.checkpoint.due_in_stages import DueToLater, due_to, refuse_forks
 from fft.train.checkpoint.loading import Loader, origin_of
 from fft.train.checkpoint.snapshot import Snapshot, Staging
-from fft.train.checkpoint.writer import Attempt, RankWriter, decline
+from fft.train.checkpoint.writer import Attempt, RankWriter
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
@@ -149,13 +149,14 @@ class Checkpointer:
             return
         attempt = self._attempt(named, record, epoch)
         if is_missed:
-            self._leave_out(attempt, "no commit of this stage has come to its place in the data")
+            why = "no commit of this stage has come to its place in the data"
+            self._leave_out(attempt, epoch, why)
             return
         if record.last:  # nobody waits for this thread any more
             self._await_delivery()
         elif self._is_writing():
             logger.warning("%s is slower than checkpoints come", self.checkpoints.store.url)
-            self._leave_out(attempt, "the one before is still being written")
+            self._leave_out(attempt, epoch, "the one before is still being written")
             return
         self._begin(attempt, epoch)
 
@@ -164,10 +165,10 @@ class Checkpointer:
         spec = self._stages, self._spec, self._spec_digest
         return Attempt(named, record, groups, self._ranks, *spec, self.origin)
 
-    def _leave_out(self, attempt: Attempt, why: str) -> None:
+    def _leave_out(self, attempt: Attempt, epoch: Record, why: str) -> None:
         logger.warning("no checkpoint of step %d: %s", attempt.named.step, why)
         self._job.note("checkpoint_skipped", {"step": attempt.named.step, "reason": why})
-        self._decline(attempt)
+        self._decline(attempt, epoch)
 
     def _await_delivery(self) -> None:
         """Until this rank's files of earlier checkpoints are written; whoever publishes one may
@@ -176,24 +177,26 @@ class Checkpointer:
         for writer in self._writers.values():
             writer.has_delivered.wait(max(0.0, until - time.monotonic()))
 
-    def _decline(self, attempt: Attempt) -> None:
+    def _decline(self, attempt: Attempt, epoch: Record) -> None:
         """Have nobody wait for this rank, which does not wait for the disk, either."""
-        place = self._job.peer.group, self._job.peer.rank
-        work = partial(decline, self.checkpoints, attempt, place)
-        threading.Thread(target=work, name="fft-checkpoint-declined", daemon=True).start()
+        writer = self._writer_of(attempt, None, epoch)
+        self._start(writer, writer.decline, "fft-checkpoint-declined")
 
     def _is_writing(self) -> bool:
         """Whether a checkpoint is under way that this rank writes, or is to publish."""
         self._writers = {t: writer for t, writer in self._writers.items() if t.is_alive()}
-        return bool(self._writers)
+        return any(not writer.is_over for writer in self._writers.values())
 
     def _begin(self, attempt: Attempt, epoch: Record) -> None:
         snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
         if snapshot is None:
-            self._decline(attempt)
+            self._decline(attempt, epoch)
             return
         writer = self._writer_of(attempt, snapshot, epoch)
-        thread = threading.Thread(target=writer.run, name="fft-checkpoint", daemon=True)
+        self._start(writer, writer.run, "fft-checkpoint")
+
+    def _start(self, writer: RankWriter, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
         self._writers[thread] = writer
         thread.start()
 
@@ -212,7 +215,7 @@ class Checkpointer:
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
         return self._snapshot
 
-    def _writer_of(self, attempt: Attempt, snapshot: Snapshot, epoch: Record) -> RankWriter:
+    def _writer_of(self, attempt: Attempt, snapshot: Snapshot | None, epoch: Record) -> RankWriter:
         peer, record = self._job.peer, attempt.record
         return RankWriter(
             self.checkpoints,
