@@ -114,17 +114,36 @@ def prune(
     place: Place,
     keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")] = 3,
 ) -> None:
-    """Remove all but the newest, and what older attempts have left, unless a job is at work."""
+    """Remove all but the newest, and what is unfinished, unless a job is at work there.
+
+    The newest that is whole stays in any case; its files are read for that.
+    """
     from fft.durable.stores import StoreError
 
     with plain_errors(), _readable(place), ExitStack() as held:
-        checkpoints, left = _opened(place), []
+        checkpoints = _opened(place)
+        whole, problems = checkpoints.newest()
+        found = checkpoints.found()
+        stays = [e.name for e in found if e.step is not None] if whole is None else []
+        stays += [] if whole is None else [checkpoints.directory(whole)]
+        left, unfinished = [], checkpoints.leftovers()
         try:
             held.enter_context(checkpoints.store.hold())
-        except StoreError:  # what is unfinished may be what that job writes
-            left = [entry.name for entry in checkpoints.found() if entry.step is None]
-        removed = checkpoints.prune(keep, left)
+            is_used = checkpoints.store.is_at_work()
+        except StoreError:
+            is_used = True
+        if is_used:  # what is unfinished may be what that job writes
+            left = [entry.name for entry in found if entry.step is None]
+        removed = checkpoints.prune(keep, [*stays, *left])
+        if not is_used:
+            removed += checkpoints.remove([name for name in unfinished if name not in removed])
+    for problem in problems:
+        sys.stdout.write(f"DAMAGED: {problem}\n")
     sys.stdout.write("".join(f"removed {name}\n" for name in removed) or "nothing to remove\n")
+    if problems and whole is not None:
+        sys.stdout.write(f"the newest that is whole is {stays[0]}; it stays\n")
+    elif problems:
+        sys.stdout.write("none is whole; all that have been published stay\n")
     if left:
         sys.stdout.write(f"a job is at work there, and may need: {', '.join(left)}\n")
 

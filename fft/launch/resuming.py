@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
-from fft.durable.plan import Checkpointing
+from fft.durable.plan import CheckpointError, Checkpointing
 from fft.durable.stores import open_store
 from fft.launch.compiled import compile_cache
 from fft.launch.supervisor import JobOutcome, RunConfig
@@ -56,6 +56,8 @@ def begun(config: RunConfig, joins: bool = False) -> RunConfig:
         return config
     store = open_store(str(plan.place))
     manifest = choose(Checkpoints(store), plan.resume)
+    if not joins:
+        _clear(Checkpoints(store))
     folder = config.trace_dir
     if plan.resume is not False:
         folder = start_folder(folder)
@@ -65,6 +67,20 @@ def begun(config: RunConfig, joins: bool = False) -> RunConfig:
     found = replace(config, resume_step=step, trace_dir=folder)
     found.check()
     return found
+
+
+def _clear(checkpoints: Checkpoints) -> None:
+    """Remove what starts that have ended have left unfinished, where it can be seen that nobody
+    writes it. Raises CheckpointError."""
+    try:
+        left = checkpoints.leftovers()
+        if left and checkpoints.store.is_at_work() is False:
+            names = ", ".join(checkpoints.remove(left))
+            logger.warning("removed what was never finished: %s", names)
+    except OSError as error:
+        raise CheckpointError(
+            f"what is unfinished at {checkpoints.store.url} cannot be removed: {error}"
+        ) from error
 
 
 class Resumptions:

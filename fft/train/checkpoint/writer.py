@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,32 +142,39 @@ class RankWriter:
 
     def run(self) -> None:
         """The whole of it. An error costs this checkpoint, and nothing else."""
-        named, began = self._attempt.named, time.monotonic()
-        told: dict[str, Any] = {"step": named.step, "place": self._checkpoints.store.url}
-        try:
-            self._at("copying")
-            assert self._snapshot is not None
-            if not self._snapshot.copy() or self._snapshot.problem is not None:
-                raise FftError(self._snapshot.problem or "it was not copied")
-            files = self._write(self._snapshot)
-            told["bytes"] = sum(file.size for file in files)
-            told["copy_ms"] = round(self._snapshot.copy_s * 1e3, 3)
-            told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
-            self.has_delivered.set()
-            if self._publishes:
-                self._publish(time.monotonic() - began)
-                told["published"] = True
-                self._prune()
-        except (OSError, FftError, RuntimeError) as error:
-            self.is_over = True
-            self.has_delivered.set()
-            self._tell(error, told)
-            if self._publishes:
-                self._gathering.clear(time.monotonic() - began)
-            return
-        finally:
-            self.has_delivered.set()
+        began = time.monotonic()
+        told: dict[str, Any] = {"step": self._attempt.named.step}
+        told["place"] = self._checkpoints.store.url
+        with ExitStack() as at_work:
+            try:
+                self._deliver_and_publish(told, began, at_work)
+            except (OSError, FftError, RuntimeError) as error:
+                self.is_over = True
+                self.has_delivered.set()
+                self._tell(error, told)
+                if self._publishes:
+                    self._gathering.clear(time.monotonic() - began)
+                return
+            finally:
+                self.has_delivered.set()
         self._note("checkpoint", told)
+
+    def _deliver_and_publish(self, told: dict[str, Any], began: float, at_work: ExitStack) -> None:
+        self._at("copying")
+        assert self._snapshot is not None
+        if not self._snapshot.copy() or self._snapshot.problem is not None:
+            raise FftError(self._snapshot.problem or "it was not copied")
+        self._at("writing")
+        at_work.enter_context(self._checkpoints.store.at_work())
+        files = self._write(self._snapshot)
+        told["bytes"] = sum(file.size for file in files)
+        told["copy_ms"] = round(self._snapshot.copy_s * 1e3, 3)
+        told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
+        self.has_delivered.set()
+        if self._publishes:
+            self._publish(time.monotonic() - began)
+            told["published"] = True
+            self._prune()
 
     def _tell(self, error: Exception, told: dict[str, Any]) -> None:
         """Why there is no checkpoint."""
@@ -207,7 +215,6 @@ class RankWriter:
         """This rank's files and its receipt."""
         attempt = self._attempt
         store, directory = self._checkpoints.store, attempt.directory
-        self._at("writing")
         place = self._group, self._rank
         files = write_rank(store, directory, place, snapshot.data, snapshot.tensors)
         receipt = Receipt(
