@@ -31,12 +31,12 @@ def audit(
 
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
     """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
-    from fft.trace.report import damages, fault_table, fired, input_wait, place_table
+    from fft.trace.report import checkpoints, damages, fault_table, fired, input_wait, place_table
     from fft.trace.starts import start_folders
 
     with plain_errors():
         shown = [fault_table(directory), fired(directory)]
-        shown += [place_table(directory), input_wait(directory)]
+        shown += [place_table(directory), input_wait(directory), checkpoints(directory)]
         damaged = damages(directory)
         later = start_folders(directory)[1:]
     for part in filter(None, shown):

@@ -83,6 +83,30 @@ def _clear(checkpoints: Checkpoints) -> None:
         ) from error
 
 
+def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
+    """The newest checkpoint at the end of a job, in one line, by the manifests alone: its step, and
+    how far that is behind; or that there is none, and why."""
+    store, failure = open_store(str(plan.place)), outcome.failed
+    try:
+        found = [e for e in Checkpoints(store).found() if e.step is not None and e.problem is None]
+    except OSError as error:
+        return f"the newest checkpoint at {store.url} cannot be seen: {error}"
+    step = found[-1].step if found else None
+    last = f"; the last attempt, of step {failure[0]}, has failed: {failure[1]}" if failure else ""
+    if step is None:
+        why = last or f"; none was published before the job ended at step {outcome.step}"
+        return f"there is no checkpoint at {store.url}{why}"
+    assert found
+    text = f"the newest checkpoint is {found[-1].name} at {store.url}"
+    last = last if failure is not None and failure[0] > step else ""
+    if step > outcome.step:
+        return f"{text}; this start ended at step {outcome.step}{last}"
+    behind = outcome.step - step
+    if not behind:
+        return f"{text}, of the last step of the job"
+    return f"{text}, {behind} steps behind the last one of the job ({outcome.step}){last}"
+
+
 class Resumptions:
     """Runs a job, and again from its newest checkpoint while it loses its state.
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.messages.fault_plans import FaultPlan, in_words, load_plan
+from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.format import scope_folders
 from fft.trace.read import Trace, read_lines, read_trace, trace_files
 from fft.trace.tail import TraceTail
@@ -222,6 +223,15 @@ def input_wait(directory: str | Path) -> str:
         f"input waited: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
         f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
     )
+
+
+def checkpoints(directory: str | Path) -> str | None:
+    """Which durable checkpoints were taken, and why others were not; None: the job took none."""
+    found = CheckpointNotes()
+    for folder in scope_folders(Path(directory)):
+        for line in read_lines(folder, lambda line: "note" in line):
+            found.take(f"{line['group']}/{line['rank']}", line["note"], line["data"])
+    return "\n".join(found.lines()) or None
 
 
 def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
 from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.spec import FsmSpec
+from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
 from fft.train.checkpoint.due_in_stages import DueToLater, due_to, refuse_forks
@@ -84,6 +85,8 @@ class Checkpointer:
         self._outliving: threading.Thread | None = None
         """Of a stage that has ended."""
         self._changed_late: frozenset[str] = frozenset()
+        self._is_too_often = False
+        """It was said that they are due before the one before is written."""
         self._has_resumed = False
         self._resumed: dict[str, Any] | None = None
         self._entries: Sequence[tuple[int, int]] = ()
@@ -155,8 +158,8 @@ class Checkpointer:
         if record.last:  # nobody waits for this thread any more
             self._await_delivery()
         elif self._is_writing():
-            logger.warning("%s is slower than checkpoints come", self.checkpoints.store.url)
-            self._leave_out(attempt, epoch, "the one before is still being written")
+            why = "the one before is still being written"
+            self._leave_out(attempt, epoch, why, too_often=True)
             return
         self._begin(attempt, epoch)
 
@@ -165,9 +168,15 @@ class Checkpointer:
         spec = self._stages, self._spec, self._spec_digest
         return Attempt(named, record, groups, self._ranks, *spec, self.origin)
 
-    def _leave_out(self, attempt: Attempt, epoch: Record, why: str) -> None:
+    def _leave_out(
+        self, attempt: Attempt, epoch: Record, why: str, too_often: bool = False
+    ) -> None:
+        if too_often and not self._is_too_often:
+            self._is_too_often = True
+            logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
         logger.warning("no checkpoint of step %d: %s", attempt.named.step, why)
-        self._job.note("checkpoint_skipped", {"step": attempt.named.step, "reason": why})
+        told = {"step": attempt.named.step, "reason": why}
+        self._job.note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
         self._decline(attempt, epoch)
 
     def _await_delivery(self) -> None:

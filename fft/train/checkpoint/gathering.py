@@ -69,7 +69,7 @@ class Gathering:
             files = store.files(directory)
             if MANIFEST in files:
                 return  # it is a checkpoint: only that it got its name has failed
-            if self._closing.is_set() and not self._have_all_said(found, is_failed=True):
+            if files and self._closing.is_set() and not self._have_all_said(found, is_failed=True):
                 logger.warning("%s is left: others still write in it", directory)
                 return
             store.remove(directory)
@@ -81,9 +81,14 @@ class Gathering:
     def _wait(self, own_s: float, is_failed: bool) -> Receipts:
         attempt, found, pause = self._attempt, Receipts(), _POLL_S
         began = time.monotonic()
-        until, closing = began + _WAIT_S + _WAIT_FACTOR * own_s, False
+        until, closing, was_there = began + _WAIT_S + _WAIT_FACTOR * own_s, False, False
         while True:
             known = len(found)
+            if is_failed:
+                is_there = bool(self._checkpoints.store.files(attempt.directory))
+                if was_there and not is_there:
+                    return found  # removed, as a later one was published
+                was_there = is_there
             found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
             if self._have_all_said(found, is_failed):
                 return found
