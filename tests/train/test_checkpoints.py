@@ -402,8 +402,14 @@ def place(tmp_path: Path) -> Path:
 def test_another_model_is_refused_before_anything_is_changed(place: Path, tmp_path: Path) -> None:
     start = Start(tmp_path / "second", seed=7, width=WIDTH + 1, checkpoint=at(place))
     before = start.manager.digest()
-    with pytest.raises(StateMismatch, match=r"parameters\[model0.0.weight\]: shape"):
+    with pytest.raises(StateMismatch, match=r"parameters\[model0.0.weight\]: shape") as raised:
         start.train(Stream(), 9)
+    for text in (
+        f"step 6, {place}/step-6,",
+        "another --checkpoint directory",
+        f"[{WIDTH}, {WIDTH}]",
+    ):
+        assert text in str(raised.value)
     assert start.manager.digest() == before
 
 

@@ -25,6 +25,7 @@ from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
 from fft.train.state.random_states import load_random
+from fft.train.state.serial import StateMismatch
 from fft.train.state.step_state import StepState
 
 if TYPE_CHECKING:
@@ -102,7 +103,16 @@ class Loader:
         alone = state.synchronizer is not None
         own = self._own(manifest, peer.group, peer.rank, alone) if same_ranks else None
         found = _stands(manifest, at, self._ranks, state)
-        self._take(tree, own, state)
+        place = f"{self._checkpoints.store.url}/{self._checkpoints.directory(manifest)}"
+        try:
+            self._take(tree, own, state)
+        except StateMismatch as error:
+            raise StateMismatch(
+                f"the checkpoint of step {manifest.step}, {place}, does not fit what this script "
+                f"registers: {error} (what came is the checkpoint's). Resume with the model and "
+                "the optimizers that wrote it; to begin anew, name another --checkpoint directory, "
+                "and leave out --resume"
+            ) from error
         state.resume_at(at, found.lineage, found.cursor, tree["data"])
         if state.output is not None and own is not None:
             entries = own["entries"]
@@ -174,7 +184,11 @@ class Loader:
             else:
                 _load_alone(tree["state"], own, state.step, state.synchronizer)
         for key, load in loads.items():
-            load(tree["user"][key])
+            try:
+                load(tree["user"][key])
+            except Exception as error:  # the script's own
+                error.add_note(f"while it loaded {key!r} of a checkpoint at {self._plan.place}")
+                raise
         state.updates.loaded()
         if own is not None:
             load_random(state.step.generators if state.step is not None else None, own["random"])
