@@ -17,7 +17,8 @@ def audit(
     directory: Annotated[Path, typer.Argument(help="A trace directory, with all its starts.")],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Replay traces against the spec and all invariants; exit 1 on a violation."""
+    """Replay traces against the spec and all invariants; exit 1 on a violation, or if the run has
+    committed no step, so that there was nothing to check."""
     from fft.trace.resumed import audit_job
 
     # What an audit makes has no cycles; to look for them as often as usual takes an eighth more.
