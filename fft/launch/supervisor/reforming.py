@@ -95,8 +95,8 @@ class Reforming:
             elif not child.alive:
                 del self._coming[child]
                 logger.warning(
-                    "group %s: pid %d, which was to take the place of rank %d, ended before it took "
-                    "part (%s), and the rest of the group with it",
+                    "group %s: pid %d, which was to take the place of rank %d, ended before it "
+                    "took part (%s), and the rest of the group with it",
                     *(group.name, child.pid, child.rank, cause_of(child.code)),
                 )
             elif now > since + limit:
@@ -120,8 +120,8 @@ class Reforming:
             return None
         self._coming[child] = time.monotonic()
         logger.warning(
-            "group %s lost rank %d (pid %d, %s): pid %d is to take its place; its other ranks run on: "
-            "%s",
+            "group %s lost rank %d (pid %d, %s): pid %d is to take its place; its other ranks run "
+            "on: %s",
             *(group.name, lost.rank, lost.pid, cause_of(lost.code), child.pid),
             ", ".join(str(mate.rank) for mate in mates),
         )
