@@ -447,8 +447,11 @@ def test_a_checkpoint_of_stages_is_refused_by_a_job_that_has_none(
     at_job = manifest.scopes["job"]
     stages = {"stage0": at_job, "stage1": at_job}
     path.write_bytes(sealed(manifest.model_copy(update={"scopes": stages})))
-    with pytest.raises(CheckpointError, match="the scopes stage0, stage1, and this job has job"):
+    refused = "the scopes stage0, stage1, and this job has job"
+    with pytest.raises(CheckpointError, match=refused):
         Start(tmp_path / "second", checkpoint=at(place)).train(Stream(), 9)
+    with pytest.raises(CheckpointError, match=refused):  # before a model is built
+        Start(tmp_path / "third", checkpoint=at(place, resume=6))
 
 
 def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(

@@ -26,7 +26,7 @@ from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
 from fft.train.checkpoint.due_in_stages import DueToLater, due_to, refuse_forks
-from fft.train.checkpoint.loading import Loader, origin_of
+from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, RankWriter
 from fft.train.participation import Participation
@@ -60,10 +60,12 @@ class Checkpointer:
         this rank is, where each has a scope of its own; ``flow_limit_s``: without a record of the
         first one, until it is taken for gone.
 
-        Raises CheckpointError: no checkpoint can be taken of such stages.
+        Raises CheckpointError: no checkpoint can be taken of such stages, or that which the job is
+        to begin with has others.
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
+        refuse_at_once(plan, self.checkpoints, stage)
         self.origin: Origin | None = None
         """The checkpoint that this job has begun with."""
         self._job, self._state, self._stage = job, state, stage
