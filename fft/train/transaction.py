@@ -307,7 +307,7 @@ class TransactionLoop:
 
 
 def _keeps_failing(why: str, error: Exception) -> BodyKeepsFailing:
-    return BodyKeepsFailing(f"{why}; that error is the cause of this one: {text_of(error)}")
+    return BodyKeepsFailing(f"{text_of(error)}; {why}. Its traceback is that of the cause")
 
 
 class Transaction:
