@@ -47,14 +47,18 @@ def _opened(place: str, is_new: bool = False) -> Any:
     from fft.durable.checkpoints import Checkpoints
     from fft.durable.stores import open_store
 
-    if not is_new and "://" not in place and not Path(place).is_dir():
-        raise FftError(f"{place}: there is no such directory")
+    if "://" not in place and not Path(place).is_dir():
+        if Path(place).exists():
+            raise FftError(f"{place} is no directory; name the one that has the checkpoints")
+        if not is_new:
+            raise FftError(f"{place}: there is no such directory")
     return Checkpoints(open_store(place))
 
 
 @app.command(name="list")
 def list_all(place: Place, as_json: AsJson = False) -> None:
-    """Show all checkpoints, and what is unfinished, by their manifests alone."""
+    """Show all checkpoints, and what is unfinished, by manifests and sizes of files; what is in
+    the files `verify` reads."""
     from fft.durable.manifest import name_of
 
     with plain_errors(), _readable(place):
@@ -70,16 +74,22 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
         ]
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
         return
-    table = Table("checkpoint", "written", "groups × ranks", "cursor", "MiB", "lineage", "state")
+    table = Table()
+    for head in ("checkpoint", "written", "groups × ranks", "cursor", "MiB", "lineage", "state"):
+        table.add_column(head, overflow="fold")  # what is cut can be copied by nobody
     for entry in found:
         if (m := entry.manifest) is None:
             table.add_row(entry.name, "", "", "", "", "", entry.problem)
             continue
         when = datetime.fromtimestamp(m.written_at).isoformat(" ", "seconds")
         size, groups = f"{m.size / MIB:.1f}", f"{len(m.groups)} × {m.ranks}"
-        state = "complete" if entry.name == name_of(m.step) else "complete, but for its name"
+        state = "sizes fit" if entry.name == name_of(m.step) else "sizes fit; all but its name"
         table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, state)
     console().print(table, markup=False)
+    sys.stdout.write(
+        "by manifests and sizes of files; their contents were not read: fft checkpoint verify "
+        f"{place}\n"
+    )
 
 
 @app.command()

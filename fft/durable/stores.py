@@ -94,6 +94,11 @@ class LocalStore:
         self.url = str(root)
 
     def prepare(self) -> None:
+        if self._root.exists() and not self._root.is_dir():
+            raise StoreError(
+                f"{self._root} is a file, and checkpoints are directories: name a directory for "
+                "them, which may be a new one"
+            )
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._root) as file:

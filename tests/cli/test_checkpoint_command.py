@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import manifest_of, published, written
+from rich.console import Console
 from typer.testing import CliRunner
 
-from fft.cli import app
+from fft.cli import app, checkpoints
 from fft.durable.manifest import partial_name
 from fft.durable.stores import REMOVED, open_store
 
@@ -40,7 +41,18 @@ def test_list_names_all_with_what_is_wrong(place: Path) -> None:
     assert "step-6/g0r1.json: it has 2 bytes" in entries["step-6"]["problem"]
     assert "was not finished" in entries["step-7.partial-a1"]["problem"]
     code, text = said("list", place)
-    assert code == 0 and "step-7.partial-a1" in text and "complete" in text
+    assert code == 0 and "step-7.partial-a1" in text and "complete" not in text
+    assert f"their contents were not read: fft checkpoint verify {place}\n" in text
+
+
+def test_list_cuts_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever width; a long name is folded."""
+    attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")
+    for width in (130, 80):
+        monkeypatch.setattr(checkpoints, "console", lambda width=width: Console(width=width))
+        table = said("list", place)[1].partition("by manifests")[0]
+        cells = [line.split("│")[1].strip() for line in table.splitlines() if "│" in line]
+        assert attempt in "".join(cells) and "…" not in table
 
 
 def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
@@ -50,6 +62,8 @@ def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
     assert said("verify", place, "--step", 4)[0] == 0
     assert said("verify", place, "--step", 5)[0] == 2  # there is none
     assert said("verify", place / "nothing")[0] == 2  # nor a directory
+    code, text = said("verify", place / "step-2" / "manifest.json")
+    assert code == 2 and "manifest.json is no directory" in text
 
 
 def test_prune_keeps_what_is_whole_and_removes_what_was_never_finished(place: Path) -> None:
@@ -110,6 +124,7 @@ def test_prune_leaves_what_was_given_up_and_the_job_has_not_passed(tmp_path: Pat
         (["--resume"], "--resume needs --checkpoint"),
         (["--checkpoint", "{place}", "--every", "soon"], "give a number of steps, such as 100"),
         (["--checkpoint", "{place}/step-2/manifest.json/x"], "give a directory that this user may"),
+        (["--checkpoint", "{place}/step-2/manifest.json"], "is a file, and checkpoints are direct"),
         (["--checkpoint", "nosuch://x"], "checkpoints cannot be kept at nosuch://x"),
     ],
 )
