@@ -345,6 +345,31 @@ class Transaction:
         self._drawn = drawn
         self._consumes = consumes
 
+    @property
+    def passes(self) -> int:
+        """Passes over the data that are over once this txn is committed. Equal on all ranks of all
+        groups; steps that are skipped and groups that come and go are counted for.
+
+        Raises FftError: the loader has no passes, as `fft.CursorLoader` has.
+        """
+        return self._passes[1]
+
+    @property
+    def ends_pass(self) -> bool:
+        """Whether a pass over the data is over with this txn, if it is committed: the place for
+        what is done once in an epoch. Raises FftError, as `passes` does."""
+        before, after = self._passes
+        return after > before
+
+    @property
+    def _passes(self) -> tuple[int, int]:
+        if self._drawn.passes is None:
+            raise FftError(
+                "txn.ends_pass and txn.passes are for data that have passes: give transactions() "
+                "an fft.CursorLoader"
+            )
+        return self._drawn.passes
+
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""
         self._loop.job.note("metrics", metrics)

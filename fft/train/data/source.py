@@ -259,6 +259,9 @@ class Drawn:
     """Number of the slice of the data that it is a part of; None: it does not count."""
     item: int
     """Number of the item of the data."""
+    passes: tuple[int, int] | None = None
+    """Passes of the loader that are over before the txn, and once it is committed; None: it has
+    none."""
 
 
 class Inputs:
@@ -296,7 +299,17 @@ class Inputs:
         if plan.step != self._step:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
-        return Drawn(batch, is_last, self._waited_s * 1e3, plan.slice, number)
+        waited_ms, passes = self._waited_s * 1e3, self._passes(plan, is_last)
+        return Drawn(batch, is_last, waited_ms, plan.slice, number, passes)
+
+    def _passes(self, plan: StartTxn, is_last: bool) -> tuple[int, int] | None:
+        """As of `Drawn`. What is left at the end of the data, too little for all groups, is over
+        with the last txn."""
+        size = getattr(self._source, "items_of_pass", None)
+        if size is None:
+            return None
+        first, after = plan.cursor * self._ranks, plan.next_cursor * self._ranks
+        return first // size, -(-after // size) if is_last else after // size
 
     def _due(self, plan: StartTxn, number: int) -> str:
         """In words, for who looks for what could not be loaded."""

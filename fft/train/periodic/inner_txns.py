@@ -47,6 +47,14 @@ class InnerTransaction(Transaction):
         self._periodic = periodic
         self._weight: float | None = None
 
+    @property
+    def _passes(self) -> tuple[int, int]:
+        raise FftError(
+            "txn.ends_pass and txn.passes are for groups that step together: each of these reads a "
+            "part of the data of its own, and no step is the last of a pass; count txn.step, the "
+            "synchronisations"
+        )
+
     def weigh(self, weight: float) -> None:
         """Have this step count by ``weight``, such as its tokens. Raises FftError: no weight."""
         if not 0 < weight < math.inf:
