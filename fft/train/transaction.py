@@ -17,7 +17,8 @@ from torchft.manager import Manager
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
 from fft.train import accelerator
-from fft.train.data.source import DataSource, Drawn, Inputs, Superseded
+from fft.train.data.drawn import Drawn
+from fft.train.data.source import DataSource, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
@@ -257,7 +258,7 @@ class TransactionLoop:
         """
         counted = self.worker.update_failures if in_update else self.worker.body_failures
         why = counted.failed(number, plan.members, error, where)
-        batch = "" if drawn is None else self._which_batch(plan, drawn)
+        batch = "" if drawn is None else drawn.in_words(plan.step, self.job.peer)
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
@@ -297,13 +298,6 @@ class TransactionLoop:
     def note_mistake(self, mistake: FftError) -> None:
         """The body was no step; its place is that of the `with` statement."""
         self._mistake = mistake.with_traceback(traceback_of_caller())
-
-    def _which_batch(self, plan: StartTxn, drawn: Drawn) -> str:
-        """In words, for who looks for what was wrong with it."""
-        where = f"in the txn of step {plan.step}, on {self.job.peer}"
-        if drawn.slice is None:
-            return f"{where}, with a batch that does not count"
-        return f"{where}, with slice {drawn.slice} of the data (item {drawn.item})"
 
 
 def _keeps_failing(why: str, error: Exception) -> BodyKeepsFailing:
@@ -347,28 +341,13 @@ class Transaction:
 
     @property
     def passes(self) -> int:
-        """Passes over the data that are over once this txn is committed. Equal on all ranks of all
-        groups; steps that are skipped and groups that come and go are counted for.
-
-        Raises FftError: the loader has no passes, as `fft.CursorLoader` has.
-        """
-        return self._passes[1]
+        """Passes over once this txn is committed, alike on all ranks. FftError: there are none."""
+        return self._drawn.passes.after
 
     @property
     def ends_pass(self) -> bool:
-        """Whether a pass over the data is over with this txn, if it is committed: the place for
-        what is done once in an epoch. Raises FftError, as `passes` does."""
-        before, after = self._passes
-        return after > before
-
-    @property
-    def _passes(self) -> tuple[int, int]:
-        if self._drawn.passes is None:
-            raise FftError(
-                "txn.ends_pass and txn.passes are for data that have passes: give transactions() "
-                "an fft.CursorLoader"
-            )
-        return self._drawn.passes
+        """Whether this txn, if committed, ends one. Raises FftError, as `passes` does."""
+        return self._drawn.passes.after > self._drawn.passes.before
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fft.messages.effects import StartTxn
-from fft.train.data.source import Drawn
+from fft.train.data.drawn import Drawn
 from fft.train.interrupt import Interrupted
 from fft.train.periodic.inner_scope import InnerScope
 from fft.train.process_group import GroupAborted
@@ -46,14 +46,6 @@ class InnerTransaction(Transaction):
         self.interrupted = False
         self._periodic = periodic
         self._weight: float | None = None
-
-    @property
-    def _passes(self) -> tuple[int, int]:
-        raise FftError(
-            "txn.ends_pass and txn.passes are for groups that step together: each of these reads a "
-            "part of the data of its own, and no step is the last of a pass; count txn.step, the "
-            "synchronisations"
-        )
 
     def weigh(self, weight: float) -> None:
         """Have this step count by ``weight``, such as its tokens. Raises FftError: no weight."""
