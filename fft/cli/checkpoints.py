@@ -47,14 +47,18 @@ def _opened(place: str, is_new: bool = False) -> Any:
     from fft.durable.checkpoints import Checkpoints
     from fft.durable.stores import open_store
 
-    if not is_new and "://" not in place and not Path(place).is_dir():
-        raise FftError(f"{place}: there is no such directory")
+    if "://" not in place and not Path(place).is_dir():
+        if Path(place).exists():
+            raise FftError(f"{place} is no directory; name the one that has the checkpoints")
+        if not is_new:
+            raise FftError(f"{place}: there is no such directory")
     return Checkpoints(open_store(place))
 
 
 @app.command(name="list")
 def list_all(place: Place, as_json: AsJson = False) -> None:
-    """Show all checkpoints, and what is unfinished, by their manifests alone."""
+    """Show all checkpoints, and what is unfinished, by manifests and sizes of files; what is in
+    the files `verify` reads."""
     from fft.durable.manifest import name_of
 
     with plain_errors(), _readable(place):
@@ -70,16 +74,22 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
         ]
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
         return
-    table = Table("checkpoint", "written", "groups × ranks", "cursor", "MiB", "lineage", "state")
+    table = Table()
+    for head in ("checkpoint", "written", "groups × ranks", "cursor", "MiB", "lineage", "state"):
+        table.add_column(head, overflow="fold")  # what is cut can be copied by nobody
     for entry in found:
         if (m := entry.manifest) is None:
             table.add_row(entry.name, "", "", "", "", "", entry.problem)
             continue
         when = datetime.fromtimestamp(m.written_at).isoformat(" ", "seconds")
         size, groups = f"{m.size / MIB:.1f}", f"{len(m.groups)} × {m.ranks}"
-        state = "complete" if entry.name == name_of(m.step) else "complete, but for its name"
+        state = "sizes fit" if entry.name == name_of(m.step) else "sizes fit; all but its name"
         table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, state)
     console().print(table, markup=False)
+    sys.stdout.write(
+        "by manifests and sizes of files; their contents were not read: fft checkpoint verify "
+        f"{place}\n"
+    )
 
 
 @app.command()
@@ -114,17 +124,36 @@ def prune(
     place: Place,
     keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")] = 3,
 ) -> None:
-    """Remove all but the newest, and what older attempts have left, unless a job is at work."""
+    """Remove all but the newest, and what is unfinished, unless a job is at work there.
+
+    The newest that is whole stays in any case; its files are read for that.
+    """
     from fft.durable.stores import StoreError
 
     with plain_errors(), _readable(place), ExitStack() as held:
-        checkpoints, left = _opened(place), []
+        checkpoints = _opened(place)
+        whole, problems = checkpoints.newest()
+        found = checkpoints.found()
+        stays = [e.name for e in found if e.step is not None] if whole is None else []
+        stays += [] if whole is None else [checkpoints.directory(whole)]
+        left, unfinished = [], checkpoints.leftovers()
         try:
             held.enter_context(checkpoints.store.hold())
-        except StoreError:  # what is unfinished may be what that job writes
-            left = [entry.name for entry in checkpoints.found() if entry.step is None]
-        removed = checkpoints.prune(keep, left)
+            is_used = checkpoints.store.is_at_work()
+        except StoreError:
+            is_used = True
+        if is_used:  # what is unfinished may be what that job writes
+            left = [entry.name for entry in found if entry.step is None]
+        removed = checkpoints.prune(keep, [*stays, *left])
+        if not is_used:
+            removed += checkpoints.remove([name for name in unfinished if name not in removed])
+    for problem in problems:
+        sys.stdout.write(f"DAMAGED: {problem}\n")
     sys.stdout.write("".join(f"removed {name}\n" for name in removed) or "nothing to remove\n")
+    if problems and whole is not None:
+        sys.stdout.write(f"the newest that is whole is {stays[0]}; it stays\n")
+    elif problems:
+        sys.stdout.write("none is whole; all that have been published stay\n")
     if left:
         sys.stdout.write(f"a job is at work there, and may need: {', '.join(left)}\n")
 

@@ -249,13 +249,17 @@ def run(
             total = config.groups_in_all
             plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
             verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
-    _tell(verdict, config.trace_dir)
+    _tell(verdict, config)
 
 
-def _tell(verdict: JobOutcome, traces: Path) -> NoReturn:
+def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
+    from fft.launch.resuming import about_newest
+
     for line in verdict.lines:
         _say(line)
-    sys.stdout.write(f"traces and logs: {traces}\n")
+    if config.checkpoint is not None:
+        _say(about_newest(config.checkpoint, verdict))
+    sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
     raise typer.Exit(0 if verdict.ok else 1)
 
 

@@ -17,7 +17,8 @@ def audit(
     directory: Annotated[Path, typer.Argument(help="A trace directory, with all its starts.")],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Replay traces against the spec and all invariants; exit 1 on a violation."""
+    """Replay traces against the spec and all invariants; exit 1 on a violation, or if the run has
+    committed no step, so that there was nothing to check."""
     from fft.trace.resumed import audit_job
 
     # What an audit makes has no cycles; to look for them as often as usual takes an eighth more.
@@ -31,17 +32,16 @@ def audit(
 
 def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]) -> None:
     """Show each fault of a run: how it was noticed, what it cost; and waits for input."""
-    from fft.trace.report import damages, fault_table, fired, input_wait, place_table
-    from fft.trace.starts import start_folders
+    from fft.trace import report as of
 
     with plain_errors():
-        shown = [fault_table(directory), fired(directory)]
-        shown += [place_table(directory), input_wait(directory)]
-        damaged = damages(directory)
-        later = start_folders(directory)[1:]
+        table = of.fault_table(directory)
+        shown: list[object] = [table if table.rows else "no fault was noticed in these traces"]
+        shown += [of.fired(directory), of.place_table(directory), of.input_wait(directory)]
+        shown += [of.checkpoints(directory), of.went_on(directory)]
+        damaged = of.damages(directory)
     for part in filter(None, shown):
-        console().print(part, markup=False)
+        # a path that is folded can be copied by nobody
+        console().print(part, markup=False, soft_wrap=isinstance(part, str))
     for line in damaged:
         sys.stderr.write(f"fft: {line}\n")
-    for folder in later:
-        sys.stdout.write(f"the job was started again: fft report {folder}\n")

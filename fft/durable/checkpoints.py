@@ -27,7 +27,7 @@ from fft.durable.manifest import (
     step_of,
     unsealed,
 )
-from fft.durable.stores import MANIFEST, PARTIAL, Store
+from fft.durable.stores import MANIFEST, PARTIAL, REMOVED, Store
 from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
@@ -211,8 +211,8 @@ class Checkpoints:
 
     def prune(self, keep: int, besides: Sequence[str] = ()) -> list[str]:
         """Remove all but the newest ``keep`` that are whole as far as their manifests tell, and
-        what older attempts have left; not ``besides``. The names of what was removed."""
-        entries = [e for e in self.found() if e.name not in besides]
+        what attempts at older ones have left; not ``besides``. The names of what was removed."""
+        entries = self.found()
         usable = [e for e in entries if e.step is not None and e.problem is None]
         newest = usable[-1].step if usable else None
         gone = [e.name for e in usable[:-keep]] if keep > 0 else []
@@ -225,10 +225,27 @@ class Checkpoints:
                     gone.append(entry.name)
             elif entry.problem is not None and entry.step < oldest:
                 gone.append(entry.name)
-        for name in gone:
+        return self.remove([name for name in gone if name not in besides])
+
+    def leftovers(self) -> list[str]:
+        """What attempts have left that can become checkpoints only if somebody still writes them.
+
+        What was given up for an older one is none: it is whole.
+        """
+        names = [name for name in self.store.directories() if PARTIAL in name and _is_ours(name)]
+        return [
+            name
+            for name in names
+            if name.partition(PARTIAL)[2].startswith(REMOVED)
+            or MANIFEST not in self.store.files(name)
+        ]
+
+    def remove(self, names: Sequence[str]) -> list[str]:
+        """Remove directories; those that are gone already are no error. Returns ``names``."""
+        for name in names:
             with suppress(FileNotFoundError):  # another writer of this job removes it, too
                 self.store.remove(name)
-        return gone
+        return list(names)
 
 
 def _age(entry: Found) -> tuple[int, float, bool]:

@@ -22,6 +22,10 @@ class CheckpointError(FftError):
     """Checkpoints cannot be taken, or loaded, as asked; says what would work."""
 
 
+class UnfitCheckpoint(CheckpointError):
+    """A checkpoint is that of another script: to try it again would not help."""
+
+
 @dataclass(frozen=True)
 class Checkpointing:
     """Durable checkpoints of a job. Give all ranks of all groups the same.

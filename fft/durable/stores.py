@@ -7,6 +7,7 @@ has no rename: there a directory is whole when its manifest is there, which is w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,14 +16,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from fft.util.errors import FftError
 
 PARTIAL = ".partial-"
 """Between the name of a checkpoint and that of the attempt at it, while it is being written."""
+REMOVED = "removed-"
+"""Begins, in the place of an attempt, the name of what is being removed."""
 _CHUNK = 4 * 1024 * 1024
+_WRITERS = ".writers.lock"
+"""Shared by all processes that write files of checkpoints."""
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What some file systems say to a lock."""
 
 
 class StoreError(FftError):
@@ -39,6 +46,12 @@ class Store(Protocol):
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep the place for one job, where that can be had. Raises StoreError: another has it."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """This process writes files of a checkpoint: `is_at_work` tells others."""
+
+    def is_at_work(self) -> bool | None:
+        """Whether some process does; None: that cannot be known here."""
 
     def directories(self) -> list[str]:
         """Names of all directories."""
@@ -81,6 +94,11 @@ class LocalStore:
         self.url = str(root)
 
     def prepare(self) -> None:
+        if self._root.exists() and not self._root.is_dir():
+            raise StoreError(
+                f"{self._root} is a file, and checkpoints are directories: name a directory for "
+                "them, which may be a new one"
+            )
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._root) as file:
@@ -103,6 +121,41 @@ class LocalStore:
                     "or name another place"
                 ) from None
             yield  # the kernel lets go of it, however this process ends
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with self._writers_file() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH)  # nobody has it for longer than a look
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # by name: a process that was forked meanwhile has it, too
+                    fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _writers_file(self) -> IO[str]:
+        try:
+            return (self._root / _WRITERS).open("a")
+        except FileNotFoundError:
+            self._root.mkdir(parents=True, exist_ok=True)
+            return (self._root / _WRITERS).open("a")
+
+    def is_at_work(self) -> bool | None:
+        try:
+            with (self._root / _WRITERS).open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return None
+        return False
 
     def directories(self) -> list[str]:
         if not self._root.is_dir():
@@ -165,7 +218,7 @@ class LocalStore:
 
     def _aside(self, directory: str) -> Path:
         """Let a directory have a name by which it is not found; half of it must not pass for it."""
-        gone = self._root / f"{directory.partition('.')[0]}{PARTIAL}removed-{os.getpid()}"
+        gone = self._root / f"{directory.partition('.')[0]}{PARTIAL}{REMOVED}{os.getpid()}"
         shutil.rmtree(gone, ignore_errors=True)
         (self._root / directory).rename(gone)
         _sync(self._root)
@@ -208,6 +261,13 @@ class UrlStore:
     @contextmanager
     def hold(self) -> Iterator[None]:
         yield  # an object store has no lock that ends with its owner
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        yield
+
+    def is_at_work(self) -> bool | None:
+        return None
 
     def directories(self) -> list[str]:
         return sorted(name for name, entry in self._ls("") if entry["type"] == "directory")

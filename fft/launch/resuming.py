@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
-from fft.durable.plan import Checkpointing
+from fft.durable.plan import CheckpointError, Checkpointing
 from fft.durable.stores import open_store
 from fft.launch.compiled import compile_cache
 from fft.launch.supervisor import JobOutcome, RunConfig
@@ -56,6 +56,8 @@ def begun(config: RunConfig, joins: bool = False) -> RunConfig:
         return config
     store = open_store(str(plan.place))
     manifest = choose(Checkpoints(store), plan.resume)
+    if not joins:
+        _clear(Checkpoints(store))
     folder = config.trace_dir
     if plan.resume is not False:
         folder = start_folder(folder)
@@ -65,6 +67,44 @@ def begun(config: RunConfig, joins: bool = False) -> RunConfig:
     found = replace(config, resume_step=step, trace_dir=folder)
     found.check()
     return found
+
+
+def _clear(checkpoints: Checkpoints) -> None:
+    """Remove what starts that have ended have left unfinished, where it can be seen that nobody
+    writes it. Raises CheckpointError."""
+    try:
+        left = checkpoints.leftovers()
+        if left and checkpoints.store.is_at_work() is False:
+            names = ", ".join(checkpoints.remove(left))
+            logger.warning("removed what was never finished: %s", names)
+    except OSError as error:
+        raise CheckpointError(
+            f"what is unfinished at {checkpoints.store.url} cannot be removed: {error}"
+        ) from error
+
+
+def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
+    """The newest checkpoint at the end of a job, in one line, by the manifests alone: its step, and
+    how far that is behind; or that there is none, and why."""
+    store, failure = open_store(str(plan.place)), outcome.failed
+    try:
+        found = [e for e in Checkpoints(store).found() if e.step is not None and e.problem is None]
+    except OSError as error:
+        return f"the newest checkpoint at {store.url} cannot be seen: {error}"
+    step = found[-1].step if found else None
+    last = f"; the last attempt, of step {failure[0]}, has failed: {failure[1]}" if failure else ""
+    if step is None:
+        why = last or f"; none was published before the job ended at step {outcome.step}"
+        return f"there is no checkpoint at {store.url}{why}"
+    assert found
+    text = f"the newest checkpoint is {found[-1].name} at {store.url}"
+    last = last if failure is not None and failure[0] > step else ""
+    if step > outcome.step:
+        return f"{text}; this start ended at step {outcome.step}{last}"
+    behind = outcome.step - step
+    if not behind:
+        return f"{text}, of the last step of the job"
+    return f"{text}, {behind} steps behind the last one of the job ({outcome.step}){last}"
 
 
 class Resumptions:

@@ -142,6 +142,8 @@ class AuditReport:
         if odd := [scope.directory.name for scope in self.stages if not scope.ok]:
             return f"VIOLATION or INCOMPLETE in scope {', '.join(odd)}"
         kept = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
+        if not self.commits:
+            kept = f"NOTHING COMMITTED, so no step was checked; {kept}"
         if self.diverged:
             return f"DIVERGED: the job ended because its replicas differ; {kept} of the protocol"
         if self.no_state is not None:

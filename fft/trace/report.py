@@ -6,9 +6,11 @@ Reads trace files only. Times are wall clock of one host, in milliseconds.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fft.messages.fault_plans import FaultPlan, in_words, load_plan
+from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.format import scope_folders
 from fft.trace.read import Trace, read_lines, read_trace, trace_files
+from fft.trace.starts import start_after
 from fft.trace.tail import TraceTail
 
 _PLAN = "faults.json"
@@ -222,6 +226,37 @@ def input_wait(directory: str | Path) -> str:
         f"input waited: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
         f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
     )
+
+
+def went_on(directory: str | Path) -> str | None:
+    """Where the next start of the job went on, and how far this one had come; None: it was the
+    last one."""
+    after = start_after(Path(directory).resolve())
+    if after is None:
+        return None
+    tail = TraceTail(Path(directory))
+    try:
+        reached = tail.poll().step
+    finally:
+        tail.close()
+    begun = 0
+    for path in after.glob("*.jsonl"):
+        with path.open("rb") as file, suppress(ValueError, LookupError, TypeError):
+            begun = max(begun, json.loads(file.readline())["start"]["step"])
+    where = f"from the checkpoint of step {begun}" if begun else "at its beginning"
+    return (
+        f"this start had come to step {reached} when it ended; the job was started again {where}: "
+        f"fft report {after}"
+    )
+
+
+def checkpoints(directory: str | Path) -> str | None:
+    """Which durable checkpoints were taken, and why others were not; None: the job took none."""
+    found = CheckpointNotes()
+    for folder in scope_folders(Path(directory)):
+        for line in read_lines(folder, lambda line: "note" in line):
+            found.take(f"{line['group']}/{line['rank']}", line["note"], line["data"])
+    return "\n".join(found.lines()) or None
 
 
 def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:

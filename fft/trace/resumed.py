@@ -67,13 +67,19 @@ class JobAudit:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found in any start, nor between them."""
-        return self.resumed.violation is None and all(start.ok for start in self.starts)
+        """Whether a step was committed, and nothing was found in any start, nor between them."""
+        found = self.resumed.violation is not None or not all(start.ok for start in self.starts)
+        return self.has_commits and not found
+
+    @property
+    def has_commits(self) -> bool:
+        """Whether any start has committed a step; else the audit shows nothing."""
+        return any(start.commits for start in self.starts)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; of one start, that of `AuditReport`."""
         if len(self.starts) == 1:
-            return self.starts[0].to_json()
+            return {**self.starts[0].to_json(), "ok": self.ok}
         found = self.resumed
         told = {"checks": found.checks, "violation": found.violation, "place": found.place}
         starts = [start.to_json() for start in self.starts]
@@ -90,7 +96,8 @@ class JobAudit:
         text = f"{len(self.starts)} starts: resumed {self.resumed.checks} checks  {verdict}"
         if self.resumed.violation:
             text += f"\n    {self.resumed.place}: {self.resumed.violation}"
-        return "\n".join([*lines, text, f"verdict of all: {'ok' if self.ok else 'NOT OK'}"])
+        verdict = "ok" if self.ok else "NOT OK" if self.has_commits else "NOTHING COMMITTED"
+        return "\n".join([*lines, text, f"verdict of all: {verdict}"])
 
 
 def audit_job(directory: str | Path) -> JobAudit:

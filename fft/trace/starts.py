@@ -19,5 +19,21 @@ def start_folder(root: Path) -> Path:
 
 def start_folders(root: Path) -> list[Path]:
     """``root``, and those of the starts after it, in their order."""
-    later = [path for path in root.glob("start*") if path.name[5:].isdigit() and path.is_dir()]
+    later = [path for path in root.glob("start*") if _is_later(path) and path.is_dir()]
     return [root, *sorted(later, key=lambda path: int(path.name[5:]))]
+
+
+def start_after(folder: Path) -> Path | None:
+    """The next start that has left traces after the one whose folder this is; None: it was the
+    last."""
+    number = int(folder.name[5:]) if _is_later(folder) else 1
+    root = folder.parent if number > 1 else folder
+    return next((f for f in start_folders(root)[1:] if int(f.name[5:]) > number and _used(f)), None)
+
+
+def _is_later(folder: Path) -> bool:
+    return folder.name.startswith("start") and folder.name[5:].isdigit()
+
+
+def _used(folder: Path) -> bool:
+    return any(folder.glob("*.jsonl"))

@@ -23,6 +23,7 @@ from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
+from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.format import NO_REFORM, scope_folders
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
@@ -77,8 +78,7 @@ class JobView:
     """Whether any process has committed a step."""
     gone: int = 0
     """The most steps of an incarnation in whose place a newer one has come."""
-    troubles: list[str] = field(default_factory=list)
-    """With durable checkpoints, for whoever tells the operator, and takes them out."""
+    checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
 
@@ -178,10 +178,9 @@ class TraceTail:
             self._take_injection(key[0], record, _mapping(record.get("data")))
         elif record.get("note") == "command":
             self._take_command(record)
-        elif record.get("note") == "checkpoint_failed":
+        elif "note" in record:
             data = _mapping(record.get("data"))
-            what = f"no checkpoint of step {data.get('step')} from rank {key[0]}/{key[1]}"
-            self.view.troubles.append(f"{what}: {data.get('error')}")
+            self.view.checkpoints.take(f"{key[0]}/{key[1]}", record["note"], data)
         self.view.committed |= _role(record) in COMMITTING
         if record.get("kind") == "header":
             needed = _number(_mapping(record.get("config")).get("min_groups"))

@@ -17,7 +17,8 @@ from torchft.manager import Manager
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
 from fft.train import accelerator
-from fft.train.data.source import DataSource, Drawn, Inputs, Superseded
+from fft.train.data.drawn import Drawn
+from fft.train.data.source import DataSource, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.participation import Participation
@@ -257,7 +258,7 @@ class TransactionLoop:
         """
         counted = self.worker.update_failures if in_update else self.worker.body_failures
         why = counted.failed(number, plan.members, error, where)
-        batch = "" if drawn is None else self._which_batch(plan, drawn)
+        batch = "" if drawn is None else drawn.in_words(plan.step, self.job.peer)
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
@@ -298,16 +299,9 @@ class TransactionLoop:
         """The body was no step; its place is that of the `with` statement."""
         self._mistake = mistake.with_traceback(traceback_of_caller())
 
-    def _which_batch(self, plan: StartTxn, drawn: Drawn) -> str:
-        """In words, for who looks for what was wrong with it."""
-        where = f"in the txn of step {plan.step}, on {self.job.peer}"
-        if drawn.slice is None:
-            return f"{where}, with a batch that does not count"
-        return f"{where}, with slice {drawn.slice} of the data (item {drawn.item})"
-
 
 def _keeps_failing(why: str, error: Exception) -> BodyKeepsFailing:
-    return BodyKeepsFailing(f"{why}; that error is the cause of this one: {text_of(error)}")
+    return BodyKeepsFailing(f"{text_of(error)}; {why}. Its traceback is that of the cause")
 
 
 class Transaction:
@@ -344,6 +338,16 @@ class Transaction:
         self._is_last = last
         self._drawn = drawn
         self._consumes = consumes
+
+    @property
+    def passes(self) -> int:
+        """Passes over once this txn is committed, alike on all ranks. FftError: there are none."""
+        return self._drawn.passes.after
+
+    @property
+    def ends_pass(self) -> bool:
+        """Whether this txn, if committed, ends one. Raises FftError, as `passes` does."""
+        return self._drawn.passes.after > self._drawn.passes.before
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""

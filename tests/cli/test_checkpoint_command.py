@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_files import published, written
+from checkpoint_files import manifest_of, published, written
+from rich.console import Console
 from typer.testing import CliRunner
 
-from fft.cli import app
-from fft.durable.stores import open_store
+from fft.cli import app, checkpoints
+from fft.durable.manifest import partial_name
+from fft.durable.stores import REMOVED, open_store
 
 ended = CliRunner()
 
@@ -38,7 +41,18 @@ def test_list_names_all_with_what_is_wrong(place: Path) -> None:
     assert "step-6/g0r1.json: it has 2 bytes" in entries["step-6"]["problem"]
     assert "was not finished" in entries["step-7.partial-a1"]["problem"]
     code, text = said("list", place)
-    assert code == 0 and "step-7.partial-a1" in text and "complete" in text
+    assert code == 0 and "step-7.partial-a1" in text and "complete" not in text
+    assert f"their contents were not read: fft checkpoint verify {place}\n" in text
+
+
+def test_list_cuts_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever width; a long name is folded."""
+    attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")
+    for width in (130, 80):
+        monkeypatch.setattr(checkpoints, "console", lambda width=width: Console(width=width))
+        table = said("list", place)[1].partition("by manifests")[0]
+        cells = [line.split("│")[1].strip() for line in table.splitlines() if "│" in line]
+        assert attempt in "".join(cells) and "…" not in table
 
 
 def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
@@ -48,25 +62,59 @@ def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
     assert said("verify", place, "--step", 4)[0] == 0
     assert said("verify", place, "--step", 5)[0] == 2  # there is none
     assert said("verify", place / "nothing")[0] == 2  # nor a directory
+    code, text = said("verify", place / "step-2" / "manifest.json")
+    assert code == 2 and "manifest.json is no directory" in text
 
 
-def test_prune_keeps_what_is_whole(place: Path) -> None:
+def test_prune_keeps_what_is_whole_and_removes_what_was_never_finished(place: Path) -> None:
     code, text = said("prune", place, "--keep", 1)
-    assert code == 0 and text == "removed step-2\n"
-    assert said("prune", place, "--keep", 1) == (0, "nothing to remove\n")
-    kept = open_store(str(place)).directories()
-    assert kept == ["step-4", "step-6", "step-7.partial-a1"]
+    assert code == 0 and "removed step-2\nremoved step-7.partial-a1\n" in text
+    assert "DAMAGED: step-6/g0r1.json: it has 2 bytes" in text
+    assert "nothing to remove\n" in said("prune", place, "--keep", 1)[1]
+    assert open_store(str(place)).directories() == ["step-4", "step-6"]
+
+
+def test_prune_never_removes_the_newest_that_is_whole(place: Path) -> None:
+    """Though a newer one is whole as far as its manifest tells."""
+    file = place / "step-6" / "g0r1.json"
+    shutil.copy(place / "step-4" / "g0r1.json", file)
+    code, text = said("prune", place, "--keep", 1)
+    assert code == 0 and "DAMAGED: step-6/g0r1.json: its SHA-256" in text
+    assert "the newest that is whole is step-4; it stays" in text
+    assert open_store(str(place)).directories() == ["step-4", "step-6"]
+    (place / "step-4" / "g0r1.json").unlink()
+    assert "none is whole; all that have been published stay" in said("prune", place)[1]
+    assert open_store(str(place)).directories() == ["step-4", "step-6"]
+
+
+def test_prune_removes_what_was_never_finished_where_nothing_is_whole(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    left = written(store, 7), partial_name(3, f"{REMOVED}77")
+    (tmp_path / left[1]).mkdir()
+    assert said("prune", tmp_path) == (0, f"removed {left[1]}\nremoved {left[0]}\n")
+    assert store.directories() == []
 
 
 def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
-    """One that has gone on from an older checkpoint is at an earlier step than the newest."""
+    """One that has gone on from an older checkpoint is at an earlier step than the newest. Also one
+    that nobody holds the place for."""
     store = open_store(str(place))
     attempt = written(store, 3)
-    with store.hold():
-        code, text = said("prune", place, "--keep", 1)
-    assert code == 0 and text.startswith("removed step-2\na job is at work there")
-    assert attempt in text and attempt in store.directories()
-    assert said("prune", place, "--keep", 1) == (0, f"removed {attempt}\n")
+    for working in (store.hold(), store.at_work()):
+        with working:
+            code, text = said("prune", place, "--keep", 1)
+        assert code == 0 and f"may need: {attempt}, step-7.partial-a1" in text
+        assert {attempt, "step-7.partial-a1"} <= set(store.directories())
+    text = said("prune", place, "--keep", 1)[1]
+    assert f"removed {attempt}\nremoved step-7.partial-a1\n" in text
+
+
+def test_prune_leaves_what_was_given_up_and_the_job_has_not_passed(tmp_path: Path) -> None:
+    found = published(open_store(str(tmp_path)), 4, 8)
+    directory = written(found.store, 6)
+    found.publish(directory, manifest_of(found.store, directory, "a1", 6))
+    assert said("prune", tmp_path) == (0, "nothing to remove\n")
+    assert partial_name(8, "given-up") in found.store.directories()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +124,7 @@ def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
         (["--resume"], "--resume needs --checkpoint"),
         (["--checkpoint", "{place}", "--every", "soon"], "give a number of steps, such as 100"),
         (["--checkpoint", "{place}/step-2/manifest.json/x"], "give a directory that this user may"),
+        (["--checkpoint", "{place}/step-2/manifest.json"], "is a file, and checkpoints are direct"),
         (["--checkpoint", "nosuch://x"], "checkpoints cannot be kept at nosuch://x"),
     ],
 )

@@ -358,6 +358,45 @@ def test_a_last_txn_that_is_rolled_back_is_not_the_last(tmp_path: Path) -> None:
     assert sorted(chain.from_iterable(seen.values())) == list(range(10))
 
 
+def test_all_groups_see_the_end_of_a_pass_at_the_same_txn(tmp_path: Path) -> None:
+    """With a step that is skipped, and one that is rolled back; 7 batches in a pass, 2 at a time.
+    The last pass has one too few for both groups. Those of the skipped step are not counted."""
+    seen: dict[str, list[tuple[int, int]]] = {"0": [], "1": []}
+
+    def work(member: Member) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        member.manager.register(member.model, member.optimizer, scaler=scaler)
+        member.manager.sync_gradients(member.model)
+        loader = fft.CursorLoader(_Few(14), batch_size=2, passes=3)
+        for tries, txn in enumerate(member.manager.transactions(loader)):
+            with txn:
+                if tries == 2 and member.group == "1":
+                    raise ValueError("once")
+                loss = member.model(batch_of(txn.batch)).square().mean()
+                scaler.scale(loss * torch.inf if tries == 1 else loss).backward()
+            if txn.committed and txn.ends_pass:
+                seen[member.group].append((member.manager.batches_committed(), txn.passes))
+
+    with job(tmp_path, 2) as made:
+        made.run(work, register=False, digest="never")
+        made.audit()
+    assert seen["0"] == seen["1"] == [(6, 1), (12, 2), (18, 3)]
+    commits = [r for r in records(tmp_path) if r["kind"] == "commit"]
+    assert sum(r["skip"] for r in commits) == 1 and len(commits) == 10
+
+
+def test_data_without_passes_are_not_said_to_have_ended_one(tmp_path: Path) -> None:
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions([torch.arange(4)] * 4, max_steps=1):
+            with txn:
+                _loss(member, txn.batch).backward()
+            with pytest.raises(FftError, match=r"give transactions\(\) an fft"):
+                txn.ends_pass  # noqa: B018
+
+    with job(tmp_path, 1) as made:
+        made.run(work)
+
+
 class _Few(Numbers):
     def __init__(self, count: int) -> None:
         self._count = count

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 from forked_run import FftRun, fft, running
+from typer.testing import CliRunner
 from waiting import wait_until
 
+from fft.cli import app
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.stores import open_store
 from fft.trace.audit import read_lines, trace_files
@@ -120,6 +122,11 @@ def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
     assert (tmp_path / "out" / f"cut-{stage}").exists()
     last = 2 if stage in ("renaming", "renamed") else 1  # it has its manifest before its name
     assert f"the job starts again from the checkpoint of step {last * EVERY}" in done.stderr
+    assert "" not in done.stderr.splitlines(), "of a process that has said nothing"
+    report = CliRunner().invoke(app, ["report", str(tmp_path / "traces")]).output
+    assert "no fault was noticed" in report
+    went_on = f"the job was started again from the checkpoint of step {last * EVERY}: fft report"
+    assert f"when it ended; {went_on} {tmp_path}/traces/start2\n" in report
     judge(tmp_path, undisturbed, starts=2)
 
 

@@ -247,6 +247,16 @@ def test_what_no_inner_step_may_do_is_told(
                 body(member, txn)
 
 
+def test_no_step_of_a_group_alone_is_the_last_of_a_pass(made: Job) -> None:
+    member = _registered(made)
+    _diloco(member)
+    for txn in member.manager.transactions(_loader(), 1):
+        with txn:
+            _step(member, txn)
+        with pytest.raises(FftError, match="are for groups that step together"):
+            txn.ends_pass  # noqa: B018
+
+
 def test_the_same_error_again_and_again_leaves_the_process(made: Job) -> None:
     member = _registered(made)
     _diloco(member)

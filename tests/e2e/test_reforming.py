@@ -6,6 +6,7 @@ Jobs of 2 groups x 2 FSDP2 ranks under ``fft run``; the traces are then asked wh
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +105,20 @@ def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
     assert "spare-1.log" in {path.name for path in logs.iterdir()}
     assert (logs / "g1r1-1.2.log").is_file()
     said = (waited_for.parent / "said").read_text()
-    assert "group 1 lost rank 1" in said and "the others live on" in said
+    assert "group 1 lost rank 1" in said and "its other ranks run on: 0" in said
+
+
+@pytest.mark.multiprocess
+def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_path: Path) -> None:
+    """Or it is said that the one in its place has not come to take part."""
+    plan = "faults:\n  - {name: all, kind: kill, step: 6, group: 1, phase: backward}\n"
+    traces = job(tmp_path, plan, "--spares", "1")
+    said = (tmp_path / "said").read_text()
+    announced = re.findall(r"group 1 lost rank \d .*: pid (\d+) (is to take|takes) its place", said)
+    for pid, _ in announced:
+        assert f"pid {pid}, which was to take the place of rank" in said
+    assert "live on" not in said
+    assert "g1r1i2" in headers(traces), "the group came back"
 
 
 @pytest.mark.multiprocess

@@ -14,10 +14,12 @@ import pytest
 from supervisor_stage import Job, Stage
 from test_supervisor import at_work, record, supervised_children, trace, two_at_work
 
+from fft.durable.plan import CheckpointError, UnfitCheckpoint
 from fft.launch import script_runner
 from fft.launch.supervisor.mistakes import Mistakes
 from fft.train.body_failures import BodyFailures
 from fft.train.reported import text_of
+from fft.train.state.serial import StateMismatch
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
 from fft.util.errors import NoState, OtherSettings, UnlikeGroups
 
@@ -67,6 +69,16 @@ def test_what_cannot_be_loaded_needs_no_second_start() -> None:
     for kind in (SyntaxError, IndentationError, ImportError, ModuleNotFoundError):
         found = Mistakes(["0", "1"], 2).ended("0", place(kind), False)
         assert found is not None and found.ends == "job"
+
+
+@pytest.mark.parametrize("kind", [UnfitCheckpoint, StateMismatch])
+def test_a_checkpoint_of_another_script_needs_no_second_start(kind: type[BaseException]) -> None:
+    """But a checkpoint that could not be read may be read the next time; and who does not fit the
+    state of a job that goes on may be of another host."""
+    found = Mistakes(["0", "1"], 4).ended("0", place(kind), False)
+    assert found is not None and found.ends == "job"
+    assert Mistakes(["0", "1"], 4).ended("0", place(CheckpointError), False) is None
+    assert Mistakes(["0", "1"], 4).ended("0", place(kind), True) is None
 
 
 def test_one_group_that_fails_while_others_commit_is_left_out_alone() -> None:

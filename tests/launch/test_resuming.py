@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_files import published
+from checkpoint_files import manifest_of, published, written
 
 from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
-from fft.launch.resuming import Resumptions
+from fft.launch.resuming import Resumptions, begun
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan, load_plan
 
@@ -115,3 +115,27 @@ def test_a_fault_that_has_fired_does_not_fire_again_in_the_next_start(tmp_path: 
     job = Job(tmp_path, fires)
     assert job.run().ok
     assert job.faults == [["one", "other"], ["one", "other"], ["other"], []]
+
+
+def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
+    tmp_path: Path,
+) -> None:
+    """Also the first of a new job, and one that goes on by itself; a host that joins removes
+    nothing."""
+    job = Job(tmp_path, lambda job: JobOutcome(True))
+    store = open_store(str(tmp_path / "checkpoints"))
+    attempt = written(store, 3)
+    assert store.directories() == [attempt]
+    resuming = replace(job.config, checkpoint=Checkpointing(tmp_path / "checkpoints", resume=True))
+    begun(resuming, joins=True)
+    with store.at_work():
+        begun(job.config)
+    assert store.directories() == [attempt]
+    begun(job.config)
+    assert store.directories() == []
+    found = published(store, 4, 8)
+    directory = written(store, 6)
+    found.publish(directory, manifest_of(store, directory, "a1", 6))
+    written(store, 9)
+    assert begun(resuming).resume_step == 6
+    assert store.directories() == ["step-4", "step-6", "step-8.partial-given-up"]

@@ -154,7 +154,13 @@ def test_an_end_without_state_is_told_with_the_mend(tmp_path: Path, committed: b
         assert f"the state of step {report.commits}, the last that was committed" in text
     else:
         assert "before a step was committed" in text and "start the job again" in text
-    assert text.splitlines()[-1] == "verdict: no violation; the job ended with NoState"
+    kept = "no violation; the job ended with NoState"
+    nothing = "" if committed else "NOTHING COMMITTED, so no step was checked; "
+    assert text.splitlines()[-1] == f"verdict: {nothing}{kept}"
+    ended = CliRunner().invoke(app, ["audit", str(tmp_path)])
+    assert ended.exit_code == (0 if committed else 1) and nothing in ended.output
+    as_json = CliRunner().invoke(app, ["audit", str(tmp_path), "--json"])
+    assert json.loads(as_json.output)["ok"] == committed
 
 
 def test_the_report_names_the_faults_that_did_not_fire(tmp_path: Path) -> None:

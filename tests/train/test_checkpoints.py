@@ -41,6 +41,7 @@ from fft.durable.stores import LocalStore, open_store
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
+from fft.train.checkpoint import gathering
 from fft.train.checkpoint.due import Named
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
@@ -474,8 +475,14 @@ def place(tmp_path: Path) -> Path:
 def test_another_model_is_refused_before_anything_is_changed(place: Path, tmp_path: Path) -> None:
     start = Start(tmp_path / "second", seed=7, width=WIDTH + 1, checkpoint=at(place))
     before = start.manager.digest()
-    with pytest.raises(StateMismatch, match=r"parameters\[model0.0.weight\]: shape"):
+    with pytest.raises(StateMismatch, match=r"parameters\[model0.0.weight\]: shape") as raised:
         start.train(Stream(), 9)
+    for text in (
+        f"step 6, {place}/step-6,",
+        "another --checkpoint directory",
+        f"[{WIDTH}, {WIDTH}]",
+    ):
+        assert text in str(raised.value)
     assert start.manager.digest() == before
 
 
@@ -513,8 +520,11 @@ def test_a_checkpoint_of_stages_is_refused_by_a_job_that_has_none(
     at_job = manifest.scopes["job"]
     stages = {"stage0": at_job, "stage1": at_job}
     path.write_bytes(sealed(manifest.model_copy(update={"scopes": stages})))
-    with pytest.raises(CheckpointError, match="the scopes stage0, stage1, and this job has job"):
+    refused = "the scopes stage0, stage1, and this job has job"
+    with pytest.raises(CheckpointError, match=refused):
         Start(tmp_path / "second", checkpoint=at(place)).train(Stream(), 9)
+    with pytest.raises(CheckpointError, match=refused):  # before a model is built
+        Start(tmp_path / "third", checkpoint=at(place, resume=6))
 
 
 def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
@@ -570,6 +580,39 @@ def test_nobody_is_waited_for_who_says_that_it_delivers_nothing(tmp_path: Path) 
     publish()
     assert found.verify(5).groups == ("0",)
     assert time.monotonic() - began < 20
+
+
+def publisher_of(place: Path, closing: threading.Event) -> tuple[Attempt, RankWriter]:
+    """Who would publish an attempt of two groups, and takes no part in it."""
+    record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
+    named = Named(attempt_name("life", "2"), 5, "0")
+    attempt = Attempt(named, record, ("0", "1"), 1, (), "hsdp", "0" * 64, None)
+    told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, closing)
+    return attempt, RankWriter(Checkpoints(open_store(str(place))), attempt, *told)
+
+
+@pytest.mark.parametrize("case", ["delivers", "ends", "is whole"])
+def test_an_attempt_that_has_failed_is_removed_when_nobody_writes_in_it(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the process is to end before that, it stays; so does one that has its manifest."""
+    monkeypatch.setattr(gathering, "_CLOSING_S", 0.1)
+    closing = threading.Event()
+    attempt, writer = publisher_of(tmp_path, closing)
+    thread = threading.Thread(target=writer.decline)
+    thread.start()
+    place, store = tmp_path / attempt.directory, open_store(str(tmp_path))
+    wait_until((place / "g0r0.receipt").exists, "it has said that it delivers nothing")
+    if case == "ends":
+        closing.set()
+    else:
+        if case == "is whole":
+            store.write(f"{attempt.directory}/manifest.json", b"{}")
+        deliver(store, attempt.directory, attempt.named.name, "1", 0, 5)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert place.exists() == (case != "delivers")
+    assert ("others still write in it" in caplog.text) == (case == "ends")
 
 
 def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWriter]:

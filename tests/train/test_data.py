@@ -12,7 +12,8 @@ import torch
 import fft
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
-from fft.train.data.source import DataError, Drawn, Due, Inputs, StreamSource, as_source
+from fft.train.data.drawn import Drawn
+from fft.train.data.source import DataError, Due, Inputs, StreamSource, as_source
 
 
 class Stream:

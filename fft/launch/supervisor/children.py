@@ -147,7 +147,7 @@ class Child:
             if words.signature in known:
                 return f"{line}; by the same error, at {words.where}"
             known.add(words.signature)
-        return f"{line}\n{self._last_lines()}"
+        return f"{line}\n{self._last_lines()}".rstrip()  # who was killed may have said nothing
 
     def last_said(self) -> str:
         """Its traceback; of a script that exits with a code the last lines of its log."""

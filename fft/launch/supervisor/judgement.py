@@ -24,6 +24,10 @@ class JobOutcome:
     """Why no process has the state any more, though it can go on from a checkpoint."""
     fired: frozenset[str] = frozenset()
     """Faults of the plan that have happened."""
+    step: int = 0
+    """The last that was committed."""
+    failed: tuple[int, str] | None = None
+    """Step and cause of the last checkpoint that was not taken for an error."""
 
 
 @dataclass
@@ -107,7 +111,12 @@ class Judgement:
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
             names = "; ".join(map(in_words, unfired))
             remarks.append(f"faults that did not fire, so this run says nothing of them: {names}")
-        return JobOutcome(not lines, (*early, *lines, *remarks))  # the cause comes first
+        return JobOutcome(
+            not lines,
+            (*early, *lines, *remarks),  # the cause comes first
+            step=view.step,
+            failed=view.checkpoints.last_failure,
+        )
 
     def _took_part(self, group: Group, view: JobView) -> bool:
         """Whether the group, or another one here, has seen the job; else it was never let in."""

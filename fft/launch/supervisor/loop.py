@@ -195,8 +195,8 @@ class Supervisor:
     def _look(self) -> None:
         """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
         view = self._tail.poll()
-        while view.troubles:
-            logger.warning("%s; training continues", view.troubles.pop(0))
+        while troubles := view.checkpoints.troubles:
+            logger.warning("%s; training continues", troubles.pop(0))
         for fault in [fault for fault in self._pending if view.step >= fault.step]:
             self._pending.remove(fault)
             self._restart_service(fault)

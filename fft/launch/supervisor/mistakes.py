@@ -16,6 +16,8 @@ _UNLIKE = {
     "UnlikeGroups": "all groups must train the same model",
     "OtherSettings": "all groups must be set up alike",
 }
+_UNFIT = frozenset({"UnfitCheckpoint", "StateMismatch"})
+"""What comes again in every group that is to begin with this checkpoint."""
 _NEVER_LOADED = frozenset({"SyntaxError", "ImportError"})
 
 
@@ -72,6 +74,8 @@ class Mistakes:
             return "after a restart it failed in the same place, and no step was committed"
         if not _NEVER_LOADED.isdisjoint(error.kinds):
             return "it cannot be loaded"
+        if not _UNFIT.isdisjoint(error.kinds):
+            return "all groups begin with the same state"
         if alike == len(self._groups) == self._all:
             return "no group reached its first step"
         return None

@@ -90,14 +90,25 @@ class Reforming:
         for child, since in list(self._coming.items()):
             group = groups[child.group]
             limit = max(_HANGS_S, _TIMES * (group.took or 0.0))
-            if not child.alive or child.rank in view.since(group.name, group.incs_before):
+            if child.rank in view.since(group.name, group.incs_before):
                 del self._coming[child]
+            elif not child.alive:
+                del self._coming[child]
+                logger.warning(
+                    "group %s: pid %d, which was to take the place of rank %d, ended before it "
+                    "took part (%s), and the rest of the group with it",
+                    *(group.name, child.pid, child.rank, cause_of(child.code)),
+                )
             elif now > since + limit:
                 del self._coming[child]
                 yield child, limit
 
     def replace(self, group: Group, lost: Child, view: JobView) -> Child | None:
-        """Have a spare, or else a new process, take the place of ``lost``; None: none can."""
+        """Have a spare, or else a new process, take the place of ``lost``; None: none can, or
+        nobody of its group goes on."""
+        mates = [child for child in group.living if not child.dies_within(0)]
+        if not mates:
+            return None
         inc = view.incs(group.name).get(lost.rank, 0)
         env = {**group.place(lost.rank), SUCCESSOR: "1"}
         start = partial(self._start, group, lost.rank, env)
@@ -109,8 +120,10 @@ class Reforming:
             return None
         self._coming[child] = time.monotonic()
         logger.warning(
-            "group %s lost rank %d (pid %d, %s): pid %d takes its place, the others live on",
+            "group %s lost rank %d (pid %d, %s): pid %d is to take its place; its other ranks run "
+            "on: %s",
             *(group.name, lost.rank, lost.pid, cause_of(lost.code), child.pid),
+            ", ".join(str(mate.rank) for mate in mates),
         )
         return child
 

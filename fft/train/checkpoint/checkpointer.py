@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import fft
 from fft.bus import BusError
@@ -25,12 +25,13 @@ from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
 from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.spec import FsmSpec
+from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
 from fft.train.checkpoint.due_in_stages import DueToLater, due_to, refuse_forks
-from fft.train.checkpoint.loading import Loader, origin_of
+from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
-from fft.train.checkpoint.writer import Attempt, RankWriter, decline
+from fft.train.checkpoint.writer import Attempt, RankWriter
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
@@ -42,6 +43,16 @@ _CLOSE_S = 300.0
 """For the last checkpoint of a job to be written, when its processes are to end."""
 
 logger = logging.getLogger(__name__)
+
+
+class _Pending(NamedTuple):
+    """A checkpoint that is due."""
+
+    attempt: Attempt | None
+    """None: of a stage that ends, of which only later checkpoints are."""
+    epoch: Record
+    work: Callable[[], None]
+    """Takes it."""
 
 
 class Checkpointer:
@@ -62,10 +73,12 @@ class Checkpointer:
         this rank is, where each has a scope of its own; ``flow_limit_s``: without a record of the
         first one, until it is taken for gone.
 
-        Raises CheckpointError: no checkpoint can be taken of such stages.
+        Raises CheckpointError: no checkpoint can be taken of such stages, or that which the job is
+        to begin with has others.
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
+        refuse_at_once(plan, self.checkpoints, stage)
         self.origin: Origin | None = None
         """The checkpoint that this job has begun with."""
         self._job, self._state, self._stage = job, state, stage
@@ -81,14 +94,16 @@ class Checkpointer:
         if stage is not None:
             refuse_forks(spec)
             self._due = due_to(stage, plan, job, self._is_writing, flow_limit_s)
-        self._pending: tuple[Attempt, Callable[[], None]] | None = None
-        """Due with the last commit; what takes it."""
+        self._pending: _Pending | None = None
+        """Due with the last commit."""
         self._closing = threading.Event()
         self._failing = threading.Event()
         """The script ends with an error: nothing is waited for."""
         self._outliving: threading.Thread | None = None
         """Of a stage that has ended."""
         self._changed_late: frozenset[str] = frozenset()
+        self._is_too_often = False
+        """It was said that they are due before the one before is written."""
         self._has_resumed = False
         self._resumed: dict[str, Any] | None = None
         self._entries: Sequence[tuple[int, int]] = ()
@@ -148,22 +163,22 @@ class Checkpointer:
         named = self._due.due(record, epoch)
         is_missed = named is not None and named.is_missed
         if record.last and isinstance(self._due, DueToLater):
-            own = Named("", record.step, self._job.peer.group)
             kept = None if is_missed else named
             work = partial(self._outlive, self._due, kept, record, epoch)
-            self._pending = self._attempt(kept or own, record, epoch), work
+            attempt = None if kept is None else self._attempt(kept, record, epoch)
+            self._pending = _Pending(attempt, epoch, work)
             if not is_missed:
                 return
         if named is None:
             return
         attempt = self._attempt(named, record, epoch)
         if is_missed:
-            self._leave_out(attempt, "no commit of this stage has come to its place in the data")
+            why = "no commit of this stage has come to its place in the data"
+            self._leave_out(attempt, epoch, why)
         elif not record.last and self._is_writing():
-            logger.warning("%s is slower than checkpoints come", self.checkpoints.store.url)
-            self._leave_out(attempt, "the one before is still being written")
+            self._leave_out(attempt, epoch, "the one before is still being written", too_often=True)
         else:
-            self._pending = attempt, partial(self._begin, attempt, epoch)
+            self._pending = _Pending(attempt, epoch, partial(self._begin, attempt, epoch))
             if self._state.synchronizer is not None:  # a group may step before the next txn
                 self.take()
 
@@ -171,17 +186,23 @@ class Checkpointer:
         """Take the checkpoint that is due, if one is. What the script has done is part of it."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending[1]()
+            pending.work()
 
     def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)
         spec = self._stages, self._spec, self._spec_digest
         return Attempt(named, record, groups, self._ranks, *spec, self.origin)
 
-    def _leave_out(self, attempt: Attempt, why: str) -> None:
+    def _leave_out(
+        self, attempt: Attempt, epoch: Record, why: str, too_often: bool = False
+    ) -> None:
+        if too_often and not self._is_too_often:
+            self._is_too_often = True
+            logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
         logger.warning("no checkpoint of step %d: %s", attempt.named.step, why)
-        self._job.note("checkpoint_skipped", {"step": attempt.named.step, "reason": why})
-        self._decline(attempt)
+        told = {"step": attempt.named.step, "reason": why}
+        self._job.note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
+        self._decline(attempt, epoch)
 
     def _await_delivery(self) -> None:
         """Until this rank's files of earlier checkpoints are written; whoever publishes one may
@@ -190,26 +211,28 @@ class Checkpointer:
         for writer in self._writers.values():
             writer.has_delivered.wait(max(0.0, until - time.monotonic()))
 
-    def _decline(self, attempt: Attempt) -> None:
+    def _decline(self, attempt: Attempt, epoch: Record) -> None:
         """Have nobody wait for this rank, which does not wait for the disk, either."""
-        place = self._job.peer.group, self._job.peer.rank
-        work = partial(decline, self.checkpoints, attempt, place)
-        threading.Thread(target=work, name="fft-checkpoint-declined", daemon=True).start()
+        writer = self._writer_of(attempt, None, epoch)
+        self._start(writer, writer.decline, "fft-checkpoint-declined")
 
     def _is_writing(self) -> bool:
         """Whether a checkpoint is under way that this rank writes, or is to publish."""
         self._writers = {t: writer for t, writer in self._writers.items() if t.is_alive()}
-        return bool(self._writers)
+        return any(not writer.is_over for writer in self._writers.values())
 
     def _begin(self, attempt: Attempt, epoch: Record) -> None:
         if attempt.record.last:  # nobody waits for this thread any more
             self._await_delivery()
         snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
         if snapshot is None:
-            self._decline(attempt)
+            self._decline(attempt, epoch)
             return
         writer = self._writer_of(attempt, snapshot, epoch)
-        thread = threading.Thread(target=writer.run, name="fft-checkpoint", daemon=True)
+        self._start(writer, writer.run, "fft-checkpoint")
+
+    def _start(self, writer: RankWriter, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
         self._writers[thread] = writer
         thread.start()
 
@@ -228,7 +251,7 @@ class Checkpointer:
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
         return self._snapshot
 
-    def _writer_of(self, attempt: Attempt, snapshot: Snapshot, epoch: Record) -> RankWriter:
+    def _writer_of(self, attempt: Attempt, snapshot: Snapshot | None, epoch: Record) -> RankWriter:
         peer, record = self._job.peer, attempt.record
         return RankWriter(
             self.checkpoints,
@@ -281,8 +304,9 @@ class Checkpointer:
         until those that go on have, unless ``serves`` is False. Idempotent."""
         self.before_change()
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._leave_out(pending[0], "the script has ended with an error after that commit")
+        if pending is not None and pending.attempt is not None:
+            why = "the script has ended with an error after that commit"
+            self._leave_out(pending.attempt, pending.epoch, why)
         self._closing.set()
         if not serves:
             self._failing.set()

@@ -27,6 +27,7 @@ from fft.durable.plan import Checkpointing
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Peer, Record, Token
 from fft.protocol.apart import living
+from fft.trace.checkpoint_notes import TOO_OFTEN
 from fft.train.participation import Participation
 
 AT = "checkpoint/at"
@@ -209,7 +210,8 @@ class DueByWord:
             if not (self._is_wanted(step, epoch) or may_end):
                 return
             if self._is_busy() and not may_end:
-                self._give_up(step, "the last one of this group is being written")
+                why = "the last one of this group is being written"
+                self._give_up(step, why, too_often=True)
                 return
             writer = frozenset(epoch.members[0].peers())
             name = attempt_name(self._job.bus.generation, f"{plan.token}")
@@ -274,9 +276,10 @@ class DueByWord:
         assert seconds is not None
         return not self._words or time.monotonic() - self._since >= seconds
 
-    def _give_up(self, step: int, why: str) -> None:
+    def _give_up(self, step: int, why: str, too_often: bool = False) -> None:
         logger.warning("no checkpoint of step %d: %s", step, why)
-        self._job.note("checkpoint_skipped", {"step": step, "reason": why})
+        told = {"step": step, "reason": why}
+        self._job.note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
 
 
 def words_on(bus: ErrorBus) -> tuple[Word, ...]:

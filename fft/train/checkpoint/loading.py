@@ -17,7 +17,7 @@ from fft.bus.base import HEAD
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.manifest import DamagedCheckpoint, Manifest, Origin, Scope, name_of
-from fft.durable.plan import CheckpointError, Checkpointing
+from fft.durable.plan import CheckpointError, Checkpointing, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
@@ -25,6 +25,7 @@ from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
 from fft.train.state.random_states import load_random
+from fft.train.state.serial import StateMismatch
 from fft.train.state.step_state import StepState
 
 if TYPE_CHECKING:
@@ -102,7 +103,16 @@ class Loader:
         alone = state.synchronizer is not None
         own = self._own(manifest, peer.group, peer.rank, alone) if same_ranks else None
         found = _stands(manifest, at, self._ranks, state)
-        self._take(tree, own, state)
+        place = f"{self._checkpoints.store.url}/{self._checkpoints.directory(manifest)}"
+        try:
+            self._take(tree, own, state)
+        except StateMismatch as error:
+            raise StateMismatch(
+                f"the checkpoint of step {manifest.step}, {place}, does not fit what this script "
+                f"registers: {error} (what came is the checkpoint's). Resume with the model and "
+                "the optimizers that wrote it; to begin anew, name another --checkpoint directory, "
+                "and leave out --resume"
+            ) from error
         state.resume_at(at, found.lineage, found.cursor, tree["data"])
         if state.output is not None and own is not None:
             entries = own["entries"]
@@ -119,14 +129,8 @@ class Loader:
         return found
 
     def _at(self, manifest: Manifest) -> Scope:
-        """Where the scope of this rank stood. Raises CheckpointError: there was no such scope."""
-        names = ["job"] if self._stage is None else self._stage.names
-        if set(names) != manifest.scopes.keys():
-            raise CheckpointError(
-                f"{name_of(manifest.step)} was taken with spec {manifest.spec!r}, with the scopes "
-                f"{', '.join(manifest.scopes)}, and this job has {', '.join(names)}: resume with "
-                "the spec that it was taken with"
-            )
+        """Where the scope of this rank stood. Raises UnfitCheckpoint: there was no such scope."""
+        refuse_other_scopes(manifest, self._stage)
         return manifest.scopes["job" if self._stage is None else self._stage.name]
 
     def _own(self, manifest: Manifest, group: str, rank: int, alone: bool) -> dict[str, Any] | None:
@@ -152,7 +156,7 @@ class Loader:
     ) -> None:
         loads = state.loads
         if missing := sorted(loads.keys() - tree["user"].keys()):
-            raise CheckpointError(
+            raise UnfitCheckpoint(
                 f"the checkpoint has no state of {missing[0]!r}, which is registered here by "
                 "register_state_dict_fn() or state_dict=: resume with the script that wrote it"
             )
@@ -163,7 +167,7 @@ class Loader:
             )
         if state.step is not None:
             if tree["state"] is None:
-                raise CheckpointError(
+                raise UnfitCheckpoint(
                     "the checkpoint was taken without register(), which this script calls: resume "
                     "with the script that wrote it"
                 )
@@ -174,18 +178,46 @@ class Loader:
             else:
                 _load_alone(tree["state"], own, state.step, state.synchronizer)
         for key, load in loads.items():
-            load(tree["user"][key])
+            try:
+                load(tree["user"][key])
+            except Exception as error:  # the script's own
+                error.add_note(f"while it loaded {key!r} of a checkpoint at {self._plan.place}")
+                raise
         state.updates.loaded()
         if own is not None:
             load_random(state.step.generators if state.step is not None else None, own["random"])
 
 
+def refuse_other_scopes(manifest: Manifest, stage: StageScope | None) -> None:
+    """Raise UnfitCheckpoint unless the checkpoint has the scopes of this job, of which this rank is
+    ``stage``."""
+    names = ["job"] if stage is None else stage.names
+    if set(names) != manifest.scopes.keys():
+        raise UnfitCheckpoint(
+            f"{name_of(manifest.step)} was taken with spec {manifest.spec!r}, with the scopes "
+            f"{', '.join(manifest.scopes)}, and this job has {', '.join(names)}: resume with "
+            "the spec that it was taken with"
+        )
+
+
+def refuse_at_once(plan: Checkpointing, checkpoints: Checkpoints, stage: StageScope | None) -> None:
+    """Raise UnfitCheckpoint, before a model is built, if the checkpoint that `fft run` has named
+    for this start has other scopes. What else may be wrong with it is found when it is loaded."""
+    if isinstance(plan.resume, bool):
+        return
+    try:
+        manifest = checkpoints.manifest(plan.resume)
+    except (DamagedCheckpoint, OSError):  # it may have gone since, if the job goes on
+        return
+    refuse_other_scopes(manifest, stage)
+
+
 def _refuse_other_kind(found: Mapping[str, Any], state: RankState) -> None:
-    """Raise CheckpointError if groups stepped alone there, and do not here, or the reverse."""
+    """Raise UnfitCheckpoint if groups stepped alone there, and do not here, or the reverse."""
     were_alone, are_alone = "plan" in found, state.synchronizer is not None
     if were_alone != are_alone:
         kinds = {True: "by groups that step alone", False: "by groups that step together"}
-        raise CheckpointError(
+        raise UnfitCheckpoint(
             f"the checkpoint was taken {kinds[were_alone]}, and this job trains "
             f"{kinds[are_alone]}: resume with the script that wrote it"
         )
@@ -236,7 +268,7 @@ def completed(
 
 
 def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Loaded:
-    """Lineage and cursor for groups of ``ranks`` ranks. Raises CheckpointError."""
+    """Lineage and cursor for groups of ``ranks`` ranks. Raises UnfitCheckpoint."""
     if manifest.ranks == ranks:
         return Loaded(manifest, at, at.lineage, at.cursor)
     lineage = lineage_of(f"{manifest.lineage}|ranks {ranks}")
@@ -244,7 +276,7 @@ def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Load
         return Loaded(manifest, at, lineage, manifest.cursor)
     items = manifest.cursor * manifest.ranks
     if items % ranks or manifest.returned:
-        raise CheckpointError(
+        raise UnfitCheckpoint(
             f"{name_of(manifest.step)} stands at item {items} of the data, which groups of {ranks} "
             "ranks cannot begin with, for each takes so many at a time: resume with another number "
             f"of ranks, such as {manifest.ranks}, or from another checkpoint"

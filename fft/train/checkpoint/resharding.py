@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fft.durable.plan import CheckpointError
+from fft.durable.plan import CheckpointError, UnfitCheckpoint
 from fft.train.checkpoint.snapshot import Layout, layout_of
 from fft.train.local_tensors import local_of
 from fft.train.rank_state import RankState
@@ -102,6 +102,11 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
     whole = unsharded(trees)
     if state.step is None:
         raise CheckpointError("what state_dict= gave is not resharded: use register()")
+    if (extra := state.step.sharded_extra()) is not None:
+        raise UnfitCheckpoint(
+            f"extra[{extra!r}] is sharded over the ranks of a group, and such state is not "
+            "resharded: resume with as many ranks"
+        )
     names = state.step.names()
 
     def mine(name: str, value: Any) -> Any:

@@ -1,10 +1,11 @@
 """What one rank does for a checkpoint beside the training, on a thread of its own.
 
 It copies, writes its files, reads them again for their digests, and leaves a receipt. The first
-rank of the group that writes waits for the receipts of the others, and publishes; where stages step
-by themselves, that is a rank of the first stage. No collective and no message is needed: the files
-are all that ranks know of each other here, so that a rollback has nothing to abort. Files have
-nothing to wait on; they are looked at again, in growing pauses.
+rank of the group that writes waits for the receipts of the others, and publishes, or removes what
+has failed (`gathering`); where stages step by themselves, that is a rank of the first stage. No
+collective and no message is needed: the files are all that ranks know of each other here, so that a
+rollback has nothing to abort. Files have nothing to wait on; they are looked at again, in growing
+pauses.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +32,12 @@ from fft.durable.manifest import (
 )
 from fft.messages.protocol import Record
 from fft.train.checkpoint.due import Named
+from fft.train.checkpoint.gathering import Gathering
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")
-_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
-_WAIT_S, _WAIT_FACTOR = 60.0, 4.0
-"""For others, who have as much to write: so many seconds, and so many times as long as here."""
-
 logger = logging.getLogger(__name__)
 
 Note = Callable[[str, dict[str, Any]], None]
@@ -99,15 +98,14 @@ def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) 
 class RankWriter:
     """Of one attempt and one rank; `run` is its thread's work.
 
-    ``left``: which groups have left the job since, or have been started anew. ``is_awaited``:
-    whether others can come to their place only later.
+    ``snapshot``: None: this rank only declines. ``left`` and the rest: as of `Gathering`.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints,
         attempt: Attempt,
-        snapshot: Snapshot,
+        snapshot: Snapshot | None,
         place: tuple[str, int],
         keep: int,
         note: Note,
@@ -121,42 +119,68 @@ class RankWriter:
         self._group, self._rank = place
         self._keep = keep
         self._note = note
-        self._left = left
-        self._is_awaited = is_awaited
-        self._closing = closing
+        self._gathering = Gathering(checkpoints, attempt, left, is_awaited, closing)
         self._stage = ""
         self.has_delivered = threading.Event()
         """This rank's part is written, or given up: its copy is not needed any more."""
         self.published = False
+        self.is_over = False
+        """It has failed, or takes no part: what is left to do is to remove what others wrote."""
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether this rank is the one that does, or removes what cannot be published."""
+        return (self._group, self._rank) == (self._attempt.named.writer, 0)
+
+    def decline(self) -> None:
+        """Instead of `run`: this rank delivers nothing, and so does not publish, either."""
+        self.is_over = True
+        self.has_delivered.set()
+        decline(self._checkpoints, self._attempt, (self._group, self._rank))
+        if self._publishes:
+            self._gathering.clear(0.0)
 
     def run(self) -> None:
         """The whole of it. An error costs this checkpoint, and nothing else."""
-        named, began = self._attempt.named, time.monotonic()
-        told: dict[str, Any] = {"step": named.step, "place": self._checkpoints.store.url}
-        try:
-            self._at("copying")
-            if not self._snapshot.copy() or self._snapshot.problem is not None:
-                raise FftError(self._snapshot.problem or "it was not copied")
-            files = self._write()
-            told["bytes"] = sum(file.size for file in files)
-            told["copy_ms"] = round(self._snapshot.copy_s * 1e3, 3)
-            told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
-            self.has_delivered.set()
-            if (self._group, self._rank) == (named.writer, 0):
-                self._publish(time.monotonic() - began)
-                told["published"] = True
-        except (OSError, FftError, RuntimeError) as error:
-            self._tell(error, told)
-            return
-        finally:
-            self.has_delivered.set()
+        began = time.monotonic()
+        told: dict[str, Any] = {"step": self._attempt.named.step}
+        told["place"] = self._checkpoints.store.url
+        with ExitStack() as at_work:
+            try:
+                self._deliver_and_publish(told, began, at_work)
+            except (OSError, FftError, RuntimeError) as error:
+                self.is_over = True
+                self.has_delivered.set()
+                self._tell(error, told)
+                if self._publishes:
+                    self._gathering.clear(time.monotonic() - began)
+                return
+            finally:
+                self.has_delivered.set()
         self._note("checkpoint", told)
+
+    def _deliver_and_publish(self, told: dict[str, Any], began: float, at_work: ExitStack) -> None:
+        self._at("copying")
+        assert self._snapshot is not None
+        if not self._snapshot.copy() or self._snapshot.problem is not None:
+            raise FftError(self._snapshot.problem or "it was not copied")
+        self._at("writing")
+        at_work.enter_context(self._checkpoints.store.at_work())
+        files = self._write(self._snapshot)
+        told["bytes"] = sum(file.size for file in files)
+        told["copy_ms"] = round(self._snapshot.copy_s * 1e3, 3)
+        told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
+        self.has_delivered.set()
+        if self._publishes:
+            self._publish(time.monotonic() - began)
+            told["published"] = True
+            self._prune()
 
     def _tell(self, error: Exception, told: dict[str, Any]) -> None:
         """Why there is no checkpoint."""
         step = self._attempt.named.step
         try:
-            if not isinstance(error, Passed) and self._stage != "removing older ones":
+            if not isinstance(error, Passed):
                 self._refuse_passed()  # what it has left was removed, and so this has failed
         except Passed as passed:
             error = passed
@@ -187,12 +211,11 @@ class RankWriter:
     def _at(self, stage: str) -> None:
         self._stage = stage
 
-    def _write(self) -> tuple[File, ...]:
+    def _write(self, snapshot: Snapshot) -> tuple[File, ...]:
         """This rank's files and its receipt."""
         attempt = self._attempt
         store, directory = self._checkpoints.store, attempt.directory
-        self._at("writing")
-        place, snapshot = (self._group, self._rank), self._snapshot
+        place = self._group, self._rank
         files = write_rank(store, directory, place, snapshot.data, snapshot.tensors)
         receipt = Receipt(
             attempt=attempt.named.name,
@@ -202,9 +225,9 @@ class RankWriter:
             at=attempt.at if attempt.stages else None,
         )
         self._at("waiting for the end of the body")
-        self._snapshot.confirmed.wait()  # which comes with it, with a rollback, and at the end
-        if self._snapshot.problem is not None:
-            raise FftError(self._snapshot.problem)
+        snapshot.confirmed.wait()  # which comes with it, with a rollback, and at the end
+        if snapshot.problem is not None:
+            raise FftError(snapshot.problem)
         self._at("delivering")
         self._checkpoints.deliver(directory, receipt)
         return files
@@ -217,9 +240,15 @@ class RankWriter:
         self._at("publishing")
         self._checkpoints.publish(self._attempt.directory, self._manifest(receipts))
         self.published = True
-        self._at("removing older ones")
-        for name in self._checkpoints.prune(self._keep):
-            logger.info("checkpoint %s was removed: %d are kept", name, self._keep)
+
+    def _prune(self) -> None:
+        """An error costs nothing but room: the checkpoint is there."""
+        try:
+            for name in self._checkpoints.prune(self._keep):
+                logger.info("checkpoint %s was removed: %d are kept", name, self._keep)
+        except OSError as error:
+            place = self._checkpoints.store.url
+            logger.warning("older checkpoints at %s cannot be removed: %s", place, error)
 
     def _gather(self, own_s: float) -> dict[tuple[str, int], Receipt]:
         """The receipts of all who have delivered; ``own_s``: how long this rank has written.
@@ -227,31 +256,8 @@ class RankWriter:
         Raises FftError: a rank of this group has delivered nothing.
         """
         attempt, writer = self._attempt, self._attempt.named.writer
-        ranks = range(attempt.ranks)
-        needed = {(writer, rank) for rank in ranks}
-        wanted = {(group, rank) for group in attempt.groups for rank in ranks}
-        found, pause = dict[tuple[str, int], Receipt](), _POLL_S
-        began = time.monotonic()
-        until = began + _WAIT_S + _WAIT_FACTOR * own_s
-        while True:
-            known = len(found)
-            found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
-            gone = self._left() - {writer}
-            if {place for place in wanted if place[0] not in gone} <= found.keys():
-                break
-            now = time.monotonic()
-            if self._is_awaited() and not self._closing.is_set():
-                until = max(until, now + _WAIT_S + _WAIT_FACTOR * own_s)
-            elif attempt.stages and len(found) > known:  # the next one may need as long
-                until = max(until, now + _WAIT_S + _WAIT_FACTOR * (now - began))
-            if now >= until:
-                break
-            if any(place in found and not found[place].files for place in needed):
-                break
-            if pause == _LONGEST_POLL_S:
-                self._refuse_passed()
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_POLL_S)
+        found = self._gathering.receipts(own_s)
+        needed, wanted = self._gathering.needed, self._gathering.wanted
         delivered = {place for place, receipt in found.items() if receipt.files}
         if missing := sorted(needed - delivered):
             names = ", ".join(f"rank {rank}" for _, rank in missing)

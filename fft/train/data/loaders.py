@@ -280,6 +280,8 @@ class CursorLoader(_Loader):
         }
         items = None if passes is None else passes * order.batches
         data = Samples(dataset, collate_fn or collate)
+        self.items_of_pass = order.batches
+        """Batches of one pass over the dataset, those of all ranks of all groups together."""
         self.indices = order.samples
         """Item number → sample indexes."""
         super().__init__(data, seed, order.samples, items, identity, options)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from fft.messages.effects import StartTxn
+from fft.train.data.drawn import ALONE, NO_PASSES, Drawn, Passes
 from fft.util.errors import FftError
 
 
@@ -245,22 +246,6 @@ def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The input of one attempt."""
-
-    batch: Any
-    """A copy: the body may do with it what it likes."""
-    is_last: bool
-    """There are no items for another txn of all groups."""
-    waited_ms: float
-    """For the input of this step, by all attempts at it so far; the copy included."""
-    slice: int | None
-    """Number of the slice of the data that it is a part of; None: it does not count."""
-    item: int
-    """Number of the item of the data."""
-
-
 class Inputs:
     """What one rank takes from ``source``, txn by txn.
 
@@ -296,7 +281,17 @@ class Inputs:
         if plan.step != self._step:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
-        return Drawn(batch, is_last, self._waited_s * 1e3, plan.slice, number)
+        waited_ms, passes = self._waited_s * 1e3, self._passes(plan, is_last)
+        return Drawn(batch, is_last, waited_ms, plan.slice, number, passes)
+
+    def _passes(self, plan: StartTxn, is_last: bool) -> Passes | str:
+        """As of `Drawn`. What is left at the end of the data, too little for all groups, is over
+        with the last txn."""
+        size = getattr(self._source, "items_of_pass", None)
+        if size is None:
+            return NO_PASSES
+        first, after = plan.cursor * self._ranks, plan.next_cursor * self._ranks
+        return Passes(first // size, -(-after // size) if is_last else after // size)
 
     def _due(self, plan: StartTxn, number: int) -> str:
         """In words, for who looks for what could not be loaded."""
@@ -366,4 +361,4 @@ class LeasedInputs:
         if number != self._at:
             self._at, self._waited_s = number, 0.0
         self._waited_s += time.monotonic() - began
-        return Drawn(batch, False, self._waited_s * 1e3, lease, number)
+        return Drawn(batch, False, self._waited_s * 1e3, lease, number, ALONE)

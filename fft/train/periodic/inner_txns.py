@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fft.messages.effects import StartTxn
-from fft.train.data.source import Drawn
+from fft.train.data.drawn import Drawn
 from fft.train.interrupt import Interrupted
 from fft.train.periodic.inner_scope import InnerScope
 from fft.train.process_group import GroupAborted

@@ -16,7 +16,8 @@ from typing import Self
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Synchronise
 from fft.protocol.apart import own_lease
-from fft.train.data.source import DataError, DataSource, Drawn, LeasedInputs
+from fft.train.data.drawn import Drawn
+from fft.train.data.source import DataError, DataSource, LeasedInputs
 from fft.train.participation import Participation
 from fft.train.periodic.inner_txns import InnerTransaction, SharedInnerTransaction
 from fft.train.periodic.synchronizer import Synchronizer

@@ -6,6 +6,7 @@ Touches optimizers by reference, and nothing else.
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fft.train.local_tensors import local_of
+from fft.train.local_tensors import like, local_of
 from fft.train.state.fingerprint import fingerprint
 from fft.util.errors import FftError
 
@@ -186,6 +187,24 @@ def plain(value: Any, place: str) -> Any:
         f"{place} is a {type(value).__name__}; a state may hold tensors, dicts, lists, tuples, "
         "str, bytes, bool, int, float and None"
     )
+
+
+def spread_as(value: Any, mine: Any, place: str) -> Any:
+    """Plain data ``value`` for an object whose ``state_dict`` gives ``mine`` now: where that has a
+    DTensor, `plain` has made the part of this rank of one that is spread in the same way.
+
+    Raises StateMismatch: the part has another shape or type than here.
+    """
+    if isinstance(mine, DTensor) and isinstance(value, torch.Tensor):
+        same_tensor(place, value, mine)
+        return like(mine, value)
+    if isinstance(value, Mapping) and isinstance(mine, Mapping):
+        return {k: spread_as(v, mine.get(k), f"{place}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and isinstance(mine, (list, tuple)):
+        pairs = itertools.zip_longest(value, mine[: len(value)])
+        items = [spread_as(v, m, f"{place}[{i}]") for i, (v, m) in enumerate(pairs)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fft.train.local_tensors import edit_count, local_of, same_bits
 from fft.train.state.fingerprint import fingerprint
@@ -34,6 +35,7 @@ from fft.train.state.serial import (
     same_count,
     same_names,
     same_tensors,
+    spread_as,
     tensors_of,
 )
 from fft.train.state.sharded import reset_fsdp, reshard
@@ -129,12 +131,8 @@ class StepState:
     # -- one step
 
     def capture(self) -> None:
-        """Remember what `restore` puts back. At the start of a step, on the training thread.
-
-        FSDP2 modules begin it with their shards: what an evaluation has left gathered on all ranks
-        may have been sharded again on some, and each would gather something else.
-        """
-        reshard(self._models)
+        """Remember what `restore` puts back. At the start of a step, on the training thread."""
+        reshard(self._models)  # on all ranks alike: an evaluation has left modules gathered
         self._parameters = self._parameters or self.names()
         kept = self._parameters if self._edited is None else self._edited
         modules = [module for model in self._models for module in model.modules()]
@@ -282,6 +280,7 @@ class StepState:
         reshard(self._models)
         names = self.names()
         self.refuse_unfit(state)
+        extra = self._spread(state["extra"])
         with torch.no_grad():
             for name, parameter in names.items():
                 local_of(parameter).copy_(state["parameters"][name])
@@ -291,8 +290,8 @@ class StepState:
                 load_optimizer(optimizer, names, values)
         for scheduler, values in zip(self._schedulers, state["lr_schedulers"], strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
-        for name, values in state["extra"].items():
-            self._extra[name].load_state_dict(copy.deepcopy(values))
+        for name, values in extra.items():
+            self._extra[name].load_state_dict(values)
         if not keep_gradients:
             self._drop_gradients()
         self.forget()
@@ -351,7 +350,7 @@ class StepState:
         same_count("hyper", progress["hyper"], self._optimizers)
         same_count("lr_schedulers", progress["lr_schedulers"], self._schedulers)
         same_names("extra", progress["extra"], self._extra)
-        progress = copy.deepcopy(dict(progress))
+        progress = {**copy.deepcopy(dict(progress)), "extra": self._spread(progress["extra"])}
         for optimizer, groups in zip(self._optimizers, progress["hyper"], strict=True):
             optimizer.state.clear()
             for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -362,6 +361,18 @@ class StepState:
             self._extra[name].load_state_dict(values)
         self._drop_gradients()
         self.forget()
+
+    def _spread(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of plain ``extra``, with the DTensors that it has here. Raises StateMismatch."""
+        return {
+            name: spread_as(copy.deepcopy(values), self._extra[name].state_dict(), f"extra[{name}]")
+            for name, values in extra.items()
+        }
+
+    def sharded_extra(self) -> str | None:
+        """The name of one that the ranks of a group have in parts; None: there is none."""
+        extra = ((name, tensors_of(s.state_dict(), "")) for name, s in self._extra.items())
+        return next((n for n, ts in extra if any(isinstance(t, DTensor) for _, t in ts)), None)
 
     def has_extra(self, thing: object) -> bool:
         """Whether it is registered by a name of the user's."""

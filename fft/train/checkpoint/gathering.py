@@ -1,0 +1,119 @@
+"""What ranks have delivered for an attempt at a checkpoint, for the rank that is to publish it.
+
+That rank waits for receipts. If the attempt has failed, it is also the one that removes what is
+there: nobody else can publish it, so it cannot become a checkpoint any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Set
+from typing import TYPE_CHECKING
+
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.manifest import Receipt
+from fft.durable.stores import MANIFEST
+
+if TYPE_CHECKING:
+    from fft.train.checkpoint.writer import Attempt
+
+_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
+_WAIT_S, _WAIT_FACTOR = 60.0, 4.0
+"""For others, who have as much to write: so many seconds, and so many times as long as here."""
+_CLOSING_S = 5.0
+"""For others, if the attempt has failed and this process is to end."""
+
+logger = logging.getLogger(__name__)
+
+Receipts = dict[tuple[str, int], Receipt]
+
+
+class Gathering:
+    """Of one attempt; used by the thread of the first rank of the group that writes.
+
+    ``left``: which groups have left the job since, or have been started anew. ``is_awaited``:
+    whether others can come to their place only later.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        attempt: Attempt,
+        left: Callable[[], Set[str]],
+        is_awaited: Callable[[], bool],
+        closing: threading.Event,
+    ) -> None:
+        self._checkpoints, self._attempt = checkpoints, attempt
+        self._left, self._is_awaited, self._closing = left, is_awaited, closing
+        ranks, self._writer = range(attempt.ranks), attempt.named.writer
+        self.needed = {(self._writer, rank) for rank in ranks}
+        """Without files of these there is no checkpoint."""
+        self.wanted = {(group, rank) for group in attempt.groups for rank in ranks}
+
+    def receipts(self, own_s: float) -> Receipts:
+        """Those of all who have said something, when nothing more is to be waited for; ``own_s``:
+        how long this rank has written. Raises OSError, Passed."""
+        return self._wait(own_s, is_failed=False)
+
+    def clear(self, own_s: float) -> None:
+        """Remove the attempt, which has failed, when nobody writes in it any more.
+
+        Waits as `receipts` does, but for 5 s at most when this process is to end; if somebody
+        writes even then, it is left to the next start. Logs what cannot be removed.
+        """
+        store, directory = self._checkpoints.store, self._attempt.directory
+        try:
+            found = self._wait(own_s, is_failed=True)
+            files = store.files(directory)
+            if MANIFEST in files:
+                return  # it is a checkpoint: only that it got its name has failed
+            if files and self._closing.is_set() and not self._have_all_said(found, is_failed=True):
+                logger.warning("%s is left: others still write in it", directory)
+                return
+            store.remove(directory)
+            if files:
+                logger.info("%s was removed: it has failed", directory)
+        except OSError as error:
+            logger.warning("%s has failed, and cannot be removed: %s", directory, error)
+
+    def _wait(self, own_s: float, is_failed: bool) -> Receipts:
+        attempt, found, pause = self._attempt, Receipts(), _POLL_S
+        began = time.monotonic()
+        until, closing, was_there = began + _WAIT_S + _WAIT_FACTOR * own_s, False, False
+        while True:
+            known = len(found)
+            if is_failed:
+                is_there = bool(self._checkpoints.store.files(attempt.directory))
+                if was_there and not is_there:
+                    return found  # removed, as a later one was published
+                was_there = is_there
+            found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
+            if self._have_all_said(found, is_failed):
+                return found
+            now = time.monotonic()
+            if is_failed and self._closing.is_set():
+                until = until if closing else min(until, now + _CLOSING_S)
+                closing = True
+            elif self._is_awaited() and not self._closing.is_set():
+                until = max(until, now + _WAIT_S + _WAIT_FACTOR * own_s)
+            elif attempt.stages and len(found) > known:  # the next one may need as long
+                until = max(until, now + _WAIT_S + _WAIT_FACTOR * (now - began))
+            if now >= until:
+                return found
+            if not is_failed:
+                if any(place in found and not found[place].files for place in self.needed):
+                    return found
+                if pause == _LONGEST_POLL_S:
+                    self._checkpoints.refuse_passed(attempt.named.step, attempt.named.name)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
+
+    def _have_all_said(self, found: Receipts, is_failed: bool) -> bool:
+        """Whether all have delivered, or said that they do not, who are in the job still."""
+        gone = self._left() - {self._writer}
+        awaited = {place for place in self.wanted if place[0] not in gone}
+        if is_failed:
+            awaited.discard((self._writer, 0))  # this rank
+        return awaited <= found.keys()

@@ -1,0 +1,87 @@
+"""A job whose disk has no room for checkpoints, for test_durable_short.py; `fft run` starts it.
+
+``durable_short_script.py STEPS [ROOM [SLOW]]``: group 0, which writes what all have in common, can
+write no file as long as that is, until step ROOM is committed. Its part of step SLOW takes it
+until the body after step 7, and the job waits for none from there on.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+
+import torch
+import torch.nn.functional as F
+from ranks import LIMIT, WIDTH, Samples
+from torch import nn
+from torchft import ProcessGroupGloo
+
+import fft
+from fft.train.checkpoint.writer import RankWriter
+
+SHORT = 200_000
+"""Bytes; a checkpoint has some more, and traces and logs of such a job have less."""
+
+
+def written() -> None:
+    """What is under way comes to its end: each checkpoint that is due is tried."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("fft-checkpoint"):
+            thread.join(LIMIT.total_seconds())
+
+
+def slow(step: int, go_on: threading.Event) -> None:
+    """Have group 0 take until ``go_on`` for the checkpoint of ``step``."""
+    begin = RankWriter._at
+
+    def at(self: RankWriter, came: str) -> None:
+        begin(self, came)
+        if came == "writing" and (self._group, self._attempt.named.step) == ("0", step):
+            assert go_on.wait(LIMIT.total_seconds())
+
+    RankWriter._at = at  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Train to the end."""
+    steps = int(sys.argv[1])
+    room = int(sys.argv[2]) if len(sys.argv) > 2 else steps
+    late = int(sys.argv[3]) if len(sys.argv) > 3 else steps + 1
+    group = os.environ["REPLICA_GROUP_ID"]
+    torch.set_num_threads(1)
+    go_on = threading.Event()
+    slow(late, go_on)
+    if group == "0":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SHORT, resource.RLIM_INFINITY))
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=2,
+        replica_id=group,
+        init_sync=False,
+        timeouts={"join_window": 30.0, "quorum": 60.0},
+    )
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, 1500), nn.Linear(1500, WIDTH))
+    manager.register(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    manager.sync_gradients(model)
+    try:
+        for txn in manager.transactions(fft.CursorLoader(Samples(), 8, seed=5), max_steps=steps):
+            if txn.step == 7:
+                go_on.set()
+            if txn.step % 2 and txn.step < late:  # the body is over that ran beside the copy
+                written()
+            if txn.step == room:
+                limit = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            with txn:
+                F.mse_loss(model(txn.batch), txn.batch).backward()
+    finally:
+        manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Jobs whose disk has no room for a checkpoint: what they leave there, and what they say."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from forked_run import fft, running
+from typer.testing import CliRunner
+from waiting import wait_until
+
+from fft.cli import app
+
+SCRIPT = Path(__file__).with_name("durable_short_script.py")
+LIMIT_S = 120
+
+pytestmark = pytest.mark.multiprocess
+
+
+def command(root: Path, *script: object, every: int = 2) -> list[str]:
+    """A job of two groups."""
+    given = {"groups": 2, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
+    given |= {"checkpoint": root / "checkpoints", "every": every}
+    flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
+    for name, value in given.items():
+        flags += [f"--{name}", str(value)]
+    return [*flags, str(SCRIPT), *map(str, script)]
+
+
+def run(root: Path, *script: object, every: int = 2) -> str:
+    """Such a job, to its end. What was said."""
+    done = fft(*command(root, *script, every=every), folder=root, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+def report(root: Path) -> str:
+    """What `fft report` says of it."""
+    done = CliRunner().invoke(app, ["report", str(root / "traces")])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def left(root: Path) -> list[str]:
+    """Directories at the place of the checkpoints."""
+    return sorted(path.name for path in (root / "checkpoints").glob("step-*"))
+
+
+def test_attempts_that_have_failed_leave_nothing(tmp_path: Path) -> None:
+    """Group 0, which publishes, has no room; group 1 has written all of its files."""
+    said = run(tmp_path, 6)
+    assert said.count("no checkpoint of step") == 3
+    assert left(tmp_path) == []
+    (line,) = [line for line in said.splitlines() if "there is no checkpoint at" in line]
+    assert "the last attempt, of step 6, has failed: rank 0/0: OSError" in line
+    told = report(tmp_path)
+    assert "checkpoints: 0 taken, 3 failed, 0 left out\n" in told
+    assert "step 2 failed: rank 0/0: OSError" in told and "File too large" in told
+
+
+def test_a_job_says_how_far_its_newest_checkpoint_is_behind(tmp_path: Path) -> None:
+    said = run(tmp_path, 6, 3)
+    assert left(tmp_path) == ["step-4", "step-6"]
+    place = tmp_path / "checkpoints"
+    assert f"the newest checkpoint is step-6 at {place}, of the last step of the job\n" in said
+    assert "checkpoints: 2 taken (the newest of step 6), 1 failed, 0 left out\n" in report(tmp_path)
+
+
+def test_a_job_that_is_killed_by_its_operator_says_it_too(tmp_path: Path) -> None:
+    """By a second Ctrl-C; that of step 4 is under way, and the drain waits for it."""
+    with running(*command(tmp_path, 6, 0, 4), folder=tmp_path) as process:
+        wait_until(lambda: len(left(tmp_path)) == 2, "that of step 4", LIMIT_S)
+
+        def press() -> bool:
+            if process.runs:
+                process.signal(signal.SIGINT)
+            return not process.runs
+
+        wait_until(press, "it has ended", LIMIT_S)
+        assert process.wait(LIMIT_S) == 1
+        said = process.stderr_text
+    assert "interrupted a second time" in said, said
+    place = re.escape(str(tmp_path / "checkpoints"))
+    line = (
+        rf"fft: the newest checkpoint is step-2 at {place}, \d steps behind the last one of the job"
+    )
+    assert re.search(line, said), said
+
+
+def test_checkpoints_that_are_due_too_often_are_said_once_with_the_mend(tmp_path: Path) -> None:
+    said = run(tmp_path, 9, 0, 1, every=1)
+    logs = "".join(path.read_text() for path in (tmp_path / "traces").rglob("*g0*.log"))
+    assert said.count("take them less often (--every)") == 1
+    assert logs.count("take them less often (--every)") == 1
+    assert "were due while the one before was being written: take" in report(tmp_path)
