@@ -62,7 +62,7 @@ class TransactionLoop:
         self._voter = voter
         self._min_reductions = spec.policies.min_reductions
         """0, if a body may end without one."""
-        self._is_periodic = spec.is_periodic
+        self._is_periodic, self._has_stages = spec.is_periodic, bool(spec.stages)
         self._mistake: FftError | None = None
         """What the last body has left undone."""
         self._left_after: FftError | None = None
@@ -99,9 +99,9 @@ class TransactionLoop:
                 yield from alone.run(source, max_steps)
                 return
             yield from self._txns(source, state.inputs_from(source), max_steps)
-            if state.output is not None:
+            if self._has_stages:
                 with self._watchers.waiting():
-                    state.output.finish(leaves=not self.is_over)
+                    self._end_stage()
         finally:
             self._reductions.raises = False  # torchft's loop may follow
             foreign.close()
@@ -140,6 +140,14 @@ class TransactionLoop:
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
         self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
+
+    def _end_stage(self) -> None:
+        """This stage takes no more txns; the next one may need what it has given."""
+        if self.worker.txn is not None:  # which found nothing to do: no record says that it ends
+            self.job.leave()
+            self.is_over = True
+        if self._state.output is not None:
+            self._state.output.finish(leaves=not self.is_over)
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
         """Whether nothing is left to do. Says so where nothing has been done, either."""
@@ -257,7 +265,7 @@ class TransactionLoop:
         """
         counted = self.worker.update_failures if in_update else self.worker.body_failures
         why = counted.failed(number, plan.members, error, where)
-        batch = "" if drawn is None else self._which_batch(plan, drawn)
+        batch = "" if drawn is None else drawn.in_words(plan.step, self.job.peer)
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
@@ -297,13 +305,6 @@ class TransactionLoop:
     def note_mistake(self, mistake: FftError) -> None:
         """The body was no step; its place is that of the `with` statement."""
         self._mistake = mistake.with_traceback(traceback_of_caller())
-
-    def _which_batch(self, plan: StartTxn, drawn: Drawn) -> str:
-        """In words, for who looks for what was wrong with it."""
-        where = f"in the txn of step {plan.step}, on {self.job.peer}"
-        if drawn.slice is None:
-            return f"{where}, with a batch that does not count"
-        return f"{where}, with slice {drawn.slice} of the data (item {drawn.item})"
 
 
 def _keeps_failing(why: str, error: Exception) -> BodyKeepsFailing:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from fft.messages.effects import StartTxn
+from fft.messages.protocol import Peer
 from fft.util.errors import FftError
 
 
@@ -259,6 +260,13 @@ class Drawn:
     """Number of the slice of the data that it is a part of; None: it does not count."""
     item: int
     """Number of the item of the data."""
+
+    def in_words(self, step: int, peer: Peer) -> str:
+        """For who looks for what was wrong with the batch of ``peer`` in the txn of ``step``."""
+        where = f"in the txn of step {step}, on {peer}"
+        if self.slice is None:
+            return f"{where}, with a batch that does not count"
+        return f"{where}, with slice {self.slice} of the data (item {self.item})"
 
 
 class Inputs:

@@ -1,0 +1,69 @@
+"""How jobs of stages that step by themselves end; in threads of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stage import Member, job, slices
+from staged import Plan, run
+
+from fft.trace.format import scope_folder
+
+BATCHES = 8
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    "skips",
+    [
+        pytest.param(([BATCHES - 1], [BATCHES - 1]), id="both"),
+        pytest.param(([BATCHES - 1], []), id="first"),
+        pytest.param(([], [BATCHES - 1]), id="last"),
+    ],
+)
+def test_data_that_end_with_a_skipped_step_end_the_job(
+    groups: int, skips: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    """Nobody leaves with a step that is skipped, and nothing is left to take."""
+    plan = Plan(BATCHES, overflows=skips)
+    made = run(tmp_path, plan, groups, within=20.0)
+    steps = [BATCHES // groups - bool(skipped) for skipped in skips]
+    assert plan.ends == {f"{g}.{stage}": steps[stage] for g in range(groups) for stage in range(2)}
+    for stage, name in enumerate(("", "stage1")):
+        taken = slices(scope_folder(tmp_path, name))
+        assert sorted(taken[stage]) == list(range(BATCHES))
+    made.audit()
+
+
+def test_a_skipped_step_under_max_steps_is_made_with_another_batch(tmp_path: Path) -> None:
+    plan = Plan(BATCHES, steps=(4, 4), overflows=([3], [3]))
+    made = run(tmp_path, plan, within=20.0)
+    assert plan.ends == {"0.0": 4, "0.1": 4}
+    assert sorted(slices(tmp_path)[0]) == list(range(5))
+    made.audit()
+
+
+def test_data_that_end_with_a_skipped_step_end_a_job_without_stages(tmp_path: Path) -> None:
+    ends: dict[str, int] = {}
+
+    def train(member: Member) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        manager, model = member.manager, torch.nn.Linear(8, 1)
+        torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+        optimizer = torch.optim.AdamW(model.parameters())
+        manager.register(model, optimizer, scaler=scaler)
+        manager.sync_gradients(model)
+        for txn in manager.transactions([torch.randn(4, 8) for _ in range(BATCHES)]):
+            with txn:
+                loss = model(txn.batch).square().mean()
+                is_last = txn._drawn.item >= BATCHES - 2
+                scaler.scale(loss * torch.inf if is_last else loss).backward()
+        ends[member.name] = manager.current_step()
+
+    with job(tmp_path, 2) as made:
+        torch.manual_seed(3)
+        made.run(train, register=False)
+        assert ends == {"0": BATCHES // 2 - 1, "1": BATCHES // 2 - 1}
+        made.audit()
