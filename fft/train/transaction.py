@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.reported import text_of
-from fft.train.stages.input import has_ended_with_its_data
+from fft.train.stages.ending import end_stage, has_ended_with_its_data
 from fft.train.unsafe_places import guarded
 from fft.train.updates import misfit
 from fft.train.voting import Voter
@@ -98,10 +98,11 @@ class TransactionLoop:
                 )
                 yield from alone.run(source, max_steps)
                 return
-            yield from self._txns(source, state.inputs_from(source), max_steps)
+            is_still_in = yield from self._txns(source, state.inputs_from(source), max_steps)
             if self._has_stages:
+                self.is_over |= is_still_in
                 with self._watchers.waiting():
-                    self._end_stage()
+                    end_stage(self.job, state, self.is_over, is_still_in)
         finally:
             self._reductions.raises = False  # torchft's loop may follow
             foreign.close()
@@ -109,21 +110,22 @@ class TransactionLoop:
 
     def _txns(
         self, source: DataSource, inputs: Inputs, max_steps: int | None
-    ) -> Iterator[Transaction]:
-        """Those that share a step with all groups."""
+    ) -> Generator[Transaction, None, bool]:
+        """Those that share a step with all groups. Returns whether this one is still in the job:
+        nothing is left to do, and no commit was the last."""
         step, output = self._state.step, self._state.output
         assert step is not None, "looked at before"
         while (plan := self.worker.begin()) is not None:
             self.refuse_unlike_again(plan)
             if self.is_past(plan, max_steps):
-                return
+                return True
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
                 self.worker.body_unwound()
                 continue
             if drawn is None:
-                return
+                return True
             if output is not None:
                 output.make(but=drawn.slice)
             step.capture()
@@ -139,15 +141,10 @@ class TransactionLoop:
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
+            if txn.skipped and drawn.is_last:  # all know it now: no next txn is to tell them
+                return True
         self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
-
-    def _end_stage(self) -> None:
-        """This stage takes no more txns; the next one may need what it has given."""
-        if self.worker.txn is not None:  # which found nothing to do: no record says that it ends
-            self.job.leave()
-            self.is_over = True
-        if self._state.output is not None:
-            self._state.output.finish(leaves=not self.is_over)
+        return False
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
         """Whether nothing is left to do. Says so where nothing has been done, either."""
