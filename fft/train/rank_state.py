@@ -90,6 +90,8 @@ class RankState:
         """Called before this rank says YES, and whether no txn is to come after this one."""
         self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
         """Called when the state is that of a committed record; with the epoch that made it."""
+        self.at_end: Callable[[], object] = lambda: None
+        """Called when nothing is left to do for this stage, before the others hear that."""
 
     def register(
         self,

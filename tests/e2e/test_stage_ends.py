@@ -10,6 +10,9 @@ from stage import Member, job, slices
 from staged import Plan, run
 from waiting import wait_until
 
+import fft
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.stores import open_store
 from fft.trace.format import scope_folder
 
 BATCHES = 8
@@ -71,3 +74,56 @@ def test_data_that_end_with_a_skipped_step_end_a_job_without_stages(tmp_path: Pa
         made.run(train, register=False, min_replica_size=2)
         assert ends == {"0": BATCHES // 2 - 1, "1": BATCHES // 2 - 1}
         made.audit()
+
+
+def kept(place: Path, every: int = 4, resume: bool = True) -> dict[str, object]:
+    """Settings of a job that keeps checkpoints."""
+    return {"checkpoint": fft.Checkpointing(place, every=every, keep=0, resume=resume)}
+
+
+def cursors(place: Path) -> dict[int, list[int]]:
+    """Of the stages, by step of the first one, in each checkpoint; all are whole."""
+    found = Checkpoints(open_store(str(place)))
+    assert all(entry.manifest is not None for entry in found.found()), "nothing is left over"
+    manifests = [entry.manifest for entry in found.found() if entry.manifest is not None]
+    assert len({manifest.groups for manifest in manifests}) == 1, "all groups are in each"
+    steps = [manifest.step for manifest in manifests]
+    return {step: [at.cursor for at in found.verify(step).scopes.values()] for step in steps}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
+    """It has been given more steps; what the first one gives is made anew, and the end is in a
+    checkpoint."""
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "1", Plan(32, steps=(7, 2)), groups, **kept(place))
+    assert cursors(place)[7] == [7 * groups, 2 * groups]
+    plan = Plan(32, steps=(7, 7))
+    made = run(tmp_path / "2", plan, groups, within=20.0, **kept(place))
+    assert plan.ends == {f"{g}.{stage}": 7 for g in range(groups) for stage in range(2)}
+    assert cursors(place)[7] == [7 * groups, 7 * groups]
+    made.audit()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
+    groups: int, tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "1", Plan(32, steps=(7, 2)), groups, **kept(place))
+    plan = Plan(32, steps=(12, 2))
+    made = run(tmp_path / "2", plan, groups, within=20.0, **kept(place))
+    assert plan.ends == {f"{g}.{stage}": (12, 2)[stage] for g in range(groups) for stage in (0, 1)}
+    for step in (8, 12):
+        assert cursors(place)[step] == [step * groups, 2 * groups]
+    made.audit()
+
+
+def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "1", Plan(32, steps=(4, 4)), 2, **kept(place))
+    before = cursors(place)
+    run(tmp_path / "2", Plan(32, steps=(4, 4)), 2, within=20.0, **kept(place))
+    assert cursors(place) == before

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.spec import FsmSpec
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
-from fft.train.checkpoint.due_in_stages import DueToLater, due_to, refuse_forks
+from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, due_to, refuse_forks
 from fft.train.checkpoint.loading import Loader, origin_of
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
@@ -83,6 +84,8 @@ class Checkpointer:
         """The script ends with an error: nothing is waited for."""
         self._outliving: threading.Thread | None = None
         """Of a stage that has ended."""
+        self._has_ended = False
+        """There was a last commit."""
         self._changed_late: frozenset[str] = frozenset()
         self._has_resumed = False
         self._resumed: dict[str, Any] | None = None
@@ -90,6 +93,7 @@ class Checkpointer:
         """Slice and version of those that were loaded."""
         state.resume, state.before_change = self.resume, self.before_change
         state.before_vote, state.after_commit = self._due.before_vote, self.committed
+        state.at_end = self.ended
 
     def resume(self) -> None:
         """Begin with a checkpoint, if the job is to, before it is joined. Idempotent.
@@ -139,7 +143,7 @@ class Checkpointer:
         """The state is that of ``record`` as a whole. ``epoch``: of its members."""
         if epoch is None or epoch.epoch != record.epoch:
             return  # the job has gone on without this rank
-        named = self._due.due(record, epoch)
+        named, self._has_ended = self._due.due(record, epoch), record.last
         is_missed = named is not None and named.is_missed
         if record.last and isinstance(self._due, DueToLater):
             self._outlive(self._due, None if is_missed else named, record, epoch)
@@ -158,6 +162,22 @@ class Checkpointer:
             self._leave_out(attempt, "the one before is still being written")
             return
         self._begin(attempt, epoch)
+
+    def ended(self) -> None:
+        """Nothing is left to do for this stage. Its state is its last also where no commit was: it
+        has begun with a checkpoint of its end, or its last txn was a skip."""
+        at, local = self._state.position, self._job.local
+        if self._has_ended or at is None or local is None or local.epoch is None:
+            return
+        if local.head is None or at.lineage != local.head.lineage:
+            return  # it is not that of the others
+        record, epoch = replace(at, last=True), local.epoch
+        if isinstance(self._due, DueToLater):
+            self._due.stands_at(record, epoch)
+            self._outlive(self._due, None, record, epoch)
+        elif isinstance(self._due, DueToFirst) and (named := self._due.ended(record, epoch)):
+            self._await_delivery()
+            self._begin(self._attempt(named, record, epoch), epoch)
 
     def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)

@@ -212,7 +212,7 @@ class DueByWord:
                 return
             writer = frozenset(epoch.members[0].peers())
             name = attempt_name(self._job.bus.generation, f"{plan.token}")
-            self._say(Word(plan.token, step, writer, name, plan.next_cursor, may_end))
+            self._say(Word(plan.token, step, writer, name, plan.next_cursor, may_end), plan.step)
         except (BusError, ValueError) as error:
             self._give_up(step, f"it could not be named: {error}")
 
@@ -254,8 +254,8 @@ class DueByWord:
         if words != self._words:
             self._words, self._since = words, time.monotonic()
 
-    def _say(self, word: Word) -> None:
-        others = [w for w in self._words if w.step < word.step]  # else it came to nothing
+    def _say(self, word: Word, done: int) -> None:
+        others = [w for w in self._words if w.step <= done]  # else it came to nothing
         words = (*others, word)[-NAMED:]
         self._bus.write(AT, encode_words(words))
         self._words, self._since = words, time.monotonic()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from fft.bus import BusError, ErrorBus
+from fft.durable.manifest import attempt_name
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.messages.effects import StartTxn
@@ -86,6 +87,22 @@ class DueToFirst(DueByWord):
         why = "all groups have left with it, which was not known when it was voted for"
         self._give_up(record.step, why)
         return None
+
+    def ended(self, record: Record, epoch: Record) -> Named | None:
+        """The checkpoint of a stage that has ended where ``record`` stands, with no commit that was
+        the last. Groups come to that one by one, and may be in unlike epochs then."""
+        name = attempt_name(self._job.bus.generation, f"end|{record.lineage}|{record.cursor}")
+        writer = frozenset(epoch.members[0].peers())
+        word = Word(Token(epoch.epoch, 0), record.step, writer, name, record.cursor, True)
+        try:
+            self._look()
+            said = next((w for w in self._words if w.name == name), None)
+            if said is None and is_first(self._job.peer, epoch):
+                self._say(word, record.step)
+        except (BusError, ValueError) as error:
+            self._give_up(record.step, f"it could not be named: {error}")
+            return None
+        return (said or word).named
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """As `Due.left`."""
@@ -160,7 +177,7 @@ class DueToLater:
     def due(self, record: Record, epoch: Record) -> Named | None:
         """As `Due.due`; a skip has a place in the data as any other txn."""
         since = record.cursor if self._at is None else self._at.cursor
-        self._at, self._is_first = record, is_first(self._job.peer, epoch)
+        self.stands_at(record, epoch)
         try:
             mine, before = words_on(self._bus), words_on(self._before)
             first = words_on(self._job.bus) if record.last else ()
@@ -175,6 +192,10 @@ class DueToLater:
         if found is not None:
             self._takes(found.name)
         return found
+
+    def stands_at(self, record: Record, epoch: Record) -> None:
+        """The state of this stage is that of ``record``."""
+        self._at, self._is_first = record, is_first(self._job.peer, epoch)
 
     def _takes(self, name: str) -> None:
         self._taken = (*self._taken, name)[-NAMED:]

@@ -20,6 +20,8 @@ def end_stage(job: Participation, state: RankState, is_over: bool, is_still_in: 
         is_over: nothing is left to do for this stage.
         is_still_in: no commit has said so.
     """
+    if is_over:
+        state.at_end()
     if is_still_in:
         job.leave()  # until it hears that, the next stage is held
     if state.output is not None:
