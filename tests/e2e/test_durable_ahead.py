@@ -230,6 +230,22 @@ def test_a_stage_that_ends_long_before_the_next_checkpoint_is_copied_at_once(
 
 
 @pytest.mark.long
+def test_a_last_stage_that_dies_when_the_first_has_ended_goes_on_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Its end is not that of the job, which starts again by itself."""
+    plan = tmp_path / "plan.yaml"
+    kill = "  - {{name: kill{0}, kind: kill, step: 7, group: {0}, rank: 1, phase: forward}}\n"
+    plan.write_text("faults:\n" + "".join(kill.format(group) for group in range(2)))
+    said = run(tmp_path, 8, faults=plan, pause=[0.0, 0.3])
+    assert "the job starts again from the checkpoint of step 4" in said
+    found = manifests(tmp_path)
+    assert {step: cursors(m) for step, m in found.items()} == {4: [8, 8], 8: [16, 16]}
+    assert_data(tmp_path)
+    assert audit_job(tmp_path / "traces").ok
+
+
+@pytest.mark.long
 def test_by_time_both_stages_take_the_same(tmp_path: Path) -> None:
     run(tmp_path, 60, every="0.5s", pause=[0.03, 0.05])
     found = manifests(tmp_path)

@@ -31,7 +31,7 @@ from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.commands import is_anothers, why_refused
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
-from fft.launch.supervisor.ending import last_epoch
+from fft.launch.supervisor.ending import last_on
 from fft.launch.supervisor.fault_plan_watch import PlanWatch, return_step
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.hang_reports import HangReports
@@ -448,14 +448,12 @@ class Supervisor:
             return
         self._look_over_at = now + _OVER_S
         try:
-            last = last_epoch(self._links.bus)
+            last = last_on(socket.gethostname(), self._links.scopes())
         except (BusError, UnreadableMessage) as error:
             logger.warning("cannot see whether the job is over: %s", error)
             return
         if last is not None:
-            here = socket.gethostname()
-            inside = {r.pid for entry in last.members for r in entry.ranks if r.host == here}
-            self._end_who_waits(inside)
+            self._end_who_waits(inside=last)
         elif self._judgement.have_all_finished(self._tail.view, self._config.groups_in_all):
             self._end_who_waits(set())
 
