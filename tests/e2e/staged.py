@@ -32,6 +32,8 @@ class Plan:
     """Of each stage, at the most."""
     overflows: Sequence[Sequence[int]] = ((), ())
     """Numbers of batches that each stage skips."""
+    strays: int = 0
+    """The first stage has an entry of the slice so many after its own, too."""
     ends: dict[str, int] = field(default_factory=dict)
     """Step at which each rank has ended."""
 
@@ -56,6 +58,9 @@ class Plan:
                 vectors = model(txn.batch)
                 if output is not None:
                     output.put(txn, vectors)
+                    if self.strays:
+                        stray = txn._drawn.slice + self.strays
+                        output.load_entries([(stray, txn.step, vectors.detach())])
                 skips = txn._drawn.item in self.overflows[rank]
                 mean = torch.tensor(2 * _LARGE if skips else 0.0)
                 stepper.backward(F.mse_loss(vectors, torch.zeros_like(vectors)), mean)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stage import Member, job, slices
+from stage import Member, job, notes, slices
 from staged import Plan, run
 from waiting import wait_until
 
@@ -14,6 +14,7 @@ import fft
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.stores import open_store
 from fft.trace.format import scope_folder
+from fft.trace.resumed import audit_job
 
 BATCHES = 8
 
@@ -117,6 +118,18 @@ def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
     for step in (8, 12):
         assert cursors(place)[step] == [step * groups, 2 * groups]
     made.audit()
+
+
+def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_path: Path) -> None:
+    """Such as one of two groups whose slices the next one, of one group, does not all take."""
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "traces", Plan(32, steps=(4, 2), strays=2), **kept(place))
+    plan = Plan(32, steps=(7, 7))
+    run(tmp_path / "traces" / "start2", plan, **kept(place))
+    given = [n["data"]["slice"] for n in notes(tmp_path / "traces" / "start2", "entry_restored")]
+    assert max(given, default=0) < cursors(place)[4][0]
+    report = audit_job(tmp_path / "traces")
+    assert report.ok and report.resumed.checks, report.render()
 
 
 def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(

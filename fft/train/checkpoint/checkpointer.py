@@ -182,7 +182,7 @@ class Checkpointer:
     def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)
         spec = self._stages, self._spec, self._spec_digest
-        return Attempt(named, record, groups, self._ranks, *spec, self.origin)
+        return Attempt(named, record, groups, self._ranks, *spec, self.origin, self._groups)
 
     def _leave_out(self, attempt: Attempt, why: str) -> None:
         logger.warning("no checkpoint of step %d: %s", attempt.named.step, why)
@@ -221,7 +221,7 @@ class Checkpointer:
         """Begin the copy of what the commit has left. None: it cannot be in a file."""
         self.before_change()
         step, began = attempt.named.step, time.monotonic()
-        given = self._state, self._staging, shared, self._changed_late, attempt.gives_from
+        given = self._state, self._staging, shared, self._changed_late, attempt.gives
         try:
             self._snapshot = Snapshot(*given)
         except (TypeError, FftError, RuntimeError) as error:
