@@ -58,8 +58,11 @@ class Stage:
                 busy = lambda rank=rank: rank.is_busy  # noqa: E731
                 rank.due = DueToFirst(Checkpointing("somewhere", every), *given, busy)
 
-    def txn(self, members: str = "01", aborts: bool = False, **record: Any) -> dict[str, Named]:
-        """One of these groups. What each has due after it."""
+    def txn(
+        self, members: str = "01", aborts: bool = False, asked: str = "", **record: Any
+    ) -> dict[str, Named]:
+        """One of these groups. What each has due after it. ``asked``: groups that are to leave, as
+        far as it is known; also such as have left."""
         self.n += 1
         after = self.cursor + len(members)
         epoch = self.epoch_of(members)
@@ -68,7 +71,8 @@ class Stage:
         plan = StartTxn(
             token, self.step, "", self.cursor, 0, len(members), tuple(members), 0, None, after
         )
-        leaving = frozenset({by} if record.get("last") else ())
+        leaving = frozenset(Peer(group, self.number, 1) for group in asked)
+        leaving |= frozenset({by} if record.get("last") else ())
         seen = (self.next,) if self.number == 0 else ()
         for name in members:
             local = Local("NORMAL", "", "", head=epoch, epoch=epoch, elsewhere=seen)
@@ -186,6 +190,12 @@ def test_when_the_job_ends_each_stage_is_cut_where_it_ends(stack: ExitStack) -> 
     named = first.txn(last=True)
     assert last.txn() == named, "at the same place"
     assert not last.txn(last=True), "once"
+
+
+def test_who_has_left_by_a_drain_is_no_reason_to_name_a_txn(stack: ExitStack) -> None:
+    first, _ = Job(stack, every=1000).stages
+    assert first.txn(asked="1"), "all may leave with it, as far as it is known here"
+    assert not first.txn("0", asked="1")
 
 
 def test_what_nobody_knew_to_be_the_last_is_none_and_that_is_said(stack: ExitStack) -> None:

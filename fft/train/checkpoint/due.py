@@ -202,7 +202,7 @@ class DueByWord:
         epoch, step = epoch_to_name_in(self._job, plan), plan.step + 1
         if epoch is None:
             return
-        may_end = self._may_end(last)
+        may_end = self._may_end(last, epoch)
         try:
             self._look()
             if not (self._is_wanted(step, epoch) or may_end):
@@ -244,7 +244,7 @@ class DueByWord:
         """All members come there at once."""
         return False
 
-    def _may_end(self, last: bool) -> bool:
+    def _may_end(self, last: bool, epoch: Record) -> bool:
         """Whether the txn is named as what may be the last one; here that needs no word."""
         return False
 

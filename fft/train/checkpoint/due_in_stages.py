@@ -118,10 +118,10 @@ class DueToFirst(DueByWord):
         local = self._job.local
         return None if local is None else next((e for e in local.elsewhere if e.ahead), None)
 
-    def _may_end(self, last: bool) -> bool:
+    def _may_end(self, last: bool, epoch: Record) -> bool:
         """A drain is heard of before it ends the job; then each stage leaves where it stands."""
-        local = self._job.local
-        return last or (local is not None and bool(local.leaving))
+        local = self._job.local  # which knows of those who have left, too
+        return last or (local is not None and bool(local.leaving & epoch.peer_set))
 
 
 class DueToLater:
