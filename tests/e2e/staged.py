@@ -6,7 +6,7 @@ skips its step in both stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Plan:
     """Numbers of batches that each stage skips."""
     strays: int = 0
     """The first stage has an entry of the slice so many after its own, too."""
+    late: Callable[[], None] | None = None
+    """What the last rank of group 0 waits for, before it begins."""
     ends: dict[str, int] = field(default_factory=dict)
     """Step at which each rank has ended."""
 
@@ -44,6 +46,8 @@ class Plan:
 
     def train(self, member: Member, rank: int) -> None:
         """The work of one rank of a group."""
+        if self.late is not None and member.name == "0.1":
+            self.late()
         manager, loader, steps = member.manager, self.loader(), self.steps[rank]
         model: Any = member.model
         stepper = Stepper(manager, model, _LARGE)

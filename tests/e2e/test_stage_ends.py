@@ -82,10 +82,13 @@ def kept(place: Path, every: int = 4, resume: bool = True) -> dict[str, object]:
     return {"checkpoint": fft.Checkpointing(place, every=every, keep=0, resume=resume)}
 
 
-def cursors(place: Path) -> dict[int, list[int]]:
-    """Of the stages, by step of the first one, in each checkpoint; all are whole."""
+def cursors(place: Path, whole: bool = True) -> dict[int, list[int]]:
+    """Of the stages, by step of the first one, in each checkpoint; nothing else is there, if they
+    are the ``whole``."""
     found = Checkpoints(open_store(str(place)))
-    assert all(entry.manifest is not None for entry in found.found()), "nothing is left over"
+    assert not whole or all(entry.manifest is not None for entry in found.found()), (
+        "nothing is left over"
+    )
     manifests = [entry.manifest for entry in found.found() if entry.manifest is not None]
     assert len({manifest.groups for manifest in manifests}) == 1, "all groups are in each"
     steps = [manifest.step for manifest in manifests]
@@ -130,6 +133,19 @@ def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_pat
     assert max(given, default=0) < cursors(place)[4][0]
     report = audit_job(tmp_path / "traces")
     assert report.ok and report.resumed.checks, report.render()
+
+
+def test_a_checkpoint_is_not_waited_for_whose_writer_is_not_in_the_last_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those who are there say it. Once the writer is there, too, checkpoints are taken."""
+    said = "rank 1 of group 0 delivers nothing, as it has said"
+    plan = Plan(80, steps=(16, 16))
+    plan.late = lambda: wait_until(lambda: said in caplog.text, "the first is given up", 20.0)
+    place, limits = tmp_path / "checkpoints", {"join_window": 0.5, "flow_limit": 40.0}
+    run(tmp_path / "traces", plan, 2, timeouts=limits, **kept(place))
+    assert plan.ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
+    assert 16 in cursors(place, whole=False)
 
 
 def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(

@@ -152,6 +152,7 @@ class Checkpointer:
         if named is None:
             return
         attempt = self._attempt(named, record, epoch)
+        self._decline_for_absent(attempt, epoch)
         if is_missed:
             self._leave_out(attempt, "no commit of this stage has come to its place in the data")
             return
@@ -196,9 +197,15 @@ class Checkpointer:
         for writer in self._writers.values():
             writer.has_delivered.wait(max(0.0, until - time.monotonic()))
 
-    def _decline(self, attempt: Attempt) -> None:
-        """Have nobody wait for this rank, which does not wait for the disk, either."""
-        place = self._job.peer.group, self._job.peer.rank
+    def _decline_for_absent(self, attempt: Attempt, epoch: Record) -> None:
+        """Have nobody wait for ranks of this stage that are not in its txn."""
+        if isinstance(self._due, DueToLater):
+            for group in self._due.absent(attempt.named, epoch):
+                self._decline(attempt, group)
+
+    def _decline(self, attempt: Attempt, group: str = "") -> None:
+        """Have nobody wait for this rank, or that of ``group``, nor this one for the disk."""
+        place = group or self._job.peer.group, self._job.peer.rank
         work = partial(decline, self.checkpoints, attempt, place)
         threading.Thread(target=work, name="fft-checkpoint-declined", daemon=True).start()
 
@@ -261,6 +268,7 @@ class Checkpointer:
             try:
                 for each in later if named is None else (named, *later):
                     attempt = self._attempt(each, record, epoch)
+                    self._decline_for_absent(attempt, epoch)
                     self._writer_of(attempt, snapshot, epoch).run()
             except (BusError, UnreadableMessage, ValueError) as error:
                 text = "checkpoints of the stages that go on will lack this one: %s"

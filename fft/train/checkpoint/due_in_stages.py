@@ -197,6 +197,15 @@ class DueToLater:
         """The state of this stage is that of ``record``."""
         self._at, self._is_first = record, is_first(self._job.peer, epoch)
 
+    def absent(self, named: Named, epoch: Record) -> frozenset[str]:
+        """Any thread: groups that have no part in ``named`` here, and are waited for: they are not
+        in ``epoch``. The first rank of those who are says it for them."""
+        local = self._job.local
+        if local is None or not is_first(self._job.peer, epoch):
+            return frozenset()
+        before = (e.groups for e in local.elsewhere if not e.ahead)
+        return frozenset().union((named.writer,), *before) - {e.group for e in epoch.members}
+
     def _takes(self, name: str) -> None:
         self._taken = (*self._taken, name)[-NAMED:]
 
