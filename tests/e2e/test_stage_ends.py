@@ -123,6 +123,15 @@ def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
     made.audit()
 
 
+@pytest.mark.parametrize("skips", [([7], [7]), ([7], []), ([], [7])])
+def test_data_that_end_with_a_skipped_step_end_with_a_checkpoint(
+    skips: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "traces", Plan(8, overflows=skips), 2, **kept(place, every=1000))
+    assert cursors(place) == {4 - bool(skips[0]): [8, 8]}
+
+
 def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_path: Path) -> None:
     """Such as one of two groups whose slices the next one, of one group, does not all take."""
     place = tmp_path / "checkpoints"

@@ -59,11 +59,17 @@ class Stage:
                 rank.due = DueToFirst(Checkpointing("somewhere", every), *given, busy)
 
     def txn(
-        self, members: str = "01", aborts: bool = False, asked: str = "", **record: Any
+        self,
+        members: str = "01",
+        aborts: bool = False,
+        asked: str = "",
+        foreseen: bool = True,
+        **record: Any,
     ) -> dict[str, Named]:
         """One of these groups. What each has due after it. ``asked``: groups that are to leave, as
-        far as it is known; also such as have left."""
+        far as it is known; also such as have left. ``foreseen``: who votes knows of a skip."""
         self.n += 1
+        skip = record.get("skip", False)
         after = self.cursor + len(members)
         epoch = self.epoch_of(members)
         by = epoch.by
@@ -77,11 +83,11 @@ class Stage:
         for name in members:
             local = Local("NORMAL", "", "", head=epoch, epoch=epoch, elsewhere=seen)
             self.ranks[name].local = replace(local, leaving=leaving)
-            self.ranks[name].due.before_vote(plan, False)
+            self.ranks[name].due.before_vote(plan, False, foreseen and skip)
         if aborts:
             return {}
         self.n += 1
-        self.step, self.cursor = self.step + 1, after
+        self.step, self.cursor = self.step + (not skip), after
         commit = replace(
             epoch,
             n=self.n,
@@ -196,6 +202,18 @@ def test_who_has_left_by_a_drain_is_no_reason_to_name_a_txn(stack: ExitStack) ->
     first, _ = Job(stack, every=1000).stages
     assert first.txn(asked="1"), "all may leave with it, as far as it is known here"
     assert not first.txn("0", asked="1")
+
+
+def test_a_last_commit_that_is_a_skip_is_cut_too(stack: ExitStack) -> None:
+    first, last = Job(stack, every=1000).stages
+    first.txn()
+    named = first.txn(last=True, skip=True)
+    assert named.keys() == {"0", "1"} and named["0"].step == first.step == 1
+    assert last.txn(last=True) == named
+    first, last = Job(stack, every=1000).stages
+    first.txn()
+    assert not first.txn(last=True, skip=True, foreseen=False)
+    assert "is a skip, which was not known when it was voted for" in first.ranks["0"].notes[0]
 
 
 def test_what_nobody_knew_to_be_the_last_is_none_and_that_is_said(stack: ExitStack) -> None:

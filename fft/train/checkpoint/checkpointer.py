@@ -172,6 +172,7 @@ class Checkpointer:
             return
         if local.head is None or at.lineage != local.head.lineage:
             return  # it is not that of the others
+        self.before_change()  # a copy that is under way is delivered only then
         record, epoch = replace(at, last=True), local.epoch
         if isinstance(self._due, DueToLater):
             self._due.stands_at(record, epoch)

@@ -84,7 +84,9 @@ class DueToFirst(DueByWord):
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
         """None: the other stages know its name by the word alone."""
-        why = "all groups have left with it, which was not known when it was voted for"
+        is_named = any(word.token == record.token for word in self._words)
+        why = "it is a skip" if is_named else "all groups have left with it"
+        why += ", which was not known when it was voted for"
         self._give_up(record.step, why)
         return None
 
@@ -150,7 +152,7 @@ class DueToLater:
         self._is_first = False
         """Whether this is the first rank of its members."""
 
-    def before_vote(self, plan: StartTxn, last: bool) -> None:
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
         """As `Due.before_vote`: name this txn, if it ends where the stage before is cut."""
         if epoch_to_name_in(self._job, plan) is None:
             return
