@@ -163,6 +163,31 @@ def test_a_job_of_stages_goes_on_until_the_last_of_them_is_over(
         assert job.verdict().ok
 
 
+def test_a_group_whose_later_stage_has_ended_without_it_is_not_started_again(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """Nobody gives the state of that stage any more; the other groups go on, and end well."""
+    with (
+        run_job(groups=2, ranks=1) as job,
+        open_bus(job.bus_url) as bus,
+        open_bus(f"{job.bus_url}.stage1") as later,
+    ):
+        actors = two_at_work(job, stage, 7)
+        bus.write(SCOPES, json.dumps(["stage1"]).encode())
+        show(bus, formed(2, "0", "1"), left(2, "1"))
+        show(later, formed(2, "0", "1"), left(2, "0", "1"))
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        again.order("raise late")
+        again.gone()
+        wait_until(lambda: job.supervisor._groups["1"].given_up, "it is known", 20.0)
+        assert stage.nobody()
+        actors["0", "0"].order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok, verdict.lines
+    assert "group 1 came back when a later stage had ended" in str(verdict.lines)
+
+
 def test_a_stage_that_its_groups_have_left_without_a_commit_is_over(bus: ErrorBus) -> None:
     show(bus, formed(2, "0", "1"), left(2, "0"))
     bus.write(left_name("0", 0), b"1")

@@ -67,6 +67,11 @@ class Links:
         """Whether no other host of the job has been found."""
         return self._hosts is None or self._hosts.alone
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether further stages with scopes of their own were found."""
+        return bool(self._stages)
+
     def scopes(self) -> list[ErrorBus]:
         """The buses of all scopes of the job: its own, and those of further stages. Raises
         BusError."""
