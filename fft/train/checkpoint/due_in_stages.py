@@ -145,8 +145,8 @@ class DueToLater:
     ) -> None:
         self._job, self._bus, self._before = job, bus, before
         self._first, self._limit_s = first, limit_s
-        self._taken: tuple[str, ...] = ()
-        """Names of the newest attempts that this rank has taken part in, or given up."""
+        self._taken = set[str]()
+        """Names of the attempts that this rank has taken part in, or given up."""
         self._at: Record | None = None
         """The last commit here."""
         self._is_first = False
@@ -192,7 +192,7 @@ class DueToLater:
         named += [each._replace(is_missed=True) for each in passed]
         found = next((each for each in named if each.name not in self._taken), None)
         if found is not None:
-            self._takes(found.name)
+            self._taken.add(found.name)
         return found
 
     def stands_at(self, record: Record, epoch: Record) -> None:
@@ -208,9 +208,6 @@ class DueToLater:
         before = (e.groups for e in local.elsewhere if not e.ahead)
         return frozenset().union((named.writer,), *before) - {e.group for e in epoch.members}
 
-    def _takes(self, name: str) -> None:
-        self._taken = (*self._taken, name)[-NAMED:]
-
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
         """A thread, once this stage has ended: what those that go on name, until they have ended,
         or ``stops`` is set. It was at the place of each when it ended, or before, and is for good.
@@ -223,7 +220,7 @@ class DueToLater:
             at = self._first.read()  # before its words, of which the last is older than its end
             for word in words_on(self._before):
                 if word.cursor >= self._at.cursor and word.name not in self._taken:
-                    self._takes(word.name)
+                    self._taken.add(word.name)
                     if self._is_first:
                         self._say(word, self._at.token, self._at.cursor)
                     yield word.named
