@@ -120,19 +120,10 @@ def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(
 
 def odd(root: Path) -> None:
     """What the audit of all starts would miss otherwise."""
-    for name, change, text in (
-        (
-            "another checkpoint",
-            nth_note("resumed", 0, saying(attempt="x")),
-            "begins with the checkpoint x",
-        ),
-        ("another place", nth_note("resumed", 0, saying(lineage="x", **{"as": "y"})), ""),
-    ):
-        traces = shutil.copytree(root / "traces", root / name)
-        rewrite(trace_files(traces / "start2" / "scopes" / "stage1")[0], change)
-        report = audit_job(traces)
-        if text:
-            assert text in str(report.resumed.violation), name
+    traces = shutil.copytree(root / "traces", root / "another checkpoint")
+    change = nth_note("resumed", 0, saying(attempt="x"))
+    rewrite(trace_files(traces / "start2" / "scopes" / "stage1")[0], change)
+    assert "begins with the checkpoint x" in str(audit_job(traces).resumed.violation)
 
 
 @pytest.mark.long

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from forged import Change, nth_note, rewrite, saying
 from stage import Member, job, notes, slices
 from staged import Plan, run
 from waiting import wait_until
@@ -13,6 +17,7 @@ from waiting import wait_until
 import fft
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.stores import open_store
+from fft.trace.audit import trace_files
 from fft.trace.format import scope_folder
 from fft.trace.resumed import audit_job
 
@@ -142,6 +147,34 @@ def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_pat
     assert max(given, default=0) < cursors(place)[4][0]
     report = audit_job(tmp_path / "traces")
     assert report.ok and report.resumed.checks, report.render()
+    for stage, change, text in ODD:
+        traces = shutil.copytree(tmp_path / "traces", tmp_path / "odd")
+        rewrite(trace_files(scope_folder(traces / "start2", stage))[0], change())
+        assert text in audit_job(traces).render()
+        shutil.rmtree(traces)
+
+
+ODD: tuple[tuple[str, Callable[[], Change], str], ...] = (
+    (
+        "",
+        lambda: nth_note("entry_restored", 0, saying(version=5)),
+        "is said to be from",
+    ),
+    ("", lambda: nth_note("entry_restored", 0, saying(slice=9)), "is said to be from"),
+    ("stage1", lambda: nth_note("resumed", 0, saying(attempt="x")), "begins with the checkpoint x"),
+    ("stage1", lambda: beginning_at(1), "begin at step 2, cursor 1 and"),
+)
+"""What the audit would miss otherwise: the stage whose traces say it, and what is found."""
+
+
+def beginning_at(cursor: int) -> Change:
+    """The process says that it has begun at another place."""
+
+    def of_header(line: dict[str, Any]) -> list[dict[str, Any]]:
+        is_header = line["kind"] == "header"
+        return [{**line, "start": {**line["start"], "cursor": cursor}} if is_header else line]
+
+    return of_header
 
 
 def test_a_checkpoint_is_not_waited_for_whose_writer_is_not_in_the_last_stage(
