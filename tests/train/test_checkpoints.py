@@ -42,6 +42,7 @@ from fft.durable.stores import LocalStore, open_store
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
+from fft.train.checkpoint import checkpointer, writer
 from fft.train.checkpoint.due import Named
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
@@ -307,6 +308,31 @@ def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
     assert "no checkpoint of step 8: the one before is still being written" in caplog.text
     steps = [e.step for e in Checkpoints(open_store(str(place))).found()]
     assert steps == [4, 16]
+
+
+def test_what_is_still_being_written_at_the_end_of_the_job_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint waits for the one before, with a limit; its copy is another one then."""
+    last_is_written, same, write = threading.Event(), list[bool](), writer.write_rank
+
+    def slow(*given: Any) -> Any:
+        store, directory, place, data, tensors = given
+        if directory.startswith("step-4."):
+            before = {name: tensor.clone() for name, tensor in tensors.items()}
+            assert last_is_written.wait(60)
+            same.append(all(torch.equal(before[name], tensors[name]) for name in before))
+            return write(store, directory, place, data, before)
+        found = write(*given)
+        last_is_written.set()
+        return found
+
+    monkeypatch.setattr(writer, "write_rank", slow)
+    monkeypatch.setattr(checkpointer, "_CLOSE_S", 0.5)
+    settings = at(tmp_path / "checkpoints", keep=0)
+    Start(tmp_path / "traces", checkpoint=settings).train(Stream(), 6, outruns=True)
+    wait_until(lambda: not is_writing(), "all are written")
+    assert same == [True]
 
 
 def _fill_the_disk(root: Path) -> None:

@@ -193,10 +193,11 @@ class Checkpointer:
 
     def _await_delivery(self) -> None:
         """Until this rank's files of earlier checkpoints are written; whoever publishes one may
-        wait for others still."""
+        wait for others still. After a limit the memory of their copies is left to them."""
         until = time.monotonic() + _CLOSE_S
         for writer in self._writers.values():
-            writer.has_delivered.wait(max(0.0, until - time.monotonic()))
+            if not writer.has_delivered.wait(max(0.0, until - time.monotonic())):
+                self._staging = Staging()
 
     def _decline_for_absent(self, attempt: Attempt, epoch: Record) -> None:
         """Have nobody wait for ranks of this stage that are not in its txn."""
