@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from fft.train.reported import text_of
 from fft.util.error_places import fingerprint, may_pass
+from fft.util.errors import BodyKeepsFailing
 
 SAME = 2
 """An error that comes back at one step, the same in every word and call, will come back again."""
@@ -45,3 +47,8 @@ class BodyFailures:
         if self._all >= self._any:
             return f"the body failed {self._all} times in a row at {where}"
         return None
+
+
+def hopeless(why: str, error: Exception) -> BodyKeepsFailing:
+    """What is raised from ``error``, which came again so often, as ``why`` says."""
+    return BodyKeepsFailing(f"{text_of(error)}; {why}. Its traceback is that of the cause")

@@ -86,12 +86,15 @@ class RankState:
         """Begins with a durable checkpoint, if the job is to, before it is joined; once."""
         self.before_change: Callable[[], object] = lambda: None
         """Called before what a commit has left is changed by anything but a body."""
-        self.before_vote: Callable[[StartTxn, bool], object] = lambda plan, last: None
-        """Called before this rank says YES, and whether no txn is to come after this one."""
+        self.before_vote: Callable[[StartTxn, bool, bool], object] = lambda plan, last, skip: None
+        """Called before this rank says YES, with whether no txn is to come after this one, and
+        whether it is to be skipped, as far as it is known."""
         self.after_commit: Callable[[Record, Record | None], object] = lambda record, epoch: None
         """Called when the state is that of a committed record; with the epoch that made it."""
         self.before_next: Callable[[], object] = lambda: None
         """Called when the script asks for a txn: what it does between two is done."""
+        self.at_end: Callable[[], object] = lambda: None
+        """Called when nothing is left to do for this stage, before the others hear that."""
 
     def register(
         self,

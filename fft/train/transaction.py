@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from torchft.manager import Manager
 from fft.messages.effects import StartTxn
 from fft.protocol.spec import FsmSpec
 from fft.train import accelerator
+from fft.train.body_failures import hopeless
 from fft.train.data.drawn import Drawn
 from fft.train.data.source import DataSource, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
@@ -25,15 +26,14 @@ from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
-from fft.train.reported import text_of
-from fft.train.stages.input import has_ended_with_its_data
+from fft.train.stages.ending import end_stage, has_ended_with_its_data
 from fft.train.unsafe_places import guarded
 from fft.train.updates import misfit
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
 from fft.util.error_places import place_of, traceback_of_caller
-from fft.util.errors import BodyKeepsFailing, DeviceLost, FftError, TxnAborted
+from fft.util.errors import DeviceLost, FftError, TxnAborted
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,10 @@ class TransactionLoop:
         self._voter = voter
         self._min_reductions = spec.policies.min_reductions
         """0, if a body may end without one."""
-        self._is_periodic = spec.is_periodic
+        self._is_periodic, self._has_stages = spec.is_periodic, bool(spec.stages)
         self._mistake: FftError | None = None
         """What the last body has left undone."""
-        self._left_after: FftError | None = None
-        """That, if the loop was left then."""
+        self._left_after: FftError | None = None  # that, if the loop was left then
 
     def run(self, loader: Any, max_steps: int | None, replay_only: bool) -> Iterator[Transaction]:
         """As ``ManagerFFT.transactions``."""
@@ -99,10 +98,11 @@ class TransactionLoop:
                 )
                 yield from alone.run(source, max_steps)
                 return
-            yield from self._txns(source, state.inputs_from(source), max_steps)
-            if state.output is not None:
+            is_still_in = yield from self._txns(source, state.inputs_from(source), max_steps)
+            if self._has_stages:
+                self.is_over |= is_still_in
                 with self._watchers.waiting():
-                    state.output.finish(leaves=not self.is_over)
+                    end_stage(self.job, state, self.is_over, is_still_in)
         finally:
             self._reductions.raises = False  # torchft's loop may follow
             foreign.close()
@@ -110,21 +110,22 @@ class TransactionLoop:
 
     def _txns(
         self, source: DataSource, inputs: Inputs, max_steps: int | None
-    ) -> Iterator[Transaction]:
-        """Those that share a step with all groups."""
+    ) -> Generator[Transaction, None, bool]:
+        """Those that share a step with all groups. Returns whether this one is still in the job:
+        nothing is left to do, and no commit was the last."""
         step, output = self._state.step, self._state.output
         assert step is not None, "looked at before"
         while (plan := self.worker.begin()) is not None:
             self.refuse_unlike_again(plan)
             if self.is_past(plan, max_steps):
-                return
+                return True
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
                 self.worker.body_unwound()
                 continue
             if drawn is None:
-                return
+                return True
             if output is not None:
                 output.make(but=drawn.slice)
             step.capture()
@@ -140,7 +141,10 @@ class TransactionLoop:
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
+            if txn.skipped and drawn.is_last:  # all know it now: no next txn is to tell them
+                return True
         self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
+        return False
 
     def is_past(self, plan: StartTxn, max_steps: int | None) -> bool:
         """Whether nothing is left to do. Says so where nothing has been done, either."""
@@ -179,7 +183,7 @@ class TransactionLoop:
         why = self.worker.body_failures.failed(plan.step, plan.members, error)
         if why is not None:
             self.job.note_error(error)
-            raise _keeps_failing(why, error) from error
+            raise hopeless(why, error) from error
 
     def compare_now(self) -> None:
         """The txn is the last of the job: compare the replicas."""
@@ -264,7 +268,7 @@ class TransactionLoop:
         if why is not None:
             self._mistake = None  # it is raised here
             self.job.note_error(error)
-            raise _keeps_failing(why, error) from error
+            raise hopeless(why, error) from error
 
     def look_for_output(self, txn: Transaction) -> None:
         """See that the next stage, where there is one, has something of the committed ``txn``."""
@@ -298,10 +302,6 @@ class TransactionLoop:
     def note_mistake(self, mistake: FftError) -> None:
         """The body was no step; its place is that of the `with` statement."""
         self._mistake = mistake.with_traceback(traceback_of_caller())
-
-
-def _keeps_failing(why: str, error: Exception) -> BodyKeepsFailing:
-    return BodyKeepsFailing(f"{text_of(error)}; {why}. Its traceback is that of the cause")
 
 
 class Transaction:

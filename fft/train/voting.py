@@ -88,7 +88,7 @@ class Voter:
         manifest, digest = self._reductions.manifest.build(), self._equality
         yes = error is None
         if yes:
-            self._state.before_vote(plan, last)
+            self._state.before_vote(plan, last, skip)
         vote = Prepared(plan.token, yes, manifest, cause, skip, digest, edited, last)
         self._job.say(vote, NO_FACTS if yes else {"says_no"})
         self.inject("after_vote")

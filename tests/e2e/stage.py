@@ -155,6 +155,11 @@ class Member:
         finally:
             self.manager.shutdown()
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its thread has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
     def end(self, within: float = JOIN_S) -> None:
         """Wait for the end of the thread."""
         assert self._thread is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import uuid
@@ -17,7 +18,7 @@ from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
 from fft.launch.supervisor.ending import last_epoch
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
-from fft.messages.wire import EPOCH, Wire, encode_members, list_name
+from fft.messages.wire import EPOCH, SCOPES, Wire, encode_members, left_name, list_name
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -137,6 +138,64 @@ def test_who_moves_again_when_the_job_is_over_does_not_spoil_its_end(
 def test_a_job_goes_on_while_somebody_stays(bus: ErrorBus) -> None:
     show(bus, formed(2, "0", "1"), left(2, "0"))
     assert last_epoch(bus) is None
+
+
+def test_a_job_of_stages_goes_on_until_the_last_of_them_is_over(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """A group that dies when the first stage has ended is started again, and nobody is ended."""
+    with (
+        run_job(groups=2, ranks=1) as job,
+        open_bus(job.bus_url) as bus,
+        open_bus(f"{job.bus_url}.stage1") as later,
+    ):
+        actors = two_at_work(job, stage, 7)
+        bus.write(SCOPES, json.dumps(["stage1"]).encode())
+        show(bus, formed(2, "0", "1"), left(2, "0", "1"))
+        show(later, formed(2, "0", "1"), left(2, "1"))
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        head = Wire().encode_record(left(2, "0", "1"))
+        assert later.compare_set(HEAD, later.read(HEAD), head) == head
+        for actor in (actors["0", "0"], again):
+            assert actor.says() == {"heard": "sigterm"}
+            actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_a_group_whose_later_stage_has_ended_without_it_is_not_started_again(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """Nobody gives the state of that stage any more; the other groups go on, and end well."""
+    with (
+        run_job(groups=2, ranks=1) as job,
+        open_bus(job.bus_url) as bus,
+        open_bus(f"{job.bus_url}.stage1") as later,
+    ):
+        actors = two_at_work(job, stage, 7)
+        bus.write(SCOPES, json.dumps(["stage1"]).encode())
+        show(bus, formed(2, "0", "1"), left(2, "1"))
+        show(later, formed(2, "0", "1"), left(2, "0", "1"))
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        again.order("raise late")
+        again.gone()
+        wait_until(lambda: job.supervisor._groups["1"].given_up, "it is known", 20.0)
+        assert stage.nobody()
+        actors["0", "0"].order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok, verdict.lines
+    assert "group 1 came back when a later stage had ended" in str(verdict.lines)
+
+
+def test_a_stage_that_its_groups_have_left_without_a_commit_is_over(bus: ErrorBus) -> None:
+    show(bus, formed(2, "0", "1"), left(2, "0"))
+    bus.write(left_name("0", 0), b"1")
+    assert last_epoch(bus) is None
+    bus.write(left_name("1", 0), b"2")
+    assert last_epoch(bus) is None, "that is another process of it"
+    bus.write(left_name("1", 0), b"1")
+    assert last_epoch(bus) == formed(2, "0", "1")
 
 
 def test_the_members_of_an_older_epoch_are_not_those_who_must_leave(bus: ErrorBus) -> None:

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from fft.durable.stores import LocalStore, open_store
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint import gathering
+from fft.train.checkpoint import checkpointer, gathering, writer
 from fft.train.checkpoint.due import Named
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
@@ -382,6 +383,31 @@ def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
     assert steps == [4, 16]
 
 
+def test_what_is_still_being_written_at_the_end_of_the_job_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint waits for the one before, with a limit; its copy is another one then."""
+    last_is_written, same, write = threading.Event(), list[bool](), writer.write_rank
+
+    def slow(*given: Any) -> Any:
+        store, directory, place, data, tensors = given
+        if directory.startswith("step-4."):
+            before = {name: tensor.clone() for name, tensor in tensors.items()}
+            assert last_is_written.wait(60)
+            same.append(all(torch.equal(before[name], tensors[name]) for name in before))
+            return write(store, directory, place, data, before)
+        found = write(*given)
+        last_is_written.set()
+        return found
+
+    monkeypatch.setattr(writer, "write_rank", slow)
+    monkeypatch.setattr(checkpointer, "_CLOSE_S", 0.5)
+    settings = at(tmp_path / "checkpoints", keep=0)
+    Start(tmp_path / "traces", checkpoint=settings).train(Stream(), 6, outruns=True)
+    wait_until(lambda: not is_writing(), "all are written")
+    assert same == [True]
+
+
 def _fill_the_disk(root: Path) -> None:
     """In a process of its own: no file may be longer than half a checkpoint's."""
     logging.basicConfig(filename=root / "log")
@@ -655,8 +681,10 @@ def test_entries_that_are_on_their_way_at_the_cut_are_kept(tmp_path: Path) -> No
     """The next stage is less than a txn behind, but at the end of the job."""
     for cursor in (8, 9):
         attempt, _ = cut_of(tmp_path, cursor)
-        assert attempt.gives_from <= cursor - (len(attempt.groups) - 1)
-    assert cut_of(tmp_path, 9, last=True)[0].gives_from == 0
+        assert attempt.gives == range(cursor - len(attempt.groups), cursor)
+        alone = replace(attempt, groups=("0",), most=3)
+        assert alone.gives == range(cursor - 3, cursor), "the next stage may have all groups"
+    assert cut_of(tmp_path, 9, last=True)[0].gives == range(9)
 
 
 def test_a_torchft_loop_with_functions_of_its_own_resumes(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fft.durable.plan import Checkpointing
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
 from fft.protocol.state import Local
-from fft.train.checkpoint.due import AT, DueByWord
+from fft.train.checkpoint.due import AT, DueByRecord, DueByWord
 
 INTERVAL_S = 0.2
 
@@ -54,15 +54,21 @@ class Job:
         """Of the job, with the process that each has."""
 
     def txn(
-        self, members: str, aborts: bool = False, skip: bool = False, last: bool = False
+        self,
+        members: str,
+        aborts: bool = False,
+        skip: bool = False,
+        last: bool = False,
+        foreseen: bool = True,
     ) -> set[str]:
-        """One of these members. Who says that a checkpoint is due."""
+        """One of these members. Who says that a checkpoint is due. ``foreseen``: who votes knows of
+        the skip."""
         epoch = self._epoch(members)
         token, inside = Token(epoch.epoch, 1), tuple(members)
         plan = StartTxn(token, self.step, "", 0, 0, len(members), inside, 0)
         for name in members:
             self.groups[name].local = Local("PREPARED", "prepared", "", head=epoch, epoch=epoch)
-            self.groups[name].due.before_vote(plan, last)
+            self.groups[name].due.before_vote(plan, last, skip and foreseen)
         self.n += 1
         if aborts:
             return set()
@@ -122,6 +128,7 @@ def test_of_a_txn_that_is_rolled_back_or_skipped_there_is_none(bus: ErrorBus) ->
     job.txn("01")
     assert job.txn("01", aborts=True) == set()
     assert job.txn("12", skip=True) == set()
+    assert job.txn("12", skip=True, foreseen=False) == set()
     assert job.txn("12") == {"1", "2"}, "though others have voted for that step before"
 
 
@@ -137,6 +144,24 @@ def test_by_time_it_is_that_of_the_job_and_not_of_each_group(bus: ErrorBus) -> N
 
 def test_the_last_commit_needs_no_word(bus: ErrorBus) -> None:
     assert Job(bus, every=1000).txn("01", last=True) == {"0", "1"}
+
+
+def test_the_last_commit_is_taken_though_it_is_a_skip(bus: ErrorBus) -> None:
+    """Else the steps before it would be in none."""
+    assert Job(bus, every=1000).txn("01", last=True, skip=True) == {"0", "1"}
+
+
+def test_data_that_end_with_a_skip_end_with_a_checkpoint() -> None:
+    """No commit is the last then. Of a skip after another, nothing would be new."""
+    job: Any = None
+    due = DueByRecord(Checkpointing("somewhere", 1000), job)
+    epoch = Record(1, "epoch", 1, 0, 7, "", 0, 0, Peer("0", 0, 1), (entry("0"),))
+    found = []
+    for txn, last, skip in ((1, False, True), (2, True, True), (3, True, True)):
+        due.before_vote(StartTxn(Token(1, txn), 7, "", 0, 0, 1, ("0",), 0), last, skip)
+        record = replace(epoch, n=txn + 1, kind="commit", txn=txn, members=(), skip=skip)
+        found.append(due._is_due(record, epoch))
+    assert found == [False, True, False]
 
 
 def test_who_still_writes_names_none_and_says_so(bus: ErrorBus) -> None:

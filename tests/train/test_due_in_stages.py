@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 
 from fft.bus import ErrorBus, open_bus
+from fft.bus.base import HEAD
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
+from fft.messages.wire import EPOCH, Wire, encode_members, list_name
 from fft.protocol.elsewhere import Elsewhere
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
@@ -58,9 +61,18 @@ class Stage:
                 busy = lambda rank=rank: rank.is_busy  # noqa: E731
                 rank.due = DueToFirst(Checkpointing("somewhere", every), *given, busy)
 
-    def txn(self, members: str = "01", aborts: bool = False, **record: Any) -> dict[str, Named]:
-        """One of these groups. What each has due after it."""
+    def txn(
+        self,
+        members: str = "01",
+        aborts: bool = False,
+        asked: str = "",
+        foreseen: bool = True,
+        **record: Any,
+    ) -> dict[str, Named]:
+        """One of these groups. What each has due after it. ``asked``: groups that are to leave, as
+        far as it is known; also such as have left. ``foreseen``: who votes knows of a skip."""
         self.n += 1
+        skip = record.get("skip", False)
         after = self.cursor + len(members)
         epoch = self.epoch_of(members)
         by = epoch.by
@@ -68,16 +80,17 @@ class Stage:
         plan = StartTxn(
             token, self.step, "", self.cursor, 0, len(members), tuple(members), 0, None, after
         )
-        leaving = frozenset({by} if record.get("last") else ())
+        leaving = frozenset(Peer(group, self.number, 1) for group in asked)
+        leaving |= frozenset({by} if record.get("last") else ())
         seen = (self.next,) if self.number == 0 else ()
         for name in members:
             local = Local("NORMAL", "", "", head=epoch, epoch=epoch, elsewhere=seen)
             self.ranks[name].local = replace(local, leaving=leaving)
-            self.ranks[name].due.before_vote(plan, False)
+            self.ranks[name].due.before_vote(plan, False, foreseen and skip)
         if aborts:
             return {}
         self.n += 1
-        self.step, self.cursor = self.step + 1, after
+        self.step, self.cursor = self.step + (not skip), after
         commit = replace(
             epoch,
             n=self.n,
@@ -171,6 +184,93 @@ def test_who_has_passed_the_place_says_so_and_delivers_nothing(stack: ExitStack)
     assert later.due(_commit(5), epoch) is None, "it was not there then"
 
 
+def test_who_was_at_the_place_and_could_not_name_it_says_so_with_its_next_commit(
+    stack: ExitStack,
+) -> None:
+    first, last = Job(stack).stages
+    first.txn()
+    named = first.txn()["0"]
+    rank, epoch = last.ranks["0"].due, last.epoch_of("0")
+    assert rank.due(_commit(first.cursor), epoch) is None, "it may be named yet"
+    assert rank.due(_commit(first.cursor + 1), epoch) == named._replace(is_missed=True)
+
+
+def test_a_stage_that_ends_where_the_first_does_is_in_what_that_names_afterwards(
+    stack: ExitStack,
+) -> None:
+    """Both by a skip: the first one names it when it finds that the data have ended."""
+    first, last = Job(stack, every=1000).stages
+    first.txn()
+    last.txn()
+    begun, ended = first.ranks["0"].due, last.ranks["0"].due
+    assert isinstance(begun, DueToFirst) and isinstance(ended, DueToLater)
+    named = begun.ended(_commit(first.cursor), first.epoch_of("01"))
+    assert named is not None
+    for members in ("01", "1"):
+        other = first.ranks["1"].due
+        assert isinstance(other, DueToFirst)
+        assert other.ended(_commit(first.cursor), first.epoch_of(members)) == named, "or alone"
+    assert next(ended.after_end(threading.Event())) == named
+
+
+def test_a_stage_ends_with_the_last_word_alone_and_not_with_the_newest(stack: ExitStack) -> None:
+    """That of a place to come it finds afterwards, and names it for the stage after it."""
+    first, last = Job(stack).stages
+    first.txn()
+    assert first.txn()
+    assert not last.txn(last=True)
+
+
+def test_what_has_been_taken_is_not_taken_again_after_words_that_came_to_nothing(
+    stack: ExitStack,
+) -> None:
+    first, last = Job(stack).stages
+    last.txn()
+    due, stops = last.ranks["0"].due, threading.Event()
+    assert isinstance(due, DueToLater)
+    later = due.after_end(stops)
+    first.txn()
+    found = [first.txn()["0"]]
+    assert next(later) == found[0]
+    first.txn()
+    for _ in range(2):
+        first.txn(aborts=True)
+        assert next(later) not in found
+    found.append(first.txn()["0"])
+    assert next(later) == found[1]
+    stops.set()
+    assert list(later) == []
+
+
+def test_the_next_stage_is_waited_for_until_it_has_come_to_the_place(stack: ExitStack) -> None:
+    first = Job(stack).stages[0]
+    rank, after = first.ranks["0"], first.next
+    for cursor, takers, is_awaited in ((3, 2, True), (4, 2, False), (5, 2, False), (3, 0, False)):
+        known = replace(after, cursor=cursor, takers=takers)
+        rank.local = Local("NORMAL", "", "", elsewhere=(known,))
+        assert rank.due.is_awaited(_commit(4)) is is_awaited
+
+
+def test_a_stage_that_has_ended_waits_for_no_word_of_the_first_but_its_last(
+    stack: ExitStack,
+) -> None:
+    """The newest may be one that this stage has had no part in."""
+    job = Job(stack)
+    first, last = job.stages
+    first.txn()
+    assert first.txn()
+    due, epoch, wire = last.ranks["0"].due, first.epoch_of("01"), Wire()
+    assert isinstance(due, DueToLater)
+    due.stands_at(_commit(first.cursor + 1), last.epoch_of("01"))
+    job.buses[0].write(list_name(epoch), encode_members(epoch))
+    job.buses[0].write(EPOCH, wire.encode_record(epoch))
+    head = replace(epoch, n=9, kind="commit", txn=1, members=(), leavers=("0", "1"))
+    job.buses[0].compare_set(HEAD, None, wire.encode_record(head))
+    began = time.monotonic()
+    assert list(due.after_end(threading.Event())) == []
+    assert time.monotonic() - began < 3.0, "not until the limit"
+
+
 def _commit(cursor: int) -> Record:
     return Record(cursor, "commit", 1, cursor, cursor, "", cursor, 0, Peer("0", 1, 1))
 
@@ -186,6 +286,24 @@ def test_when_the_job_ends_each_stage_is_cut_where_it_ends(stack: ExitStack) -> 
     named = first.txn(last=True)
     assert last.txn() == named, "at the same place"
     assert not last.txn(last=True), "once"
+
+
+def test_who_has_left_by_a_drain_is_no_reason_to_name_a_txn(stack: ExitStack) -> None:
+    first, _ = Job(stack, every=1000).stages
+    assert first.txn(asked="1"), "all may leave with it, as far as it is known here"
+    assert not first.txn("0", asked="1")
+
+
+def test_a_last_commit_that_is_a_skip_is_cut_too(stack: ExitStack) -> None:
+    first, last = Job(stack, every=1000).stages
+    first.txn()
+    named = first.txn(last=True, skip=True)
+    assert named.keys() == {"0", "1"} and named["0"].step == first.step == 1
+    assert last.txn(last=True) == named
+    first, last = Job(stack, every=1000).stages
+    first.txn()
+    assert not first.txn(last=True, skip=True, foreseen=False)
+    assert "is a skip, which was not known when it was voted for" in first.ranks["0"].notes[0]
 
 
 def test_what_nobody_knew_to_be_the_last_is_none_and_that_is_said(stack: ExitStack) -> None:

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from fft.bus.base import HEAD, ErrorBus
-from fft.messages.protocol import Record
-from fft.messages.wire import EPOCH, Wire, decode_packed
+from fft.messages.protocol import GroupEntry, Record
+from fft.messages.wire import EPOCH, Wire, decode_packed, left_name
+
+
+def last_on(host: str, buses: Iterable[ErrorBus]) -> set[int] | None:
+    """Processes of ``host`` that were in a job whose scopes are all over, given their buses; None:
+    one of them may go on. Raises BusError, UnreadableMessage."""
+    found = set[int]()
+    for bus in buses:
+        if (epoch := last_epoch(bus)) is None:
+            return None
+        found |= {r.pid for entry in epoch.members for r in entry.ranks if r.host == host}
+    return found
 
 
 def last_epoch(bus: ErrorBus) -> Record | None:
-    """The epoch whose groups have all left with the newest commit; None: somebody may go on.
+    """The epoch whose groups have all left, with the newest commit, or as a stage does that has
+    found nothing to do; None: somebody may go on.
 
     Raises BusError, UnreadableMessage.
     """
     head = head_of(bus)
-    if head is None or head.kind != "commit" or not head.leavers:
+    if head is None:
         return None
     listed = bus.read(EPOCH)  # it may be late by a moment
     epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
     if epoch is None or epoch.epoch != head.epoch:
         return None
-    return epoch if {entry.group for entry in epoch.members} <= set(head.leavers) else None
+    stay = (entry for entry in epoch.members if entry.group not in head.leavers)
+    return epoch if all(_has_left(entry, bus) for entry in stay) else None
+
+
+def _has_left(entry: GroupEntry, bus: ErrorBus) -> bool:
+    """Whether all its ranks have said so, without a record. Raises BusError."""
+    return all(bus.read(left_name(entry.group, r.rank)) == b"%d" % r.inc for r in entry.ranks)
 
 
 class Absent:

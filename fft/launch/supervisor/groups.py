@@ -112,6 +112,20 @@ class Group:
         said = (child.last_words for child in self.children)
         return next((words for words in said if words is not None), None)
 
+    @property
+    def came_too_late(self) -> bool:
+        """Once it has ended: whether the job, or a stage of it, was over when a rank came."""
+        return any(child.came_too_late for child in self.children)
+
+    @property
+    def why_not_back(self) -> str:
+        """In words, where the job goes on all the same."""
+        return (
+            f"group {self.name} came back when a later stage had ended, whose state nobody gives "
+            "any more: it is not started again, and the others go on without it; give all stages "
+            "as many steps, or start the job again with --resume"
+        )
+
     def doing(self) -> str:
         """The state of its processes, for the screen."""
         if self.loss is not None:

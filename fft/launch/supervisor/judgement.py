@@ -135,6 +135,8 @@ class Judgement:
             for child in failed[:1]:
                 if child.ended_as_asked and not _has_joined(group, child.rank, view):
                     self.remarks.append(f"group {group.name} was asked to end while it started")
+                elif child.came_too_late and group.why_not_back in self.remarks:
+                    continue  # it is said already
                 elif child.came_too_late and self._took_part(group, view):
                     remarks.append(f"group {group.name} came back when the job was over")
                 elif not is_over or child.failed_by_itself:

@@ -5,6 +5,7 @@ Owns them from `open` to `close`; may be opened again, when the bus was restarte
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from fft.launch.supervisor.claims import Claims
 from fft.launch.supervisor.commands import CommandEar
 from fft.launch.supervisor.stragglers import PaceEar
 from fft.messages.protocol import Death, Drain, Suspect, encode
+from fft.messages.wire import SCOPES
 from fft.protocol.timeouts import bus_operation
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class Links:
         self._host_limit = host_limit
         self._wake = wake
         self._hosts: HostWatch | None = None
+        self._stages: list[ErrorBus] = []
+        """Of the scopes of further stages that were found."""
         self._undo = ExitStack()
 
     def open(self, url: str) -> None:
@@ -63,6 +67,25 @@ class Links:
         """Whether no other host of the job has been found."""
         return self._hosts is None or self._hosts.alone
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether further stages with scopes of their own were found."""
+        return bool(self._stages)
+
+    def scopes(self) -> list[ErrorBus]:
+        """The buses of all scopes of the job: its own, and those of further stages. Raises
+        BusError."""
+        held = None if self._stages else self.bus.read(SCOPES)
+        with ExitStack() as opened:
+            found = list[ErrorBus]()
+            for name in () if held is None else json.loads(held):
+                url = f"{self.bus.url}.{name}"
+                found.append(open_job_bus(url, self._token, bus_operation(url)))
+                opened.callback(found[-1].close)
+            self._stages += found
+            self._undo.push(opened.pop_all())
+        return [self.bus, *self._stages]
+
     def beat_for(self, processes: tuple[Process, ...]) -> None:
         """Say of these, from now on, that their host is alive."""
         if self._hosts is not None:
@@ -71,6 +94,7 @@ class Links:
     def close(self) -> None:
         """Stop listening and disconnect. Idempotent."""
         self._undo.close()
+        self._stages = []
 
     def broadcast(self, message: Death | Drain | Suspect) -> None:
         """Say it on the bus. Peers find out by themselves too, so a lost bus is no stop."""

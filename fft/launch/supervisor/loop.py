@@ -31,7 +31,7 @@ from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.commands import is_anothers, why_refused
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
-from fft.launch.supervisor.ending import last_epoch
+from fft.launch.supervisor.ending import last_on
 from fft.launch.supervisor.fault_plan_watch import PlanWatch, return_step
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.hang_reports import HangReports
@@ -190,7 +190,8 @@ class Supervisor:
             self._look_after(spare)
         self._adopt()
         self._check_deadlines()
-        self._beat_for_children()
+        children = (Process(c.group, c.rank, c.pid) for c in self._living())
+        self._links.beat_for(tuple(children))
 
     def _look(self) -> None:
         """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
@@ -228,9 +229,6 @@ class Supervisor:
                 group.kill_at = None
                 over = "the job is over" if self._over else "it was evicted"
                 self._kill(group.living, over)
-
-    def _beat_for_children(self) -> None:
-        self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
 
     @property
     def _is_ending(self) -> bool:
@@ -373,14 +371,16 @@ class Supervisor:
         self._look_whether_state_is_lost(group)
         if self._drain_until is not None:
             return
-        mistake = self._mistakes.ended(group.name, group.last_words, view.committed)
-        if mistake is not None:
+        words = None if group.came_too_late and self._links.has_stages else group.last_words
+        if (mistake := self._mistakes.ended(group.name, words, view.committed)) is not None:
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
-        if self._over:
-            return
-        self._start_later(group, f"group {group.name} was given up after its last restart")
+        if not self._over and group.came_too_late and self._links.has_stages:
+            self._judgement.remarks.append(group.why_not_back)
+            self._give_up(group)
+        elif not self._over:
+            self._start_later(group, f"group {group.name} was given up after its last restart")
 
     def _start_later(self, group: Group, problem: str) -> None:
         """After a pause, unless it was the last time; then the group is given up."""
@@ -406,9 +406,9 @@ class Supervisor:
         self._in_vain = reason
         self._drain(reason, forward=in_order, within=_LEAVE_S if in_order else 0.0)
 
-    def _give_up(self, group: Group, problem: str) -> None:
+    def _give_up(self, group: Group, *problem: str) -> None:
         group.given_up = True
-        self._judgement.problems.append(problem)
+        self._judgement.problems.extend(problem)
         given_up = sum(other.given_up for other in self._groups.values())
         needed = self._tail.view.min_groups
         if 0 < self._config.groups_in_all - given_up < needed:
@@ -448,14 +448,12 @@ class Supervisor:
             return
         self._look_over_at = now + _OVER_S
         try:
-            last = last_epoch(self._links.bus)
+            last = last_on(socket.gethostname(), self._links.scopes())
         except (BusError, UnreadableMessage) as error:
             logger.warning("cannot see whether the job is over: %s", error)
             return
         if last is not None:
-            here = socket.gethostname()
-            inside = {r.pid for entry in last.members for r in entry.ranks if r.host == here}
-            self._end_who_waits(inside)
+            self._end_who_waits(inside=last)
         elif self._judgement.have_all_finished(self._tail.view, self._config.groups_in_all):
             self._end_who_waits(set())
 

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from fft.protocol.spec import FsmSpec
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
-from fft.train.checkpoint.due_in_stages import DueToLater, due_to, refuse_forks
+from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, due_to, refuse_forks
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.writer import Attempt, RankWriter
@@ -101,6 +102,8 @@ class Checkpointer:
         """The script ends with an error: nothing is waited for."""
         self._outliving: threading.Thread | None = None
         """Of a stage that has ended."""
+        self._has_ended = False
+        """There was a last commit."""
         self._changed_late: frozenset[str] = frozenset()
         self._is_too_often = False
         """It was said that they are due before the one before is written."""
@@ -110,7 +113,7 @@ class Checkpointer:
         """Slice and version of those that were loaded."""
         state.resume, state.before_change = self.resume, self.before_change
         state.before_vote, state.after_commit = self._due.before_vote, self.committed
-        state.before_next = self.take
+        state.before_next, state.at_end = self.take, self.ended
 
     def resume(self) -> None:
         """Begin with a checkpoint, if the job is to, before it is joined. Idempotent.
@@ -160,7 +163,7 @@ class Checkpointer:
         """The state is that of ``record`` as a whole. ``epoch``: of its members."""
         if epoch is None or epoch.epoch != record.epoch:
             return  # the job has gone on without this rank
-        named = self._due.due(record, epoch)
+        named, self._has_ended = self._due.due(record, epoch), record.last
         is_missed = named is not None and named.is_missed
         if record.last and isinstance(self._due, DueToLater):
             kept = None if is_missed else named
@@ -172,6 +175,7 @@ class Checkpointer:
         if named is None:
             return
         attempt = self._attempt(named, record, epoch)
+        self._decline_for_absent(attempt, epoch)
         if is_missed:
             why = "no commit of this stage has come to its place in the data"
             self._leave_out(attempt, epoch, why)
@@ -188,10 +192,28 @@ class Checkpointer:
         if pending is not None:
             pending.work()
 
+    def ended(self) -> None:
+        """Nothing is left to do for this stage. Its state is its last also where no commit was: it
+        has begun with a checkpoint of its end, or its last txn was a skip."""
+        self.take()
+        at, local = self._state.position, self._job.local
+        if self._has_ended or at is None or local is None or local.epoch is None:
+            return
+        if local.head is None or at.lineage != local.head.lineage:
+            return  # it is not that of the others
+        self.before_change()  # a copy that is under way is delivered only then
+        record, epoch = replace(at, last=True), local.epoch
+        if isinstance(self._due, DueToLater):
+            self._due.stands_at(record, epoch)
+            self._outlive(self._due, None, record, epoch)
+        elif isinstance(self._due, DueToFirst) and (named := self._due.ended(record, epoch)):
+            self._await_delivery()
+            self._begin(self._attempt(named, record, epoch), epoch)
+
     def _attempt(self, named: Named, record: Record, epoch: Record) -> Attempt:
         groups = tuple(entry.group for entry in epoch.members)
         spec = self._stages, self._spec, self._spec_digest
-        return Attempt(named, record, groups, self._ranks, *spec, self.origin)
+        return Attempt(named, record, groups, self._ranks, *spec, self.origin, self._groups)
 
     def _leave_out(
         self, attempt: Attempt, epoch: Record, why: str, too_often: bool = False
@@ -206,14 +228,21 @@ class Checkpointer:
 
     def _await_delivery(self) -> None:
         """Until this rank's files of earlier checkpoints are written; whoever publishes one may
-        wait for others still."""
+        wait for others still. After a limit the memory of their copies is left to them."""
         until = time.monotonic() + _CLOSE_S
         for writer in self._writers.values():
-            writer.has_delivered.wait(max(0.0, until - time.monotonic()))
+            if not writer.has_delivered.wait(max(0.0, until - time.monotonic())):
+                self._staging = Staging()
 
-    def _decline(self, attempt: Attempt, epoch: Record) -> None:
-        """Have nobody wait for this rank, which does not wait for the disk, either."""
-        writer = self._writer_of(attempt, None, epoch)
+    def _decline_for_absent(self, attempt: Attempt, epoch: Record) -> None:
+        """Have nobody wait for ranks of this stage that are not in its txn."""
+        if isinstance(self._due, DueToLater):
+            for group in self._due.absent(attempt.named, epoch):
+                self._decline(attempt, epoch, group)
+
+    def _decline(self, attempt: Attempt, epoch: Record, group: str = "") -> None:
+        """Have nobody wait for this rank, or that of ``group``, nor this one for the disk."""
+        writer = self._writer_of(attempt, None, epoch, group)
         self._start(writer, writer.decline, "fft-checkpoint-declined")
 
     def _is_writing(self) -> bool:
@@ -240,7 +269,7 @@ class Checkpointer:
         """Begin the copy of what the commit has left. None: it cannot be in a file."""
         self.before_change()
         step, began = attempt.named.step, time.monotonic()
-        given = self._state, self._staging, shared, self._changed_late, attempt.gives_from
+        given = self._state, self._staging, shared, self._changed_late, attempt.gives
         try:
             self._snapshot = Snapshot(*given)
         except (TypeError, FftError, RuntimeError) as error:
@@ -251,13 +280,16 @@ class Checkpointer:
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
         return self._snapshot
 
-    def _writer_of(self, attempt: Attempt, snapshot: Snapshot | None, epoch: Record) -> RankWriter:
+    def _writer_of(
+        self, attempt: Attempt, snapshot: Snapshot | None, epoch: Record, group: str = ""
+    ) -> RankWriter:
+        """``group``: for a rank of which it is done; by default this one."""
         peer, record = self._job.peer, attempt.record
         return RankWriter(
             self.checkpoints,
             attempt,
             snapshot,
-            (peer.group, peer.rank),
+            (group or peer.group, peer.rank),
             self.plan.keep,
             self._job.note,
             partial(self._due.left, record, epoch),
@@ -280,6 +312,7 @@ class Checkpointer:
             try:
                 for each in later if named is None else (named, *later):
                     attempt = self._attempt(each, record, epoch)
+                    self._decline_for_absent(attempt, epoch)
                     self._writer_of(attempt, snapshot, epoch).run()
             except (BusError, UnreadableMessage, ValueError) as error:
                 text = "checkpoints of the stages that go on will lack this one: %s"

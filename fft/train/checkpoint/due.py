@@ -58,8 +58,9 @@ class Named(NamedTuple):
 class Due(Protocol):
     """When a checkpoint is due to a rank, and who is waited for."""
 
-    def before_vote(self, plan: StartTxn, last: bool) -> None:
-        """This rank is about to say YES; ``last``: and that no txn comes after this one."""
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
+        """This rank is about to say YES; ``last``: and that no txn comes after this one, unless it
+        is skipped; ``skip``: it is, as far as this rank knows."""
 
     def due(self, record: Record, epoch: Record) -> Named | None:
         """The checkpoint that is to be taken of this commit, whose members ``epoch`` names."""
@@ -81,20 +82,24 @@ class DueByRecord:
         """Commit and epoch of the newest attempt."""
         self._epoch = 0
         """Of the last commit here."""
+        self._ends: Token | None = None
+        """The txn of the last vote, if none was to come after it."""
         self._since: float | None = None
 
-    def before_vote(self, plan: StartTxn, last: bool) -> None:
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
         """Nothing is to be said."""
+        self._ends = plan.token if last else None
 
     def due(self, record: Record, epoch: Record) -> Named | None:
         """As `Due.due`."""
         return named_after(self._job, record, epoch) if self._is_due(record, epoch) else None
 
     def _is_due(self, record: Record, epoch: Record) -> bool:
-        if record.skip and not (record.last and self._is_behind(record)):
+        is_last = record.last or (record.skip and self._ends == record.token)
+        if record.skip and not (is_last and self._is_behind(record)):
             return False  # no step, and more are to come
         is_new, self._epoch = record.epoch != self._epoch, record.epoch
-        if not (record.last or (is_new and self._is_writer_lost(epoch))):
+        if not (is_last or (is_new and self._is_writer_lost(epoch))):
             steps = self._plan.steps
             is_named = self._is_named(record, epoch) if steps is None else record.step % steps == 0
             if not is_named:
@@ -199,12 +204,14 @@ class DueByWord:
         """The newest that were seen, and when that was."""
         self._since = 0.0
 
-    def before_vote(self, plan: StartTxn, last: bool) -> None:
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
         """As `Due.before_vote`: if the checkpoint is mine to name, and due, name this txn."""
-        epoch, step = epoch_to_name_in(self._job, plan), plan.step + 1
+        epoch, step = epoch_to_name_in(self._job, plan), plan.step + (not skip)
         if epoch is None:
             return
-        may_end = self._may_end(last)
+        may_end = self._may_end(last and not skip, epoch)
+        if skip and not may_end:
+            return  # no step, and more are to come
         try:
             self._look()
             if not (self._is_wanted(step, epoch) or may_end):
@@ -215,20 +222,21 @@ class DueByWord:
                 return
             writer = frozenset(epoch.members[0].peers())
             name = attempt_name(self._job.bus.generation, f"{plan.token}")
-            self._say(Word(plan.token, step, writer, name, plan.next_cursor, may_end))
+            self._say(Word(plan.token, step, writer, name, plan.next_cursor, may_end), plan.step)
         except (BusError, ValueError) as error:
             self._give_up(step, f"it could not be named: {error}")
 
     def due(self, record: Record, epoch: Record) -> Named | None:
         """As `Due.due`; also with the last commit of the job, whose name is its own."""
-        if record.skip:
+        if record.skip and not record.last:
             return None
         try:
             self._look()
         except (BusError, ValueError) as error:
             if not record.last:
                 self._give_up(record.step, f"whether it was named cannot be seen: {error}")
-        named = next((word.named for word in self._words if word.token == record.token), None)
+        words = (w for w in self._words if (w.token, w.step) == (record.token, record.step))
+        named = next((word.named for word in words), None)
         return self._unnamed_last(record, epoch) if named is None and record.last else named
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
@@ -247,7 +255,7 @@ class DueByWord:
         """All members come there at once."""
         return False
 
-    def _may_end(self, last: bool) -> bool:
+    def _may_end(self, last: bool, epoch: Record) -> bool:
         """Whether the txn is named as what may be the last one; here that needs no word."""
         return False
 
@@ -257,8 +265,8 @@ class DueByWord:
         if words != self._words:
             self._words, self._since = words, time.monotonic()
 
-    def _say(self, word: Word) -> None:
-        others = [w for w in self._words if w.step < word.step]  # else it came to nothing
+    def _say(self, word: Word, done: int) -> None:
+        others = [w for w in self._words if w.step <= done]  # else it came to nothing
         words = (*others, word)[-NAMED:]
         self._bus.write(AT, encode_words(words))
         self._words, self._since = words, time.monotonic()

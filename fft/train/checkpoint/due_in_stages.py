@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from fft.bus import BusError, ErrorBus
+from fft.durable.manifest import attempt_name
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.messages.effects import StartTxn
@@ -83,9 +84,27 @@ class DueToFirst(DueByWord):
 
     def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
         """None: the other stages know its name by the word alone."""
-        why = "all groups have left with it, which was not known when it was voted for"
+        is_named = any(word.token == record.token for word in self._words)
+        why = "it is a skip" if is_named else "all groups have left with it"
+        why += ", which was not known when it was voted for"
         self._give_up(record.step, why)
         return None
+
+    def ended(self, record: Record, epoch: Record) -> Named | None:
+        """The checkpoint of a stage that has ended where ``record`` stands, with no commit that was
+        the last. Groups come to that one by one, and may be in unlike epochs then."""
+        name = attempt_name(self._job.bus.generation, f"end|{record.lineage}|{record.cursor}")
+        writer = frozenset(epoch.members[0].peers())
+        word = Word(Token(epoch.epoch, 0), record.step, writer, name, record.cursor, True)
+        try:
+            self._look()
+            said = next((w for w in self._words if w.name == name), None)
+            if said is None and is_first(self._job.peer, epoch):
+                self._say(word, record.step)
+        except (BusError, ValueError) as error:
+            self._give_up(record.step, f"it could not be named: {error}")
+            return None
+        return (said or word).named
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """As `Due.left`."""
@@ -101,10 +120,10 @@ class DueToFirst(DueByWord):
         local = self._job.local
         return None if local is None else next((e for e in local.elsewhere if e.ahead), None)
 
-    def _may_end(self, last: bool) -> bool:
+    def _may_end(self, last: bool, epoch: Record) -> bool:
         """A drain is heard of before it ends the job; then each stage leaves where it stands."""
-        local = self._job.local
-        return last or (local is not None and bool(local.leaving))
+        local = self._job.local  # which knows of those who have left, too
+        return last or (local is not None and bool(local.leaving & epoch.peer_set))
 
 
 class DueToLater:
@@ -126,14 +145,14 @@ class DueToLater:
     ) -> None:
         self._job, self._bus, self._before = job, bus, before
         self._first, self._limit_s = first, limit_s
-        self._taken: tuple[str, ...] = ()
-        """Names of the newest attempts that this rank has taken part in, or given up."""
+        self._taken = set[str]()
+        """Names of the attempts that this rank has taken part in, or given up."""
         self._at: Record | None = None
         """The last commit here."""
         self._is_first = False
         """Whether this is the first rank of its members."""
 
-    def before_vote(self, plan: StartTxn, last: bool) -> None:
+    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
         """As `Due.before_vote`: name this txn, if it ends where the stage before is cut."""
         if epoch_to_name_in(self._job, plan) is None:
             return
@@ -160,7 +179,7 @@ class DueToLater:
     def due(self, record: Record, epoch: Record) -> Named | None:
         """As `Due.due`; a skip has a place in the data as any other txn."""
         since = record.cursor if self._at is None else self._at.cursor
-        self._at, self._is_first = record, is_first(self._job.peer, epoch)
+        self.stands_at(record, epoch)
         try:
             mine, before = words_on(self._bus), words_on(self._before)
             first = words_on(self._job.bus) if record.last else ()
@@ -173,11 +192,21 @@ class DueToLater:
         named += [each._replace(is_missed=True) for each in passed]
         found = next((each for each in named if each.name not in self._taken), None)
         if found is not None:
-            self._takes(found.name)
+            self._taken.add(found.name)
         return found
 
-    def _takes(self, name: str) -> None:
-        self._taken = (*self._taken, name)[-NAMED:]
+    def stands_at(self, record: Record, epoch: Record) -> None:
+        """The state of this stage is that of ``record``."""
+        self._at, self._is_first = record, is_first(self._job.peer, epoch)
+
+    def absent(self, named: Named, epoch: Record) -> frozenset[str]:
+        """Any thread: groups that have no part in ``named`` here, and are waited for: they are not
+        in ``epoch``. The first rank of those who are says it for them."""
+        local = self._job.local
+        if local is None or not is_first(self._job.peer, epoch):
+            return frozenset()
+        before = (e.groups for e in local.elsewhere if not e.ahead)
+        return frozenset().union((named.writer,), *before) - {e.group for e in epoch.members}
 
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
         """A thread, once this stage has ended: what those that go on name, until they have ended,
@@ -191,7 +220,7 @@ class DueToLater:
             at = self._first.read()  # before its words, of which the last is older than its end
             for word in words_on(self._before):
                 if word.cursor >= self._at.cursor and word.name not in self._taken:
-                    self._takes(word.name)
+                    self._taken.add(word.name)
                     if self._is_first:
                         self._say(word, self._at.token, self._at.cursor)
                     yield word.named

@@ -63,7 +63,7 @@ class Snapshot:
         state: of this rank.
         shared: with what all groups have in common; else only what is this rank's own.
         at_once: parameters that are changed by other code than updates; bodies' are known.
-        gives_from: of a stage that gives entries to the next one, those of slices from there on.
+        gives: of a stage that gives entries to the next one, those of these slices.
 
     Raises:
         TypeError, UnfitForFile: something in the state cannot be in a file; names the place.
@@ -75,9 +75,9 @@ class Snapshot:
         staging: Staging,
         shared: bool,
         at_once: Set[str] = frozenset(),
-        gives_from: int = 0,
+        gives: range = range(0),
     ) -> None:
-        tree, self._watched = _tree_of(state, shared, gives_from)
+        tree, self._watched = _tree_of(state, shared, gives)
         self.data, live = packed(tree)
         staging.keep_only(live.keys())
         edited: Set[str] | None = state.step.edited if state.step is not None else None
@@ -174,7 +174,7 @@ def _is_in(name: str, edited: Set[str] | None) -> bool:
 
 
 def _tree_of(
-    state: RankState, shared: bool, gives_from: int
+    state: RankState, shared: bool, gives: range
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What goes into the files of a rank, and the parameters by name."""
     step = state.step
@@ -184,7 +184,7 @@ def _tree_of(
     if state.synchronizer is not None:
         own["alone"] = state.synchronizer.export_own()
     if state.output is not None:
-        own["entries"] = state.output.export_entries(gives_from)
+        own["entries"] = state.output.export_entries(gives)
     if not shared:
         return {"own": own}, {}
     found: dict[str, Any] = {

@@ -59,6 +59,8 @@ class Attempt:
     spec: str
     spec_digest: str
     origin: Origin | None
+    most: int = 0
+    """Groups of the job, as far as they were announced."""
 
     @property
     def directory(self) -> str:
@@ -79,10 +81,12 @@ class Attempt:
         )
 
     @property
-    def gives_from(self) -> int:
-        """Entries of slices before that the next stage has taken when it comes to its own place,
-        which is less than a txn behind; but at the end of the job."""
-        return 0 if self.record.last else self.record.cursor - len(self.groups)
+    def gives(self) -> range:
+        """Of these slices the next stage may lack entries when it has come to its own place, which
+        is less than a txn of its own behind; but at the end of the job. Later ones are of attempts
+        that came to nothing."""
+        cursor, most = self.record.cursor, max(len(self.groups), self.most)
+        return range(0 if self.record.last else max(0, cursor - most), cursor)
 
 
 def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) -> None:

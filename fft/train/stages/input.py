@@ -23,7 +23,6 @@ from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.manager import ManagerFFT
-    from fft.train.participation import Participation
     from fft.train.stages.output import StageOutput
     from fft.train.stages.scope import StageScope
 
@@ -170,26 +169,6 @@ class StageInput:
         if self._reader is not None:
             self._reader.join(JOIN_S)
         connection.close()
-
-
-def has_ended_with_its_data(job: Participation, step: int, max_steps: int | None) -> bool:
-    """Whether a loop that has come to its end did so because the stage before has; says so if it
-    had more to do."""
-    local = job.local
-    others = () if local is None else local.elsewhere
-    before = [other for other in others if not other.ahead and other.has_ended]
-    if local is None or not before:
-        return False
-    if max_steps is not None and step < max_steps:
-        logger.warning(
-            "stage %r has ended after %d slices of the data, and this one, which follows it, has "
-            "ended with them: at step %d, before max_steps=%d",
-            before[0].scope,
-            before[0].cursor,
-            step,
-            max_steps,
-        )
-    return job.peer not in local.leaving
 
 
 def refuse_unconnected(stage: StageScope, output: StageOutput | None, loader: Any) -> None:

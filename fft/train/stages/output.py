@@ -151,12 +151,11 @@ class StageOutput:
 
     # --- the main thread, between two transactions ---
 
-    def export_entries(self, since: int) -> list[tuple[int, int, Any]]:
-        """Slice, version and value of those that the next stage may still ask for, of slices from
-        ``since`` on."""
+    def export_entries(self, slices: range) -> list[tuple[int, int, Any]]:
+        """Slice, version and value of those of ``slices`` that the next stage may still take."""
         with self._changed:
             there = sorted(self._entries.items())
-        return [(number, each.version, each.value) for number, each in there if number >= since]
+        return [(number, each.version, each.value) for number, each in there if number in slices]
 
     def load_entries(self, entries: Sequence[tuple[int, int, Any]]) -> None:
         """Offer what `export_entries` gave; before the job is joined."""

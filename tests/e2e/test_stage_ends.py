@@ -1,0 +1,200 @@
+"""How jobs of stages that step by themselves end; in threads of one process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forged import Change, nth_note, rewrite, saying
+from stage import Member, job, notes, slices
+from staged import Plan, run
+from waiting import wait_until
+
+import fft
+from fft.durable.checkpoints import Checkpoints
+from fft.durable.stores import open_store
+from fft.trace.audit import trace_files
+from fft.trace.format import scope_folder
+from fft.trace.resumed import audit_job
+
+BATCHES = 8
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    "skips",
+    [
+        pytest.param(([BATCHES - 1], [BATCHES - 1]), id="both"),
+        pytest.param(([BATCHES - 1], []), id="first"),
+        pytest.param(([], [BATCHES - 1]), id="last"),
+    ],
+)
+def test_data_that_end_with_a_skipped_step_end_the_job(
+    groups: int, skips: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    """Nobody leaves with a step that is skipped, and nothing is left to take."""
+    plan = Plan(BATCHES, overflows=skips)
+    made = run(tmp_path, plan, groups, within=20.0)
+    steps = [BATCHES // groups - bool(skipped) for skipped in skips]
+    assert plan.ends == {f"{g}.{stage}": steps[stage] for g in range(groups) for stage in range(2)}
+    for stage, name in enumerate(("", "stage1")):
+        taken = slices(scope_folder(tmp_path, name))
+        assert sorted(taken[stage]) == list(range(BATCHES))
+    made.audit()
+
+
+def test_a_skipped_step_under_max_steps_is_made_with_another_batch(tmp_path: Path) -> None:
+    plan = Plan(BATCHES, steps=(4, 4), overflows=([3], [3]))
+    made = run(tmp_path, plan, within=20.0)
+    assert plan.ends == {"0.0": 4, "0.1": 4}
+    assert sorted(slices(tmp_path)[0]) == list(range(5))
+    made.audit()
+
+
+def test_data_that_end_with_a_skipped_step_end_a_job_without_stages(tmp_path: Path) -> None:
+    """Also for a group that comes to it when the other has left, which it could not do without."""
+    ends: dict[str, int] = {}
+
+    def train(member: Member) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        manager, model = member.manager, torch.nn.Linear(8, 1)
+        torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+        optimizer = torch.optim.AdamW(model.parameters())
+        manager.register(model, optimizer, scaler=scaler)
+        manager.sync_gradients(model)
+        for txn in manager.transactions([torch.randn(4, 8) for _ in range(BATCHES)]):
+            with txn:
+                loss = model(txn.batch).square().mean()
+                is_last = txn._drawn.item >= BATCHES - 2
+                scaler.scale(loss * torch.inf if is_last else loss).backward()
+            if txn.skipped and member.group == "1":
+                wait_until(lambda: not made.members[0].is_at_work, "the other group has left")
+        ends[member.name] = manager.current_step()
+
+    with job(tmp_path, 2) as made:
+        torch.manual_seed(3)
+        made.run(train, register=False, min_replica_size=2)
+        assert ends == {"0": BATCHES // 2 - 1, "1": BATCHES // 2 - 1}
+        made.audit()
+
+
+def kept(place: Path, every: int = 4, resume: bool = True) -> dict[str, object]:
+    """Settings of a job that keeps checkpoints."""
+    return {"checkpoint": fft.Checkpointing(place, every=every, keep=0, resume=resume)}
+
+
+def cursors(place: Path, whole: bool = True) -> dict[int, list[int]]:
+    """Of the stages, by step of the first one, in each checkpoint; nothing else is there, if they
+    are the ``whole``."""
+    found = Checkpoints(open_store(str(place)))
+    assert not whole or all(entry.manifest is not None for entry in found.found()), (
+        "nothing is left over"
+    )
+    manifests = [entry.manifest for entry in found.found() if entry.manifest is not None]
+    assert len({manifest.groups for manifest in manifests}) == 1, "all groups are in each"
+    steps = [manifest.step for manifest in manifests]
+    return {step: [at.cursor for at in found.verify(step).scopes.values()] for step in steps}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
+    """It has been given more steps; what the first one gives is made anew, and the end is in a
+    checkpoint."""
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "1", Plan(32, steps=(7, 2)), groups, **kept(place))
+    assert cursors(place)[7] == [7 * groups, 2 * groups]
+    plan = Plan(32, steps=(7, 7))
+    made = run(tmp_path / "2", plan, groups, within=20.0, **kept(place))
+    assert plan.ends == {f"{g}.{stage}": 7 for g in range(groups) for stage in range(2)}
+    assert cursors(place)[7] == [7 * groups, 7 * groups]
+    made.audit()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
+    groups: int, tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "1", Plan(32, steps=(7, 2)), groups, **kept(place))
+    plan = Plan(32, steps=(12, 2))
+    made = run(tmp_path / "2", plan, groups, within=20.0, **kept(place))
+    assert plan.ends == {f"{g}.{stage}": (12, 2)[stage] for g in range(groups) for stage in (0, 1)}
+    for step in (8, 12):
+        assert cursors(place)[step] == [step * groups, 2 * groups]
+    made.audit()
+
+
+@pytest.mark.parametrize("skips", [([7], [7]), ([7], []), ([], [7])])
+def test_data_that_end_with_a_skipped_step_end_with_a_checkpoint(
+    skips: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "traces", Plan(8, overflows=skips), 2, **kept(place, every=1000))
+    assert cursors(place) == {4 - bool(skips[0]): [8, 8]}
+
+
+def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_path: Path) -> None:
+    """Such as one of two groups whose slices the next one, of one group, does not all take."""
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "traces", Plan(32, steps=(4, 2), strays=2), **kept(place))
+    plan = Plan(32, steps=(7, 7))
+    run(tmp_path / "traces" / "start2", plan, **kept(place))
+    given = [n["data"]["slice"] for n in notes(tmp_path / "traces" / "start2", "entry_restored")]
+    assert max(given, default=0) < cursors(place)[4][0]
+    report = audit_job(tmp_path / "traces")
+    assert report.ok and report.resumed.checks, report.render()
+    for stage, change, text in ODD:
+        traces = shutil.copytree(tmp_path / "traces", tmp_path / "odd")
+        rewrite(trace_files(scope_folder(traces / "start2", stage))[0], change())
+        assert text in audit_job(traces).render()
+        shutil.rmtree(traces)
+
+
+ODD: tuple[tuple[str, Callable[[], Change], str], ...] = (
+    (
+        "",
+        lambda: nth_note("entry_restored", 0, saying(version=5)),
+        "is said to be from",
+    ),
+    ("", lambda: nth_note("entry_restored", 0, saying(slice=9)), "is said to be from"),
+    ("stage1", lambda: nth_note("resumed", 0, saying(attempt="x")), "begins with the checkpoint x"),
+    ("stage1", lambda: beginning_at(1), "begin at step 2, cursor 1 and"),
+)
+"""What the audit would miss otherwise: the stage whose traces say it, and what is found."""
+
+
+def beginning_at(cursor: int) -> Change:
+    """The process says that it has begun at another place."""
+
+    def of_header(line: dict[str, Any]) -> list[dict[str, Any]]:
+        is_header = line["kind"] == "header"
+        return [{**line, "start": {**line["start"], "cursor": cursor}} if is_header else line]
+
+    return of_header
+
+
+def test_a_checkpoint_is_not_waited_for_whose_writer_is_not_in_the_last_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those who are there say it. Once the writer is there, too, checkpoints are taken."""
+    said = "rank 1 of group 0 delivers nothing, as it has said"
+    plan = Plan(80, steps=(16, 16))
+    plan.late = lambda: wait_until(lambda: said in caplog.text, "the first is given up", 20.0)
+    place, limits = tmp_path / "checkpoints", {"join_window": 0.5, "flow_limit": 40.0}
+    run(tmp_path / "traces", plan, 2, timeouts=limits, **kept(place))
+    assert plan.ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
+    assert 16 in cursors(place, whole=False)
+
+
+def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "checkpoints"
+    run(tmp_path / "1", Plan(32, steps=(4, 4)), 2, **kept(place))
+    before = cursors(place)
+    run(tmp_path / "2", Plan(32, steps=(4, 4)), 2, within=20.0, **kept(place))
+    assert cursors(place) == before
