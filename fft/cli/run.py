@@ -249,7 +249,7 @@ def run(
             total = config.groups_in_all
             plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
             verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
-    _tell(verdict, config)
+        _tell(verdict, config)  # a further signal cuts nothing of it
 
 
 def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
