@@ -36,6 +36,8 @@ class Plan:
     """The first stage has an entry of the slice so many after its own, too."""
     late: Callable[[], None] | None = None
     """What the last rank of group 0 waits for, before it begins."""
+    meanwhile: Callable[[Member, int], None] | None = None
+    """Done in each body, with its step."""
     ends: dict[str, int] = field(default_factory=dict)
     """Step at which each rank has ended."""
 
@@ -60,6 +62,8 @@ class Plan:
         for txn in manager.transactions(data, steps):
             with txn:
                 vectors = model(txn.batch)
+                if self.meanwhile is not None:
+                    self.meanwhile(member, txn.step)
                 if output is not None:
                     output.put(txn, vectors)
                     if self.strays:

@@ -15,11 +15,15 @@ from staged import Plan, run
 from waiting import wait_until
 
 import fft
+from fft.bus import open_bus
 from fft.durable.checkpoints import Checkpoints
+from fft.durable.manifest import attempt_name
 from fft.durable.stores import open_store
+from fft.messages.protocol import Peer, Token
 from fft.trace.audit import trace_files
 from fft.trace.format import scope_folder
 from fft.trace.resumed import audit_job
+from fft.train.checkpoint.due import AT, Word, encode_words
 
 BATCHES = 8
 
@@ -188,6 +192,25 @@ def test_a_checkpoint_is_not_waited_for_whose_writer_is_not_in_the_last_stage(
     run(tmp_path / "traces", plan, 2, timeouts=limits, **kept(place))
     assert plan.ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
     assert 16 in cursors(place, whole=False)
+
+
+def test_a_stage_that_has_passed_the_place_delivers_no_other_state(tmp_path: Path) -> None:
+    """The word of the first stage comes when the last one has left the place, as it may of stages
+    with unlike groups."""
+    place, name = tmp_path / "checkpoints", attempt_name("life", "late")
+
+    def name_it_late(member: Member, step: int) -> None:
+        if member.name == "0.1" and step == 2:
+            word = Word(Token(99, 1), 2, frozenset({Peer("0", 0, 1)}), name, 2, False)
+            with open_bus(member.job.bus) as bus:
+                bus.write(AT, encode_words([word]))
+
+    plan = Plan(32, steps=(6, 6), meanwhile=name_it_late)
+    run(tmp_path / "traces", plan, **kept(place, every=1000))
+    traces = tmp_path / "traces" / "scopes" / "stage1"
+    (left_out,) = notes(traces, "checkpoint_skipped")
+    assert left_out["data"]["step"] == 2 and "has come to its place" in left_out["data"]["reason"]
+    assert {note["data"]["step"] for note in notes(traces, "checkpoint_begun")} == {6}
 
 
 def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
