@@ -20,8 +20,10 @@ from ranks import LIMIT, WIDTH, Samples
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchft import ProcessGroupGloo
+from waiting import wait_until
 
 import fft
+from fft.train.checkpoint.threads import NAME
 
 EVERY = 2
 """Inner steps between two synchronisations of one fragment."""
@@ -64,9 +66,11 @@ def synchronised(manager: fft.ManagerFFT, spec: str, model: Any, inner: Any) -> 
 
 def written() -> None:
     """The checkpoint that is under way has come to its end: each that is due is taken."""
-    for thread in threading.enumerate():
-        if thread.name == "fft-checkpoint":
-            thread.join(LIMIT.total_seconds())
+
+    def at_work() -> bool:
+        return any(thread.name == NAME for thread in threading.enumerate())
+
+    wait_until(lambda: not at_work(), "checkpoints are written", LIMIT.total_seconds())
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
 from fft.train.checkpoint import checkpointer, gathering, writer
 from fft.train.checkpoint.due import Named
+from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
 from fft.train.state.serial import StateMismatch
@@ -161,7 +162,7 @@ class Start:
 
 
 def is_writing() -> bool:
-    return any(thread.name == "fft-checkpoint" for thread in threading.enumerate())
+    return any(thread.name == NAME for thread in threading.enumerate())
 
 
 def at(place: Path, **values: Any) -> fft.Checkpointing:
@@ -326,6 +327,34 @@ def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
     found = Checkpoints(open_store(str(tmp_path / "checkpoints"))).found()
     assert [e.step for e in found if e.step is not None] == [8, 12]
     assert "its copy was not done 0.05 s after the vote" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_is_free_is_used_again_and_one_that_has_failed_is_not() -> None:
+    threads, seen, go_on = Threads(), list[int | None](), threading.Event()
+
+    def works() -> None:
+        seen.append(threading.get_native_id())
+
+    def fails() -> None:
+        works()
+        raise SystemExit  # which no hook of threads reports
+
+    def waits() -> None:
+        works()
+        assert go_on.wait(30)
+
+    for work in (works, works, fails, works):
+        assert threads.do(work).wait(30)
+    first, again, failed, other = seen
+    assert first == again == failed != other
+    busy = threads.do(waits)
+    assert threads.do(works).wait(30), "another one"
+    assert not busy.is_set()
+    threads.close()
+    go_on.set()
+    assert busy.wait(30)
+    wait_until(lambda: not any(t.name.startswith(NAME) for t in threading.enumerate()), "all end")
 
 
 def test_a_store_that_goes_away_and_comes_back(

@@ -32,6 +32,7 @@ from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
 from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, due_to, refuse_forks
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
+from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import Attempt, RankWriter
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
@@ -87,7 +88,8 @@ class Checkpointer:
         self._groups, self._ranks = groups, ranks
         self._staging = Staging()
         self._snapshot: Snapshot | None = None
-        self._writers: dict[threading.Thread, RankWriter] = {}
+        self._threads = Threads()
+        self._writers: dict[threading.Event, RankWriter] = {}
         """At work."""
         self._due: Due = DueByRecord(plan, job)
         if spec.bound:
@@ -243,11 +245,11 @@ class Checkpointer:
     def _decline(self, attempt: Attempt, epoch: Record, group: str = "") -> None:
         """Have nobody wait for this rank, or that of ``group``, nor this one for the disk."""
         writer = self._writer_of(attempt, None, epoch, group)
-        self._start(writer, writer.decline, "fft-checkpoint-declined")
+        self._writers[self._threads.do(writer.decline)] = writer
 
     def _is_writing(self) -> bool:
         """Whether a checkpoint is under way that this rank writes, or is to publish."""
-        self._writers = {t: writer for t, writer in self._writers.items() if t.is_alive()}
+        self._writers = {over: w for over, w in self._writers.items() if not over.is_set()}
         return any(not writer.is_over for writer in self._writers.values())
 
     def _begin(self, attempt: Attempt, epoch: Record) -> None:
@@ -258,12 +260,7 @@ class Checkpointer:
             self._decline(attempt, epoch)
             return
         writer = self._writer_of(attempt, snapshot, epoch)
-        self._start(writer, writer.run, "fft-checkpoint")
-
-    def _start(self, writer: RankWriter, work: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        self._writers[thread] = writer
-        thread.start()
+        self._writers[self._threads.do(writer.run)] = writer
 
     def _copy_of(self, attempt: Attempt, shared: bool) -> Snapshot | None:
         """Begin the copy of what the commit has left. None: it cannot be in a file."""
@@ -318,7 +315,7 @@ class Checkpointer:
                 text = "checkpoints of the stages that go on will lack this one: %s"
                 logger.warning(text, error)
 
-        self._outliving = threading.Thread(target=work, name="fft-checkpoint", daemon=True)
+        self._outliving = threading.Thread(target=work, name=NAME, daemon=True)
         self._outliving.start()
 
     def before_change(self) -> None:
@@ -346,8 +343,9 @@ class Checkpointer:
         if self._outliving is not None:
             self._outliving.join()  # it has limits of its own
         until = time.monotonic() + _CLOSE_S
-        for thread in self._writers:
-            thread.join(max(0.0, until - time.monotonic()))
+        for over in self._writers:
+            over.wait(max(0.0, until - time.monotonic()))
         if self._is_writing():
             logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
         self._writers = {}
+        self._threads.close()
