@@ -101,6 +101,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         'no quorum (`membership="lighthouse"`)': "e2e/test_lighthouse.py",
         "a member that the quorum leaves out (the same)": "e2e/test_lighthouse.py",
         "slow rank": "e2e/test_injected.py",
+        "any fault, while another group evaluates between two txns": "e2e/test_evaluating.py",
+        "a rank lost while its mates evaluate with it": "e2e/test_evaluating.py",
         "connections of a process group cut": "e2e/test_injected.py",
         "NaN in a gradient": "e2e/test_injected.py",
         "lighthouse restarted": "e2e/test_injected.py",
