@@ -176,11 +176,22 @@ class Checkpoints:
 
         Those of later steps belong to a past that the job has given up: they get another name, by
         which they are not found any more, and go with the next `prune` after their step. Raises
-        Passed: one of them is of the job's own present, where groups write side by side.
+        Passed: one of them is of the job's own present, where groups write side by side; or that
+        of the same state is there, with more groups.
         """
+        self._refuse_poorer(manifest)
         self._give_up_after(manifest.step, life_of(manifest.attempt))
         self.store.write(f"{directory}/{MANIFEST}", sealed(manifest))
         self.store.rename(directory, name_of(manifest.step))
+
+    def _refuse_poorer(self, manifest: Manifest) -> None:
+        here = (e.manifest for e in self.found() if e.step == manifest.step and e.problem is None)
+        for there in here:
+            if there is None or (there.scopes, there.ranks) != (manifest.scopes, manifest.ranks):
+                continue
+            if more := sorted(set(there.groups) - set(manifest.groups)):
+                names = ", ".join(more)
+                raise Passed(f"that of the same state is there, which has group {names}, too")
 
     def refuse_passed(self, step: int, attempt: str) -> None:
         """Raise Passed if the job that makes ``attempt`` has published a later step meanwhile."""

@@ -27,7 +27,7 @@ REMOVED = "removed-"
 """Begins, in the place of an attempt, the name of what is being removed."""
 _CHUNK = 4 * 1024 * 1024
 _WRITERS = ".writers.lock"
-"""Shared by all processes that write files of checkpoints."""
+"""Shared by all processes of jobs that take checkpoints."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What some file systems say to a lock."""
 
@@ -48,7 +48,7 @@ class Store(Protocol):
         """Keep the place for one job, where that can be had. Raises StoreError: another has it."""
 
     def at_work(self) -> AbstractContextManager[None]:
-        """This process writes files of a checkpoint: `is_at_work` tells others."""
+        """This process may write files of checkpoints: `is_at_work` tells others."""
 
     def is_at_work(self) -> bool | None:
         """Whether some process does; None: that cannot be known here."""

@@ -104,7 +104,8 @@ def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
     behind = outcome.step - step
     if not behind:
         return f"{text}, of the last step of the job"
-    return f"{text}, {behind} steps behind the last one of the job ({outcome.step}){last}"
+    steps = "1 step" if behind == 1 else f"{behind} steps"
+    return f"{text}, {steps} behind the last one of the job ({outcome.step}){last}"
 
 
 class Resumptions:
@@ -122,6 +123,8 @@ class Resumptions:
         self._say = say
         self._in_vain = 0
         """Starts in a row that have got no further."""
+        self._errors: frozenset[tuple[str, str]] = frozenset()
+        """Of the script, that have ended the start before."""
 
     def run(self, config: RunConfig, plan: FaultPlan, traces: Path) -> tuple[JobOutcome, RunConfig]:
         """All starts. The outcome of the last, and what that was asked to do.
@@ -139,6 +142,10 @@ class Resumptions:
             given = config.checkpoint
             if found.lost is None or given is None:
                 return found, config
+            if found.errors & self._errors:
+                self._say("two starts in a row have ended by the same error of the script")
+                return found, config
+            self._errors = found.errors
             for line in found.lines:
                 self._say(line)
             again = begun(replace(config, checkpoint=_resuming(given), trace_dir=traces))

@@ -81,6 +81,8 @@ class JobView:
     checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
+    has_stages: bool = False
+    """Whether each rank number steps by itself."""
 
     def of(self, group: str) -> list[RankView]:
         """The ranks of ``group`` seen so far, in order."""
@@ -118,6 +120,11 @@ class JobView:
         """The number of steps that the job has committed."""
         return max([self.gone, *(view.step for view in self.ranks.values())])
 
+    def reached(self, number: int) -> int:
+        """The same of the ranks of that number, which may have a scope of their own."""
+        own = [view.step for (_, rank), view in self.ranks.items() if rank == number]
+        return max(own, default=0) if self.has_stages else self.step
+
 
 class TraceTail:
     """Follows all trace files of a directory; `poll` takes in what was appended."""
@@ -142,6 +149,7 @@ class TraceTail:
                 self._files[name] = (path.open("rb"), match)
                 if path.parent != self._directory:
                     self._of_stages.add(name)
+                    self.view.has_stages = True
                 self._rest[name] = b""
         for name, (file, match) in list(self._files.items()):
             key, inc = (match["group"], int(match["rank"])), int(match["inc"])

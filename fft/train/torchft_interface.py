@@ -133,7 +133,12 @@ class TorchftInterface(Manager):  # type: ignore[misc]
     ) -> Work:
         """torchft's fault tolerant all-reduce; what it reduced goes into the vote's manifest."""
         self._refuse_in_doubt("allreduce()")
-        if self._parts.worker.txn is None and not self._parts.reductions.raises:
+        if self._parts.worker.txn is None and self._parts.reductions.raises:
+            raise FftError(
+                "allreduce() between two transactions: any fault of another group would end it, "
+                "and nobody would repeat it. Put it into the body, `with txn:`"
+            )
+        if self._parts.worker.txn is None:
             # so that whoever waits in it can be freed by a rollback
             self._parts.worker.finish_apply()
         return self._parts.reductions.issue(super().allreduce, tensor, should_quantize, reduce_op)

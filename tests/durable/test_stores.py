@@ -46,6 +46,20 @@ def test_what_is_published_verifies_and_is_found_by_its_step(store: Store) -> No
     assert newest is not None and newest.step == 10 and not problems
 
 
+def test_one_that_lacks_groups_does_not_replace_one_of_the_same_state(store: Store) -> None:
+    """Nor is what another past has left taken for the same state."""
+    found = published(store, 2, 4)
+    directory = written(store, 4, "a2")
+    made = manifest_of(store, directory, "a2", 4)
+    poorer = made.model_copy(update={"groups": ("0",)})
+    with pytest.raises(Passed, match="of the same state is there, which has group 1, too"):
+        found.publish(directory, poorer)
+    assert found.verify(4).attempt == "a1"
+    other = made.scopes["job"].model_copy(update={"lineage": "another"})
+    found.publish(directory, poorer.model_copy(update={"scopes": {"job": other}}))
+    assert found.manifest(4).attempt == "a2"
+
+
 def test_what_is_not_published_is_named_and_never_chosen(store: Store) -> None:
     published(store, 2)
     written(store, 5)

@@ -1,8 +1,9 @@
 """A small FSDP2 job for test_evaluating.py, which evaluates between two transactions.
 
 ``fft run`` starts it. Its first argument says what happens during the evaluation of group 0:
-``nothing``; ``fault``: a body of group 1 raises; ``stop``: so it does, and one of the two ranks
-stops, too. The second is a folder, where each rank leaves what it has found.
+``nothing``; ``fault``: a body of group 1 raises; ``kill``: a rank of group 1 is killed in one;
+``stop``: a body of group 1 raises, and one of the two ranks that evaluate stops, too. The second is
+a folder, where each rank leaves what it has found.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main(kind: str, folder: Path) -> None:
         with txn:
             if kind != "nothing" and rank.group == "1" and txn.step == AT:
                 tries += 1
-                if tries == 1:
+                if kind == "kill" and job.peer.inc == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if kind != "kill" and tries == 1:
                     raise ValueError("once")
             F.mse_loss(rank.model(txn.batch), txn.batch).backward()
         if not txn.committed or rank.manager.current_step() != AT or rank.group == "1":

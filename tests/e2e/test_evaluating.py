@@ -39,6 +39,14 @@ def test_a_rollback_of_the_next_step_ends_no_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
+def test_a_rank_of_another_group_that_is_killed_ends_no_evaluation(tmp_path: Path) -> None:
+    found = run(tmp_path / "killed", "kill")
+    assert [len(found[f"0.{rank}"].split()) for rank in range(2)] == [2, 2]
+    logs = {path.name for path in (tmp_path / "killed" / "run" / "logs").iterdir()}
+    assert "g1r0-2.log" in logs and "g0r0-2.log" not in logs
+
+
+@pytest.mark.multiprocess
 def test_who_waits_there_for_a_mate_that_has_stopped_comes_free(tmp_path: Path) -> None:
     found = run(tmp_path / "stopped", "stop")
     assert len(set(found.values())) == 2, "its group began again, without an evaluation"

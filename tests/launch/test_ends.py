@@ -90,6 +90,24 @@ def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
     assert len(told) == 1 and "group 1" in told[0] and "g1r1-1.log" in told[0]
 
 
+def test_who_has_left_and_still_writes_a_checkpoint_is_waited_for(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """Though the job is over, and its last epoch was one without it."""
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        at_its_end = {"from": "DRAIN_COMMIT", "to": "EXIT", "roles": ["last_commit", "terminal"]}
+        trace(job, 1, 0, 1, record(kind="transition", step=5, **at_its_end))
+        groups, tail = job.supervisor._groups, job.supervisor._tail
+        wait_until(lambda: not groups["1"].waiting(set(), tail.view), "its end is seen")
+        assert groups["1"].living
+        (child,) = groups["0"].waiting(set(), tail.view)
+        assert groups["0"].waiting({child.pid}, tail.view) == []
+        for group in "01":
+            actors[group, "0"].order("exit 0")
+        assert job.verdict().ok
+
+
 @pytest.fixture
 def bus() -> Iterator[ErrorBus]:
     with open_bus(f"memory://ends-{uuid.uuid4().hex}") as bus:

@@ -357,6 +357,16 @@ def test_a_thread_that_is_free_is_used_again_and_one_that_has_failed_is_not() ->
     wait_until(lambda: not any(t.name.startswith(NAME) for t in threading.enumerate()), "all end")
 
 
+def test_others_see_that_a_job_may_write_until_it_has_ended(tmp_path: Path) -> None:
+    """Also between two checkpoints, and while nobody of it is at work."""
+    store, seen = open_store(str(tmp_path / "checkpoints")), list[bool | None]()
+    start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
+    start.manager.on_commit(lambda: seen.append(store.is_at_work()))
+    start.train(Stream(), 3)
+    assert seen == 3 * [True]
+    assert store.is_at_work() is False
+
+
 def test_a_store_that_goes_away_and_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,11 +5,12 @@ Starts processes and the group's rendezvous store (one fresh TCPStore per start)
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from typing import Any
 from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.claims import Loss
 from fft.messages.commands import Evict
+from fft.trace.tail import JobView
 from fft.util.error_places import Place
+
+logger = logging.getLogger(__name__)
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
@@ -111,6 +115,22 @@ class Group:
         """The error of its own by which a rank ended, and its mates with it."""
         said = (child.last_words for child in self.children)
         return next((words for words in said if words is not None), None)
+
+    def waiting(self, inside: Collection[int], view: JobView) -> list[Child]:
+        """Its living processes, but for those that leave the job by themselves: with its end, as
+        those of the pids ``inside``, or before, and still write a checkpoint."""
+        ranks = view.since(self.name, self.incs_before)
+        left = {rank for rank, seen in ranks.items() if seen.role == "terminal"}
+        return [c for c in self.living if c.pid not in inside and c.rank not in left]
+
+    def start_later(self) -> None:
+        """After a pause. Says by which error it has ended, if it was by one."""
+        self.restart_at = time.monotonic() + self.pauses.next()
+        for child in self.children:
+            if (words := child.last_words) is not None:
+                text = "group %s is started again: rank %d ended with %s; its log: %s"
+                logger.warning(text, self.name, child.rank, words.short(), child.log)
+                return
 
     @property
     def came_too_late(self) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from fft.launch.supervisor.children import Child, cause_of
 from fft.launch.supervisor.groups import Group
-from fft.launch.supervisor.mistakes import Mistake
+from fft.launch.supervisor.mistakes import Mistake, is_the_scripts
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
 from fft.trace.ends import about_no_state
 from fft.trace.tail import JobView
+from fft.util.errors import NotEnoughGroups
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class JobOutcome:
     fired: frozenset[str] = frozenset()
     """Faults of the plan that have happened."""
     step: int = 0
-    """The last that was committed."""
+    """The last that was committed; of the first stage, where each steps by itself."""
     failed: tuple[int, str] | None = None
     """Step and cause of the last checkpoint that was not taken for an error."""
+    errors: frozenset[tuple[str, str]] = frozenset()
+    """Of the script, by which groups have ended."""
 
 
 @dataclass
@@ -100,13 +103,14 @@ class Judgement:
         ``is_over``: all groups have left with one commit. ``unfinished``: of the fault plan.
         """
         lines, remarks = self._ends(view, is_over)
-        early = filter(None, (_left_early(group, view) for group in self.groups))
+        words = [child.last_words for group in self.groups for child in group.children]
+        was_needed = any(w is not None and w.type == NotEnoughGroups.__name__ for w in words)
+        early = filter(None, (_left_early(group, view, was_needed) for group in self.groups))
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
         if self.asked_to_end and view.committed:
             remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
-        last = (child.last_words for group in self.groups for child in group.children)
-        if any(words is not None and words.type == "NoState" for words in last):
+        if any(each is not None and each.type == "NoState" for each in words):
             remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
             names = "; ".join(map(in_words, unfired))
@@ -114,8 +118,9 @@ class Judgement:
         return JobOutcome(
             not lines,
             (*early, *lines, *remarks),  # the cause comes first
-            step=view.step,
+            step=view.reached(0),
             failed=view.checkpoints.last_failure,
+            errors=frozenset(w.signature for w in words if w is not None and is_the_scripts(w)),
         )
 
     def _took_part(self, group: Group, view: JobView) -> bool:
@@ -162,20 +167,26 @@ def _has_joined(group: Group, rank: int, view: JobView) -> bool:
     return now is not None and now.role != "joining"
 
 
-def _left_early(group: Group, view: JobView) -> str | None:
-    """That ranks of the group ended well in the middle of the job, which nobody had asked for."""
+def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
+    """That ranks of the group ended well in the middle of the job, which nobody had asked for.
+
+    ``was_needed``: others have ended since there were too few groups.
+    """
     seen = view.since(group.name, group.known_incs)
     steps = {rank: seen[rank].step for rank in seen if not seen[rank].leaves}
-    early = [c for c in group.children if c.code == 0 and steps.get(c.rank, view.step) < view.step]
+    ended = [c for c in group.children if c.code == 0 and c.rank in steps]
+    early = [c for c in ended if was_needed or steps[c.rank] < view.reached(c.rank)]
     if group.evicted or not early:
         return None
     ranks = ", ".join(str(child.rank) for child in early)
     logs = ", ".join(str(child.log) for child in early)
+    others = f"went on to step {view.reached(early[0].rank)}"
     return (
         f"group {group.name} rank {ranks} ended with exit status 0 after step "
-        f"{min(steps[child.rank] for child in early)}, unasked, and the others went on to step "
-        f"{view.step}; the ranks of a group come and go together. Does the script call sys.exit(), "
-        f"or leave its loop? its log: {logs}"
+        f"{min(steps[child.rank] for child in early)}, unasked, and the others "
+        f"{'could not go on without it' if was_needed else others}; the ranks of a group come and "
+        "go together, and groups leave together by manager.drain(). Does the script call "
+        f"sys.exit(), or leave its loop? its log: {logs}"
     )
 
 

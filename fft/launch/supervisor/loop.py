@@ -368,11 +368,13 @@ class Supervisor:
             step = return_step(self._plan, group.name, view, self._drains_seen)
             group.return_at_step = step or group.return_at_step
             return
-        self._look_whether_state_is_lost(group)
-        if self._drain_until is not None:
-            return
         words = None if group.came_too_late and self._links.has_stages else group.last_words
-        if (mistake := self._mistakes.ended(group.name, words, view.committed)) is not None:
+        mistake = self._mistakes.ended(group.name, words, view.committed)
+        if mistake is None or not mistake.is_for_good(self._config):
+            self._look_whether_state_is_lost(group)
+            if self._drain_until is not None:
+                return
+        if mistake is not None:
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
@@ -385,7 +387,7 @@ class Supervisor:
     def _start_later(self, group: Group, problem: str) -> None:
         """After a pause, unless it was the last time; then the group is given up."""
         if group.pauses.restarts < self._config.max_restarts:
-            group.restart_at = time.monotonic() + group.pauses.next()
+            group.start_later()
         else:
             self._give_up(group, problem)
 
@@ -463,8 +465,7 @@ class Supervisor:
         logger.info("the job is over since step %d", self._tail.view.step)
         for group in self._groups.values():
             group.restart_at = group.return_at_step = None
-            waiting = [child for child in group.living if child.pid not in inside]
-            if waiting:
+            if waiting := group.waiting(inside, self._tail.view):
                 group.ask_to_leave(_LEAVE_S, waiting)
 
     def _on_interrupts(self, times: int) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fft.launch.supervisor.config import RunConfig
 from fft.util.error_places import Place
+from fft.util.errors import NotEnoughGroups
 
 _UNLIKE = {
     "UnlikeGroups": "all groups must train the same model",
@@ -28,6 +30,17 @@ class Mistake:
     ends: Literal["job", "group"]
     reason: str
     place: Place
+
+    def is_for_good(self, config: RunConfig) -> bool:
+        """Whether the job is to end also where it could go on from a checkpoint. One group alone
+        may try that: nobody else has shown that the error comes again."""
+        alone = config.can_resume and config.groups_in_all == 1
+        return self.ends == "job" and is_the_scripts(self.place) and not alone
+
+
+def is_the_scripts(error: Place | None) -> bool:
+    """Whether it is none of FFT's own, nor one of machine and network."""
+    return error is not None and not error.may_pass and "FftError" not in error.kinds
 
 
 class Mistakes:
@@ -49,6 +62,8 @@ class Mistakes:
         ``job_committed``: whether any step was committed, by whomever.
         """
         before = self._errors.pop(group, None)
+        if error is not None and job_committed and error.type == NotEnoughGroups.__name__:
+            return Mistake("group", "the others have left, or have not come back in time", error)
         if error is None or error.may_pass or (job_committed and error.type == "SystemExit"):
             return None
         self._errors[group] = error

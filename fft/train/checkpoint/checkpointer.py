@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,7 +89,7 @@ class Checkpointer:
         self._groups, self._ranks = groups, ranks
         self._staging = Staging()
         self._snapshot: Snapshot | None = None
-        self._threads = Threads()
+        self._threads, self._at_work = Threads(), ExitStack()
         self._writers: dict[threading.Event, RankWriter] = {}
         """At work."""
         self._due: Due = DueByRecord(plan, job)
@@ -155,7 +156,13 @@ class Checkpointer:
             )
 
     def joined(self) -> None:
-        """The trace has its header: it can tell what the job has begun with."""
+        """The trace has its header: it can tell what the job has begun with. From now on others
+        see that somebody may write at this place."""
+        try:
+            self._at_work.enter_context(self.checkpoints.store.at_work())
+        except OSError as error:
+            place = self.checkpoints.store.url
+            logger.warning("others cannot see that this process writes at %s: %s", place, error)
         if self._resumed is not None:
             self._job.note("resumed", self._resumed)
         for number, version in self._entries:
@@ -349,3 +356,4 @@ class Checkpointer:
             logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
         self._writers = {}
         self._threads.close()
+        self._at_work.close()

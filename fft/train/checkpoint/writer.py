@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,27 +148,25 @@ class RankWriter:
         began = time.monotonic()
         told: dict[str, Any] = {"step": self._attempt.named.step}
         told["place"] = self._checkpoints.store.url
-        with ExitStack() as at_work:
-            try:
-                self._deliver_and_publish(told, began, at_work)
-            except (OSError, FftError, RuntimeError) as error:
-                self.is_over = True
-                self.has_delivered.set()
-                self._tell(error, told)
-                if self._publishes:
-                    self._gathering.clear(time.monotonic() - began)
-                return
-            finally:
-                self.has_delivered.set()
+        try:
+            self._deliver_and_publish(told, began)
+        except (OSError, FftError, RuntimeError) as error:
+            self.is_over = True
+            self.has_delivered.set()
+            self._tell(error, told)
+            if self._publishes:
+                self._gathering.clear(time.monotonic() - began)
+            return
+        finally:
+            self.has_delivered.set()
         self._note("checkpoint", told)
 
-    def _deliver_and_publish(self, told: dict[str, Any], began: float, at_work: ExitStack) -> None:
+    def _deliver_and_publish(self, told: dict[str, Any], began: float) -> None:
         self._at("copying")
         assert self._snapshot is not None
         if not self._snapshot.copy() or self._snapshot.problem is not None:
             raise FftError(self._snapshot.problem or "it was not copied")
         self._at("writing")
-        at_work.enter_context(self._checkpoints.store.at_work())
         files = self._write(self._snapshot)
         told["bytes"] = sum(file.size for file in files)
         told["copy_ms"] = round(self._snapshot.copy_s * 1e3, 3)

@@ -1,0 +1,54 @@
+"""Mistakes that show after some steps: the job ends at once, badly, and says why; once."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from forked_run import fft
+
+from fft.trace.starts import start_folders
+
+SCRIPT = Path(__file__).with_name("wrong_script.py")
+LIMIT_S = 120
+
+pytestmark = pytest.mark.multiprocess
+
+
+def run(folder: Path, groups: int, *script: str) -> subprocess.CompletedProcess[str]:
+    """A job with checkpoints, of which none is due."""
+    flags = ["--no-lighthouse", "--no-progress", "--groups", str(groups)]
+    flags += ["--checkpoint", str(folder / "checkpoints"), "--every", "100"]
+    flags += ["--trace-dir", str(folder / "traces"), "--timeout", str(LIMIT_S - 20)]
+    return fft("run", *flags, str(SCRIPT), *script, folder=folder, within=LIMIT_S)
+
+
+@pytest.mark.parametrize(("groups", "starts"), [(2, 1), (1, 2)])
+def test_an_error_of_the_script_is_not_tried_again_and_again(
+    groups: int, starts: int, tmp_path: Path
+) -> None:
+    """Neither from a checkpoint. One group alone tries it once more."""
+    done = run(tmp_path, groups, "raises", "3")
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: in the evaluation") == starts, done.stderr
+    assert len(start_folders(tmp_path / "traces")) == starts
+
+
+def test_who_needs_a_group_that_has_left_its_loop_does_not_end_well(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, "leaves", "3")
+    assert done.returncode == 1, done.stderr
+    assert "NotEnoughGroups: 1 whole replica groups" in done.stderr
+    assert "group 1 rank 0 ended with exit status 0 after step 3, unasked" in done.stderr
+    assert "the others could not go on without it" in done.stderr
+
+
+def test_an_error_that_one_group_has_is_shown_when_it_is_started_again(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, "once", "3")
+    assert "group 1 is started again: rank 0 ended with ValueError at" in done.stderr
+
+
+def test_an_average_across_the_groups_between_two_transactions_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, "averages", "3")
+    assert done.returncode == 1
+    assert "allreduce() between two transactions" in done.stderr

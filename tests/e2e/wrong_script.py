@@ -1,0 +1,62 @@
+"""A small job for test_wrong_scripts.py with a mistake that shows after some steps.
+
+``wrong_script.py MISTAKE STEP``, by what is done after the commit of STEP: ``raises``: all do, in
+their evaluation; ``once``: group 1 does, once; ``leaves``: group 1 leaves its loop, while all
+groups are needed; ``averages``: they average across the groups there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from ranks import LIMIT, WIDTH, Samples
+from torch import nn
+from torchft import ProcessGroupGloo
+from waiting import wait_until
+
+import fft
+
+
+def main() -> None:
+    """Train to the mistake."""
+    mistake, step = sys.argv[1], int(sys.argv[2])
+    is_first = os.environ["REPLICA_GROUP_ID"] == "0"
+    again = Path(os.environ["FFT_CHECKPOINT"]).with_name("again")
+    torch.set_num_threads(1)
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1 if sys.argv[1] == "once" else int(os.environ["NUM_REPLICA_GROUPS"]),
+        init_sync=False,
+        timeouts={"quorum": 3.0},
+    )
+    torch.manual_seed(3)
+    model = nn.Linear(WIDTH, 1)
+    manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.sync_gradients(model)
+    if manager._parts.job.peer.inc > 1:
+        again.touch()
+    loader = fft.CursorLoader(Samples(), batch_size=8)
+    try:
+        for txn in manager.transactions(loader, max_steps=20):
+            with txn:
+                model(txn.batch).square().mean().backward()
+            if txn.committed and manager.current_step() == step:
+                if mistake == "averages":
+                    manager.allreduce(torch.ones(1)).wait()
+                if mistake == "once" and is_first:
+                    wait_until(again.exists, "the other group is started again", 60)
+                if mistake == "raises" or (mistake == "once" and not is_first):
+                    raise ValueError("in the evaluation")
+                if mistake == "leaves" and not is_first:
+                    break
+    finally:
+        manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()
