@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from fft.train.buckets import fill
+from fft.train.state.serial import StateMismatch, spread_as
 from fft.util.errors import FftError
 
 ONE_EACH = 64 / 2**20
@@ -243,3 +244,17 @@ def test_ranks_with_unlike_shards_of_one_model_have_the_same_buckets() -> None:
             dist.destroy_process_group()
 
     assert buckets_of(0) == buckets_of(1) == [["p0", "p1"], ["p2", "p3"]]
+
+
+def test_a_part_of_another_shape_is_refused_by_the_name_of_what_it_is_for() -> None:
+    """Of what is registered as ``extra``, and sharded."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        local = torch.zeros(2, 8)
+        mine = {"shadow": [DTensor.from_local(local, DeviceMesh("cpu", [0, 1]), [Shard(0)])]}
+        found = spread_as({"shadow": [torch.ones(2, 8)], "n": 1}, mine, "extra[ema]")
+        assert isinstance(found["shadow"][0], DTensor) and found["n"] == 1
+        with pytest.raises(StateMismatch, match=r"extra\[ema\]\['shadow'\]\[0\]"):
+            spread_as({"shadow": [torch.ones(3, 8)]}, mine, "extra[ema]")
+    finally:
+        dist.destroy_process_group()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forged import Change, nth_note, rewrite, saying
 from stage import Member, job, notes, slices
-from staged import Plan, run
+from staged import WIDTH, Plan, run
 from waiting import wait_until
 
 import fft
@@ -221,3 +221,39 @@ def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
     before = cursors(place)
     run(tmp_path / "2", Plan(32, steps=(4, 4)), 2, within=20.0, **kept(place))
     assert cursors(place) == before
+
+
+def test_each_stage_sees_the_ends_of_passes(tmp_path: Path) -> None:
+    """With the txn that takes the last slice of one, though it loads nothing itself."""
+    samples = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7))
+    data = torch.utils.data.TensorDataset(samples)
+    seen: dict[str, list[tuple[int, bool]]] = {}
+
+    def train(member: Member) -> None:
+        loader = fft.CursorLoader(data, batch_size=2, passes=2, shuffle=False)
+        stage, model = member.manager._group_rank, member.model
+        member.manager.register(model, member.optimizer)
+        member.manager.sync_gradients(model)
+        source: Any = fft.StageInput(member.manager, loader) if stage else loader
+        output = None if stage else fft.StageOutput(member.manager, model)
+        found = seen[member.name] = []
+        for txn in member.manager.transactions(source):
+            with txn:
+                vectors = model(txn.batch if stage else txn.batch[0])
+                if output is not None:
+                    output.put(txn, vectors)
+                vectors.square().mean().backward()
+            if txn.committed:
+                found.append((txn.passes, txn.ends_pass))
+
+    with job(tmp_path, 1) as made:
+        given = [{"spec": "pipeline_ahead", "register": False} for _ in range(2)]
+        ranks = made.ranks("0", [{**g, "model": torch.nn.Linear(WIDTH, WIDTH)} for g in given])
+        for member in ranks:
+            member.start(train)
+        for member in ranks:
+            member.end()
+            assert member.error is None
+    of_a_pass = [(0, False), (0, False), (0, False), (1, True)]
+    expected = [*of_a_pass, *((n + 1, ends) for n, ends in of_a_pass)]
+    assert seen == {"0.0": expected, "0.1": expected}

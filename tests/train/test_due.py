@@ -106,6 +106,25 @@ def test_all_members_of_the_txn_take_it_and_nobody_else(bus: ErrorBus) -> None:
     assert found == [set(), {"0", "1"}, set(), {"0", "2"}, set(), {"1", "2"}]
 
 
+def test_who_is_late_finds_the_word_of_the_commit_before(bus: ErrorBus) -> None:
+    """The first member may vote in the next txn, and name it, before another has applied this."""
+    job = Job(bus, every=1)
+    epoch = job._epoch("01")
+    members = tuple("01")
+    for name in members:
+        job.groups[name].local = Local("PREPARED", "prepared", "", head=epoch, epoch=epoch)
+    first, second = (
+        StartTxn(Token(epoch.epoch, txn), txn - 1, "", 0, 0, 2, members, 0) for txn in (1, 2)
+    )
+    for name in members:
+        job.groups[name].due.before_vote(first, False, False)
+    commit = replace(epoch, n=epoch.n + 1, kind="commit", txn=1, step=1, members=())
+    found = [job.groups["0"].due.due(commit, epoch)]
+    job.groups["0"].due.before_vote(second, False, False)
+    found.append(job.groups["1"].due.due(commit, epoch))
+    assert found[0] is not None and found[0] == found[1]
+
+
 def test_a_writer_that_stands_apart_is_not_lost_and_one_that_is_lost_is_replaced(
     bus: ErrorBus,
 ) -> None:
