@@ -23,6 +23,7 @@ def main() -> None:
     steps, least = int(more.pop("steps", 0)) or None, int(more.pop("least", 1))
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
+        shard_pg=fft.ShardProcessGroupGloo() if os.environ["WORLD_SIZE"] != "1" else None,
         load_state_dict=None,
         state_dict=None,
         min_replica_size=least,
