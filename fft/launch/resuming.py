@@ -91,12 +91,10 @@ def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
         found = [e for e in Checkpoints(store).found() if e.step is not None and e.problem is None]
     except OSError as error:
         return f"the newest checkpoint at {store.url} cannot be seen: {error}"
-    step = found[-1].step if found else None
     last = f"; the last attempt, of step {failure[0]}, has failed: {failure[1]}" if failure else ""
-    if step is None:
+    if not found or (step := found[-1].step) is None:
         why = last or f"; none was published before the job ended at step {outcome.step}"
         return f"there is no checkpoint at {store.url}{why}"
-    assert found
     text = f"the newest checkpoint is {found[-1].name} at {store.url}"
     last = last if failure is not None and failure[0] > step else ""
     if step > outcome.step:

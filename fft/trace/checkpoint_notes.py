@@ -82,6 +82,6 @@ class CheckpointNotes:
 
 def _named(lines: Iterable[str]) -> Iterable[str]:
     all_lines = list(lines)
-    if more := len(all_lines) - _NAMED:
-        yield from [f"  … and {more} before"] if more > 0 else []
+    if (more := len(all_lines) - _NAMED) > 0:
+        yield f"  … and {more} before"
     yield from all_lines[-_NAMED:]

@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from durable_script import cut
-from ranks import LIMIT, WIDTH, Samples
+from ranks import LIMIT, WIDTH, Samples, written
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchft import ProcessGroupGloo
-from waiting import wait_until
 
 import fft
-from fft.train.checkpoint.threads import NAME
 
 EVERY = 2
 """Inner steps between two synchronisations of one fragment."""
@@ -62,15 +59,6 @@ def synchronised(manager: fft.ManagerFFT, spec: str, model: Any, inner: Any) -> 
         manager, list(model), inner, outers, 2 * EVERY, fragment_sync_delay=1,
         fragment_update_alpha=0.25, weighted=True,
     )  # fmt: skip
-
-
-def written() -> None:
-    """The checkpoint that is under way has come to its end: each that is due is taken."""
-
-    def at_work() -> bool:
-        return any(thread.name == NAME for thread in threading.enumerate())
-
-    wait_until(lambda: not at_work(), "checkpoints are written", LIMIT.total_seconds())
 
 
 def main() -> None:

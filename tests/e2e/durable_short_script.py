@@ -14,26 +14,15 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from ranks import LIMIT, WIDTH, Samples
+from ranks import LIMIT, WIDTH, Samples, written
 from torch import nn
 from torchft import ProcessGroupGloo
-from waiting import wait_until
 
 import fft
-from fft.train.checkpoint.threads import NAME
 from fft.train.checkpoint.writer import RankWriter
 
 SHORT = 200_000
 """Bytes; a checkpoint has some more, and traces and logs of such a job have less."""
-
-
-def written() -> None:
-    """What is under way comes to its end: each checkpoint that is due is tried."""
-
-    def at_work() -> bool:
-        return any(thread.name == NAME for thread in threading.enumerate())
-
-    wait_until(lambda: not at_work(), "checkpoints are written", LIMIT.total_seconds())
 
 
 def slow(step: int, go_on: threading.Event) -> None:

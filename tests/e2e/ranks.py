@@ -6,6 +6,7 @@ Imported by the scripts beside it that `fft run` starts, each in a process of it
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchft import ProcessGroupGloo
+from waiting import wait_until
 
 import fft
+from fft.train.checkpoint.threads import NAME
 
 LIMIT = timedelta(seconds=60)
 """Of every process group."""
@@ -59,6 +62,15 @@ class Rank(NamedTuple):
         """Leave the job."""
         self.manager.shutdown()
         self.shard_pg.unregister()
+
+
+def written() -> None:
+    """What is under way comes to its end: each checkpoint that is due is tried."""
+
+    def at_work() -> bool:
+        return any(thread.name == NAME for thread in threading.enumerate())
+
+    wait_until(lambda: not at_work(), "checkpoints are written", LIMIT.total_seconds())
 
 
 def with_dropout() -> nn.Module:

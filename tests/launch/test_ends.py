@@ -7,7 +7,7 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 from supervisor_stage import Job, Stage
@@ -158,17 +158,24 @@ def test_a_job_goes_on_while_somebody_stays(bus: ErrorBus) -> None:
     assert last_epoch(bus) is None
 
 
-def test_a_job_of_stages_goes_on_until_the_last_of_them_is_over(
-    run_job: StartJob, stage: Stage
-) -> None:
-    """A group that dies when the first stage has ended is started again, and nobody is ended."""
+@contextmanager
+def staged(run_job: StartJob) -> Iterator[tuple[Job, ErrorBus, ErrorBus]]:
+    """A job of two stages that step by themselves, and the buses of their scopes."""
     with (
         run_job(groups=2, ranks=1) as job,
         open_bus(job.bus_url) as bus,
         open_bus(f"{job.bus_url}.stage1") as later,
     ):
-        actors = two_at_work(job, stage, 7)
         bus.write(SCOPES, json.dumps(["stage1"]).encode())
+        yield job, bus, later
+
+
+def test_a_job_of_stages_goes_on_until_the_last_of_them_is_over(
+    run_job: StartJob, stage: Stage
+) -> None:
+    """A group that dies when the first stage has ended is started again, and nobody is ended."""
+    with staged(run_job) as (job, bus, later):
+        actors = two_at_work(job, stage, 7)
         show(bus, formed(2, "0", "1"), left(2, "0", "1"))
         show(later, formed(2, "0", "1"), left(2, "1"))
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
@@ -185,13 +192,8 @@ def test_a_group_whose_later_stage_has_ended_without_it_is_not_started_again(
     run_job: StartJob, stage: Stage
 ) -> None:
     """Nobody gives the state of that stage any more; the other groups go on, and end well."""
-    with (
-        run_job(groups=2, ranks=1) as job,
-        open_bus(job.bus_url) as bus,
-        open_bus(f"{job.bus_url}.stage1") as later,
-    ):
+    with staged(run_job) as (job, bus, later):
         actors = two_at_work(job, stage, 7)
-        bus.write(SCOPES, json.dumps(["stage1"]).encode())
         show(bus, formed(2, "0", "1"), left(2, "1"))
         show(later, formed(2, "0", "1"), left(2, "0", "1"))
         os.kill(actors["1", "0"].pid, signal.SIGKILL)

@@ -353,14 +353,19 @@ def hugging_face(job: Job) -> None:
     job.ended(model, optimizer, schedule)
 
 
-def hsdp_clipping_accumulation(job: Job) -> None:
-    """FSDP2 within the group: two micro-batches, the norm of DTensors, as torchtitan trains."""
-    manager = job.sharded_manager()
+def sharded(model: GPT, manager: fft.ManagerFFT) -> GPT:
+    """Over the ranks of the group, block by block."""
     mesh = manager.shard_mesh()
-    model = GPT(job.dropout)
     for block in model.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model
+
+
+def hsdp_clipping_accumulation(job: Job) -> None:
+    """FSDP2 within the group: two micro-batches, the norm of DTensors, as torchtitan trains."""
+    manager = job.sharded_manager()
+    model = sharded(GPT(job.dropout), manager)
     optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2)
     schedule = cosine(optimizer, job.steps)
     manager.register(model, optimizer, schedule)
@@ -387,11 +392,7 @@ def hsdp_evaluation(job: Job) -> None:
     """FSDP2 within the group, and a validation between two steps, which gathers the weights."""
     # ranks may fingerprint in unlike steps, as they measure what it costs
     manager = job.sharded_manager(check_replicas=1 << job.rank)
-    mesh = manager.shard_mesh()
-    model = GPT(job.dropout)
-    for block in model.h:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = sharded(GPT(job.dropout), manager)
     optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2)
     manager.register(model, optimizer)
     manager.sync_gradients(model)

@@ -27,9 +27,9 @@ from fft.durable.plan import Checkpointing
 from fft.durable.stores import open_store
 from fft.messages.protocol import Record, UnreadableMessage
 from fft.protocol.spec import FsmSpec
-from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, TOO_OFTEN
+from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
-from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named
+from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named, tell_left_out
 from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, due_to, refuse_forks
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
@@ -230,9 +230,7 @@ class Checkpointer:
         if too_often and not self._is_too_often:
             self._is_too_often = True
             logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
-        logger.warning("no checkpoint of step %d: %s", attempt.named.step, why)
-        told = {"step": attempt.named.step, "reason": why}
-        self._job.note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
+        tell_left_out(self._job.note, attempt.named.step, why, too_often)
         self._decline(attempt, epoch)
 
     def _await_delivery(self) -> None:

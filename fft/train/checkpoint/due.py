@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fft.bus import BusError, ErrorBus
 from fft.durable.manifest import attempt_name
@@ -40,6 +40,9 @@ _EARLY = 0.1
 """Of the interval: so long before its end ranks begin to look whether a step was named."""
 
 logger = logging.getLogger(__name__)
+
+Note = Callable[[str, dict[str, Any]], None]
+"""Puts something into the trace."""
 
 
 class Named(NamedTuple):
@@ -285,9 +288,17 @@ class DueByWord:
         return not self._words or time.monotonic() - self._since >= seconds
 
     def _give_up(self, step: int, why: str, too_often: bool = False) -> None:
-        logger.warning("no checkpoint of step %d: %s", step, why)
-        told = {"step": step, "reason": why}
-        self._job.note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
+        tell_left_out(self._job.note, step, why, too_often)
+
+
+def tell_left_out(note: Note, step: int, why: str, too_often: bool = False) -> None:
+    """Have log and trace say that there is no checkpoint of ``step``, though nothing has failed.
+
+    ``too_often``: because the one before is still being written. Any thread.
+    """
+    logger.warning("no checkpoint of step %d: %s", step, why)
+    told = {"step": step, "reason": why}
+    note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
 
 
 def words_on(bus: ErrorBus) -> tuple[Word, ...]:

@@ -1,7 +1,7 @@
 """Threads that write a rank's checkpoints, each used again.
 
-The start of a thread waits until it runs: on a busy machine that is a part of a millisecond, which
-the training would wait with each checkpoint.
+The start of a thread waits until it runs, for which the training would wait: mostly a tenth of a
+millisecond, but some milliseconds now and then, where others want the interpreter.
 """
 
 from __future__ import annotations

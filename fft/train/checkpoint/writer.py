@@ -30,7 +30,7 @@ from fft.durable.manifest import (
     partial_name,
 )
 from fft.messages.protocol import Record
-from fft.train.checkpoint.due import Named
+from fft.train.checkpoint.due import Named, Note, tell_left_out
 from fft.train.checkpoint.gathering import Gathering
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
@@ -38,9 +38,6 @@ from fft.util.errors import FftError
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the body")
 logger = logging.getLogger(__name__)
-
-Note = Callable[[str, dict[str, Any]], None]
-"""Puts something into the trace."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +185,7 @@ class RankWriter:
         except OSError:
             logger.debug("nor can be seen what others have written", exc_info=True)
         if isinstance(error, Passed):
-            logger.warning("no checkpoint of step %d: %s", step, error)
-            self._note("checkpoint_skipped", {"step": step, "reason": str(error)})
+            tell_left_out(self._note, step, str(error))
             return
         text = f"{type(error).__name__}: {error}"
         logger.error(
