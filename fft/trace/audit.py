@@ -228,7 +228,9 @@ def _writer(path: Path) -> tuple[Peer | None, bool]:
         return None, False
 
 
-def _side_by_side(lines: list[_Line], judge: Judge) -> Iterator[tuple[_Line, Move | Note]]:
+def _side_by_side(
+    lines: list[_Line], judge: Judge, barriers: Barriers
+) -> Iterator[tuple[_Line, Move | Note]]:
     """All moves and notes; each trace in its order, and those first who stand furthest back."""
     heap: list[tuple[int, int]] = []
     for number, line in enumerate(lines):
@@ -245,13 +247,14 @@ def _side_by_side(lines: list[_Line], judge: Judge) -> Iterator[tuple[_Line, Mov
             heappush(heap, (line.at, number))
         elif line.peer is not None:
             judge.ended(line.peer)
+            barriers.ended(line.peer)
 
 
 def audit_dir(directory: str | Path) -> AuditReport:
     """Audit every ``*.jsonl`` of a directory, and the scopes inside of groups, in folders of it.
 
-    Takes memory for the window of records that are read side by side, and some for each trace and
-    epoch, however long the run was.
+    Takes memory for the window of records that are read side by side, and some for each trace,
+    however long the run was.
 
     Raises:
         AuditError: there is no trace in it.
@@ -265,7 +268,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
     judge, barriers, ends = Judge(traced=traced, cut=cut, window=_WINDOW), Barriers(traced), Ends()
     _compare_headers(found.replay, [line for line in lines if line.replay.head])
     flow = _flow_of(lines)
-    for line, item in _side_by_side(lines, judge):
+    for line, item in _side_by_side(lines, judge, barriers):
         line.take(item, judge)
         if isinstance(item, Move):
             judge.feed(item)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fft.messages.effects import Broadcast, CastVote, Decide, Tell
@@ -34,8 +35,13 @@ class _Turn:
 
     events: tuple[Event, ...]
     says: tuple[int, ...]
-    hears: tuple[int, ...]
+    hears: tuple[tuple[int, Peer], ...]
+    """With who says it."""
+    repeatable: tuple[int, ...] = ()
+    """Of what it says: what it may say again many epochs later."""
     place: str = ""
+    starts: int = -1
+    """The epoch whose record it takes; negative: it takes none."""
 
 
 def execution_of(history: History) -> Execution:
@@ -73,43 +79,86 @@ def _told(history: History) -> Barriers:
     return barriers
 
 
+_LIVES = 256
+"""Lives that are kept, at least, before a part is looked for, which reads all that is kept."""
+
+
 class Barriers:
     """What the moves of a run, as they come in, tell of barriers.
 
-    What is kept of them grows with the number of epochs, not with that of the steps. Of votes and
-    commits within an epoch it is the first of each participant: they say that it has left the
-    barrier, and nothing happens to it that concerns barriers until what ends the epoch.
+    A long history is judged in **parts**, so that only some epochs are kept in memory. A life of a
+    participant (from its start to its failure) belongs to one epoch, and epochs rise from life to
+    life. A part holds the lives of all epochs up to one that everyone is beyond, and nothing in it
+    hears what is said after it. The whole is valid if and only if each part is. A chain of instants
+    for each part gives one for the whole: all failures of a part can come before the next begins.
+    A chain for the whole, cut down to a part, serves the part: members of its barriers are in the
+    part, and all others are dead at its ends.
+
+    Of votes and commits within an epoch the first of each participant is kept: they say that it has
+    left the barrier, and nothing happens to it that concerns barriers until what ends the epoch.
     """
 
-    def __init__(self, traced: Collection[Peer]) -> None:
-        """``traced``: whose moves will come in."""
+    def __init__(self, traced: Collection[Peer], lives: int = _LIVES) -> None:
+        """``traced``: whose moves will come in; ``lives``: about as many in a part."""
         self._turns: dict[Peer, list[_Turn]] = {peer: [] for peer in traced}
         self._alive: set[Peer] = set()
+        self._latest: dict[Peer, int] = {}
+        """The epoch that each, but for who has ended, has started in last."""
         self._listed: dict[Peer, set[int]] = defaultdict(set)
         """Members of whom no moves come in: in which epochs."""
         self._ready: set[Ready] = set()
         """What others heard of these."""
         self._first: dict[Peer, set[_Key]] = defaultdict(set)
         """What each has said and heard within its epoch, of what counts once in it."""
+        self._ended: set[Peer] = set()
+        self._said: set[int] = set()
+        """In the part before."""
+        self._repeatable: dict[Peer, set[int]] = defaultdict(set)
+        """Said in any part before, by who may still say it again."""
+        self._some = lives
+        self._lives, self._enough = 0, lives
+        """How many are kept, and with how many a part is looked for."""
+        self._finding = Finding("barriers")
+        """Of the parts so far."""
 
     def take(self, move: Move) -> None:
         """One move; those of one participant come in their order."""
+        if self._finding.violation is not None:
+            return
         events = _events(move)
-        if move.peer in self._alive and any(e.kind == "start" for e in events):
-            events.insert(0, Event("fail"))
+        starts = move.after.token.epoch if any(e.kind == "start" for e in events) else -1
+        if self._lives >= self._enough:
+            self._judge_a_part()
+            self._lives = sum(turn.starts >= 0 for found in self._turns.values() for turn in found)
+            self._enough = 2 * self._lives + self._some
+        if starts >= 0:
+            self._lives += 1
+            if move.peer in self._alive:
+                events.insert(0, Event("fail"))
+            self._first[move.peer].clear()
+            self._latest[move.peer] = starts
         if events:
             self._alive.add(move.peer)
-        if any(e.kind == "start" for e in events):
-            self._first[move.peer].clear()
-        says, hears = (
-            tuple(hash(key) for key in told if self._counts(move.peer, key, how))
-            for how, told in (("says", _says(move)), ("hears", _hears(move)))
+        says = [x for x in _says(move) if self._counts(move.peer, x, "says")]
+        turn = _Turn(
+            tuple(events),
+            says=tuple(map(hash, says)),
+            hears=tuple(
+                (hash(x), by) for x, by in _hears(move) if self._counts(move.peer, x, "hears")
+            ),
+            repeatable=tuple(hash(x) for x in says if isinstance(x[-1], (Join, Leave))),
+            place=move.place,
+            starts=starts,
         )
-        turn = _Turn(tuple(events), says, hears, move.place)
         if turn.events or turn.says or turn.hears:
             self._turns[move.peer].append(turn)
         if events or isinstance(move.event, (Ready, Begin)):
             self._note_untraced(move)
+
+    def ended(self, peer: Peer) -> None:
+        """No more moves of it come in."""
+        self._ended.add(peer)
+        self._latest.pop(peer, None)
 
     def _counts(self, peer: Peer, key: _Key, how: str) -> bool:
         if key[0] != "within":
@@ -128,15 +177,20 @@ class Barriers:
             self._ready.add(Ready(move.event.peer, move.event.epoch))
 
     def execution(self) -> Execution:
-        """See `execution_of`. Raises ExecutionError."""
-        turns = {
-            peer: [*found, _Turn((Event("fail"),), (), ())] if peer in self._alive else found
-            for peer, found in self._turns.items()
-        }
+        """See `execution_of`: of what has come in since the last part. Raises ExecutionError."""
+        return self._execution({peer: len(found) for peer, found in self._turns.items()})
+
+    def _execution(self, ends: Mapping[Peer, int], last: float = math.inf) -> Execution:
+        """Of so many turns of each, and of the epochs up to ``last`` of those without a trace."""
+        turns = {peer: self._turns[peer][:end] for peer, end in ends.items()}
+        for found in turns.values():
+            if any(turn.events for turn in found):
+                found.append(_Turn((Event("fail"),), (), ()))
         for peer, epochs in self._listed.items():
-            turns[peer] = [_life(Ready(peer, epoch), self._ready) for epoch in sorted(epochs)]
+            past = sorted(n for n in epochs if n <= last)
+            turns[peer] = [_life(Ready(peer, epoch), self._ready) for epoch in past]
         peers = sorted(turns)
-        heard = _hearing(peers, turns)
+        heard = _hearing(peers, turns, self._is_past)
         clocks = vectors([len(turns[p]) for p in peers], heard)
         for peer, clock in zip(peers, clocks, strict=True):
             if len(clock) < len(turns[peer]):
@@ -150,21 +204,96 @@ class Barriers:
         Violated if the execution is not valid, and also if it is valid by luck (``unheard``). Of a
         history of which parts are missing neither can be told.
         """
-        finding = Finding("barriers")
         if not is_whole:
-            return finding
+            return Finding("barriers")
+        if self._finding.violation is None:
+            self._judge({peer: len(found) for peer, found in self._turns.items()})
+        return self._finding
+
+    def _judge(self, ends: Mapping[Peer, int], last: float = math.inf) -> None:
+        finding = self._finding
         try:
-            execution = self.execution()
+            execution = self._execution(ends, last)
             verdict, by_luck = judged(execution)
         except ExecutionError as error:
             finding.expect(False, str(error), "")
-            return finding
-        finding.checks = verdict.answers
+            return
+        finding.checks += verdict.answers
         finding.violation = verdict.reason or by_luck
         if finding.violation is not None:
             places = (e.place for line in execution.lines.values() for e in line)
             finding.place = next((x for x in places if x and f"({x})" in finding.violation), "")
-        return finding
+
+    # --- parts of a long history ------------------------------------------------------------------
+
+    def _judge_a_part(self) -> None:
+        """Judge the lives that everyone is beyond, and forget them."""
+        if (part := self._part()) is None:
+            return
+        last, ends = part
+        self._judge(ends, last)
+        self._said.clear()
+        for peer, end in ends.items():
+            turns = self._turns[peer]
+            self._said.update(x for turn in turns[:end] for x in turn.says)
+            self._repeatable[peer].update(x for turn in turns[:end] for x in turn.repeatable)
+            del turns[:end]
+            if peer in self._ended and not turns:
+                self._repeatable.pop(peer)
+        for peer, epochs in self._listed.items():
+            self._listed[peer] = {n for n in epochs if n > last}
+        self._ready = {word for word in self._ready if word.epoch > last}
+
+    def _is_past(self, x: int, by: Peer) -> bool:
+        """Whether it was said in a part that has been judged."""
+        return x in self._said or x in self._repeatable.get(by, ())
+
+    def _part(self) -> tuple[int, dict[Peer, int]] | None:
+        """The epoch that the next part ends with, and how many turns of each are in it."""
+        said: dict[int, tuple[Peer, int]] = {}
+        for peer, found in self._turns.items():
+            for i, turn in enumerate(found):
+                for x in turn.says:
+                    said.setdefault(x, (peer, i))
+        last = min(self._latest.values(), default=0) - 1
+        while True:
+            ends = {
+                peer: next((i for i, turn in enumerate(found) if turn.starts > last), len(found))
+                for peer, found in self._turns.items()
+            }
+            if not any(turn.events for p, end in ends.items() for turn in self._turns[p][:end]):
+                return None
+            if (earlier := self._close(ends, said)) is None:
+                return last, ends
+            last = earlier
+
+    def _close(self, ends: dict[Peer, int], said: Mapping[int, tuple[Peer, int]]) -> int | None:
+        """Take out of a part what hears what is said behind it.
+
+        Returns:
+            The epoch to end with instead, if lives would have to be taken out.
+        """
+
+        def is_behind(x: int, by: Peer) -> bool:
+            if self._is_past(x, by):
+                return False
+            if x in said:
+                peer, i = said[x]
+                return i >= ends[peer]
+            return by in self._turns and by not in self._ended
+
+        todo = set(ends)
+        while todo:
+            peer = todo.pop()
+            found, end = self._turns[peer], ends[peer]
+            early = (i for i in range(end) if any(is_behind(*x) for x in found[i].hears))
+            if (i := next(early, None)) is None:
+                continue
+            if (event := next((k for k in range(i, end) if found[k].events), None)) is not None:
+                return max(turn.starts for turn in found[: event + 1]) - 1
+            ends[peer] = i
+            todo |= set(ends)
+        return None
 
 
 def _events(move: Move) -> list[Event]:
@@ -204,19 +333,21 @@ def _says(move: Move) -> Iterator[_Key]:
                 yield ("within", token.epoch, "vote", move.peer)
 
 
-def _hears(move: Move) -> Iterator[_Key]:
-    """What somebody must have said before this move."""
+def _hears(move: Move) -> Iterator[tuple[_Key, Peer]]:
+    """What somebody must have said before this move, and who."""
     match move.event:
         case Decision(record=record):
             if record is not None and _ends_an_epoch(record):
-                yield ("record", record)
+                yield ("record", record), record.by
             elif record is not None:
-                yield ("within", record.epoch, "commit", record.by)
+                yield ("within", record.epoch, "commit", record.by), record.by
         case Ballot(token=token, votes=votes):
             for vote in votes:
-                yield ("within", token.epoch, "vote", vote.peer)
-        case Join() | Ack() | Ready() | Begin() | Leave() as message:
-            yield ("message", message)
+                yield ("within", token.epoch, "vote", vote.peer), vote.peer
+        case Join() | Ack() as message:
+            yield ("message", message), message.hello.peer
+        case Ready() | Begin() | Leave() as message:
+            yield ("message", message), message.peer
 
 
 def _life(word: Ready, ready: Container[Ready]) -> _Turn:
@@ -229,15 +360,17 @@ def _life(word: Ready, ready: Container[Ready]) -> _Turn:
     return _Turn((Event("start", place=place), enter, Event("fail")), (said,), ())
 
 
-def _hearing(peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]]) -> Sources:
-    """For each turn those in which what it hears was first said."""
+def _hearing(
+    peers: Sequence[Peer], turns: Mapping[Peer, list[_Turn]], is_past: Callable[[int, Peer], bool]
+) -> Sources:
+    """For each turn those in which what it hears was first said, but for what ``is_past``."""
     said: dict[int, tuple[int, int]] = {}
     for p, peer in enumerate(peers):
         for i, turn in enumerate(turns[peer]):
             for key in turn.says:
                 said.setdefault(key, (p, i))
     return {
-        (p, i): [said[key] for key in turn.hears if key in said]
+        (p, i): [said[key] for key, by in turn.hears if key in said and not is_past(key, by)]
         for p, peer in enumerate(peers)
         for i, turn in enumerate(turns[peer])
         if turn.hears

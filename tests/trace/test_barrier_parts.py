@@ -1,0 +1,181 @@
+"""A long history's barriers, judged in parts: the verdict is that of the whole, the memory is not.
+
+The order in which moves are fed is that of `fft audit`: side by side, by the register record that
+each participant stands at.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from heapq import heappop, heappush
+
+import pytest
+from jobs import Job, calm, wander
+
+from fft.messages.protocol import Peer
+from fft.protocol.guards import GUARDS
+from fft.protocol.invariants import History, Move
+from fft.protocol.participant import Participant
+from fft.trace.barriers import Barriers, judge_live_sets
+
+
+class Counting(Barriers):
+    """Also counts parts, and the turns that it keeps."""
+
+    parts = 0
+    most = 0
+
+    def take(self, move: Move) -> None:
+        kept = self.kept()
+        super().take(move)
+        self.most = max(self.most, self.kept())
+        self.parts += self.kept() < kept
+
+    def kept(self) -> int:
+        return sum(map(len, self._turns.values()))
+
+
+def side_by_side(history: History, barriers: Barriers) -> None:
+    """Feed it all."""
+    moves = {peer: iter(found) for peer, found in history.moves.items()}
+    ahead = {peer: next(found, None) for peer, found in moves.items()}
+    stands = dict.fromkeys(moves, 0)
+
+    def look(peer: Peer) -> int:
+        move = ahead[peer]
+        if move is not None and move.before.head is not None:
+            stands[peer] = max(stands[peer], move.before.head.n)
+        return stands[peer]
+
+    heap = [(look(peer), peer) for peer in moves]
+    heap.sort()
+    while heap:
+        at, peer = heappop(heap)
+        while (move := ahead[peer]) is not None and look(peer) == at:
+            barriers.take(move)
+            ahead[peer] = next(moves[peer], None)
+        if ahead[peer] is None:
+            barriers.ended(peer)
+        else:
+            heappush(heap, (look(peer), peer))
+
+
+def in_parts(history: History, lives: int) -> Counting:
+    barriers = Counting(history.moves.keys(), lives)
+    side_by_side(history, barriers)
+    return barriers
+
+
+def spoiled(history: History, rng: random.Random) -> Iterator[History]:
+    """With one or two moves that are lost, swapped, or say something else."""
+    for _ in range(6):
+        moves = {peer: list(found) for peer, found in history.moves.items()}
+        for _ in range(rng.choice((1, 1, 2))):
+            found = moves[rng.choice([peer for peer in moves if moves[peer]])]
+            leaves = [i for i, m in enumerate(found) if ("healing", "training") in m.roles]
+            enters = [i for i, m in enumerate(found) if m.came_ready]
+            match rng.randrange(5):
+                case 0 if found:
+                    del found[rng.randrange(len(found))]
+                case 1 if len(found) > 1:
+                    i = rng.randrange(len(found) - 1)
+                    found[i], found[i + 1] = found[i + 1], found[i]
+                case 2 if leaves:
+                    i = rng.choice(leaves)
+                    epoch = found[i].after.epoch
+                    assert epoch is not None
+                    fewer = replace(epoch, members=epoch.members[:-1])
+                    found[i] = replace(found[i], after=replace(found[i].after, epoch=fewer))
+                case 3 if leaves:
+                    del found[rng.choice(leaves)]
+                case 4 if enters:
+                    del found[rng.choice(enters)]
+        yield History(moves)
+
+
+class Impatient(Participant):
+    """Leaves the barrier as soon as it is in it."""
+
+    guards = {**GUARDS, "all_ready": lambda s, c, e: True}
+
+
+class Hasty(Job):
+    def add(self, *args: object, **config: object) -> object:
+        node = super().add(*args, **config)
+        node.participant = Impatient(node.participant.table, node.participant.config)
+        return node
+
+
+def wandered(seed: int) -> tuple[History, random.Random]:
+    rng = random.Random(seed)
+    job = Hasty(2) if seed % 7 == 0 else Job(rng.choice((2, 3, 3)), ranks=1 + seed % 2)
+    wander(job, rng, 400)
+    if not isinstance(job, Hasty):
+        calm(job, rounds=4)
+    for peer in job.nodes:
+        job.record.moves.setdefault(peer, [])
+    return job.record, rng
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_the_verdict_of_the_parts_is_that_of_the_whole(first: int) -> None:
+    """Random runs, good ones and ones in which something is wrong."""
+    parts = good = bad = 0
+    for seed in range(first, first + 20):
+        history, rng = wandered(seed)
+        for case in (history, *spoiled(history, rng)):
+            whole = judge_live_sets(case)
+            for lives in (1, 8):
+                barriers = in_parts(case, lives)
+                finding = barriers.finding(is_whole=True)
+                told = seed, lives, whole, finding
+                assert (finding.violation is None) == (whole.violation is None), told
+                assert whole.violation is not None or finding.checks == whole.checks, told
+                parts += barriers.parts
+                good, bad = good + (whole.violation is None), bad + (whole.violation is not None)
+    assert min(parts, good, bad) > 20, (parts, good, bad)
+
+
+def test_what_is_kept_does_not_grow_with_the_epochs() -> None:
+    most = []
+    for epochs in (100, 400):
+        job = Job(3).until_running()
+        for number in range(epochs):
+            job.fail(job.node(str(number % 3)))
+            job.step()
+            job.step()
+        barriers = in_parts(job.record, 48)
+        finding = barriers.finding(is_whole=True)
+        assert finding.violation is None
+        assert finding.checks >= 3 * epochs
+        most.append(barriers.most)
+    assert most[1] == most[0], most
+
+
+def test_a_part_waits_for_who_stands_in_an_older_epoch() -> None:
+    """A process that was left out says nothing for long; then it is there again, or ends."""
+    job = Job(3).until_running()
+    slow = job.node("2")
+    job.fail(job.node("0"))
+    for _ in range(30):
+        while waiting := [n for n in job.live() if n.inbox and n is not slow]:
+            job.deliver(waiting[0])
+        job.fire("ack_window", [job.node("0"), job.node("1")])
+        job.fire("pause", [job.node("0"), job.node("1")])
+        job.fail(job.node("0"))
+    assert calm(job) > 0
+    for _ in range(30):
+        job.fail(job.node("1"))
+        job.step()
+        job.step()
+    barriers = in_parts(job.record, 1)
+    assert barriers.finding(is_whole=True) == judge_live_sets(job.record)
+    assert barriers.parts > 0
+
+
+def test_of_a_history_with_gaps_nothing_is_said() -> None:
+    job = Job(2).until_running()
+    barriers = in_parts(job.record, 1)
+    assert barriers.finding(is_whole=False).checks == 0
