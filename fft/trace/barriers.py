@@ -79,10 +79,6 @@ def _told(history: History) -> Barriers:
     return barriers
 
 
-_LIVES = 256
-"""Lives that are kept, at least, before a part is looked for, which reads all that is kept."""
-
-
 class Barriers:
     """What the moves of a run, as they come in, tell of barriers.
 
@@ -98,8 +94,11 @@ class Barriers:
     left the barrier, and nothing happens to it that concerns barriers until what ends the epoch.
     """
 
-    def __init__(self, traced: Collection[Peer], lives: int = _LIVES) -> None:
-        """``traced``: whose moves will come in; ``lives``: about as many in a part."""
+    SOME = 256
+    """Lives that are kept, at least, before a part is looked for, which reads all that is kept."""
+
+    def __init__(self, traced: Collection[Peer]) -> None:
+        """``traced``: whose moves will come in."""
         self._turns: dict[Peer, list[_Turn]] = {peer: [] for peer in traced}
         self._alive: set[Peer] = set()
         self._latest: dict[Peer, int] = {}
@@ -115,8 +114,7 @@ class Barriers:
         """In the part before."""
         self._repeatable: dict[Peer, set[int]] = defaultdict(set)
         """Said in any part before, by who may still say it again."""
-        self._some = lives
-        self._lives, self._enough = 0, lives
+        self._lives, self._enough = 0, self.SOME
         """How many are kept, and with how many a part is looked for."""
         self._finding = Finding("barriers")
         """Of the parts so far."""
@@ -130,7 +128,7 @@ class Barriers:
         if self._lives >= self._enough:
             self._judge_a_part()
             self._lives = sum(turn.starts >= 0 for found in self._turns.values() for turn in found)
-            self._enough = 2 * self._lives + self._some
+            self._enough = 2 * self._lives + self.SOME
         if starts >= 0:
             self._lives += 1
             if move.peer in self._alive:

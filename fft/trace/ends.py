@@ -10,6 +10,7 @@ from fft.messages.protocol import Ballot, Healed, Peer, Record, Token
 from fft.protocol.equality import differing, odd_ones, tell
 from fft.protocol.invariants import Move
 from fft.protocol.invariants.facts import Numbers
+from fft.trace.format import RUNS
 
 _NAMED = 8
 """Participants that a text names at most."""
@@ -23,7 +24,7 @@ class Ends:
         """Records that tell of states that differ."""
         self._ballots: dict[Token, tuple[dict[int, dict[Peer, str]], tuple[Peer, ...]]] = {}
         """Of votes that tell so: what differs, and who is odd."""
-        self._commits, self._epochs = Numbers(), Numbers()
+        self._commits, self._epochs = Numbers(RUNS), Numbers(RUNS)
         self._last_commit = 0
         self._without_state: list[tuple[Peer, Record | None]] = []
         """Who stopped so, and the newest record that it knew."""

@@ -8,6 +8,7 @@ from fft.messages.effects import Finish
 from fft.messages.protocol import Peer, Record, Seen
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.invariants.facts import Numbers
+from fft.trace.format import RUNS
 from fft.trace.inputs import Given
 
 
@@ -32,7 +33,7 @@ class Flow:
         """Other scope → the record that names the most of it."""
         self.unnamed: dict[str, Record] = {}
         """Other scope → a record that does not say what was seen of it."""
-        self._commits = Numbers()
+        self._commits = Numbers(RUNS)
         self._members: dict[int, int] = {}
         """Groups of the newest epochs."""
         self._newest: tuple[int, frozenset[Peer]] = 0, frozenset()

@@ -15,6 +15,10 @@ INNER = "inner"
 SCOPES = "scopes"
 """The same of the scopes of stages, but for the first one's, whose traces are the job's."""
 
+RUNS = 1024
+"""Of the numbers of records of one kind, as who reads traces side by side counts them: runs that it
+keeps. Where each commit ends an epoch, each record is a run of its own."""
+
 NO_REFORM = "no_reform"
 """A note: since the header, the ranks of this group can be replaced no more."""
 

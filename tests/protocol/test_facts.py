@@ -22,6 +22,18 @@ def test_numbers_are_a_set(seed: int) -> None:
         assert all((n in numbers) == (n in known) for n in range(-1, 61))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_that_come_nearly_in_order_are_counted_with_few_of_them_kept(seed: int) -> None:
+    dice, numbers, known = random.Random(seed), Numbers(runs=16), set[int]()
+    for at in range(0, 3000, 2):
+        number = max(0, at - 2 * dice.randrange(8))
+        numbers.add(number)
+        known.add(number)
+        assert len(numbers) == len(known)
+        assert number in numbers and at + 2 not in numbers
+    assert len(vars(numbers)["_begins"]) == 16
+
+
 def reach(facts: Facts, record: int, epoch: int = 1) -> set[object]:
     """What is forgotten on the way."""
     return {key for bucket in facts.due(record, epoch) for key in facts.forget(bucket)}

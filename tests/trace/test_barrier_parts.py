@@ -63,7 +63,12 @@ def side_by_side(history: History, barriers: Barriers) -> None:
 
 
 def in_parts(history: History, lives: int) -> Counting:
-    barriers = Counting(history.moves.keys(), lives)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counting, "SOME", lives)
+        return _fed(history, Counting(history.moves.keys()))
+
+
+def _fed(history: History, barriers: Counting) -> Counting:
     side_by_side(history, barriers)
     return barriers
 

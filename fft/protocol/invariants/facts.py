@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -80,7 +81,12 @@ class Facts:
 class Numbers:
     """A set of whole numbers, as its runs: what is nearly everything takes a little memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: int | None = None) -> None:
+        """``runs``: keep so many, the highest. What lies below counts as in it, and once only, so
+        numbers must come in nearly in order. None: keep all."""
+        self._runs = runs
+        self._floor: float = -math.inf
+        """All below are in it."""
         self._begins: list[int] = []
         self._ends: list[int] = []
         """Of each run, one beyond its last number."""
@@ -92,7 +98,7 @@ class Numbers:
     def __contains__(self, number: object) -> bool:
         assert isinstance(number, int)
         at = bisect_right(self._begins, number)
-        return at > 0 and number < self._ends[at - 1]
+        return number < self._floor or (at > 0 and number < self._ends[at - 1])
 
     def add(self, number: int) -> None:
         """Put it in, if it is not."""
@@ -112,3 +118,6 @@ class Numbers:
         else:
             self._begins.insert(at, number)
             self._ends.insert(at, number + 1)
+            if self._runs is not None and len(self._begins) > self._runs:
+                del self._begins[0]
+                self._floor = self._ends.pop(0)
