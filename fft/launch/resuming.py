@@ -76,7 +76,7 @@ def _clear(checkpoints: Checkpoints) -> None:
         left = checkpoints.leftovers()
         if left and checkpoints.store.is_at_work() is False:
             names = ", ".join(checkpoints.remove(left))
-            logger.warning("removed what was never finished: %s", names)
+            logger.warning("removed unfinished attempts and removals of earlier starts: %s", names)
     except OSError as error:
         raise CheckpointError(
             f"what is unfinished at {checkpoints.store.url} cannot be removed: {error}"

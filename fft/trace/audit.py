@@ -107,8 +107,8 @@ class AuditReport:
             ],
         }
 
-    def render(self) -> str:
-        """The report as text."""
+    def render(self, is_only: bool = True) -> str:
+        """The report as text; ``is_only``: the job has no other start."""
         lines = [
             f"audit of {self.directory}: {self.files} traces, {self.events} events, "
             f"{self.commits} commits, {self.epochs} epochs, {self.bytes_healed} bytes healed"
@@ -126,7 +126,7 @@ class AuditReport:
             lines += scope._as_part(f"inside of group {scope.directory.name}")
         for scope in self.stages:
             lines += scope._as_part(f"scope {scope.directory.name}")
-        lines.append(f"verdict: {self._verdict()}")
+        lines.append(f"verdict: {self._verdict(is_only)}")
         return "\n".join(lines)
 
     def _as_part(self, name: str) -> list[str]:
@@ -134,7 +134,7 @@ class AuditReport:
         told = f"  {name}: {self.commits} commits, {self.epochs} epochs: {self._verdict()}"
         return [told, *([] if self.ok else [f"    {line}" for line in self.render().splitlines()])]
 
-    def _verdict(self) -> str:
+    def _verdict(self, is_only: bool = True) -> str:
         if any(f.violation is not None for f in self.findings):
             return "VIOLATION"
         if odd := [scope.directory.name for scope in self.inner if not scope.ok]:
@@ -143,7 +143,8 @@ class AuditReport:
             return f"VIOLATION or INCOMPLETE in scope {', '.join(odd)}"
         kept = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
         if not self.commits:
-            kept = f"NOTHING COMMITTED, so no step was checked; {kept}"
+            nothing = "NOTHING COMMITTED, so" if is_only else "this start committed nothing, and"
+            kept = f"{nothing} no step was checked; {kept}"
         if self.diverged:
             return f"DIVERGED: the job ended because its replicas differ; {kept} of the protocol"
         if self.no_state is not None:

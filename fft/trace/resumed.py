@@ -89,7 +89,7 @@ class JobAudit:
         """The report as text."""
         if len(self.starts) == 1:
             return self.starts[0].render()
-        lines = [start.render() for start in self.starts]
+        lines = [start.render(is_only=False) for start in self.starts]
         verdict = "VIOLATED" if self.resumed.violation else "ok"
         if not self.resumed.checks:
             verdict = "not checked: no start goes on from a checkpoint"

@@ -128,6 +128,20 @@ def test_what_a_later_start_has_committed_is_nothing_to_go_on_from(root: Path) -
     assert "where no earlier start has committed" in str(found.violation)
 
 
+def test_a_start_after_the_end_is_said_to_have_done_nothing(tmp_path: Path) -> None:
+    """The same command once more, of a job that has all its steps."""
+    start(tmp_path / "start2", 0, start(tmp_path, 3)[-1])
+    found = audit_job(tmp_path)
+    assert found.ok
+    verdicts = [x for x in found.render().splitlines() if x.startswith("verdict")]
+    nothing = "this start committed nothing, and no step was checked; "
+    assert verdicts == [
+        "verdict: no violation",
+        f"verdict: {nothing}no violation",
+        "verdict of all: ok",
+    ]
+
+
 def test_what_was_left_behind_takes_no_memory(tmp_path: Path) -> None:
     """However many steps the starts have: of each the one is kept that a later one begins with."""
     peaks = []
