@@ -363,13 +363,21 @@ def sharded(model: GPT, manager: fft.ManagerFFT) -> GPT:
 
 
 def hsdp_clipping_accumulation(job: Job) -> None:
-    """FSDP2 within the group: two micro-batches, the norm of DTensors, as torchtitan trains."""
+    """FSDP2 within the group: two micro-batches, the norm of DTensors, as torchtitan trains, and an
+    average of the weights, of which each rank has its shard."""
     manager = job.sharded_manager()
     model = sharded(GPT(job.dropout), manager)
     optimizer = torch.optim.AdamW(weight_groups(model), lr=1e-2)
     schedule = cosine(optimizer, job.steps)
-    manager.register(model, optimizer, schedule)
+    ema = nn.ParameterList(nn.Parameter(p.detach().clone(), False) for p in model.parameters())
+
+    @torch.no_grad()
+    def average() -> None:
+        torch._foreach_lerp_(list(ema), list(model.parameters()), 0.1)
+
+    manager.register(model, optimizer, schedule, extra={"ema": ema})
     manager.sync_gradients(model)
+    manager.on_commit(average)
     loader = fft.CursorLoader(Text(), batch_size=4, seed=13)
     job.own_seed()
     for txn in manager.transactions(loader, max_steps=job.steps):
@@ -385,7 +393,7 @@ def hsdp_clipping_accumulation(job: Job) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if txn.committed:
             job.committed(index, loss.item())
-    job.ended(model, optimizer, schedule)
+    job.ended(model, optimizer, schedule, ema=ema)
 
 
 def hsdp_evaluation(job: Job) -> None:
