@@ -279,13 +279,14 @@ def test_what_a_body_changes_for_the_first_time_while_it_is_copied_is_not_kept(
     assert again.train(Stream(), 18, clamp_from=4).all() == whole
 
 
+@pytest.mark.parametrize("part", ["_look_up", "_copy"])
 def test_no_update_is_applied_before_the_copy_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that takes until the next vote, and is let go on only when that waits for it."""
     from fft.train.checkpoint import snapshot
 
-    go_on, copy = threading.Event(), snapshot.Snapshot._copy
+    go_on, copy = threading.Event(), getattr(snapshot.Snapshot, part)
     finish = snapshot.Snapshot.finish
 
     def late(self: snapshot.Snapshot) -> None:
@@ -296,7 +297,7 @@ def test_no_update_is_applied_before_the_copy_is_done(
         go_on.set()
         return finish(self, limit_s)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_copy", late)
+    monkeypatch.setattr(snapshot.Snapshot, part, late)
     monkeypatch.setattr(snapshot.Snapshot, "finish", waits)
     place = tmp_path / "checkpoints"
     Start(tmp_path / "a", checkpoint=at(place)).train(Stream(), 7)
@@ -306,12 +307,13 @@ def test_no_update_is_applied_before_the_copy_is_done(
     assert again.all() == Start(tmp_path / "whole").train(Stream(), 18).all()
 
 
+@pytest.mark.parametrize("part", ["_look_up", "_copy"])
 def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from fft.train.checkpoint import checkpointer, snapshot
 
-    ended, copy = threading.Event(), snapshot.Snapshot._copy
+    ended, copy = threading.Event(), getattr(snapshot.Snapshot, part)
     held = iter([True])
 
     def stands(self: snapshot.Snapshot) -> None:
@@ -319,7 +321,7 @@ def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
             assert ended.wait(60)
         copy(self)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_copy", stands)
+    monkeypatch.setattr(snapshot.Snapshot, part, stands)
     monkeypatch.setattr(checkpointer, "COPY_LIMIT_S", 0.05)
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints", keep=0))
     start.manager.on_commit(lambda: ended.set() if len(start.losses) == 6 else None)
@@ -590,6 +592,45 @@ def test_a_checkpoint_of_stages_is_refused_by_a_job_that_has_none(
         Start(tmp_path / "second", checkpoint=at(place)).train(Stream(), 9)
     with pytest.raises(CheckpointError, match=refused):  # before a model is built
         Start(tmp_path / "third", checkpoint=at(place, resume=6))
+
+
+def test_a_rate_that_the_next_body_sets_is_not_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many loops compute it for each step. What lasts until the update is looked up after that."""
+    from fft.train.checkpoint import snapshot
+
+    is_set, look_up = threading.Event(), snapshot.Snapshot._look_up
+
+    def late(self: snapshot.Snapshot) -> None:
+        assert is_set.wait(60)
+        look_up(self)
+
+    monkeypatch.setattr(snapshot.Snapshot, "_look_up", late)
+    start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
+
+    def forward(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        start.optimizer.param_groups[0]["lr"] = 0.5 + len(start.losses)
+        if len(start.losses) == 4:
+            is_set.set()
+
+    start.model.register_forward_pre_hook(forward)
+    start.train(Stream(), 5)
+    (file,) = (tmp_path / "checkpoints" / "step-4").glob("g*r0.json")
+    tree = json.loads(file.read_text())
+    assert tree["state"]["optimizers"][0]["param_groups"][0]["lr"] == 3.5
+
+
+def test_an_optimizer_whose_state_no_file_can_hold_costs_the_checkpoint_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
+    odd = start.model[0].weight
+    start.manager.on_commit(lambda: start.optimizer.state[odd].update(odd=object()))
+    start.train(Stream(), 5)
+    assert start.manager.current_step() == 5
+    assert "optimizers[0].state[model0.0.weight][odd] is a object" in caplog.text
+    assert not Checkpoints(open_store(str(tmp_path / "checkpoints"))).found()
 
 
 def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(

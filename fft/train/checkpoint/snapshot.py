@@ -1,15 +1,16 @@
 """The state of a rank as of a commit, copied beside the training.
 
 What a body may change is copied at once, on the main thread. Parameters and optimizer state do not
-change before the next update, so that a thread copies them, while the next body runs; whoever is
-about to change them waits for it (`Snapshot.finish`). Holds one copy of what this rank has.
+change before the next update, so that a thread looks them up and copies them, while the next body
+runs; whoever is about to change them waits for it (`Snapshot.finish`). Holds one copy of what this
+rank has.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,13 @@ from fft.train.checkpoint.rank_file import packed
 from fft.train.local_tensors import edit_count, local_of
 from fft.train.rank_state import RankState
 from fft.train.state.random_states import export_random
-from fft.train.state.serial import plain
+from fft.train.state.serial import merged, plain
+from fft.util.errors import FftError
 
-LATE = ("state.parameters.", "state.optimizers.")
-"""Places of what no body changes, by its names in a file. Of groups that step alone that is what
-they share; what is a group's own has other names, and is copied at once."""
+PARAMETERS = "state.parameters."
+LATE = (PARAMETERS, "state.optimizers.")
+"""Begin the names, in a file, of what no body changes. Of groups that step alone that is what they
+share; what is a group's own has other names, and is copied at once."""
 
 
 class Staging:
@@ -78,22 +81,23 @@ class Snapshot:
         gives: range = range(0),
     ) -> None:
         tree, self._watched = _tree_of(state, shared, gives)
-        self.data, live = packed(tree)
-        staging.keep_only(live.keys())
-        edited: Set[str] | None = state.step.edited if state.step is not None else None
+        self._data, live = packed(tree)
+        self._step = state.step if self._watched else None
+        """Whose parameters and optimizer state are looked up by `copy`."""
+        self._late: dict[str, torch.Tensor] = {}
         if state.synchronizer is not None:  # what groups share is no parameter of a model
-            edited = frozenset()
-        edited = None if edited is None else edited | at_once
-        late = [name for name in live if name.startswith(LATE) and not _is_in(name, edited)]
-        self._by_bodies = bool(self._watched)
-        """What is copied late, a body could change all the same."""
-        self._versions = {name: edit_count(t) for name, t in self._watched.items()}
-        self._late = {name: live[name] for name in late}
+            self._late = {name: t for name, t in live.items() if name.startswith(LATE)}
+        early = self._early(at_once)
+        live |= {f"{PARAMETERS}{name}": local_of(self._watched[name]) for name in early}
         now = {name: tensor for name, tensor in live.items() if name not in self._late}
         self._targets = {n: staging.like(n, tensor).copy_(tensor) for n, tensor in now.items()}
         self._staging = staging
-        self._late_names = frozenset(late)
-        self._streams = _mark_streams(self._late)
+        self._streams = _mark_streams((*self._late.values(), *self._watched.values()))
+        self._by_bodies = bool(self._watched)
+        """What is copied late, a body could change all the same."""
+        self._versions = {name: edit_count(t) for name, t in self._watched.items()}
+        self._late_names = self._watched.keys() - early
+        """Of parameters."""
         self._copied = threading.Event()
         self.confirmed = threading.Event()
         """Nobody has changed what was copied before the copy was done; or `problem` says it."""
@@ -105,32 +109,60 @@ class Snapshot:
         """Parameters that were changed while they were copied."""
 
     @property
+    def data(self) -> Any:
+        """What JSON can hold of the state, once `copy` has returned True."""
+        return self._data
+
+    @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The copy, once `copy` has returned True."""
         return self._targets
+
+    def _early(self, at_once: Set[str]) -> Set[str]:
+        """Parameters that bodies change, and those ``at_once``."""
+        if self._step is None:
+            return frozenset()
+        edited = self._step.edited  # None: it is not known yet
+        return self._watched.keys() if edited is None else self._watched.keys() & (edited | at_once)
 
     def copy(self) -> bool:
         """Copy the rest. Whether the whole is the state as of the commit."""
         began = time.monotonic()
         try:
             with torch.no_grad():
+                self._look_up()
                 self._copy()
+        except (TypeError, LookupError, FftError) as error:
+            self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self.copy_s = time.monotonic() - began
             with self._lock:
-                self._late = {}
+                self._late, self._step = {}, None
                 self._copied.set()
             if not self._by_bodies:
                 self.confirmed.set()
         return self.problem is None
 
+    def _look_up(self) -> None:
+        if self._step is None:
+            return
+        names = self._watched
+        lasting = {"state": self._step.export_lasting(names), "layouts": _layouts(names)}
+        data, live = packed(lasting)
+        self._data = merged(self._data, data)
+        self._late = {name: t for name, t in live.items() if name not in self._targets}
+
     def _copy(self) -> None:
+        self._staging.keep_only(self._targets.keys() | self._late.keys())
         # here, since memory that is pinned takes as long to be had as to be filled
         self._targets |= {n: self._staging.like(n, tensor) for n, tensor in self._late.items()}
-        for device, marked in self._streams.items():
+        for device in {t.device for t in self._late.values() if t.is_cuda}:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                stream.wait_event(marked)
+                if device in self._streams:
+                    stream.wait_event(self._streams[device])
+                else:  # of optimizer state alone
+                    torch.cuda.synchronize(device)
                 for name, tensor in self._late.items():
                     if tensor.device == device:
                         self._targets[name].copy_(tensor, non_blocking=True)
@@ -138,7 +170,7 @@ class Snapshot:
         for name, tensor in self._late.items():
             if self.problem is not None:
                 return
-            if tensor.device not in self._streams:
+            if not tensor.is_cuda:
                 self._targets[name].copy_(tensor)
 
     def finish(self, limit_s: float) -> float:
@@ -154,7 +186,7 @@ class Snapshot:
             self._give_up(f"its copy was not done {limit_s:g} s after the vote")
         watched, self._watched = self._watched, {}
         self.edited = tuple(n for n, t in watched.items() if edit_count(t) != self._versions[n])
-        if self.edited and any(f"{LATE[0]}{name}" in self._late_names for name in self.edited):
+        if self._late_names & set(self.edited):
             self._give_up(
                 f"{', '.join(self.edited[:3])} was changed while it was copied; from now on it is "
                 "copied before anybody can"
@@ -165,12 +197,6 @@ class Snapshot:
     def _give_up(self, problem: str) -> None:
         with self._lock:
             self.problem = self.problem or problem
-
-
-def _is_in(name: str, edited: Set[str] | None) -> bool:
-    """Whether bodies change that parameter, by its name in a file; None: it is not known yet."""
-    prefix = LATE[0]
-    return name.startswith(prefix) and (edited is None or name.removeprefix(prefix) in edited)
 
 
 def _tree_of(
@@ -192,22 +218,29 @@ def _tree_of(
         "user": {
             key: plain(value(), f"state_dict of {key!r}") for key, value in state.users.items()
         },
-        "state": None if state.shared is None else state.shared.export(across_body=True),
         "data": state.export_data(),
     }
     if step is None:
-        return found, {}
-    found["state"].pop("buffers", None)
-    found["layouts"] = {
+        return found | {"state": None}, {}
+    names = step.sharded_names()
+    if state.synchronizer is None:
+        return found | {"state": step.export_changing(), "layouts": {}}, names
+    assert state.shared is not None, "there is a step"
+    shares = state.shared.export(across_body=True)
+    return found | {"state": shares, "layouts": _layouts(names)}, {}
+
+
+def _layouts(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Which parts this rank has of parameters that are sharded."""
+    return {
         name: {
             "shape": list(layout.shape),
             "offset": list(layout.offset),
             "local": list(local_of(tensor).shape),
         }
-        for name, tensor in step.names().items()
+        for name, tensor in names.items()
         if (layout := layout_of(tensor)) is not None
     }
-    return found, step.names() if state.synchronizer is None else {}
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
@@ -220,10 +253,10 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
     return Layout(tuple(tensor.shape), tuple(offset))
 
 
-def _mark_streams(late: Mapping[str, torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
-    """Events behind all that was issued on the devices of ``late`` so far."""
+def _mark_streams(late: Iterable[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
+    """Events behind all that was issued so far on the devices of those that are copied later."""
     found: dict[torch.device, torch.cuda.Event] = {}
-    for device in {tensor.device for tensor in late.values() if tensor.is_cuda}:
+    for device in {tensor.device for tensor in late if tensor.is_cuda}:
         found[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         found[device].record(torch.cuda.current_stream(device))
     return found

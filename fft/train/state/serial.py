@@ -48,8 +48,18 @@ def put_hyper(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def export_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], place: str
+    optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], place: str
 ) -> dict[str, Any]:
+    return {
+        "state": export_entries(optimizer, names, place),
+        "param_groups": export_groups(optimizer, place),
+    }
+
+
+def export_entries(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], place: str
+) -> dict[str, Any]:
+    """Its state for each parameter, by name."""
     by_id = {id(p): name for name, p in names.items()}
     state: dict[str, Any] = {}
     for parameter, values in optimizer.state.items():
@@ -57,11 +67,13 @@ def export_optimizer(
         for key, value in values.items():
             _refuse_other_layout(parameter, value, f"{place}.state[{name}][{key}]")
         state[name] = {k: plain(v, f"{place}.state[{name}][{k}]") for k, v in values.items()}
-    groups = [
-        plain(hyper_of(group), f"{place}.param_groups[{i}]")
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-    return {"state": state, "param_groups": groups}
+    return state
+
+
+def export_groups(optimizer: torch.optim.Optimizer, place: str) -> list[dict[str, Any]]:
+    """Its hyperparameters."""
+    groups = enumerate(optimizer.param_groups)
+    return [plain(hyper_of(group), f"{place}.param_groups[{i}]") for i, group in groups]
 
 
 def _refuse_other_layout(parameter: torch.Tensor, value: object, place: str) -> None:
@@ -187,6 +199,15 @@ def plain(value: Any, place: str) -> Any:
         f"{place} is a {type(value).__name__}; a state may hold tensors, dicts, lists, tuples, "
         "str, bytes, bool, int, float and None"
     )
+
+
+def merged(one: Any, other: Any) -> Any:
+    """Plain data with what both hold: dicts key by key, lists of one length item by item; of all
+    else they have no place in common."""
+    if isinstance(one, list):
+        return [merged(a, b) for a, b in zip(one, other, strict=True)]
+    found = {**one, **other}
+    return found | {key: merged(one[key], other[key]) for key in one.keys() & other.keys()}
 
 
 def spread_as(value: Any, mine: Any, place: str) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,14 +22,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fft.train.local_tensors import edit_count, local_of, same_bits
+from fft.train.state.buffers import Buffer, capture_buffers, restore_buffers
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.random_states import capture_random
 from fft.train.state.serial import (
     check_optimizer,
-    export_optimizer,
+    export_entries,
+    export_groups,
     feed,
     hyper_of,
     load_optimizer,
+    merged,
     plain,
     put_hyper,
     same_count,
@@ -65,16 +68,6 @@ class Rewindable(Protocol):
 
 
 @dataclass
-class _Buffer:
-    """One buffer slot of one module: the object that was in it, and its value."""
-
-    module: nn.Module
-    name: str
-    tensor: torch.Tensor | None
-    value: torch.Tensor | None
-
-
-@dataclass
 class _Capture:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Copies of those that a body may change."""
@@ -84,7 +77,7 @@ class _Capture:
     """Whether each module was in training mode: a body may be cut in an evaluation."""
     trained: dict[str, bool] = field(default_factory=dict)
     """Whether each parameter needed a gradient: a body may be cut while some are frozen."""
-    buffers: list[_Buffer] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
     rng: list[Callable[[], None]] = field(default_factory=list)
     hyper: list[list[dict[str, Any]]] = field(default_factory=list)
     schedules: list[dict[str, Any]] = field(default_factory=list)
@@ -143,7 +136,7 @@ class StepState:
             versions={name: edit_count(p) for name, p in self._parameters.items()},
             modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
-            buffers=list(_capture_buffers(modules)),
+            buffers=list(capture_buffers(modules)),
             rng=capture_random(self.generators),
             hyper=[[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
             schedules=[copy.deepcopy(s.state_dict()) for s in self._schedulers],
@@ -190,7 +183,7 @@ class StepState:
             module.training = mode
         for name, trained in saved.trained.items():
             self._parameters[name].requires_grad_(trained)
-        _restore_buffers(saved.buffers)
+        restore_buffers(saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # one that the user has added since has nothing to be put back
             for group, values in zip(optimizer.param_groups, groups, strict=False):
@@ -240,7 +233,7 @@ class StepState:
 
     # -- the whole state
 
-    def export(self, across_body: bool = False) -> dict[str, object]:
+    def export(self, across_body: bool = False) -> dict[str, Any]:
         """The state of this rank as plain containers, scalars and local tensors.
 
         The tensors are the live ones: serialise or copy them before the next optimizer step, or,
@@ -250,22 +243,34 @@ class StepState:
         Raises:
             TypeError: something in it is neither plain nor a tensor; names the place.
         """
-        reshard(self._models)
-        names = self.names()
-        changed_by_bodies = {
-            "buffers": self.export_buffers(),
+        lasting = self.export_lasting(self.sharded_names())
+        changing = {"buffers": self.export_buffers(), **self.export_changing()}
+        found: dict[str, Any] = merged(
+            copy.deepcopy(changing) if across_body else changing, lasting
+        )
+        return found
+
+    def export_changing(self) -> dict[str, Any]:
+        """The part of `export`, but for buffers, that a body, or code around it, may change."""
+        return {
             "lr_schedulers": [
                 plain(s.state_dict(), f"lr_schedulers[{i}]") for i, s in enumerate(self._schedulers)
             ],
             "extra": {n: plain(s.state_dict(), f"extra[{n}]") for n, s in self._extra.items()},
+            "optimizers": [
+                {"param_groups": export_groups(optimizer, f"optimizers[{i}]")}
+                for i, optimizer in enumerate(self._optimizers)
+            ],
         }
+
+    def export_lasting(self, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The part of `export` that lasts until the next update, by `names`. Any thread."""
         return {
             "parameters": {name: local_of(p) for name, p in names.items()},
             "optimizers": [
-                export_optimizer(o, names, f"optimizers[{i}]")
-                for i, o in enumerate(self._optimizers)
+                {"state": export_entries(optimizer, names, f"optimizers[{i}]")}
+                for i, optimizer in enumerate(self._optimizers)
             ],
-            **(copy.deepcopy(changed_by_bodies) if across_body else changed_by_bodies),
         }
 
     def load(self, state: Mapping[str, Any], keep_gradients: bool = False) -> int:
@@ -277,8 +282,7 @@ class StepState:
         Raises:
             StateMismatch: names, shapes or dtypes differ; nothing has been changed.
         """
-        reshard(self._models)
-        names = self.names()
+        names = self.sharded_names()
         self.refuse_unfit(state)
         extra = self._spread(state["extra"])
         with torch.no_grad():
@@ -302,15 +306,13 @@ class StepState:
         tensors on a device over their fingerprints, so that the same bits on CPU have another one.
         ``buffers=False``: without buffers, which replicas need not have in common.
         """
-        reshard(self._models)
-        names = self.names()
+        names = self.sharded_names()
         hasher = hashlib.blake2b(digest_size=16)
         parts: dict[str, object] = {
             "parameters": {name: local_of(p) for name, p in names.items()},
             "buffers": self.export_buffers() if buffers else {},
             "optimizers": [
-                export_optimizer(o, names, f"optimizers[{i}]")["state"]
-                for i, o in enumerate(self._optimizers)
+                export_entries(o, names, f"optimizers[{i}]") for i, o in enumerate(self._optimizers)
             ],
         }
         feed(hasher, parts)
@@ -396,6 +398,11 @@ class StepState:
                     found[f"optimizer{i}.{j}"] = parameter
         return found
 
+    def sharded_names(self) -> dict[str, torch.Tensor]:
+        """As `names`, of modules that are sharded again: an evaluation leaves them gathered."""
+        reshard(self._models)
+        return self.names()
+
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {
             f"model{i}.{name}": buffer
@@ -421,28 +428,3 @@ class StepState:
             zip(self._optimizers, state["optimizers"], strict=True)
         ):
             check_optimizer(f"optimizers[{i}]", optimizer, names, values)
-
-
-# -- buffers
-
-
-def _capture_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
-    for module in modules:
-        for name, tensor in module._buffers.items():
-            value = None if tensor is None else tensor.detach().clone()
-            yield _Buffer(module, name, tensor, value)
-
-
-def _restore_buffers(saved: list[_Buffer]) -> None:
-    """Put the same tensor objects back, with their values; buffers made since go away."""
-    kept: dict[nn.Module, set[str]] = {}
-    for entry in saved:
-        kept.setdefault(entry.module, set()).add(entry.name)
-    for module, names in kept.items():
-        for name in [n for n in module._buffers if n not in names]:
-            del module._buffers[name]
-    with torch.no_grad():
-        for entry in saved:
-            entry.module._buffers[entry.name] = entry.tensor
-            if entry.tensor is not None and entry.value is not None:
-                entry.tensor.copy_(entry.value)
