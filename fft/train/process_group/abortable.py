@@ -453,6 +453,7 @@ class AbortableGroup:
 
     def _retire(self, era: Era, everyone: bool) -> None:
         """Drop what an ended configuration still holds, and its keys (RendezvousStore.reclaim)."""
+        _drop_woken()
         if era.stranded:
             _keep_stranded(era)
         era.backend = None  # joins gloo's threads; they have nothing left to do
@@ -550,18 +551,22 @@ def _exchange(
 def _keep_stranded(era: Era) -> None:
     """Never drop a backend with a sleeping op: that would join its thread, for the op's timeout.
 
-    A stranded op costs two threads, a listener and its tensors. Backends whose ops have timed out
-    since are dropped here.
+    A stranded op costs two threads, a listener and its tensors, until `_drop_woken`.
     """
+    # one reference more than Python knows of: at its exit the interpreter drops the others
+    with _stranded_lock:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
+        _stranded_backends.append((era.backend, era.works))
+
+
+def _drop_woken() -> None:
+    """Drop the backends whose stranded ops have timed out since."""
     with _stranded_lock:
         for backend, works in list(_stranded_backends):
             forget_ended(works)
             if not works:
                 _stranded_backends.remove((backend, works))
                 ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
-        # one reference more than Python knows of: at its exit the interpreter drops the others
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
-        _stranded_backends.append((era.backend, era.works))
 
 
 def _current_accelerator() -> int | None:
