@@ -189,6 +189,13 @@ def test_stages_of_one_group_are_there_and_give_to_each_other(seed: int, tmp_pat
     assert {"entries", "flow_order"} <= {f.name for f in found if f.checks}
 
 
+def test_who_has_missed_no_decision_keeps_the_last_state_that_there_is() -> None:
+    """A process that was ended had proposed an epoch of its own, which came to the register as the
+    other one was to commit."""
+    result = run_seed(1124462, load_spec("pipeline_ahead"))
+    assert not result.violations and result.settled is not None
+
+
 def test_who_leaves_is_left_out_rightly_by_a_proposal_that_comes_late() -> None:
     """Its writer applies the commit when the others are nine records further, and hears of them in
     the same move: a member that left with that commit was taken for one that was forgotten."""

@@ -138,6 +138,13 @@ def was_compared(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def missed_decisions(s: Local, c: Config, event: Event) -> bool:
+    """There are records between the newest that I know and this one: my txn's decision, if any."""
+    record, known = record_of(event), s.head.n if s.head is not None else 0
+    return record is not None and record.n > known + 1
+
+
+@guard
 def says_why(s: Local, c: Config, event: Event) -> bool:
     """The decision is an ABORT, with its cause."""
     record = record_of(event)
