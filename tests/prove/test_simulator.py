@@ -193,7 +193,7 @@ def test_who_has_missed_no_decision_keeps_the_last_state_that_there_is() -> None
     """A process that was ended had proposed an epoch of its own, which came to the register as the
     other one was to commit."""
     result = run_seed(1124462, load_spec("pipeline_ahead"))
-    assert not result.violations and result.settled is not None
+    assert not result.violations and result.settled_in is not None
 
 
 def test_who_leaves_is_left_out_rightly_by_a_proposal_that_comes_late() -> None:
