@@ -24,6 +24,7 @@ from fft.trace.live_sets import (
 )
 
 _Key = tuple[object, ...]
+_Place = tuple[Peer, int]
 
 
 @dataclass(slots=True)
@@ -248,7 +249,7 @@ class Barriers:
 
     def _part(self) -> tuple[int, dict[Peer, int]] | None:
         """The epoch that the next part ends with, and how many turns of each are in it."""
-        said: dict[int, tuple[Peer, int]] = {}
+        said: dict[int, _Place] = {}
         for peer, found in self._turns.items():
             for i, turn in enumerate(found):
                 for x in turn.says:
@@ -261,18 +262,18 @@ class Barriers:
             }
             if not any(turn.events for p, end in ends.items() for turn in self._turns[p][:end]):
                 return None
-            if (earlier := self._close(ends, said)) is None:
+            if (earlier := self._close(last, ends, said)) is None:
                 return last, ends
             last = earlier
 
-    def _close(self, ends: dict[Peer, int], said: Mapping[int, tuple[Peer, int]]) -> int | None:
-        """Take out of a part what hears what is said behind it.
-
-        Returns:
-            The epoch to end with instead, if lives would have to be taken out.
-        """
+    def _close(self, last: int, ends: dict[Peer, int], said: Mapping[int, _Place]) -> int | None:
+        """Take out of a part, up to epoch ``last``, what hears what is said behind it. If lives
+        would have to be taken out: the epoch to end with instead."""
+        untraced = {hash(("message", word)) for word in self._ready if word.epoch > last}
 
         def is_behind(x: int, by: Peer) -> bool:
+            if x in untraced:
+                return True
             if self._is_past(x, by):
                 return False
             if x in said:
