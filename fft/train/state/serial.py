@@ -59,10 +59,10 @@ def export_optimizer(
 def export_entries(
     optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], place: str
 ) -> dict[str, Any]:
-    """Its state for each parameter, by name."""
+    """Its state for each parameter, by name. Any thread."""
     by_id = {id(p): name for name, p in names.items()}
     state: dict[str, Any] = {}
-    for parameter, values in optimizer.state.items():
+    for parameter, values in list(optimizer.state.items()):  # a look at it may add an entry
         name = by_id[id(parameter)]
         for key, value in values.items():
             _refuse_other_layout(parameter, value, f"{place}.state[{name}][{key}]")
