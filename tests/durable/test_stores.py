@@ -16,6 +16,7 @@ from fft.durable.choice import choose
 from fft.durable.manifest import (
     Manifest,
     attempt_name,
+    file_stem,
     life_of,
     partial_name,
     sealed,
@@ -74,14 +75,18 @@ def test_a_receipt_of_another_attempt_or_without_its_file_does_not_count(store: 
     deliver(store, directory, "old", "1", 1, 5)
     assert ("1", 1) not in Checkpoints(store).receipts(directory, "new")
     assert len(Checkpoints(store).receipts(directory, "new")) == 3
+    store.write(f"{directory}/{file_stem('0', 1)}.json", b"{}")  # of another attempt: shorter
+    assert ("0", 1) not in Checkpoints(store).receipts(directory, "new")
 
 
 def test_the_newest_are_kept_and_what_older_attempts_left_goes(store: Store) -> None:
     found = published(store, 2, 4, 6, 8)
     written(store, 3, "killed")
+    written(store, 8, "once-more")
     written(store, 9, "under-way")
     removed = found.prune(2)
-    assert sorted(removed) == ["step-2", partial_name(3, "killed"), "step-4"]
+    old = partial_name(3, "killed"), partial_name(8, "once-more")
+    assert sorted(removed) == sorted(["step-2", "step-4", *old])
     assert [e.name for e in found.found()] == ["step-6", "step-8", partial_name(9, "under-way")]
     assert found.prune(0) == []
     assert found.verify(6).step == 6
