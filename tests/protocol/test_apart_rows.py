@@ -257,20 +257,6 @@ def left_out_in_doubt_and_compared() -> None:
     assert node.local.lineage == ""
 
 
-def left_out_with_no_decision_missed() -> None:
-    """The epoch's record comes right after the newest that it knows: its txn has no decision. Its
-    state may be the last one that there is."""
-    job = synchronising("0", "1")
-    node = job.node("0")
-    job.compute([node], digest="state")
-    until(job, node, "PREPARED")
-    lineage = node.local.lineage
-    seen = take(job, node, Decision(epoch_after(job, "1", "2")))
-    assert seen[:2] == ("PREPARED", "ROLLBACK_SYNC.fenced")
-    assert "give_up_state" not in seen[2]
-    assert node.local.lineage == lineage != ""
-
-
 def leaving_and_nobody_was_heard_to_stay() -> None:
     job = synchronising("0", "1")
     job.drain("0")
@@ -298,9 +284,22 @@ LIVES: dict[str, Callable[[], None]] = {
     "begin of another epoch": begin_of_another_epoch,
     "a fetch that fails late": a_fetch_that_fails_late,
     "left out in doubt, and compared": left_out_in_doubt_and_compared,
-    "left out with no decision missed": left_out_with_no_decision_missed,
     "leaving, and nobody was heard to stay": leaving_and_nobody_was_heard_to_stay,
 }
+
+
+def test_who_is_left_out_with_no_decision_missed_keeps_its_state() -> None:
+    """The epoch's record comes right after the newest that it knows: its txn has no decision. Its
+    state may be the last one that there is."""
+    job = synchronising("0", "1")
+    node = job.node("0")
+    job.compute([node], digest="state")
+    until(job, node, "PREPARED")
+    lineage = node.local.lineage
+    seen = take(job, node, Decision(epoch_after(job, "1", "2")))
+    assert seen[:2] == ("PREPARED", "ROLLBACK_SYNC.fenced")
+    assert "give_up_state" not in seen[2]
+    assert node.local.lineage == lineage != ""
 
 
 @pytest.mark.parametrize("name", LIVES)

@@ -549,10 +549,8 @@ def _exchange(
 
 
 def _keep_stranded(era: Era) -> None:
-    """Never drop a backend with a sleeping op: that would join its thread, for the op's timeout.
-
-    A stranded op costs two threads, a listener and its tensors, until `_drop_woken`.
-    """
+    """Never drop a backend with a sleeping op: that would join its thread, for the op's timeout. It
+    costs two threads, a listener and its tensors, until `_drop_woken`."""
     # one reference more than Python knows of: at its exit the interpreter drops the others
     with _stranded_lock:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(era.backend))
