@@ -16,9 +16,10 @@ from fft.messages.protocol import (
     Prepared,
     Token,
 )
+from fft.protocol.guards import GUARDS
 from fft.protocol.invariants import Finding, History, Move, judge
 from fft.protocol.load import load_spec
-from fft.protocol.participant import Outcome
+from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Local, contributors
 from fft.prove.cluster import Cluster, Node
@@ -131,10 +132,37 @@ class Job(Cluster):
         return {n.local.step for n in self.live()}
 
     def verdict(self) -> list[Finding]:
-        """Findings with a violation; members that never handled an event have an empty trace."""
-        for peer in self.nodes:
-            self.record.moves.setdefault(peer, [])
-        return [f for f in judge(self.record) if f.violation]
+        """Findings with a violation."""
+        return [f for f in judge(history_of(self)) if f.violation]
+
+
+class Hasty(Job):
+    """Its participants leave the barrier as soon as they are in it."""
+
+    def add(self, *args: Any, **config: Any) -> Node:
+        node = super().add(*args, **config)
+        node.participant = _Impatient(node.participant.table, node.participant.config)
+        return node
+
+
+class _Impatient(Participant):
+    guards = {**GUARDS, "all_ready": lambda s, c, e: True}
+
+
+def history_of(job: Job) -> History:
+    """All moves; members that never handled an event have none."""
+    for peer in job.nodes:
+        job.record.moves.setdefault(peer, [])
+    return job.record
+
+
+def go_on_without(job: Job, slow: Node) -> None:
+    """All but ``slow`` hear what there is, and lose patience."""
+    while waiting := [n for n in job.live() if n.inbox and n is not slow]:
+        job.deliver(waiting[0])
+    others = [n for n in job.live() if n is not slow]
+    for timer in ("ack_window", "pause"):
+        job.fire(timer, others)
 
 
 def wander(job: Job, rng: random.Random, actions: int) -> None:

@@ -101,7 +101,6 @@ class Barriers:
     def __init__(self, traced: Collection[Peer]) -> None:
         """``traced``: whose moves will come in."""
         self._turns: dict[Peer, list[_Turn]] = {peer: [] for peer in traced}
-        self._alive: set[Peer] = set()
         self._latest: dict[Peer, int] = {}
         """The epoch that each, but for who has ended, has started in last."""
         self._listed: dict[Peer, set[int]] = defaultdict(set)
@@ -132,12 +131,10 @@ class Barriers:
             self._enough = 2 * self._lives + self.SOME
         if starts >= 0:
             self._lives += 1
-            if move.peer in self._alive:
+            if move.peer in self._latest:
                 events.insert(0, Event("fail"))
             self._first[move.peer].clear()
             self._latest[move.peer] = starts
-        if events:
-            self._alive.add(move.peer)
         says = [x for x in _says(move) if self._counts(move.peer, x, "says")]
         turn = _Turn(
             tuple(events),

@@ -12,12 +12,11 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 import pytest
-from jobs import Job, calm, wander
+from jobs import Hasty, Job, calm, go_on_without, history_of, wander
 
 from fft.messages.protocol import Ack, Ballot, Begin, Decision, Join, Leave, Peer, Ready
-from fft.protocol.guards import GUARDS
 from fft.protocol.invariants import History, Move
-from fft.protocol.participant import Outcome, Participant
+from fft.protocol.participant import Outcome
 from fft.trace.barriers import Barriers, judge_live_sets
 
 
@@ -26,6 +25,11 @@ class Counting(Barriers):
 
     parts = 0
     most = 0
+
+    def __init__(self, traced: Iterable[Peer], lives: int) -> None:
+        """``lives``: as many as `SOME`."""
+        self.SOME = lives
+        super().__init__(list(traced))
 
     def take(self, move: Move) -> None:
         kept = self.kept()
@@ -37,8 +41,9 @@ class Counting(Barriers):
         return sum(map(len, self._turns.values()))
 
 
-def side_by_side(history: History, barriers: Barriers) -> None:
-    """Feed it all."""
+def in_parts(history: History, lives: int) -> Counting:
+    """What the whole history leaves."""
+    barriers = Counting(history.moves, lives)
     moves = {peer: iter(found) for peer, found in history.moves.items()}
     ahead = {peer: next(found, None) for peer, found in moves.items()}
     stands = dict.fromkeys(moves, 0)
@@ -49,8 +54,7 @@ def side_by_side(history: History, barriers: Barriers) -> None:
             stands[peer] = max(stands[peer], move.before.head.n)
         return stands[peer]
 
-    heap = [(look(peer), peer) for peer in moves]
-    heap.sort()
+    heap = sorted((look(peer), peer) for peer in moves)
     while heap:
         at, peer = heappop(heap)
         while (move := ahead[peer]) is not None and look(peer) == at:
@@ -60,16 +64,6 @@ def side_by_side(history: History, barriers: Barriers) -> None:
             barriers.ended(peer)
         else:
             heappush(heap, (look(peer), peer))
-
-
-def in_parts(history: History, lives: int) -> Counting:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Counting, "SOME", lives)
-        return _fed(history, Counting(history.moves.keys()))
-
-
-def _fed(history: History, barriers: Counting) -> Counting:
-    side_by_side(history, barriers)
     return barriers
 
 
@@ -126,28 +120,13 @@ def spoiled(history: History, rng: random.Random) -> Iterator[History]:
         yield History(moves)
 
 
-class Impatient(Participant):
-    """Leaves the barrier as soon as it is in it."""
-
-    guards = {**GUARDS, "all_ready": lambda s, c, e: True}
-
-
-class Hasty(Job):
-    def add(self, *args: object, **config: object) -> object:
-        node = super().add(*args, **config)
-        node.participant = Impatient(node.participant.table, node.participant.config)
-        return node
-
-
 def wandered(seed: int) -> tuple[History, random.Random]:
     rng = random.Random(seed)
     job = Hasty(2) if seed % 7 == 0 else Job(rng.choice((2, 3, 3)), ranks=1 + seed % 2)
     wander(job, rng, 400)
     if not isinstance(job, Hasty):
         calm(job, rounds=4)
-    for peer in job.nodes:
-        job.record.moves.setdefault(peer, [])
-    return job.record, rng
+    return history_of(job), rng
 
 
 REPEATED = (227, 265, 368, 387, 439)
@@ -216,10 +195,7 @@ def test_a_part_waits_for_who_stands_in_an_older_epoch() -> None:
     slow = job.node("2")
     job.fail(job.node("0"))
     for _ in range(30):
-        while waiting := [n for n in job.live() if n.inbox and n is not slow]:
-            job.deliver(waiting[0])
-        job.fire("ack_window", [job.node("0"), job.node("1")])
-        job.fire("pause", [job.node("0"), job.node("1")])
+        go_on_without(job, slow)
         job.fail(job.node("0"))
     assert calm(job) > 0
     for _ in range(30):

@@ -18,12 +18,10 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import Job, calm, wander
+from jobs import Hasty, Job, calm, go_on_without, history_of, wander
 
 from fft.messages.protocol import Healed, Ready
-from fft.protocol.guards import GUARDS
 from fft.protocol.invariants import Finding, History
-from fft.protocol.participant import Participant
 from fft.trace.audit import read_trace, replay, trace_files
 from fft.trace.barriers import execution_of, judge_live_sets
 from fft.trace.live_sets import (
@@ -373,13 +371,6 @@ def test_many_rounds_cost_little() -> None:
 # --- runs of FFT ----------------------------------------------------------------------------------
 
 
-def history_of(job: Job) -> History:
-    """All moves; members that never handled an event have none."""
-    for peer in job.nodes:
-        job.record.moves.setdefault(peer, [])
-    return job.record
-
-
 def left(history: History) -> int:
     """Barriers that somebody left, counted once per participant."""
     return sum(roles == ("healing", "training") for m in history.all() for roles in m.roles)
@@ -453,10 +444,7 @@ def test_who_is_held_for_dead_and_comes_back_was_out_in_between() -> None:
     held = list[Any]()
     job.fail(job.node("0"))
     for _ in range(6):
-        while waiting := [n for n in job.live() if n.inbox and n is not slow]:
-            job.deliver(waiting[0])
-        job.fire("ack_window", [job.node("0"), job.node("1")])
-        job.fire("pause", [job.node("0"), job.node("1")])
+        go_on_without(job, slow)
         held.append(slow.state)
     assert set(held) == {"NORMAL"}
     assert job.node("0").state == "NORMAL"
@@ -586,19 +574,6 @@ def test_each_epoch_is_judged_in_the_time_of_the_ones_before() -> None:
 def _epoch(name: str) -> tuple[Event, ...]:
     leave = Event("leave", members=frozenset("ab"))
     return Event("start"), Event("enter", name), leave, Event("fail")
-
-
-class Hasty(Job):
-    """Its participants leave the barrier as soon as they are in it."""
-
-    def add(self, *args: Any, **config: Any) -> Any:
-        node = super().add(*args, **config)
-        node.participant = Impatient(node.participant.table, node.participant.config)
-        return node
-
-
-class Impatient(Participant):
-    guards = {**GUARDS, "all_ready": lambda s, c, e: True}
 
 
 def test_who_does_not_wait_is_found_even_when_lucky() -> None:

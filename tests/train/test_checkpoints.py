@@ -688,28 +688,27 @@ def test_nobody_is_waited_for_who_says_that_it_delivers_nothing(tmp_path: Path) 
     assert time.monotonic() - began < 20
 
 
-def test_a_rank_of_the_writers_group_that_delivers_nothing_ends_the_attempt(tmp_path: Path) -> None:
-    """At once, whether or not the other groups have said anything."""
-    record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
-    named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, ("0", "1"), 2, (), "hsdp", "0" * 64, None)
-    found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
-    told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, threading.Event())
-    deliver(found.store, attempt.directory, named.name, "0", 0, 5)
-    decline(found, attempt, ("0", 1))
-    with pytest.raises(FftError, match="rank 1 of group 0 delivers nothing, as it has said"):
-        RankWriter(found, attempt, *told)._publish(0.0)
-    assert time.monotonic() - began < 20
-    assert not found.found() or found.found()[0].step is None
-
-
-def publisher_of(place: Path, closing: threading.Event) -> tuple[Attempt, RankWriter]:
+def publisher_of(
+    place: Path, closing: threading.Event, ranks: int = 1
+) -> tuple[Attempt, RankWriter]:
     """Who would publish an attempt of two groups, and takes no part in it."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, ("0", "1"), 1, (), "hsdp", "0" * 64, None)
+    attempt = Attempt(named, record, ("0", "1"), ranks, (), "hsdp", "0" * 64, None)
     told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, closing)
     return attempt, RankWriter(Checkpoints(open_store(str(place))), attempt, *told)
+
+
+def test_a_rank_of_the_writers_group_that_delivers_nothing_ends_the_attempt(tmp_path: Path) -> None:
+    """At once, whether or not the other groups have said anything."""
+    found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
+    attempt, publisher = publisher_of(tmp_path, threading.Event(), ranks=2)
+    deliver(found.store, attempt.directory, attempt.named.name, "0", 0, 5)
+    decline(found, attempt, ("0", 1))
+    with pytest.raises(FftError, match="rank 1 of group 0 delivers nothing, as it has said"):
+        publisher._publish(0.0)
+    assert time.monotonic() - began < 20
+    assert not found.found() or found.found()[0].step is None
 
 
 @pytest.mark.parametrize("case", ["delivers", "ends", "is whole"])

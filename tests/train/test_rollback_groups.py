@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,13 +27,7 @@ from torch.distributed.distributed_c10d import (
 from torchft.process_group import ProcessGroupGloo
 from waiting import wait_until
 
-from fft.train.process_group import (
-    AbortableGroup,
-    GroupAborted,
-    ShardProcessGroupGloo,
-    abortable,
-    sockets,
-)
+from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
 from fft.train.process_group.rendezvous import RendezvousStore
 
 MINUTE = timedelta(seconds=60)
@@ -466,35 +459,3 @@ def test_a_rendezvous_store_serves_what_torch_asks_of_a_store() -> None:
         store.set("d", b"1")
     assert store.reclaim(everyone=False)
     assert server.num_keys() == 0
-
-
-def test_a_stranded_backend_is_dropped_once_its_ops_have_timed_out() -> None:
-    """By the next epoch; not only by the next op that gloo forgets."""
-
-    class Op:
-        over = False
-
-        def is_completed(self) -> bool:
-            return self.over
-
-    class Backend:
-        pass
-
-    op, backend = Op(), Backend()
-    ended = weakref.ref(backend)
-    era = abortable.Era(backend=backend, stranded=True)
-    era.works.append(op)
-    abortable._keep_stranded(era)
-    era.backend = None
-    del backend
-    abortable._drop_woken()
-    assert ended() is not None, "it would wait for the op"
-    op.over = True
-    group = AbortableGroup(ProcessGroupGloo(timeout=timedelta(seconds=30)))
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    try:
-        for epoch in range(2):  # what the first has left is looked at by the second
-            group.configure(f"localhost:{store.port}/stranded/{epoch}", "0", 0, 1)
-    finally:
-        group.close()
-    assert ended() is None

@@ -21,7 +21,12 @@ from torch.distributed import AllreduceOptions, TCPStore
 from torchft import ProcessGroupGloo
 from waiting import wait_until
 
-from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo
+from fft.train.process_group import (
+    AbortableGroup,
+    GroupAborted,
+    ShardProcessGroupGloo,
+    abortable,
+)
 
 ROUNDS = 60
 
@@ -38,6 +43,14 @@ def _racing(rank: int, ranks: int, port: int, seed: int) -> float:
     """Longest time, in seconds, from an abort to the end of the thread that was at work."""
     pg = ShardProcessGroupGloo(timedelta(seconds=60))
     group = AbortableGroup(pg)
+    longest = _race(pg, group, rank, ranks, port, seed)
+    group.close()
+    return longest
+
+
+def _race(
+    pg: ShardProcessGroupGloo, group: AbortableGroup, rank: int, ranks: int, port: int, seed: int
+) -> float:
     rng = random.Random(seed)  # equal on both ranks
     longest = 0.0
     for round_ in range(ROUNDS):
@@ -54,8 +67,22 @@ def _racing(rank: int, ranks: int, port: int, seed: int) -> float:
             raise AssertionError(f"round {round_}: still blocked 30 s after the abort")
         group.quiesce(timedelta(seconds=10))
         longest = max(longest, time.monotonic() - begin)
-    group.close()
     return longest
+
+
+def _stranded(rank: int, ranks: int, port: int, seed: int) -> tuple[int, int]:
+    """How many backends have ops that gloo has forgotten, and how many are kept in the epoch after
+    these have timed out."""
+    pg = ShardProcessGroupGloo(timedelta(seconds=3))
+    group = AbortableGroup(pg)
+    _race(pg, group, rank, ranks, port, seed)
+    kept = abortable._stranded_backends
+    found = len(kept)
+    wait_until(lambda: all(work.is_over() for _, works in kept for work in works), "the timeouts")
+    group.configure(f"localhost:{port}/after", "0", rank, ranks, ROUNDS)
+    left = len(kept)
+    group.close()
+    return found, left
 
 
 def _until_done(done: list[int], after: int, worker: threading.Thread) -> None:
@@ -80,6 +107,14 @@ def test_an_abort_in_the_middle_of_transfers_frees_everyone() -> None:
         f"\nabort to free, longest of {ROUNDS}: {', '.join(f'{s * 1e3:.0f} ms' for s in longest)}"
     )
     assert max(longest) < NOISE_S
+
+
+@pytest.mark.multiprocess
+def test_what_gloo_has_forgotten_is_dropped_in_the_epoch_after_its_timeout() -> None:
+    """Two threads, a listener and tensors; not only when it forgets once more."""
+    found = run(2, _stranded, 11)
+    assert sum(stranded for stranded, _ in found) > 1, "it has forgotten nothing"
+    assert [left for _, left in found] == [0, 0], found
 
 
 CUTS = 50

@@ -224,7 +224,7 @@ def _tree_of(
         return found | {"state": None}, {}
     names = step.sharded_names()
     if state.synchronizer is None:
-        return found | {"state": step.export_changing(), "layouts": {}}, names
+        return found | {"state": step.export_changing()}, names
     assert state.shared is not None, "there is a step"
     shares = state.shared.export(across_body=True)
     return found | {"state": shares, "layouts": _layouts(names)}, {}

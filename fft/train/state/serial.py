@@ -201,13 +201,16 @@ def plain(value: Any, place: str) -> Any:
     )
 
 
-def merged(one: Any, other: Any) -> Any:
-    """Plain data with what both hold: dicts key by key, lists of one length item by item; of all
-    else they have no place in common."""
-    if isinstance(one, list):
-        return [merged(a, b) for a, b in zip(one, other, strict=True)]
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What both hold, key by key. Under a key of both are dicts, or lists of as many dicts."""
     found = {**one, **other}
-    return found | {key: merged(one[key], other[key]) for key in one.keys() & other.keys()}
+    for key in one.keys() & other.keys():
+        mine, its = one[key], other[key]
+        if isinstance(mine, list):
+            found[key] = [merged(a, b) for a, b in zip(mine, its, strict=True)]
+        else:
+            found[key] = merged(mine, its)
+    return found
 
 
 def spread_as(value: Any, mine: Any, place: str) -> Any:

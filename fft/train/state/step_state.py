@@ -245,10 +245,7 @@ class StepState:
         """
         lasting = self.export_lasting(self.sharded_names())
         changing = {"buffers": self.export_buffers(), **self.export_changing()}
-        found: dict[str, Any] = merged(
-            copy.deepcopy(changing) if across_body else changing, lasting
-        )
-        return found
+        return merged(copy.deepcopy(changing) if across_body else changing, lasting)
 
     def export_changing(self) -> dict[str, Any]:
         """The part of `export`, but for buffers, that a body, or code around it, may change."""
