@@ -15,6 +15,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Else each of the processes that tests start would compile FFT anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# What tests have in common is for the scripts that they start, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+)
+
 LONG_FIRST = ("e2e", "recipes", "prove", "bus", "train", "cli", "operate", "launch", "health")
 """Rooms of long tests. What begins last is short, so that no worker is alone at the end."""
 

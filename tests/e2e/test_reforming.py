@@ -31,6 +31,11 @@ faults:
      settled_steps: 3}
   - {name: all, kind: kill, step: 18, group: 1, phase: backward, with_groups: 2, settled_steps: 3}
 """
+WHOLE = """
+faults:
+  - {name: all, kind: kill, step: 6, group: 1, phase: backward}
+  - {name: back, kind: exception, step: 8, group: 0, rank: 0, phase: forward, with_groups: 2}
+"""
 LATE = """
 faults:
   - {name: one, kind: kill, step: 6, group: 1, rank: 0, phase: backward}
@@ -52,8 +57,9 @@ def job(
 
 
 def headers(traces: Path) -> dict[str, dict[str, Any]]:
-    """The first record of each trace."""
-    return {p.stem: json.loads(p.open().readline()) for p in sorted(traces.glob("*.jsonl"))}
+    """The first record of each trace, but of who was ended before it wrote one."""
+    files = [p for p in sorted(traces.glob("*.jsonl")) if p.stat().st_size]
+    return {p.stem: json.loads(p.open().readline()) for p in files}
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +89,15 @@ def test_the_run_is_exactly_once_and_all_groups_have_equal_bits(waited_for: Path
 def test_only_the_lost_shard_moves_and_the_others_live_on(waited_for: Path) -> None:
     moved = [fetch[:3] for fetch in fetches(waited_for)]
     assert moved[:2] == [("1", 1, 2), ("0", 0, 2)]
-    assert sorted(moved[2:]) == [("1", 0, 2), ("1", 1, 3)], "all ranks of group 1 were killed"
+    (_, first, new0), (_, second, new1) = sorted(moved[2:])
+    assert (first, second) == (0, 1), "all ranks of group 1 were killed"
+    # a spare that was given the place of one, and ended with the group, may have had a number
+    assert new0 in (2, 3) and new1 in (3, 4)
     found = headers(waited_for)
-    assert set(found) == {"g0r0i1", "g0r0i2", "g0r1i1", "g1r0i1", "g1r0i2"} | {
-        f"g1r1i{inc}" for inc in (1, 2, 3)
-    }
+    assert {"g0r0i1", "g0r0i2", "g0r1i1", "g1r0i1", "g1r1i1", "g1r1i2"} < set(found)
     stores = {name: header["config"]["store"] for name, header in found.items()}
-    assert stores["g1r1i2"] == stores["g1r0i1"] != stores["g1r0i2"] == stores["g1r1i3"]
+    assert stores["g1r1i2"] == stores["g1r0i1"]
+    assert stores["g1r0i1"] != stores[f"g1r0i{new0}"] == stores[f"g1r1i{new1}"]
 
 
 @pytest.mark.multiprocess
@@ -110,15 +118,16 @@ def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_path: Path) -> None:
-    """Or it is said that the one in its place has not come to take part."""
-    plan = "faults:\n  - {name: all, kind: kill, step: 6, group: 1, phase: backward}\n"
-    traces = job(tmp_path, plan, "--spares", "1")
+    """Or who came in the place of one took part before the other had come to its end, or it is said
+    that it did not."""
+    traces = job(tmp_path, WHOLE, "--spares", "1")
     said = (tmp_path / "said").read_text()
-    announced = re.findall(r"group 1 lost rank \d .*: pid (\d+) (is to take|takes) its place", said)
-    for pid, _ in announced:
-        assert f"pid {pid}, which was to take the place of rank" in said
+    took_part = {header["config"]["pid"] for header in headers(traces).values()}
+    for pid in re.findall(r"group 1 lost rank \d .*: pid (\d+) is to take its place", said):
+        assert int(pid) in took_part or f"pid {pid}, which was to take the place of rank" in said
     assert "live on" not in said
-    assert "g1r1i2" in headers(traces), "the group came back"
+    fetched = {(group, rank) for group, rank, *_ in fetches(traces)}
+    assert fetched == {("1", 0), ("1", 1)}, "the group came back, and both had to be healed"
 
 
 @pytest.mark.multiprocess
@@ -184,6 +193,8 @@ def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
 ) -> None:
     """A new process could not enter that. If it is begun just now, one comes, and is refused."""
     plan = ONE_BY_ONE.partition("  - {name: first")[0]
+    if since == 3:  # the traces are looked at five times a second
+        plan = plan.replace("step: 6", "step: 60")
     script = SCRIPT.with_name("late_group_script.py")
     traces = job(tmp_path, plan, "--reform-window", "30", script=script, arguments=(str(since),))
     assert audit_dir(traces).ok
