@@ -473,7 +473,8 @@ def test_who_fell_behind_on_the_bus_learns_what_it_has_missed_and_trains_on(
         noise.broadcast(b"noise")
     hears[0].set()
     job.train(8)
-    assert f"participant {first.peer} missed messages of the topic protocol" in caplog.text
+    missed = f"participant {first.peer} missed messages of the topic protocol"
+    wait_until(lambda: missed in caplog.text, "it has said so")  # the decisions it may have read
     assert [m.ended for m in job.members] == [None, None]
     assert not first.engine.local.deaf
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def export_random(generators: Sequence[torch.Generator] | None) -> dict[str, Any
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words), gauss],
+        "python": [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss],
     }
     if (module := accelerator.in_use()) is not None:
         found["devices"] = module.get_rng_state_all()
