@@ -67,7 +67,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import random
 import secrets
 import threading
 from collections import OrderedDict
@@ -104,6 +103,7 @@ from fft.bus.natslink import (
     parse_url,
 )
 from fft.bus.natslisten import NUDGE, Listener
+from fft.util.chance import CHANCE
 
 _HISTORY: Final = 16  # values of a register that are kept, to see what became of a lost answer
 _CACHE: Final = 64  # registers whose last number this client remembers
@@ -458,7 +458,7 @@ class NatsBus(ErrorBus):
     @staticmethod
     async def _conflict() -> None:
         """Wait a little, at random: what stood in the way is not committed yet."""
-        await asyncio.sleep(random.uniform(0, _CONFLICT_S))
+        await asyncio.sleep(CHANCE.uniform(0, _CONFLICT_S))
 
     # ---- one life of the bus
 

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import ssl
 import threading
 import time
@@ -33,6 +32,7 @@ from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 
 from fft.bus.base import BusClosed, BusError, BusForgot, BusUnreachable, check_job
+from fft.util.chance import CHANCE
 
 T = TypeVar("T")
 Headers = dict[str, str]
@@ -261,14 +261,14 @@ class NatsLink:
     async def connect(self) -> None:
         """Connect to the first server that answers; `BusUnreachable` if none does in time."""
         address = self.address
-        # between tries to connect for the first time; a fraction, though typed as an int
-        options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S[0]}
+        # between the first tries; a fraction, though typed as an int. Nothing of what scripts draw
+        options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S[0], "dont_randomize": True}
         if address.tls:
             options["tls"] = address.tls
         try:
             await asyncio.wait_for(
                 self._client.connect(
-                    address.servers,
+                    CHANCE.sample(address.servers, len(address.servers)),
                     name=f"fft {address.job}",
                     user=address.user,
                     password=address.password,
@@ -344,7 +344,7 @@ class NatsLink:
             except (nats.errors.Error, OSError) as error:
                 self._last_error = _reason(error, self._last_error)
                 self._doubt()
-            await asyncio.sleep(min(pause * random.uniform(0.5, 1), max(left, 0)))
+            await asyncio.sleep(min(pause * CHANCE.uniform(0.5, 1), max(left, 0)))
             pause, limit = min(pause * 2, _LAST_PAUSE_S), min(limit * 2, longest)
 
     async def _attempt(self, once: Callable[[float], Awaitable[T]], limit: float) -> T:
@@ -455,10 +455,10 @@ class _Backoff:
 
     def __call__(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
         fewest = min(server.reconnects for server in servers)
-        chosen = random.choice([server for server in servers if server.reconnects == fewest])
+        chosen = CHANCE.choice([server for server in servers if server.reconnects == fewest])
         first, longest = _RECONNECT_S
         pause: float = min(first * 2.0 ** min(fewest, 16), longest)
-        return chosen, pause * random.uniform(0.5, 1)
+        return chosen, pause * CHANCE.uniform(0.5, 1)
 
 
 async def _unsubscribe(subscription: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from fft.bus.base import (
     report_lost,
 )
 from fft.bus.natslink import Headers, NatsLink, Stored
+from fft.util.chance import CHANCE
 
 NUDGE: Final = "Fft-Nudge"
 """Header of a broadcast that only takes a number."""
@@ -100,7 +100,7 @@ class Listener(Subscription):
             while not self._ended:
                 await self._take_all()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), look * random.uniform(0.5, 1))
+                    await asyncio.wait_for(self._wake.wait(), look * CHANCE.uniform(0.5, 1))
                 look = first if self._wake.is_set() else min(look * 2, longest)
                 self._wake.clear()
         except BusError as error:

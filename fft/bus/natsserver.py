@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import os
-import random
 import secrets
 import shutil
 import signal
@@ -29,6 +28,7 @@ from typing import Any, Final
 
 from fft.bus.base import BusError, check_job
 from fft.bus.natskeeper import NatsKeeper
+from fft.util.chance import CHANCE
 from fft.util.die_with_parent import tied
 
 _START_S: Final = 60.0  # a cluster elects its first leader within 10 s, on a machine with time
@@ -255,7 +255,7 @@ def _free_ports(host: str, count: int) -> list[int]:
     tried = 0
     with contextlib.ExitStack() as held:
         while len(found) < count:
-            port, tried = random.choice(_PORTS), tried + 1
+            port, tried = CHANCE.choice(_PORTS), tried + 1
             try:
                 held.enter_context(socket.create_server((host, port), family=family))
             except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from abc import abstractmethod
@@ -22,6 +21,7 @@ from fft.bus.base import (
 )
 from fft.bus.tcpclient import Request
 from fft.bus.tcpring import MESSAGE, NUMBERS, lag
+from fft.util.chance import CHANCE
 
 if TYPE_CHECKING:
     from fft.bus.tcpstore import TcpBus
@@ -186,7 +186,7 @@ class TcpSubscription(Listener):
         return bytes(frame)
 
     def _pause(self) -> float:
-        return random.uniform(*self._pauses)
+        return CHANCE.uniform(*self._pauses)
 
     def _watch(self) -> None:
         """Give up slots that hold the listener up; cut it loose once the bus is lost."""

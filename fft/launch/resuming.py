@@ -139,6 +139,7 @@ class Resumptions:
             found = self._run(config, plan)
             given = config.checkpoint
             if found.lost is None or given is None:
+                self._tell_of_nothing(found, config)
                 return found, config
             if found.errors & self._errors:
                 self._say("two starts in a row have ended by the same error of the script")
@@ -157,6 +158,13 @@ class Resumptions:
             self._say(f"{found.lost}: the job starts again {where}")
             plan = FaultPlan(faults=[f for f in plan.faults if f.name not in found.fired])
             config = _after(config, again, plan, began)
+
+    def _tell_of_nothing(self, found: JobOutcome, config: RunConfig) -> None:
+        if found.ok and config.resume_step is not None and found.step <= config.resume_step:
+            self._say(
+                f"nothing was left to do after step {config.resume_step}: is the script to "
+                "train on (max_steps, data)?"
+            )
 
 
 def _resuming(given: Checkpointing) -> Checkpointing:

@@ -1,12 +1,12 @@
 """``fft audit`` of a job that was started several times: each start, and what it goes on from.
 
 A start that begins with steps behind it has the state of a checkpoint. That is one which an earlier
-start has committed: same step, lineage and place in the data, which groups of another number of
-ranks count in slices of another size. What was committed after it there is on no lineage any more.
-Where the traces have digests, the state has the bits that it had there. Stages that step by
-themselves are judged one by one, and all ranks of a start begin with the same checkpoint.
-With what the audit of each start says, every slice of the data is consumed once on the lineage that
-results.
+start has committed, or has begun with itself: same step, lineage and place in the data, which
+groups of another number of ranks count in slices of another size. What was committed after it there
+is on no lineage any more. Where the traces have digests, the state has the bits that it had there.
+Stages that step by themselves are judged one by one, and all ranks of a start begin with the same
+checkpoint. With what the audit of each start says, every slice of the data is consumed once on the
+lineage that results.
 
 Starts are read from the last one back: what is kept of a start is what later ones begin with.
 """
@@ -108,7 +108,8 @@ def audit_job(directory: str | Path) -> JobAudit:
 
 
 def _judge(root: Path, later: list[Path]) -> Finding:
-    """1: each start but the first goes on where an earlier one has committed, and none is missing.
+    """1: each start but the first goes on where an earlier one has committed or begun, and none is
+    missing.
 
     A start that is followed by another has left traces: it could have committed something.
     """
@@ -137,7 +138,8 @@ def _judge_scope(
 ) -> None:
     """Of one scope of the job. ``begun`` gets what each start but the first has begun with."""
     first, *starts = all_starts
-    known = {lineage: (stand, first.ranks) for lineage, stand in first.commits.items()}
+    known = {lineage: (stand, first.ranks) for lineage, stand in first.begins}
+    known |= {lineage: (stand, first.ranks) for lineage, stand in first.commits.items()}
     digests = first.digests
     for start, begins in zip(starts, begun, strict=True):
         begins |= {name: place for name, place in start.checkpoints.items() if name not in begins}
@@ -148,7 +150,7 @@ def _judge_scope(
             finding.expect(
                 was is not None and _is_same(stand, start.ranks, was, ranks, takes_same),
                 f"groups of {start.ranks} ranks begin at {stand} of "
-                f"lineage {source}, where no earlier start has committed{said}",
+                f"lineage {source}, where no earlier start has committed or begun{said}",
                 place,
             )
         loaded = {lineage for lineage, _ in start.begins}

@@ -7,7 +7,6 @@ are `fft.train.worker`'s.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +21,7 @@ from fft.train.data.drawn import Drawn
 from fft.train.data.source import DataSource, Inputs, Superseded
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
+from fft.train.left_loop import LeftLoop
 from fft.train.participation import Participation
 from fft.train.process_group import GroupAborted
 from fft.train.rank_state import RankState
@@ -32,7 +32,7 @@ from fft.train.updates import misfit
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
-from fft.util.error_places import place_of, traceback_of_caller
+from fft.util.error_places import traceback_of_caller
 from fft.util.errors import DeviceLost, FftError, TxnAborted
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,7 @@ class TransactionLoop:
         self._min_reductions = spec.policies.min_reductions
         """0, if a body may end without one."""
         self._is_periodic, self._has_stages = spec.is_periodic, bool(spec.stages)
-        self._mistake: FftError | None = None
-        """What the last body has left undone."""
-        self._left_after: FftError | None = None  # that, if the loop was left then
+        self.left = LeftLoop()
 
     def run(self, loader: Any, max_steps: int | None, replay_only: bool) -> Iterator[Transaction]:
         """As ``ManagerFFT.transactions``."""
@@ -85,6 +83,7 @@ class TransactionLoop:
                 "with the total of steps; what is done between epochs fits between two txns"
             )
         self._reductions.raises = True
+        self.left.begun()
         state.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only)
         foreign = ForeignSteps(state, self._reductions)
@@ -137,7 +136,7 @@ class TransactionLoop:
             try:
                 yield txn
             except GeneratorExit:
-                self.left()
+                self.left.left(self._manager._step, at_end=is_last and txn.committed)
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
@@ -154,21 +153,6 @@ class TransactionLoop:
             text = "this job is at step %d already, and max_steps is %d: nothing is left to do"
             logger.warning(text, plan.step, max_steps)
         return True
-
-    def left(self) -> None:
-        """The caller has left the loop; nothing that is raised here would reach it."""
-        if (mistake := self._mistake) is None:
-            return
-        text = f"the loop was left (`break`?) after an attempt that was not committed: {mistake}"
-        logger.error("%s; at %s", text, place_of(mistake).where)
-        self._left_after = FftError(text).with_traceback(mistake.__traceback__)
-
-    def close(self) -> None:
-        """Raise FftError if the loop was left after a body that was no step, unless it was for
-        another exception."""
-        error, self._left_after = self._left_after, None
-        if error is not None and sys.exc_info()[1] is None:
-            raise error
 
     def refuse_unlike_again(self, plan: StartTxn) -> None:
         """Raise if the groups keep reducing different things in this step: no replay mends that."""
@@ -198,7 +182,7 @@ class TransactionLoop:
     @guarded
     def open_body(self) -> None:
         """A body begins."""
-        self._mistake = None
+        self.left.forget()
         self.worker.has_reported = False
         self._state.updates.opened()
         # not before: by `txn.step` users unfreeze what it says is due
@@ -243,7 +227,7 @@ class TransactionLoop:
         try:
             accelerator.refuse_lost(error)
         except DeviceLost as lost:
-            self._mistake = None  # it is raised here
+            self.left.forget()  # it is raised here
             self.job.note_error(lost)
             raise
 
@@ -266,7 +250,7 @@ class TransactionLoop:
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
-            self._mistake = None  # it is raised here
+            self.left.forget()  # it is raised here
             self.job.note_error(error)
             raise hopeless(why, error) from error
 
@@ -298,10 +282,6 @@ class TransactionLoop:
                 "transaction drops the gradients itself, after the step"
             )
         return None
-
-    def note_mistake(self, mistake: FftError) -> None:
-        """The body was no step; its place is that of the `with` statement."""
-        self._mistake = mistake.with_traceback(traceback_of_caller())
 
 
 class Transaction:
@@ -378,7 +358,7 @@ class Transaction:
             return loop.unwound(self._plan, self._drawn, error)
         if (mistake := loop.left_undone()) is not None:
             loop.worker.body_unwound()
-            loop.note_mistake(mistake)
+            loop.left.note(mistake)
             loop.body_failed(self._plan, self._drawn, mistake)
             return True
         command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())

@@ -29,7 +29,7 @@ _NOT_THE_USERS = (
 """What the files of Python, of packages and of FFT begin with."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
-_FOR_ITS_CAUSE = frozenset({"BodyKeepsFailing", "NoState"})
+_FOR_ITS_CAUSE = frozenset({"BodyKeepsFailing", "NoEpoch", "NoState"})
 """Classes of errors of which the cause, if there is one, is what failed."""
 _MAY_PASS = frozenset(
     {

@@ -16,10 +16,13 @@ LIMIT_S = 120
 pytestmark = pytest.mark.multiprocess
 
 
-def run(folder: Path, groups: int, *script: str) -> subprocess.CompletedProcess[str]:
-    """A job with checkpoints, of which none is due."""
+def run(
+    folder: Path, groups: int, *script: str, every: int = 100, resume: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """A job with checkpoints, of which by default none is due."""
     flags = ["--no-lighthouse", "--no-progress", "--groups", str(groups)]
-    flags += ["--checkpoint", str(folder / "checkpoints"), "--every", "100"]
+    flags += ["--checkpoint", str(folder / "checkpoints"), "--every", str(every)]
+    flags += ["--resume"] * resume
     flags += ["--trace-dir", str(folder / "traces"), "--timeout", str(LIMIT_S - 20)]
     return fft("run", *flags, str(SCRIPT), *script, folder=folder, within=LIMIT_S)
 
@@ -33,6 +36,29 @@ def test_an_error_of_the_script_is_not_tried_again_and_again(
     assert done.returncode == 1
     assert done.stderr.count("ValueError: in the evaluation") == starts, done.stderr
     assert len(start_folders(tmp_path / "traces")) == starts
+
+
+def test_an_update_that_fails_on_all_groups_ends_the_job_and_is_shown(tmp_path: Path) -> None:
+    """Nobody has the state then. It is not tried again from a checkpoint, either."""
+    done = run(tmp_path, 2, "updates", "3", every=2)
+    assert done.returncode == 1
+    assert "ended with KeyError at" in done.stderr
+    assert "failed in the same place" in done.stderr
+    assert len(start_folders(tmp_path / "traces")) == 1, done.stderr
+
+
+def test_a_loop_that_all_leave_before_its_end_says_what_is_missing(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, "breaks", "3")
+    assert done.returncode == 0, done.stderr
+    for log in (tmp_path / "traces" / "logs").glob("g*.log"):
+        assert "the loop was left (`break`?) after step 3, before its end" in log.read_text()
+
+
+def test_a_job_that_is_over_and_begun_once_more_says_so(tmp_path: Path) -> None:
+    assert run(tmp_path, 2, "nothing", "0", every=10).returncode == 0
+    done = run(tmp_path, 2, "nothing", "0", every=10, resume=True)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was left to do after step 20" in done.stderr
 
 
 def test_who_needs_a_group_that_has_left_its_loop_does_not_end_well(tmp_path: Path) -> None:

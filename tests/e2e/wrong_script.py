@@ -2,7 +2,8 @@
 
 ``wrong_script.py MISTAKE STEP``, by what is done after the commit of STEP: ``raises``: all do, in
 their evaluation; ``once``: group 1 does, once; ``leaves``: group 1 leaves its loop, while all
-groups are needed; ``averages``: they average across the groups there.
+groups are needed; ``averages``: they average across the groups there; ``breaks``: all leave it. Or
+``updates``: the optimizer of all fails in STEP.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ def main() -> None:
     )
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, 1)
-    manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.register(model, optimizer)
     manager.sync_gradients(model)
     if manager._parts.job.peer.inc > 1:
         again.touch()
     loader = fft.CursorLoader(Samples(), batch_size=8)
     try:
         for txn in manager.transactions(loader, max_steps=20):
+            if mistake == "updates" and txn.step == step:
+                del optimizer.param_groups[0]["momentum"]
             with txn:
                 model(txn.batch).square().mean().backward()
             if txn.committed and manager.current_step() == step:
@@ -52,7 +56,7 @@ def main() -> None:
                     wait_until(again.exists, "the other group is started again", 60)
                 if mistake == "raises" or (mistake == "once" and not is_first):
                     raise ValueError("in the evaluation")
-                if mistake == "leaves" and not is_first:
+                if mistake == "breaks" or (mistake == "leaves" and not is_first):
                     break
     finally:
         manager.shutdown()

@@ -81,6 +81,19 @@ def test_a_state_that_got_another_lineage_is_looked_for_under_the_one_it_had(
     assert "begins with digest others of lineage resharded" in str(found.resumed.violation)
 
 
+def test_a_start_may_begin_where_the_one_before_has_begun(tmp_path: Path) -> None:
+    """It was resumed with a folder of its own for its traces, and lost before its first commit."""
+    origin = start(tmp_path / "elsewhere", 4)[2]
+    start(tmp_path / "traces", 0, origin)
+    start(tmp_path / "traces" / "start2", 3, origin)
+    found = audit_job(tmp_path / "traces")
+    assert found.ok, found.render()
+    assert found.resumed.checks
+    for path in (tmp_path / "traces" / "start2").glob("*.jsonl"):
+        rewrite(path, lambda line: [_begins_elsewhere(line, "cursor")])
+    assert not audit_job(tmp_path / "traces").ok
+
+
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.parametrize("name", ["step", "cursor", "batches", "lineage"])
 def test_a_start_from_another_state_is_found(number: int, name: str, root: Path) -> None:

@@ -211,6 +211,10 @@ MISFITS = {
         lambda s: s["optimizers"][0]["state"].update({"model0.norm.bias": {}}),
         r"optimizers\[0\].state: 'model0.norm.bias' came",
     ),
+    "an optimizer of another kind": (
+        lambda s: s["optimizers"][0].update(kind="RAdam"),
+        r"optimizers\[0\]: the state of RAdam came, AdamW is here",
+    ),
     "a missing optimizer": (lambda s: s["optimizers"].pop(), "optimizers: 1 came, 2 are here"),
     "a missing schedule": (lambda s: s["lr_schedulers"].pop(), "lr_schedulers: 0 came"),
     "a missing extra": (lambda s: s["extra"].pop("counter"), "extra: .* lacks 'counter'"),
@@ -231,6 +235,18 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
         target.state.load(state)
     assert target.state.digest() == before
     assert target.counter.seen == counter
+
+
+def test_a_setting_that_an_older_torch_does_not_know_keeps_its_value_here() -> None:
+    source, target = Setup(1), Setup(2)
+    for run in (source, target):
+        run.step()
+    state = carried(source)
+    del state["optimizers"][1]["param_groups"][0]["nesterov"]
+    target.state.load(state)
+    assert target.sgd.param_groups[0]["nesterov"] is False
+    assert target.state.digest() == source.state.digest()
+    target.step()
 
 
 def test_what_is_not_plain_is_named() -> None:

@@ -96,7 +96,7 @@ class Reforming:
                 del self._coming[child]
                 logger.warning(
                     "group %s: pid %d, which was to take the place of rank %d, ended before it "
-                    "took part (%s), and the rest of the group with it",
+                    "took part (%s); the group is not re-formed",
                     *(group.name, child.pid, child.rank, cause_of(child.code)),
                 )
             elif now > since + limit:

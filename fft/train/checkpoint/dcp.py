@@ -58,7 +58,10 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
         "manifest": {name: manifest.model_dump(mode="json")[name] for name in _KEPT},
         "parameters": sorted(whole["state"]["parameters"]),
         "layouts": [tree["layouts"] for tree in trees],
-        "optimizers": [each["param_groups"] for each in whole["state"]["optimizers"]],
+        "optimizers": [
+            {name: value for name, value in each.items() if name != "state"}
+            for each in whole["state"]["optimizers"]
+        ],
         **{name: whole["state"][name] for name in ("lr_schedulers", "extra")},
         "data": whole["data"],
     }
@@ -135,8 +138,8 @@ def _write_again(
     for rank in range(says["ranks"]):
         layouts = rest["layouts"][rank]
         optimizers = [
-            {"param_groups": groups, "state": dict[str, dict[str, torch.Tensor]]()}
-            for groups in rest["optimizers"]
+            {**settings, "state": dict[str, dict[str, torch.Tensor]]()}
+            for settings in rest["optimizers"]
         ]
         for i, optimizer in enumerate(optimizers):
             prefix = f"optimizer{i if several else ''}.state."

@@ -81,7 +81,7 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     state["optimizers"] = [
         {
-            "param_groups": optimizer["param_groups"],
+            **optimizer,
             "state": {
                 name: {
                     key: joined(
@@ -122,7 +122,7 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
     parameters = {name: mine(name, value) for name, value in found["parameters"].items()}
     optimizers = [
         {
-            "param_groups": optimizer["param_groups"],
+            **optimizer,
             "state": {
                 name: {key: mine(name, value) for key, value in entries.items()}
                 for name, entries in optimizer["state"].items()

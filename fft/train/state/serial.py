@@ -52,7 +52,7 @@ def export_optimizer(
 ) -> dict[str, Any]:
     return {
         "state": export_entries(optimizer, names, place),
-        "param_groups": export_groups(optimizer, place),
+        **export_settings(optimizer, place),
     }
 
 
@@ -70,10 +70,16 @@ def export_entries(
     return state
 
 
-def export_groups(optimizer: torch.optim.Optimizer, place: str) -> list[dict[str, Any]]:
-    """Its hyperparameters."""
+def export_settings(optimizer: torch.optim.Optimizer, place: str) -> dict[str, Any]:
+    """Its kind, and the hyperparameters of each group of parameters."""
     groups = enumerate(optimizer.param_groups)
-    return [plain(hyper_of(group), f"{place}.param_groups[{i}]") for i, group in groups]
+    hyper = [plain(hyper_of(group), f"{place}.param_groups[{i}]") for i, group in groups]
+    return {"kind": kind_of(optimizer), "param_groups": hyper}
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class, which says what its state means."""
+    return type(optimizer).__qualname__
 
 
 def _refuse_other_layout(parameter: torch.Tensor, value: object, place: str) -> None:
@@ -87,7 +93,9 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
     for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
-        put_hyper(group, hyper)
+        # of an older torch
+        newer = {k: group[k] for k in optimizer.defaults if k in group and k not in hyper}
+        put_hyper(group, {**newer, **hyper})
     incoming = values["state"]
     by_id = {id(p): name for name, p in names.items()}
     for group in optimizer.param_groups:
@@ -166,7 +174,10 @@ def check_optimizer(
     names: dict[str, torch.Tensor],
     values: Mapping[str, Any],
 ) -> None:
-    same_names(place, values, {"state", "param_groups"})
+    mine = kind_of(optimizer)
+    if (kind := values.get("kind", mine)) != mine:  # not all that was exported says it
+        raise StateMismatch(f"{place}: the state of {kind} came, {mine} is here")
+    same_names(place, {**values, "kind": kind}, {"kind", "state", "param_groups"})
     same_count(f"{place}.param_groups", values["param_groups"], optimizer.param_groups)
     own = {id(p) for g in optimizer.param_groups for p in g["params"]}
     for name, entries in values["state"].items():

@@ -28,7 +28,7 @@ from fft.train.state.random_states import capture_random
 from fft.train.state.serial import (
     check_optimizer,
     export_entries,
-    export_groups,
+    export_settings,
     feed,
     hyper_of,
     load_optimizer,
@@ -255,7 +255,7 @@ class StepState:
             ],
             "extra": {n: plain(s.state_dict(), f"extra[{n}]") for n, s in self._extra.items()},
             "optimizers": [
-                {"param_groups": export_groups(optimizer, f"optimizers[{i}]")}
+                export_settings(optimizer, f"optimizers[{i}]")
                 for i, optimizer in enumerate(self._optimizers)
             ],
         }
