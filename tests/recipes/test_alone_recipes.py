@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -436,3 +438,23 @@ def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_p
     assert not report.ok
     assert f"inside of group {odd.name}" in report.render()
     assert f"0 commits in inner/{lost.name}" in report.render()
+
+
+@pytest.mark.multiprocess
+def test_the_audit_misses_one_commit_in_the_scope_of_a_group(stage: Stage, tmp_path: Path) -> None:
+    """Of which the ranks say that they have made the step."""
+    shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")
+    scope = audit_dir(tmp_path / "traces").inner[0]
+    traces = {path: path.read_text().splitlines(True) for path in scope.directory.glob("*.jsonl")}
+    last = max(n for lines in traces.values() for n in map(_commit_of, lines))
+    for path, lines in traces.items():
+        path.write_text("".join(itertools.takewhile(lambda line: _commit_of(line) < last, lines)))
+    report = audit_dir(tmp_path / "traces")
+    told = f"{scope.commits} inner steps of this rank, and {scope.commits - 1} commits in inner/"
+    assert told in report.render()
+
+
+def _commit_of(line: str) -> int:
+    """The number of the commit that a line of a trace tells of; 0: of none."""
+    record = (json.loads(line).get("event") or {}).get("record") or {}
+    return record["n"] if record.get("kind") == "commit" else 0
