@@ -83,10 +83,13 @@ class Stream:
 
     def __init__(self, items: int = 64) -> None:
         self.items, self.at, self.resumed = items, 0, 0
+        self.drawn: Callable[[], object] = lambda: None
+        """Called with each item."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         while self.at < self.items:
             self.at += 1
+            self.drawn()
             yield torch.sin(torch.arange(4.0 * WIDTH).reshape(4, WIDTH) * self.at)
 
     def state_dict(self) -> dict[str, int]:
@@ -147,13 +150,17 @@ class Start:
                     self.scaler.scale(loss).backward()
                     self.losses.append(loss.item())
                     if clamp_from is not None and txn.step >= clamp_from:
-                        with torch.no_grad():
-                            self.model[0].weight.clamp_(-0.01, 0.01)
+                        self.clamp()
                 if txn.committed and between():
                     break
         finally:
             self.manager.shutdown()
         return self
+
+    def clamp(self) -> None:
+        """Change a parameter."""
+        with torch.no_grad():
+            self.model[0].weight.clamp_(-0.01, 0.01)
 
     def all(self) -> tuple[Any, ...]:
         """Every bit that counts."""
@@ -277,6 +284,19 @@ def test_what_a_body_changes_for_the_first_time_while_it_is_copied_is_not_kept(
     whole = Start(tmp_path / "whole").train(Stream(), 18, clamp_from=4).all()
     again = Start(tmp_path / "again", 7, checkpoint=at(place))
     assert again.train(Stream(), 18, clamp_from=4).all() == whole
+
+
+def test_what_no_body_changes_is_copied_at_once_from_the_second_time_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loader does, with each item."""
+    place, stream = tmp_path / "checkpoints", Stream()
+    start = Start(tmp_path / "traces", checkpoint=at(place, keep=0))
+    stream.drawn = start.clamp
+    start.train(stream, 12)
+    found = Checkpoints(open_store(str(place)))
+    assert [e.step for e in found.found() if e.step is not None] == [8, 12]
+    assert "0.weight was changed while it was copied" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["_look_up", "_copy"])
