@@ -1,13 +1,20 @@
-"""The job of kill_script.py, in which who comes for a lost rank hangs before it has a manager."""
+"""The job of kill_script.py, in which who comes for a lost rank never has a manager.
+
+``hanging_script.py``: it hangs; ``hanging_script.py dies``: it is killed.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 
 from ranks import sharded_rank
 
 if __name__ == "__main__":
     if os.environ.get("FFT_SUCCESSOR"):
+        if sys.argv[1:] == ["dies"]:
+            os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()
     sharded_rank(1, {}).train()

@@ -187,6 +187,22 @@ def test_who_comes_for_a_lost_rank_and_hangs_is_ended(
 
 @pytest.mark.multiprocess
 @pytest.mark.long
+def test_nobody_comes_for_who_came_for_a_lost_rank_and_died_before_a_commit(tmp_path: Path) -> None:
+    """The next one would, too. The group is started again."""
+    plan, script = (
+        ONE_BY_ONE.partition("  - {name: first")[0],
+        SCRIPT.with_name("hanging_script.py"),
+    )
+    window = "--reform-window", "30"
+    traces = job(tmp_path, plan, *window, script=script, arguments=("dies",))
+    said = (tmp_path / "said").read_text()
+    assert said.count("is to take its place") == 1
+    assert "ended before it took part (SIGKILL); the group is not re-formed" in said
+    assert audit_dir(traces).ok
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
 @pytest.mark.parametrize("since", [3, 6])
 def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
     tmp_path: Path, since: int
