@@ -160,9 +160,11 @@ class Resumptions:
             config = _after(config, again, plan, began)
 
     def _tell_of_nothing(self, found: JobOutcome, config: RunConfig) -> None:
-        if found.ok and config.resume_step is not None and found.step <= config.resume_step:
+        """If it has ended by itself where it began. Of any other end its own lines tell."""
+        begun_at = config.resume_step
+        if found.ok and not found.lines and begun_at is not None and found.step <= begun_at:
             self._say(
-                f"nothing was left to do after step {config.resume_step}: is the script to "
+                f"nothing was left to do after step {begun_at}: is the script to "
                 "train on (max_steps, data)?"
             )
 
