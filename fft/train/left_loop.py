@@ -35,7 +35,7 @@ class LeftLoop:
         """Nothing is, or it is raised now."""
         self._mistake = None
 
-    def left(self, step: int, at_end: bool = False) -> None:
+    def leave(self, step: int, at_end: bool = False) -> None:
         """The script leaves the loop, after ``step``; ``at_end``: no txn was to come."""
         if (mistake := self._mistake) is None:
             self._at = None if at_end else step

@@ -206,4 +206,4 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         super().shutdown(wait)
         if self._parts.settings.alone is not None:
             self._parts.settings.alone.close()
-        self._parts.loop.left.tell()
+        self._parts.loop.left_loop.tell()

@@ -64,7 +64,7 @@ class TransactionLoop:
         self._min_reductions = spec.policies.min_reductions
         """0, if a body may end without one."""
         self._is_periodic, self._has_stages = spec.is_periodic, bool(spec.stages)
-        self.left = LeftLoop()
+        self.left_loop = LeftLoop()
 
     def run(self, loader: Any, max_steps: int | None, replay_only: bool) -> Iterator[Transaction]:
         """As ``ManagerFFT.transactions``."""
@@ -83,7 +83,7 @@ class TransactionLoop:
                 "with the total of steps; what is done between epochs fits between two txns"
             )
         self._reductions.raises = True
-        self.left.begun()
+        self.left_loop.begun()
         state.resume()  # from a checkpoint, which says where the data go on
         source = state.open_source(loader, replay_only)
         foreign = ForeignSteps(state, self._reductions)
@@ -136,7 +136,7 @@ class TransactionLoop:
             try:
                 yield txn
             except GeneratorExit:
-                self.left.left(self._manager._step, at_end=is_last and txn.committed)
+                self.left_loop.leave(self._manager._step, at_end=is_last and txn.committed)
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
@@ -182,7 +182,7 @@ class TransactionLoop:
     @guarded
     def open_body(self) -> None:
         """A body begins."""
-        self.left.forget()
+        self.left_loop.forget()
         self.worker.has_reported = False
         self._state.updates.opened()
         # not before: by `txn.step` users unfreeze what it says is due
@@ -227,7 +227,7 @@ class TransactionLoop:
         try:
             accelerator.refuse_lost(error)
         except DeviceLost as lost:
-            self.left.forget()  # it is raised here
+            self.left_loop.forget()  # it is raised here
             self.job.note_error(lost)
             raise
 
@@ -250,7 +250,7 @@ class TransactionLoop:
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
-            self.left.forget()  # it is raised here
+            self.left_loop.forget()  # it is raised here
             self.job.note_error(error)
             raise hopeless(why, error) from error
 
@@ -358,7 +358,7 @@ class Transaction:
             return loop.unwound(self._plan, self._drawn, error)
         if (mistake := loop.left_undone()) is not None:
             loop.worker.body_unwound()
-            loop.left.note(mistake)
+            loop.left_loop.note(mistake)
             loop.body_failed(self._plan, self._drawn, mistake)
             return True
         command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())

@@ -86,7 +86,7 @@ class InnerTransaction(Transaction):
                 "zero_grad() after it?): the step would change nothing"
             )
         if mistake is not None:
-            self._loop.left.note(mistake)
+            self._loop.left_loop.note(mistake)
         return mistake
 
     def _commit(self) -> None:

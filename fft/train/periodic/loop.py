@@ -106,7 +106,7 @@ class PeriodicLoop:
             try:
                 yield txn
             except GeneratorExit:
-                self.loop.left.left(plan.step)
+                self.loop.left_loop.leave(plan.step)
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
