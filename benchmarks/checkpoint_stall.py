@@ -1,9 +1,9 @@
 """What a durable checkpoint costs the steps beside it: ``python -m benchmarks.checkpoint_stall``.
 
 One job of one process, in one run: blocks of `BLOCK` steps, with a checkpoint every `EVERY` steps
-and without any in turn. The stall of a checkpoint is what a block with them takes longer than the
-one after it, for each of its checkpoints. A step takes 50 ms, and the state is 100 MB. ``wait``:
-the step is a wait, as for a device. ``busy``: it computes on one core.
+and without any in turn. The stall of a checkpoint is what the `EVERY` steps in which it is taken
+and written take longer than those at the same place in the next block. A step takes 50 ms, and the
+state is 100 MB. ``wait``: the step is a wait, as for a device. ``busy``: it computes on one core.
 """
 
 from __future__ import annotations
@@ -101,15 +101,19 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
     ended.set()
     watch.join()
     took = [b - a for a, b in itertools.pairwise(at)]
-    blocks = [sum(took[i : i + BLOCK]) for i in range(AFTER, len(took), BLOCK)]
-    stalls = [(a - b) / (BLOCK // EVERY) for a, b in zip(blocks[1::2], blocks[2::2], strict=True)]
+    stalls = [
+        sum(took[i : i + EVERY]) - sum(took[i + BLOCK : i + BLOCK + EVERY])
+        for block in range(AFTER + BLOCK, len(took), 2 * BLOCK)
+        for i in range(block, block + BLOCK, EVERY)
+    ]
     step = statistics.median(took)
     stall = statistics.median(stalls)
     return {
         "kind": kind,
         "step_ms": round(step * 1e3, 2),
-        "blocks": len(stalls),
+        "checkpoints": len(stalls),
         "stall_ms": round(stall * 1e3, 2),
+        "stall_mean_ms": round(statistics.mean(stalls) * 1e3, 2),
         "stall_range_ms": [round(min(stalls) * 1e3, 2), round(max(stalls) * 1e3, 2)],
         "stall_of_a_step": round(stall / step, 4),
         "memory_added_mb": round((max(memory) - before) / 1e6),
