@@ -57,6 +57,12 @@ class _Start:
     """Lineage that a state got as it was loaded for another number of ranks → that it had, and
     whether all ranks of a group take the same item."""
 
+    def stands(self) -> dict[str, tuple[Stand, int]]:
+        """Lineage of what it has begun with, or committed → where that stands, in slices of so many
+        ranks."""
+        found = (*self.begins, *self.commits.items())
+        return {lineage: (stand, self.ranks) for lineage, stand in found}
+
 
 @dataclass
 class JobAudit:
@@ -138,8 +144,7 @@ def _judge_scope(
 ) -> None:
     """Of one scope of the job. ``begun`` gets what each start but the first has begun with."""
     first, *starts = all_starts
-    known = {lineage: (stand, first.ranks) for lineage, stand in first.begins}
-    known |= {lineage: (stand, first.ranks) for lineage, stand in first.commits.items()}
+    known = first.stands()
     digests = first.digests
     for start, begins in zip(starts, begun, strict=True):
         begins |= {name: place for name, place in start.checkpoints.items() if name not in begins}
@@ -160,8 +165,7 @@ def _judge_scope(
                 text = f"rank {rank} begins with digest {digest} of lineage {lineage}; {then} has"
                 finding.expect(digest == had, f"{text} {had}", place)
         digests |= start.digests  # a later start may come to a lineage again, by other groups
-        known |= {lineage: (stand, start.ranks) for lineage, stand in start.begins}
-        known |= {lineage: (stand, start.ranks) for lineage, stand in start.commits.items()}
+        known |= start.stands()
 
 
 def _is_same(now: Stand, ranks: int, was: Stand, had: int, takes_same: bool) -> bool:

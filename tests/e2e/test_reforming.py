@@ -31,6 +31,8 @@ faults:
      settled_steps: 3}
   - {name: all, kind: kill, step: 18, group: 1, phase: backward, with_groups: 2, settled_steps: 3}
 """
+ONE = ONE_BY_ONE.partition("  - {name: first")[0]
+"""The first of its kills alone."""
 WHOLE = """
 faults:
   - {name: all, kind: kill, step: 6, group: 1, phase: backward}
@@ -152,9 +154,8 @@ def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: 
 @pytest.mark.multiprocess
 def test_a_fetch_that_fails_once_is_done_again_in_the_next_epoch(tmp_path: Path) -> None:
     """Who gives the state had offered that of the epoch before, until a txn began."""
-    plan = ONE_BY_ONE.partition("  - {name: first")[0]
     script = SCRIPT.with_name("lagging_donor_script.py")
-    traces = job(tmp_path, plan, "--reform-window", "30", script=script)
+    traces = job(tmp_path, ONE, "--reform-window", "30", script=script)
     assert audit_dir(traces).ok
     history = records(traces)
     lost = next(i for i, record in enumerate(history) if record["kind"] == "abort")
@@ -170,7 +171,7 @@ def test_who_comes_for_a_lost_rank_and_hangs_is_ended(
     monkeypatch.setattr(reforming, "_HANGS_S", 5.0)
     monkeypatch.setattr(reforming, "_TIMES", 0.1)
     path, script = tmp_path / "plan.yaml", SCRIPT.with_name("hanging_script.py")
-    path.write_text(ONE_BY_ONE.partition("  - {name: first")[0])
+    path.write_text(ONE)
     traces, plan = tmp_path / "run", load_plan(path, 2, 2)
     config = RunConfig([str(script)], 2, 2, traces, faults=path, stop_after_plan=4)
     services = start_services(with_lighthouse=False)
@@ -189,12 +190,8 @@ def test_who_comes_for_a_lost_rank_and_hangs_is_ended(
 @pytest.mark.long
 def test_nobody_comes_for_who_came_for_a_lost_rank_and_died_before_a_commit(tmp_path: Path) -> None:
     """The next one would, too. The group is started again."""
-    plan, script = (
-        ONE_BY_ONE.partition("  - {name: first")[0],
-        SCRIPT.with_name("hanging_script.py"),
-    )
-    window = "--reform-window", "30"
-    traces = job(tmp_path, plan, *window, script=script, arguments=("dies",))
+    script = SCRIPT.with_name("hanging_script.py")
+    traces = job(tmp_path, ONE, "--reform-window", "30", script=script, arguments=("dies",))
     said = (tmp_path / "said").read_text()
     assert said.count("is to take its place") == 1
     assert "ended before it took part (SIGKILL); the group is not re-formed" in said
@@ -208,7 +205,7 @@ def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
     tmp_path: Path, since: int
 ) -> None:
     """A new process could not enter that. If it is begun just now, one comes, and is refused."""
-    plan = ONE_BY_ONE.partition("  - {name: first")[0]
+    plan = ONE
     if since == 3:  # the traces are looked at five times a second
         plan = plan.replace("step: 6", "step: 60")
     script = SCRIPT.with_name("late_group_script.py")

@@ -3,7 +3,7 @@
 ``wrong_script.py MISTAKE STEP``, by what is done after the commit of STEP: ``raises``: all do, in
 their evaluation; ``once``: group 1 does, once; ``leaves``: group 1 leaves its loop, while all
 groups are needed; ``averages``: they average across the groups there; ``breaks``: all leave it. Or
-``updates``: the optimizer of all fails in STEP.
+``updates``: the optimizer of all fails in STEP. ``nothing``: no mistake.
 """
 
 from __future__ import annotations

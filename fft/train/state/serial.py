@@ -93,7 +93,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
     for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
-        # of an older torch
+        # a state of an older torch may lack a setting that is here
         newer = {k: group[k] for k in optimizer.defaults if k in group and k not in hyper}
         put_hyper(group, {**newer, **hyper})
     incoming = values["state"]
