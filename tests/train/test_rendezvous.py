@@ -100,6 +100,29 @@ def test_a_key_that_its_writer_has_taken_back_is_waited_for_as_any_other() -> No
     assert [str(error) for error in caught] == ["a rank has died"]
 
 
+def test_a_key_that_is_taken_back_between_wait_and_read_has_no_empty_value() -> None:
+    """torch's store reads one then, and gloo takes it for an address: the process would end."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
+    writer, reader = (
+        dist.TCPStore("127.0.0.1", server.port, None, False, LIMIT, wait_for_workers=False)
+        for _ in range(2)
+    )
+    store, over = RendezvousStore(PrefixStore("fft", reader), LIMIT), threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            writer.set("fft/a", "x")
+            writer.delete_key("fft/a")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert {store.get("a") for _ in range(100)} == {b"x"}
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_what_is_there_is_read_whatever_it_is() -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
     store = RendezvousStore(PrefixStore("fft", server), LIMIT)

@@ -29,6 +29,9 @@ _LONGEST_PAUSE = 0.002
 _READ_LIMIT = timedelta(seconds=1)
 """For the store's answer with values that were there a moment ago: it waits for one that is not."""
 
+_ABSENT = "fft: no such key"
+"""A value that no member writes."""
+
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
 
 
@@ -103,6 +106,12 @@ class RendezvousStore(Store):
         self._missing = ()
         self._check()
 
+    def _held(self, key: str) -> bytes | None:
+        """The value; None: there is none. A TCPStore says that it is empty, too, where the key is
+        deleted between its wait and its read; gloo ends the process if an address is."""
+        held = self._inner.compare_set(key, _ABSENT, _ABSENT)  # changes nothing
+        return None if held == _ABSENT.encode() else held
+
     # The names, argument orders and meanings below are those of torch.distributed.Store.
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -117,12 +126,17 @@ class RendezvousStore(Store):
         while True:
             self._wait(keys, timedelta(seconds=deadline - time.monotonic()))
             try:
-                return self._inner.multi_get(keys)
+                values = self._inner.multi_get(keys)
             except (
                 DistStoreError
             ):  # a writer has taken its key back meanwhile, or the store is slow
                 if time.monotonic() >= deadline:
                     raise
+                continue
+            held = [value or self._held(k) for k, value in zip(keys, values, strict=True)]
+            there = [value for value in held if value is not None]
+            if len(there) == len(keys):
+                return there
 
     def set(self, key: str, value: Any) -> None:
         self._write(key)
