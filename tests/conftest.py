@@ -15,6 +15,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Else each of the processes that tests start would compile FFT anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Nor are jobs of tests to keep, or to begin with, checkpoints of whoever runs these.
+for name in [n for n in os.environ if n.startswith(("FFT_CHECKPOINT", "FFT_RESUME"))]:
+    del os.environ[name]
+
 # What tests have in common is for the scripts that they start, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])

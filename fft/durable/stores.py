@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -30,6 +31,8 @@ _WRITERS = ".writers.lock"
 """Shared by all processes of jobs that take checkpoints."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What some file systems say to a lock."""
+
+logger = logging.getLogger(__name__)
 
 
 class StoreError(FftError):
@@ -120,6 +123,15 @@ class LocalStore:
                     f"another job keeps its checkpoints in {self._root}, and runs: end it first, "
                     "or name another place"
                 ) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                logger.warning(
+                    "the file system of %s has no locks (%s): a second job there is not refused, "
+                    "so see to it that there is none",
+                    self._root,
+                    error.strerror,
+                )
             yield  # the kernel lets go of it, however this process ends
 
     @contextmanager

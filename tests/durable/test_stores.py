@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -90,6 +92,14 @@ def test_the_newest_are_kept_and_what_older_attempts_left_goes(store: Store) -> 
     assert [e.name for e in found.found()] == ["step-6", "step-8", partial_name(9, "under-way")]
     assert found.prune(0) == []
     assert found.verify(6).step == 6
+
+
+def test_a_damaged_one_among_those_that_are_kept_is_left_to_be_looked_at(store: Store) -> None:
+    found = published(store, 2, 4, 6, 8)
+    for step in (2, 6):
+        store.write(f"step-{step}/{MANIFEST}", b"{")
+    assert found.prune(2) == ["step-2"]
+    assert [e.name for e in found.found()] == ["step-4", "step-6", "step-8"]
 
 
 def test_later_steps_are_of_a_past_that_is_given_up(store: Store) -> None:
@@ -183,6 +193,31 @@ def test_files_are_synced_before_their_names_and_the_directory_after(
         "rename step-1.partial-a step-1",
         f"sync {tmp_path.name}",
     ]
+    said.clear()
+    store.write("step-1.partial-b/x.json", b"{}")
+    store.rename("step-1.partial-b", "step-1")  # one is there already
+    aside = f"step-1.partial-removed-{os.getpid()}"
+    assert said[3:] == [
+        f"rename step-1 {aside}",
+        f"sync {tmp_path.name}",
+        "rename step-1.partial-b step-1",
+        f"sync {tmp_path.name}",
+    ], "half of what is removed never has the name of a whole one"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_keeps_a_job_with_a_warning(
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refused(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with LocalStore(tmp_path).hold():
+        assert "a second job there is not refused" in caplog.text
 
 
 def test_a_write_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:

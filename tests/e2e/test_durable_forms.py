@@ -16,7 +16,8 @@ from test_durable import LIMIT_S, SCRIPT
 from torch import nn
 
 from fft.durable.checkpoints import Checkpoints
-from fft.durable.stores import open_store
+from fft.durable.manifest import sealed
+from fft.durable.stores import MANIFEST, open_store
 from fft.trace.audit import trace_files
 from fft.trace.resumed import audit_job
 from fft.train.checkpoint.loading import tree_of
@@ -106,6 +107,20 @@ def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Pat
     code, said = run(root, 5, STEPS + 3, root / "checkpoints", "again")
     assert code == 1
     assert "stands at item 24 of the data, which groups of 5 ranks cannot begin with" in said
+
+
+def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path) -> None:
+    """Its slices are of groups of so many ranks: others would take other samples for them."""
+    store = open_store(str(root / "checkpoints"))
+    found = Checkpoints(store)
+    manifest = found.manifest(STEPS)
+    returned = {"returned": (manifest.cursor - 1,)}
+    scopes = {name: scope.model_copy(update=returned) for name, scope in manifest.scopes.items()}
+    changed = manifest.model_copy(update={**returned, "scopes": scopes})
+    store.write(f"{found.directory(manifest)}/{MANIFEST}", sealed(changed))
+    code, said = run(root, 2, STEPS + 3, root / "checkpoints", "again")
+    assert code == 1
+    assert "is still to be given out again, in slices for groups of" in said
 
 
 def test_what_is_exported_loads_as_torchs_own_and_is_imported_again(root: Path) -> None:

@@ -139,3 +139,12 @@ def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
     written(store, 9)
     assert begun(resuming).resume_step == 6
     assert store.directories() == ["step-4", "step-6", "step-8.partial-given-up"]
+
+
+def test_a_start_removes_nothing_where_it_cannot_be_seen_who_writes(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda job: JobOutcome(True))
+    place = f"memory://{tmp_path.name}"
+    store = open_store(place)
+    attempt = written(store, 3)
+    begun(replace(job.config, checkpoint=Checkpointing(place)))
+    assert store.directories() == [attempt]

@@ -142,3 +142,39 @@ def test_no_place_is_given_to_a_spare_that_has_died(script: Path, tmp_path: Path
         for child in (first, second):
             assert child.dies_within(WAIT_S)
             child.reap()
+
+
+def test_spares_that_have_ended_in_vain_count_only_in_a_row(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of weeks loses one now and then."""
+    monkeypatch.setattr(spares_module, "_REFILL_S", 0.0)
+    script.write_text("import json\n")
+    children: list[Child] = []
+
+    def start(number: int, fd: int) -> Child:
+        env = {**os.environ, "FFT_ROLE_FD": str(fd)}
+        log = tmp_path / f"spare-{number}.log"
+        children.append(Child("spare", number, 1, [str(script)], env, log, (fd,)))
+        return children[-1]
+
+    def lose(spares: Spares) -> None:
+        (child,) = spares.started()
+        child.signal(signal.SIGKILL)
+        assert child.dies_within(WAIT_S)
+        spares.ended(child)
+
+    spares = Spares(1, start)
+    try:
+        lose(spares)
+        lose(spares)
+        assert spares.started()
+        wait_until(lambda: spares.ready == 1, "the spare has loaded everything")
+        assert spares.take({"RANK": "1"}, tmp_path / "log") is children[-1]
+        lose(spares)
+        assert spares.started(), "the third in vain, but not in a row"
+    finally:
+        spares.end()
+        for child in children:
+            assert child.dies_within(WAIT_S)
+            child.reap()

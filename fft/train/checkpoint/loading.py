@@ -275,7 +275,13 @@ def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Load
     if state.items_per_slice != ranks:  # all ranks of a group take the same item
         return Loaded(manifest, at, lineage, manifest.cursor)
     items = manifest.cursor * manifest.ranks
-    if items % ranks or manifest.returned:
+    if manifest.returned:
+        raise UnfitCheckpoint(
+            f"of {name_of(manifest.step)} some of the data is still to be given out again, in "
+            f"slices for groups of {manifest.ranks} ranks, and this job has {ranks}: resume with "
+            f"{manifest.ranks}, or from another checkpoint"
+        )
+    if items % ranks:
         raise UnfitCheckpoint(
             f"{name_of(manifest.step)} stands at item {items} of the data, which groups of {ranks} "
             "ranks cannot begin with, for each takes so many at a time: resume with another number "
