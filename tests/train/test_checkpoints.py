@@ -44,6 +44,7 @@ from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
 from fft.train.checkpoint import checkpointer, gathering, writer
 from fft.train.checkpoint.due import Named
+from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
@@ -442,6 +443,18 @@ def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
     assert "no checkpoint of step 8: the one before is still being written" in caplog.text
     steps = [e.step for e in Checkpoints(open_store(str(place))).found()]
     assert steps == [4, 16]
+
+
+def test_an_attempt_that_others_remove_is_one_that_fails(tmp_path: Path) -> None:
+    """As what a newer checkpoint has made needless; the thread that writes goes on with others."""
+
+    class Pruned(LocalStore):
+        def files(self, directory: str) -> dict[str, int]:
+            self.remove(directory)
+            return super().files(directory)
+
+    with pytest.raises(OSError, match="was removed after it had been written"):
+        write_rank(Pruned(tmp_path), "step-4.partial-a", ("0", 0), {}, {"a": torch.ones(1)})
 
 
 def test_what_is_still_being_written_at_the_end_of_the_job_is_not_written_over(

@@ -61,10 +61,12 @@ def write_rank(
     with store.writing(f"{directory}/{stem}.safetensors") as path:
         _write_tensors(path, tensors)
     store.write(f"{directory}/{stem}.json", to_json(data))
-    sizes = store.files(directory)
+    sizes, names = store.files(directory), (f"{stem}.json", f"{stem}.safetensors")
+    if lost := [name for name in names if name not in sizes]:
+        raise OSError(f"{', '.join(lost)} in {directory} was removed after it had been written")
     return tuple(
         File(name=name, size=sizes[name], sha256=store.digest(f"{directory}/{name}"))
-        for name in (f"{stem}.json", f"{stem}.safetensors")
+        for name in names
     )
 
 
