@@ -117,31 +117,24 @@ class LocalStore:
     def hold(self) -> Iterator[None]:
         with (self._root / ".job.lock").open("a") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks = _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreError(
                     f"another job keeps its checkpoints in {self._root}, and runs: end it first, "
                     "or name another place"
                 ) from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
+            if not locks:
                 logger.warning(
-                    "the file system of %s has no locks (%s): a second job there is not refused, "
-                    "so see to it that there is none",
+                    "the file system of %s has no locks: a second job there is not refused, so see "
+                    "to it that there is none",
                     self._root,
-                    error.strerror,
                 )
             yield  # the kernel lets go of it, however this process ends
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         with self._writers_file() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH)  # nobody has it for longer than a look
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
+            _locked(file, fcntl.LOCK_SH)  # nobody has it for longer than a look
             try:
                 yield
             finally:
@@ -158,16 +151,11 @@ class LocalStore:
     def is_at_work(self) -> bool | None:
         try:
             with (self._root / _WRITERS).open("r+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False if _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB) else None
         except FileNotFoundError:
             return False
         except BlockingIOError:
             return True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return None
-        return False
 
     def directories(self) -> list[str]:
         if not self._root.is_dir():
@@ -376,6 +364,17 @@ def digest_of(file: BinaryIO) -> str:
     while chunk := file.read(_CHUNK):
         hasher.update(chunk)
     return hasher.hexdigest()
+
+
+def _locked(file: IO[str], operation: int) -> bool:
+    """Whether it is; not on a file system that has no locks. Raises OSError."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -1,12 +1,13 @@
-"""The job of kill_script.py, whose ranks begin torch's own process group late.
+"""The job of kill_script.py, where the ranks of group 1 begin torch's own process group late.
 
 ``late_group_script.py STEP``: in the body after so many steps. From then on a process that comes
-for a lost rank could not meet the others. Group 0 does so a step earlier: no rollback of this step
-is to find one of its ranks alone in ``init_process_group``, where nothing can free it.
+for a lost rank could not meet the others. Group 0 has none: a rollback cannot free a rank that
+waits in one for a mate that lives.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from datetime import timedelta
@@ -20,9 +21,9 @@ import fft
 
 
 def main() -> None:
-    """Train; from that step on the ranks of a group add numbers in torch's own group."""
+    """Train; from that step on the ranks of group 1 add numbers in torch's own group."""
     rank = sharded_rank(1, {})
-    since = int(sys.argv[1]) - (os.environ["FFT_GROUP"] == "0")
+    since = int(sys.argv[1]) if os.environ["FFT_GROUP"] == "1" else math.inf
     try:
         for txn in rank.manager.transactions(fft.CursorLoader(Samples(), batch_size=8, seed=5)):
             with txn:

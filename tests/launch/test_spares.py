@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def script(tmp_path: Path) -> Path:
     (tmp_path / "ours.py").write_text("import os\nRANK = os.environ['RANK']\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     return tmp_path / "script.py"
+
+
+def start_spare(script: Path, number: int, fd: int) -> Child:
+    """As the supervisor does; its log is beside the script."""
+    env = {**os.environ, "FFT_ROLE_FD": str(fd)}
+    log = script.with_name(f"spare-{number}.log")
+    return Child("spare", number, 1, [str(script)], env, log, (fd,))
 
 
 def test_a_spare_loads_installed_packages_that_come_first_and_nothing_of_the_users(
@@ -120,13 +128,7 @@ def test_no_spare_is_started_while_the_job_drains(
 
 def test_no_place_is_given_to_a_spare_that_has_died(script: Path, tmp_path: Path) -> None:
     script.write_text("import json\n")
-
-    def start(number: int, fd: int) -> Child:
-        env = {**os.environ, "FFT_ROLE_FD": str(fd)}
-        log = tmp_path / f"spare-{number}.log"
-        return Child("spare", number, 1, [str(script)], env, log, (fd,))
-
-    spares = Spares(2, start)
+    spares = Spares(2, partial(start_spare, script))
     first, second = spares.started()
     try:
         deadline = time.monotonic() + WAIT_S
@@ -153,9 +155,7 @@ def test_spares_that_have_ended_in_vain_count_only_in_a_row(
     children: list[Child] = []
 
     def start(number: int, fd: int) -> Child:
-        env = {**os.environ, "FFT_ROLE_FD": str(fd)}
-        log = tmp_path / f"spare-{number}.log"
-        children.append(Child("spare", number, 1, [str(script)], env, log, (fd,)))
+        children.append(start_spare(script, number, fd))
         return children[-1]
 
     def lose(spares: Spares) -> None:

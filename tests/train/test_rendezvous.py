@@ -11,13 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from forked import Forked
 from torch.distributed import PrefixStore
-from waiting import wait_until
 
 from fft.bus.tcpserver import host_store
 from fft.train.process_group.rendezvous import RendezvousCancelled, RendezvousStore
@@ -45,12 +43,6 @@ def woken_after(seconds: float, pid: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether all threads of a process are; a signal does that a moment after it was sent."""
-    stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
 def test_a_silent_store_holds_up_who_cleans_it_and_nobody_else(
     server: Forked,
 ) -> None:
@@ -58,10 +50,9 @@ def test_a_silent_store_holds_up_who_cleans_it_and_nobody_else(
     client = dist.TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False)
     store = RendezvousStore(PrefixStore("epoch", client), LIMIT)
     store.set("a", "1")
-    os.kill(server.pid, signal.SIGSTOP)
     safety = woken_after(SAFETY_S, server.pid)
     try:
-        wait_until(lambda: is_stopped(server.pid), "no thread of the store answers any more")
+        server.stop()
         thread = threading.Thread(target=store.reclaim, args=(True,))
         thread.start()
         time.sleep(0.2)  # the chance to keep the lock

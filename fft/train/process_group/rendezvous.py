@@ -106,11 +106,13 @@ class RendezvousStore(Store):
         self._missing = ()
         self._check()
 
-    def _held(self, key: str) -> bytes | None:
-        """The value; None: there is none. A TCPStore says that it is empty, too, where the key is
-        deleted between its wait and its read; gloo ends the process if an address is."""
+    def _held(self, key: str) -> bytes:
+        """The value. A TCPStore says that it is empty, too, where the key is deleted between its
+        wait and its read; gloo ends the process if an address is. Raises DistStoreError then."""
         held = self._inner.compare_set(key, _ABSENT, _ABSENT)  # changes nothing
-        return None if held == _ABSENT.encode() else held
+        if held == _ABSENT.encode():
+            raise DistStoreError(f"{key} was taken back while it was read")
+        return held
 
     # The names, argument orders and meanings below are those of torch.distributed.Store.
 
@@ -127,16 +129,12 @@ class RendezvousStore(Store):
             self._wait(keys, timedelta(seconds=deadline - time.monotonic()))
             try:
                 values = self._inner.multi_get(keys)
+                return [value or self._held(k) for k, value in zip(keys, values, strict=True)]
             except (
                 DistStoreError
             ):  # a writer has taken its key back meanwhile, or the store is slow
                 if time.monotonic() >= deadline:
                     raise
-                continue
-            held = [value or self._held(k) for k, value in zip(keys, values, strict=True)]
-            there = [value for value in held if value is not None]
-            if len(there) == len(keys):
-                return there
 
     def set(self, key: str, value: Any) -> None:
         self._write(key)
