@@ -74,15 +74,20 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
         ]
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
         return
+    if not found:
+        sys.stdout.write(f"no checkpoint at {place}\n")
+        return
     table = Table()
-    for head in ("checkpoint", "written", "groups × ranks", "cursor", "MiB", "lineage", "state"):
+    table.add_column("checkpoint", overflow="fold", no_wrap=True)  # for who copies it
+    for head in ("written", "groups × ranks", "cursor", "MiB", "lineage", "state"):
         table.add_column(head, overflow="fold")  # what is cut can be copied by nobody
     for entry in found:
         if (m := entry.manifest) is None:
             table.add_row(entry.name, "", "", "", "", "", entry.problem)
             continue
         when = datetime.fromtimestamp(m.written_at).isoformat(" ", "seconds")
-        size, groups = f"{m.size / MIB:.1f}", f"{len(m.groups)} × {m.ranks}"
+        size = f"{m.size / MIB:.1f}"
+        groups = f"{len(m.groups)} × {m.ranks}" if m.groups else f"imported, {m.ranks} ranks"
         state = "sizes fit" if entry.name == name_of(m.step) else "sizes fit; all but its name"
         table.add_row(entry.name, when, groups, str(m.cursor), size, m.lineage, state)
     console().print(table, markup=False)
@@ -104,8 +109,7 @@ def verify(
         checkpoints = _opened(place)
         steps = [entry.step for entry in checkpoints.found() if entry.step is not None]
         if step is not None and step not in steps:
-            there = ", ".join(map(str, sorted(steps))) or "none"
-            raise FftError(f"{place}: no checkpoint of step {step}; there are: {there}")
+            checkpoints.manifest(step)  # which says that there is none
         bad = 0
         for each in steps if step is None else [step]:
             try:
@@ -122,7 +126,7 @@ def verify(
 @app.command()
 def prune(
     place: Place,
-    keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")] = 3,
+    keep: Annotated[int, typer.Option(min=0, help="So many of the newest stay; 0: all.")] = 3,
 ) -> None:
     """Remove all but the newest, and what is unfinished, unless a job is at work there.
 

@@ -38,8 +38,8 @@ def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]
         table = of.fault_table(directory)
         shown: list[object] = [table if table.rows else "no fault was noticed in these traces"]
         shown += [of.fired(directory), of.place_table(directory), of.input_wait(directory)]
-        shown += [of.checkpoints(directory), of.went_on(directory)]
         damaged = of.damages(directory)
+        shown += [of.checkpoints(directory, has_gaps=bool(damaged)), of.went_on(directory)]
     for part in filter(None, shown):
         # a path that is folded can be copied by nobody
         console().print(part, markup=False, soft_wrap=isinstance(part, str))

@@ -82,9 +82,15 @@ class Checkpoints:
 
         Raises DamagedCheckpoint.
         """
-        for entry in self.found():
+        found = self.found()
+        for entry in found:
             if entry.step == step and entry.manifest is not None:
                 return entry.manifest
+        if not any(entry.step == step for entry in found):
+            there = ", ".join(str(entry.step) for entry in found if entry.step is not None)
+            raise DamagedCheckpoint(
+                f"{self.store.url}: no checkpoint of step {step}; there are: {there or 'none'}"
+            )
         return self._manifest_in(name_of(step))
 
     def directory(self, manifest: Manifest) -> str:
@@ -182,7 +188,15 @@ class Checkpoints:
         self._refuse_poorer(manifest)
         self._give_up_after(manifest.step, life_of(manifest.attempt))
         self.store.write(f"{directory}/{MANIFEST}", sealed(manifest))
-        self.store.rename(directory, name_of(manifest.step))
+        try:
+            self.store.rename(directory, name_of(manifest.step))
+        except OSError as error:
+            logger.warning(
+                "the checkpoint of step %d is whole, though %s could not get its name: %s",
+                manifest.step,
+                directory,
+                error,
+            )
 
     def _refuse_poorer(self, manifest: Manifest) -> None:
         here = (e.manifest for e in self.found() if e.step == manifest.step and e.problem is None)

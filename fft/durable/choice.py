@@ -49,8 +49,7 @@ def _name_leftovers(checkpoints: Checkpoints, manifest: Manifest | None) -> None
             logger.warning("%s has only what was never finished: %s", checkpoints.store.url, names)
     elif (name := checkpoints.directory(manifest)) != name_of(manifest.step):
         logger.warning(
-            "the checkpoint of step %d is in %s: its writer was killed as it published it; it is "
-            "whole",
+            "the checkpoint of step %d is in %s: whole, but cut off before it got its name",
             manifest.step,
             name,
         )

@@ -31,6 +31,7 @@ _WRITERS = ".writers.lock"
 """Shared by all processes of jobs that take checkpoints."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What some file systems say to a lock."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +109,14 @@ class LocalStore:
                 file.write(b"?")
                 file.flush()
         except OSError as error:
+            mend = "give a directory that this user may write to"
+            if error.errno in _NO_ROOM:
+                mend = (
+                    "the disk is full. What is there stays as it is: free some room, for one "
+                    "checkpoint more than are kept, and give the same command again"
+                )
             raise StoreError(
-                f"no checkpoints can be written to {self._root}: {error}; give a directory that "
-                "this user may write to, on a disk with room"
+                f"no checkpoints can be written to {self._root}: {error}; {mend}"
             ) from error
 
     @contextmanager
@@ -214,7 +220,10 @@ class LocalStore:
             raise
         _sync(self._root)
         if aside is not None:
-            shutil.rmtree(aside)
+            try:
+                shutil.rmtree(aside)
+            except OSError as error:
+                logger.warning("%s cannot be removed, which %s replaces: %s", aside, new, error)
 
     def _aside(self, directory: str) -> Path:
         """Let a directory have a name by which it is not found; half of it must not pass for it."""

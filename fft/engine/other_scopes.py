@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from fft.bus.base import HEAD, BusError, ErrorBus, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.messages.effects import TellHeld
+from fft.messages.progress import HeldReport, encode_report
 from fft.messages.protocol import Peer, Record, ScopeRecord, UnreadableMessage
-from fft.messages.speed import HeldReport, encode_report
 from fft.messages.wire import EPOCH, Packed, Wire, decode, decode_packed, left_name
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
+from fft.durable.manifest import name_of
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.durable.stores import open_store
 from fft.launch.compiled import compile_cache
@@ -95,11 +96,15 @@ def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
     if not found or (step := found[-1].step) is None:
         why = last or f"; none was published before the job ended at step {outcome.step}"
         return f"there is no checkpoint at {store.url}{why}"
-    text = f"the newest checkpoint is {found[-1].name} at {store.url}"
+    name = name_of(step)
+    name = name if found[-1].name == name else f"{name} (all but its name: {found[-1].name})"
+    text = f"the newest checkpoint is {name} at {store.url}"
     last = last if failure is not None and failure[0] > step else ""
     if step > outcome.step:
         return f"{text}; this start ended at step {outcome.step}{last}"
     behind = outcome.step - step
+    if outcome.has_gaps:
+        return f"{text}; how far that is behind is not known, as traces have gaps{last}"
     if not behind:
         return f"{text}, of the last step of the job"
     steps = "1 step" if behind == 1 else f"{behind} steps"

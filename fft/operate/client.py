@@ -32,8 +32,8 @@ from fft.messages.commands import (
     decode_command,
     encode_command,
 )
+from fft.messages.progress import Report, decode_report
 from fft.messages.protocol import BusMessage, GroupEntry, Record, UnreadableMessage
-from fft.messages.speed import Report, decode_report
 from fft.messages.wire import (
     EPOCH,
     SCOPES,

@@ -13,8 +13,9 @@ from typing import Any
 
 from fft.health.detectors.straggler import Stragglers
 from fft.messages.commands import COMMANDS, Command, command_to_json
+from fft.messages.progress import CheckpointReport, HeldReport, Report, SpeedReport, TraceReport
 from fft.messages.protocol import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
-from fft.messages.speed import HeldReport, Report, SpeedReport
+from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, CheckpointNotes
 
 _RATE_COMMITS = 20  # over so many commits the rate of steps is taken
 _STALE_S = 10.0  # after so long without a commit there is no rate
@@ -68,6 +69,9 @@ class JobModel:
     stragglers: Stragglers = field(default_factory=Stragglers)
     scopes: dict[str, int] = field(default_factory=dict)
     """Committed steps, where stages have scopes of their own."""
+    checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
+    _gaps: dict[str, str] = field(default_factory=dict)
+    """Rank → why its trace could not be written."""
     _held: dict[tuple[str, int], HeldReport] = field(default_factory=dict)
     _groups: dict[str, dict[int, RankSeen]] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
@@ -90,6 +94,10 @@ class JobModel:
         match word:
             case HeldReport():
                 self._held[(word.group, word.rank)] = word
+            case CheckpointReport():
+                self.checkpoints.hear(word)
+            case TraceReport():
+                self._gaps[f"{word.group}/{word.rank}"] = word.why
             case SpeedReport():
                 self._held.pop((word.group, word.rank), None)
                 if word.scope is not None:
@@ -125,6 +133,21 @@ class JobModel:
             f"{word.scope} has taken {word.needed} slices of the data; it has taken {word.cursor}"
             for (group, rank), word in sorted(self._held.items())
         ]
+
+    def newest_checkpoint(self) -> int | None:
+        """Its step, of those that were published since the watching began."""
+        return max(self.checkpoints.taken, default=None)
+
+    def troubles(self) -> list[str]:
+        """The newest checkpoint that failed, unless a later one was published; traces with gaps."""
+        failed, newest = self.checkpoints.last_failure, self.newest_checkpoint()
+        found = []
+        if failed is not None and failed[0] > (newest or 0):
+            found.append(f"no checkpoint of step {failed[0]} from {failed[1]}")
+        if self.checkpoints.too_often:
+            found.append(ABOUT_TOO_OFTEN)
+        gaps = sorted(self._gaps.items())
+        return [*found, *(f"the trace of rank {rank} has a gap: {why}" for rank, why in gaps)]
 
     def rate(self, now: float) -> float | None:
         """Committed steps a second; None: too few commits, or none lately."""
@@ -217,8 +240,8 @@ def event_of(word: BusMessage | Record | Command | Report) -> dict[str, Any] | N
         case Death() | Suspect():
             where = {"group": word.group, "rank": word.rank, "pid": word.pid, "host": word.host}
             return {"event": word.type, **where, "by": word.by, "cause": word.cause}
-        case HeldReport():
-            return {"event": "held", **asdict(word)}
+        case HeldReport() | CheckpointReport() | TraceReport():
+            return {"event": word.type, **asdict(word)}
         case Drain():
             return {"event": "drain", "groups": list(word.groups), "by": word.by}
         case _ if isinstance(word, COMMANDS):

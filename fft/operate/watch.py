@@ -21,8 +21,8 @@ from rich.text import Text
 from fft.bus import BusError
 from fft.bus.base import TOPICS
 from fft.messages.commands import Check, Command, Evict
+from fft.messages.progress import Report
 from fft.messages.protocol import BusMessage, Decision, Record, UnreadableMessage
-from fft.messages.speed import Report
 from fft.messages.wire import Packed
 from fft.operate.client import Ear, JobClient, Word
 from fft.operate.job_view import JobModel, event_of
@@ -193,7 +193,9 @@ def render(watch: JobModel, url: str, now: float) -> RenderableType:
     if watch.scopes:
         steps_of = (f"scope {name}: step {step}" for name, step in sorted(watch.scopes.items()))
         parts.insert(1, Text(", ".join(steps_of)))
-    parts += [Text(text, style="yellow") for text in watch.held()]
+    if (newest := watch.newest_checkpoint()) is not None:
+        parts.append(Text(f"newest checkpoint: step {newest}"))
+    parts += [Text(text, style="yellow") for text in (*watch.held(), *watch.troubles())]
     if watch.lost:
         parts.insert(0, Text(f"the bus is lost, trying again: {watch.lost}", style="bold red"))
     if watch.decisions:

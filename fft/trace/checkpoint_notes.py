@@ -1,6 +1,7 @@
 """What the notes of a trace say of durable checkpoints: which were taken, and why others were not.
 
-Pure. For `fft run`, which reads them as they come, and for `fft report`.
+Pure. For `fft run`, which reads them as they come, and for `fft report`. A rank also reports them
+on the bus, since its trace may lie on the same full disk.
 """
 
 from __future__ import annotations
@@ -8,20 +9,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fft.messages.progress import MAX_WHY, CheckpointReport, Outcome
+from fft.messages.protocol import Peer
+
 TOO_OFTEN = "too_often"
 """In a note `checkpoint_skipped`: the one before was still being written."""
 ABOUT_TOO_OFTEN = (
     "a checkpoint was due while the one before was being written, and was left out; if that goes "
     "on, take them less often (--every)"
 )
+_BUT_FOR_GAPS = (
+    ", as far as the traces tell; they have gaps, so that more may have been taken, left out, or "
+    "have failed: `fft checkpoint list` shows what is there"
+)
 _NAMED = 8
 """Checkpoints that a report names one by one at most, the newest."""
 
 
+def report_of(peer: Peer, note: str, data: Mapping[str, Any]) -> CheckpointReport | None:
+    """What ``peer`` says on the bus of a note of its own; None: nothing."""
+    found = _outcome(note, data)
+    if found is None:
+        return None
+    outcome, why = found
+    return CheckpointReport(*peer, data["step"], outcome, why[:MAX_WHY])
+
+
+def _outcome(note: object, data: Mapping[str, Any]) -> tuple[Outcome, str] | None:
+    """What has become of a checkpoint by a note, and why; None: it says nothing of that."""
+    if note == "checkpoint" and data.get("published") is True:
+        return "published", ""
+    if note == "checkpoint_failed":
+        return "failed", str(data.get("error"))
+    if note == "checkpoint_skipped":
+        return "too_often" if data.get(TOO_OFTEN) is True else "left_out", str(data.get("reason"))
+    return None
+
+
 class CheckpointNotes:
-    """Of one start of a job; `take` each note in turn."""
+    """Of one start of a job; `take` each note in turn, and `hear` each report: what comes in both
+    ways counts once."""
 
     def __init__(self) -> None:
+        self._counted: set[tuple[str, int, Outcome]] = set()
+        """Rank, step, and what had become of it."""
         self.troubles: list[str] = []
         """For whoever tells the operator, and takes them out."""
         self.taken: set[int] = set()
@@ -35,21 +66,31 @@ class CheckpointNotes:
 
     def take(self, rank: str, note: object, data: Mapping[str, Any]) -> None:
         """A note of ``rank``; others than those of checkpoints, and odd ones, say nothing."""
-        step = data.get("step")
-        if not isinstance(step, int):
+        step, found = data.get("step"), _outcome(note, data)
+        if isinstance(step, int) and found is not None:
+            self._count(rank, step, *found)
+
+    def hear(self, report: CheckpointReport) -> None:
+        """What a rank has said on the bus."""
+        rank = f"{report.group}/{report.rank}"
+        self._count(rank, report.step, report.outcome, report.why)
+
+    def _count(self, rank: str, step: int, outcome: Outcome, why: str) -> None:
+        if (rank, step, outcome) in self._counted:
             return
-        if note == "checkpoint" and data.get("published") is True:
+        self._counted.add((rank, step, outcome))
+        text = f"rank {rank}: {why}"
+        if outcome == "published":
             self.taken.add(step)
-        elif note == "checkpoint_failed":
-            text = f"rank {rank}: {data.get('error')}"
+        elif outcome == "failed":
             self.failed.setdefault(step, []).append(text)
             self.troubles.append(f"no checkpoint of step {step} from {text}")
-        elif note == "checkpoint_skipped" and data.get(TOO_OFTEN) is True:
+        elif outcome == "too_often":
             if not self.too_often:
                 self.troubles.append(ABOUT_TOO_OFTEN)
             self.too_often.add(step)
-        elif note == "checkpoint_skipped":
-            self.left_out.setdefault(step, f"rank {rank}: {data.get('reason')}")
+        else:
+            self.left_out.setdefault(step, text)
 
     @property
     def last_failure(self) -> tuple[int, str] | None:
@@ -57,8 +98,8 @@ class CheckpointNotes:
         steps = self.failed.keys() - self.taken
         return (step := max(steps), self.failed[step][0]) if steps else None
 
-    def lines(self) -> Iterable[str]:
-        """For a report; none: the job took no checkpoints."""
+    def lines(self, has_gaps: bool = False) -> Iterable[str]:
+        """For a report; none: the job took no checkpoints. ``has_gaps``: the traces have."""
         failed = sorted(self.failed.keys() - self.taken)
         left_out = sorted((self.left_out.keys() | self.too_often) - self.taken - set(failed))
         if not (self.taken or failed or left_out):
@@ -66,7 +107,7 @@ class CheckpointNotes:
         newest = f" (the newest of step {max(self.taken)})" if self.taken else ""
         yield (
             f"checkpoints: {len(self.taken)} taken{newest}, {len(failed)} failed, "
-            f"{len(left_out)} left out"
+            f"{len(left_out)} left out{_BUT_FOR_GAPS if has_gaps else ''}"
         )
         yield from _named(f"  step {step} failed: {self.failed[step][0]}" for step in failed)
         partly = sorted(self.failed.keys() & self.taken)

@@ -114,7 +114,7 @@ def _incidents(directory: Path) -> list[tuple[float, Incident]]:
 def damages(directory: str | Path) -> list[str]:
     """What of the traces cannot be read, or was not written: the report knows nothing of it."""
     found = []
-    for path in trace_files(directory):
+    for path in (p for folder in scope_folders(Path(directory)) for p in trace_files(folder)):
         trace = read_trace(path)
         if trace.damage is not None:
             found.append(f"{trace.damage}; the report leaves out this line and those after it")
@@ -250,13 +250,16 @@ def went_on(directory: str | Path) -> str | None:
     )
 
 
-def checkpoints(directory: str | Path) -> str | None:
-    """Which durable checkpoints were taken, and why others were not; None: the job took none."""
+def checkpoints(directory: str | Path, has_gaps: bool = False) -> str | None:
+    """Which durable checkpoints were taken, and why others were not; None: the job took none.
+
+    ``has_gaps``: the traces have damages.
+    """
     found = CheckpointNotes()
     for folder in scope_folders(Path(directory)):
         for line in read_lines(folder, lambda line: "note" in line):
             found.take(f"{line['group']}/{line['rank']}", line["note"], line["data"])
-    return "\n".join(found.lines()) or None
+    return "\n".join(found.lines(has_gaps)) or None
 
 
 def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:

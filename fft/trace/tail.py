@@ -79,6 +79,9 @@ class JobView:
     gone: int = 0
     """The most steps of an incarnation in whose place a newer one has come."""
     checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
+    gaps: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Ranks that have said that their traces cannot be written → the newest incarnation that did:
+    they may have done more than is seen here."""
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
     has_stages: bool = False
@@ -97,8 +100,15 @@ class JobView:
         return any(view.commits > 0 for view in self.since(group, incs).values())
 
     def joined_since(self, group: str, incs: dict[int, int]) -> bool:
-        """Whether an incarnation newer than ``incs`` has come into an epoch."""
-        return any(view.role != "joining" for view in self.since(group, incs).values())
+        """Whether an incarnation newer than ``incs`` has come into an epoch, or may have."""
+        seen = self.since(group, incs).values()
+        return any(view.role != "joining" for view in seen) or self.lost_since(group, incs)
+
+    def lost_since(self, group: str, incs: dict[int, int]) -> bool:
+        """Whether an incarnation newer than ``incs`` could not write its trace: it may have done
+        anything."""
+        gaps = [(rank, inc) for (name, rank), inc in self.gaps.items() if name == group]
+        return any(inc != incs.get(rank) for rank, inc in gaps)
 
     def since(self, group: str, incs: dict[int, int]) -> dict[int, RankView]:
         """The ranks of ``group`` that have started since its incarnations were ``incs``."""

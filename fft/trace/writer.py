@@ -102,7 +102,9 @@ class TraceWriter:
         """Where the last write began, and how many records it had, or told of as lost."""
         self._lost = 0
         """Records that could not be written, and that no line tells of yet."""
-        self._failing = False
+        self._problem: str | None = None
+        """Why lines are lost at present."""
+        self._on_lost: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         if directory is not None:
             self.path = trace_path(directory, peer)
@@ -114,6 +116,17 @@ class TraceWriter:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 logger.error("no trace: %s; training continues, and cannot be audited", error)
+                self._problem = str(error)
+
+    def on_lost(self, hear: Callable[[str], None]) -> None:
+        """Call ``hear`` with the reason when lines begin to be lost, or at once if they are.
+
+        On any thread that writes, with a lock held: it must not wait.
+        """
+        with self._lock:
+            self._on_lost = hear
+            if self._problem is not None:
+                hear(self._problem)
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
         """Append one record."""
@@ -130,8 +143,8 @@ class TraceWriter:
             except OSError as error:
                 self._lose(self._fd, len(records), error)
                 return
-            if self._failing:
-                self._failing = False
+            if self._problem is not None:
+                self._problem = None
                 logger.error("the trace %s can be written again; it has a gap", self.path)
 
     def _append(self, fd: int, records: Records) -> None:
@@ -162,9 +175,11 @@ class TraceWriter:
     def _lose(self, fd: int, records: int, error: OSError) -> None:
         """Count what was not written; the first time, mark the place while there is some room."""
         self._lost += records
-        if self._failing:
+        if self._problem is not None:
             return
-        self._failing = True
+        self._problem = str(error)
+        if self._on_lost is not None:
+            self._on_lost(self._problem)
         told = "the trace %s cannot be written: %s; training continues, the audit will show it"
         logger.error(told, self.path, error)
         with suppress(OSError):

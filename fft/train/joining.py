@@ -85,6 +85,7 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     speed = watchers.report_speed(
         job.bus, job.peer, settings.progress_interval, None if stage is None else stage.name
     )
+    job.report_to(speed)
     if parts.groups.shard is not None:
         parts.groups.shard.waiting = speed.waiting
     engine.post(Start())

@@ -13,6 +13,7 @@ from typing import Any
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.loop import Engine
+from fft.messages.progress import MAX_WHY, TraceReport
 from fft.messages.protocol import (
     Connected,
     Event,
@@ -26,10 +27,12 @@ from fft.messages.protocol import (
 )
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import Local
+from fft.trace.checkpoint_notes import report_of
 from fft.trace.format import NO_REFORM
 from fft.trace.writer import TraceWriter
 from fft.train.main_thread import MainThread
 from fft.train.place_log import PlaceLog
+from fft.train.progress_reporter import ProgressReporter
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Participation:
         self.reforms = False
         """It has told the launcher that others of its group may be replaced."""
         self.group_bus: ErrorBus | None = None
+        self.reporter: ProgressReporter | None = None
         self._places = PlaceLog(trace)
 
     @property
@@ -80,6 +84,19 @@ class Participation:
     def note(self, name: str, data: dict[str, Any]) -> None:
         """Put it into the trace, with the state of the participant once it has joined."""
         self.trace.note(name, data, self.local)
+
+    def tell(self, name: str, data: dict[str, Any]) -> None:
+        """`note` what has become of a checkpoint, and have who watches the job hear it. Any
+        thread."""
+        self.note(name, data)
+        if self.reporter is not None and (report := report_of(self.peer, name, data)) is not None:
+            self.reporter.say(report)
+
+    def report_to(self, reporter: ProgressReporter) -> None:
+        """From now on who watches the job hears of it also by ``reporter``, which says no more when
+        it is closed."""
+        self.reporter = reporter
+        self.trace.on_lost(lambda why: reporter.say(TraceReport(*self.peer, why[:MAX_WHY])))
 
     def tell_if_fixed(self, can_reform: bool) -> None:
         """Tell the launcher that the ranks of this group can be replaced no more, if that is so."""

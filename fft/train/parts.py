@@ -144,8 +144,8 @@ class Parts:
         self.worker.finish_apply()
         if not _is_failing():
             self.state.before_next()
+            self.state.end_gathering()
         self.leaving.end_notices()
-        self.watchers.end_reports()
         self.job.leave()
         if self.state.output is not None and not _is_failing():
             with self.watchers.waiting():  # else the next stage could not take what is there
@@ -162,6 +162,7 @@ class Parts:
         if self.checkpointer is not None:
             with self.watchers.waiting():
                 self.checkpointer.close(serves=not _is_failing())
+        self.watchers.end_reports()
         self.commands.close()
         self.reductions.close()
         self.state.close()

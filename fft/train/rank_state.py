@@ -24,6 +24,7 @@ from fft.train.settings import Settings
 from fft.train.stages.input import refuse_unconnected
 from fft.train.state.equality_checks import EqualityChecks
 from fft.train.state.random_states import capture_random
+from fft.train.state.sharded import reshard
 from fft.train.state.step_state import Rewindable, StepState, TornState
 from fft.train.updates import Updates
 from fft.util.errors import FftError
@@ -124,6 +125,11 @@ class RankState:
         if self._injector is not None:
             for module in models:
                 self._injector.attach(module)
+
+    def end_gathering(self) -> None:
+        """No txn is to come: have FSDP2's modules hold their shards, which an evaluation may have
+        left gathered. On all groups alike; who takes the last checkpoint has done it already."""
+        reshard(self.models)
 
     def synchronize_by(self, synchronizer: Synchronizer) -> None:
         """Groups step alone: what they share is ``synchronizer``'s, and a COMMIT steps it."""

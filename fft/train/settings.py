@@ -29,7 +29,7 @@ from fft.protocol.timeouts import (
     resolve,
 )
 from fft.train.lighthouse import Membership, membership_of
-from fft.train.speed_reporter import interval_from
+from fft.train.progress_reporter import interval_from
 from fft.train.standalone import Alone, is_alone
 from fft.train.state.equality_checks import refuse_interval
 from fft.util.errors import FftError

@@ -96,8 +96,10 @@ class TransactionLoop:
                     self, state.synchronizer, self._watchers, state, self._reductions
                 )
                 yield from alone.run(source, max_steps)
+                state.end_gathering()
                 return
             is_still_in = yield from self._txns(source, state.inputs_from(source), max_steps)
+            state.end_gathering()
             if self._has_stages:
                 self.is_over |= is_still_in
                 with self._watchers.waiting():

@@ -18,7 +18,7 @@ from fft.health.detectors.trainer import MonitorConfig
 from fft.health.monitor_client import MonitorClient, supervisor_socket
 from fft.messages.protocol import Peer
 from fft.train.interrupt import Interrupter
-from fft.train.speed_reporter import SpeedReporter
+from fft.train.progress_reporter import ProgressReporter
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Watchers:
         """Thread that trains; known once it has joined the job."""
         self.interrupter: Interrupter | None = None
         self.monitor: MonitorClient | None = None
-        self.speed: SpeedReporter | None = None
+        self.speed: ProgressReporter | None = None
         self._hold: Hold | None = None
 
     def watch(self, config: MonitorConfig | None, peer: Peer, url: str, hung: Hung) -> None:
@@ -45,9 +45,9 @@ class Watchers:
 
     def report_speed(
         self, bus: ErrorBus, peer: Peer, interval_s: float, scope: str | None
-    ) -> SpeedReporter:
+    ) -> ProgressReporter:
         """Say on ``bus`` how fast this rank is."""
-        self.speed = SpeedReporter(bus, peer, interval_s, scope=scope)
+        self.speed = ProgressReporter(bus, peer, interval_s, scope=scope)
         return self.speed
 
     # --- the main thread ---
@@ -111,7 +111,7 @@ class Watchers:
     # --- the end ---
 
     def end_reports(self) -> None:
-        """Report no speed any more. Idempotent."""
+        """Report nothing any more. Idempotent; within 1 s."""
         if self.speed is not None:
             self.speed.close()
 

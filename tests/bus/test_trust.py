@@ -27,6 +27,7 @@ from fft.bus.sealed import SealedBus
 from fft.bus.token import JobToken, TokenError
 from fft.launch.services import handed_over
 from fft.messages.commands import Evict, decode_command, encode_command
+from fft.messages.progress import SpeedReport, decode_report, encode_report
 from fft.messages.protocol import (
     Ack,
     Death,
@@ -51,7 +52,6 @@ from fft.messages.protocol import (
     encode_record,
     encode_vote,
 )
-from fft.messages.speed import SpeedReport, decode_report, encode_report
 from fft.messages.wire import (
     Wire,
     decode_packed,

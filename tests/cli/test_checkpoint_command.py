@@ -45,6 +45,28 @@ def test_list_names_all_with_what_is_wrong(place: Path) -> None:
     assert f"their contents were not read: fft checkpoint verify {place}\n" in text
 
 
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    assert said("list", tmp_path) == (0, f"no checkpoint at {tmp_path}\n")
+    published(open_store(str(tmp_path)), 2, 4)
+    told = f"fft: {tmp_path}: no checkpoint of step 7; there are: 2, 4\n"
+    for arguments in (("verify", tmp_path, "--step", 7), ("export", tmp_path, 7, tmp_path / "x")):
+        code, text = said(*arguments)
+        assert code == 2 and told in text
+
+
+def test_a_name_is_on_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")
+    monkeypatch.setattr(checkpoints, "console", lambda: Console(width=80))
+    assert attempt in said("list", place)[1]
+
+
+def test_keep_none_removes_only_what_was_never_finished(place: Path) -> None:
+    written(open_store(str(place)), 70, "a1")
+    code, text = said("prune", place, "--keep", 0)
+    assert code == 0 and "removed step-70.partial-a1" in text
+    assert "removed step-2" not in text and "removed step-4" not in text
+
+
 def test_list_cuts_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever width; a long name is folded."""
     attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")

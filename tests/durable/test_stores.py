@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from checkpoint_files import bytes_below, deliver, manifest_of, published, written
+from forked import Forked
+from refused_calls import refuse
 
 from fft.durable.checkpoints import Checkpoints, Passed
 from fft.durable.choice import choose
@@ -27,6 +29,8 @@ from fft.durable.manifest import (
 )
 from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
 from fft.durable.stores import MANIFEST, LocalStore, Store, StoreError, open_store
+from fft.launch.resuming import about_newest
+from fft.launch.supervisor import JobOutcome
 
 
 @pytest.fixture(params=["directory", "file-url", "memory"])
@@ -156,6 +160,40 @@ def test_if_the_later_one_of_a_step_is_damaged_the_other_is_read(store: Store) -
     newest, problems = found.newest()
     assert newest is not None and (newest.step, newest.attempt) == (6, "a1")
     assert problems == [f"{directory}/{file.name}: its SHA-256 is not that in the manifest"]
+
+
+def test_one_that_cannot_get_its_name_is_whole_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here because a link that leads nowhere has it; so it is where nobody may write."""
+    store = open_store(str(tmp_path))
+    found, name = published(store, 2), written(store, 4)
+    (tmp_path / "step-4").symlink_to(tmp_path / "nowhere")
+    found.publish(name, manifest_of(store, name, "a1", 4))
+    assert "the checkpoint of step 4 is whole, though" in caplog.text
+    assert "could not get its name" in caplog.text and "Not a directory" in caplog.text
+    assert (tmp_path / name / MANIFEST).exists()
+    caplog.clear()
+    assert choose(found, resume=True) == found.verify(4)
+    assert "whole, but cut off before it got its name" in caplog.text
+    outcome, plan = JobOutcome(True, step=4), Checkpointing(str(tmp_path), 2)
+    text = f"the newest checkpoint is step-4 (all but its name: {name}) at {tmp_path}, of the last"
+    assert about_newest(plan, outcome).startswith(text)
+
+
+def test_a_full_disk_is_no_reason_to_go_elsewhere(tmp_path: Path) -> None:
+    """But for advice to free room. The kernel answers as such a disk does, for one process."""
+    process = Forked(_prepare_without_room, str(tmp_path), log=tmp_path / "log")
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.end()
+
+
+def _prepare_without_room(place: str) -> None:
+    refuse("write", errno.ENOSPC)
+    with pytest.raises(StoreError, match="What is there stays as it is: free some room"):
+        LocalStore(Path(place)).prepare()
 
 
 def test_a_rename_that_fails_leaves_what_had_the_name(tmp_path: Path) -> None:

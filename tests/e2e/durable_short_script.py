@@ -1,8 +1,10 @@
 """A job whose disk has no room for checkpoints, for test_durable_short.py; `fft run` starts it.
 
-``durable_short_script.py STEPS [ROOM [SLOW]]``: group 0, which writes what all have in common, can
-write no file as long as that is, until step ROOM is committed. Its part of step SLOW takes it
-until the body after step 7, and the job waits for none from there on.
+``durable_short_script.py STEPS [ROOM [SLOW [FULL]]]``: group 0, which writes what all have in
+common, can write no file as long as that is, until step ROOM is committed. Its part of step SLOW
+takes it until the body after step 7, and the job waits for none from there on. From step FULL on,
+until ROOM, nobody can write anything, traces and logs included; each rank then says how many
+threads write checkpoints. Without ROOM what is short can be written.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ import os
 import resource
 import sys
 import threading
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from ranks import LIMIT, WIDTH, Samples, written
 from torch import nn
 from torchft import ProcessGroupGloo
+from waiting import wait_until
 
 import fft
+from fft.train.checkpoint.threads import NAME
 from fft.train.checkpoint.writer import RankWriter
 
 SHORT = 200_000
@@ -37,16 +42,24 @@ def slow(step: int, go_on: threading.Event) -> None:
     RankWriter._at = at  # type: ignore[method-assign]
 
 
+def is_tried(manager: fft.ManagerFFT) -> bool:
+    """Whether this rank has written its part of all checkpoints, or has failed; what has failed
+    may still be there."""
+    assert manager._parts.checkpointer is not None
+    return not manager._parts.checkpointer._is_writing()
+
+
 def main() -> None:
     """Train to the end."""
     steps = int(sys.argv[1])
     room = int(sys.argv[2]) if len(sys.argv) > 2 else steps
     late = int(sys.argv[3]) if len(sys.argv) > 3 else steps + 1
-    group = os.environ["REPLICA_GROUP_ID"]
+    full = int(sys.argv[4]) if len(sys.argv) > 4 else steps + 1
+    group, threads = os.environ["REPLICA_GROUP_ID"], 0
     torch.set_num_threads(1)
     go_on = threading.Event()
     slow(late, go_on)
-    if group == "0":
+    if group == "0" and full > steps:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SHORT, resource.RLIM_INFINITY))
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=LIMIT),
@@ -65,11 +78,20 @@ def main() -> None:
         for txn in manager.transactions(fft.CursorLoader(Samples(), 8, seed=5), max_steps=steps):
             if txn.step == 7:
                 go_on.set()
-            if txn.step % 2 and txn.step < late:  # the body is over that ran beside the copy
+            if txn.step % 2 and full < txn.step:
+                wait_until(partial(is_tried, manager), "that of the step before is tried")
+            elif txn.step % 2 and txn.step < late:  # the body is over that ran beside the copy
                 written()
+            if txn.step == full:
+                trace = manager._parts.job.trace.path
+                assert trace is not None
+                none = 1 if room < steps else trace.stat().st_size
+                resource.setrlimit(resource.RLIMIT_FSIZE, (none, resource.RLIM_INFINITY))
+            threads = max(threads, sum(t.name == NAME for t in threading.enumerate()))
             if txn.step == room:
                 limit = resource.RLIM_INFINITY, resource.RLIM_INFINITY
                 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+                print(f"threads that write checkpoints: {threads}", flush=True)
             with txn:
                 F.mse_loss(model(txn.batch), txn.batch).backward()
     finally:

@@ -2,8 +2,9 @@
 
 ``fft run`` starts it. Its first argument says what happens during the evaluation of group 0:
 ``nothing``; ``fault``: a body of group 1 raises; ``kill``: a rank of group 1 is killed in one;
-``stop``: a body of group 1 raises, and one of the two ranks that evaluate stops, too. The second is
-a folder, where each rank leaves what it has found.
+``stop``: a body of group 1 raises, and one of the two ranks that evaluate stops, too; ``last``:
+nothing, and all groups evaluate after the last step, too. The second is a folder, where each rank
+leaves what it has found.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from ranks import Samples, sharded_rank
+from torch import nn
+from torch.distributed.tensor import DTensor
 from waiting import wait_until
 
 import fft
@@ -23,9 +26,17 @@ import fft
 STEPS, AT = 6, 3
 
 
+def held(model: nn.Module) -> str:
+    """What the modules hold of their parameters."""
+    shards = [isinstance(parameter, DTensor) for parameter in model.parameters()]
+    return "sharded" if all(shards) else "gathered"
+
+
 def main(kind: str, folder: Path) -> None:
     rank = sharded_rank(2, {})
     samples, job = Samples(), rank.manager._parts.job
+    if kind == "last":  # as FSDP2 does by itself with what is not in a module below its root
+        rank.model[0].set_reshard_after_forward(False)
     tries, found = 0, ""
     loader = fft.CursorLoader(samples, batch_size=8, seed=5)
     for txn in rank.manager.transactions(loader, max_steps=STEPS):
@@ -37,6 +48,10 @@ def main(kind: str, folder: Path) -> None:
                 if kind != "kill" and tries == 1:
                     raise ValueError("once")
             F.mse_loss(rank.model(txn.batch), txn.batch).backward()
+        if kind == "last" and rank.manager.current_step() == STEPS:
+            with torch.no_grad():
+                rank.model(samples.x[:8])
+            found = f"{held(rank.model)} "
         if not txn.committed or rank.manager.current_step() != AT or rank.group == "1":
             continue
         if kind != "nothing" and job.peer.inc == 1:
@@ -45,6 +60,8 @@ def main(kind: str, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         with torch.no_grad():
             found = f"{float(rank.model(samples.x[:8]).square().mean())} "
+    if kind == "last":
+        found += f"{held(rank.model)} "
     (folder / f"{rank.group}.{rank.number}").write_text(found + rank.manager.digest())
     rank.shutdown()
 

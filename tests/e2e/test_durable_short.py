@@ -60,6 +60,29 @@ def test_attempts_that_have_failed_leave_nothing(tmp_path: Path) -> None:
     assert "step 2 failed: rank 0/0: OSError" in told and "File too large" in told
 
 
+@pytest.mark.parametrize("room", [17, 0], ids=["room comes", "it stays full"])
+def test_what_fails_while_the_traces_find_no_room_either_is_said(room: int, tmp_path: Path) -> None:
+    """By `fft run`, which hears it on the bus; by the report, that the traces have gaps. What has
+    failed on all groups costs no thread each, and no time at the end."""
+    said = run(tmp_path, 20, room or 20, 99, 5)
+    steps = sorted(int(n) for n in re.findall(r"no checkpoint of step (\d+) from rank 0/0", said))
+    full = [6, 8, 10, 12, 14, 16] if room else [6, 8, 10, 12, 14, 16, 18, 20]
+    assert steps == full, said
+    gaps = re.findall(r"the trace of rank (\d/0) cannot be written: .*File too large", said)
+    assert sorted(gaps) == ["0/0", "1/0"], said
+    told = report(tmp_path)
+    assert "as far as the traces tell; they have gaps" in told
+    newest = "step-20" if room else "step-4"
+    (line,) = [line for line in said.splitlines() if "the newest checkpoint is" in line]
+    assert f"the newest checkpoint is {newest} at" in line
+    assert ("the last attempt, of step 20, has failed: rank" in line) == (not room)
+    assert "is not known, as traces have gaps" in line and "unasked" not in said
+    if room:
+        logs = "".join(path.read_text() for path in (tmp_path / "traces").rglob("*.log"))
+        found = re.findall(r"threads that write checkpoints: (\d+)", logs)
+        assert len(found) == 2 and max(map(int, found)) <= 3, logs
+
+
 def test_a_job_says_how_far_its_newest_checkpoint_is_behind(tmp_path: Path) -> None:
     said = run(tmp_path, 6, 3)
     assert left(tmp_path) == ["step-4", "step-6"]

@@ -17,11 +17,11 @@ SCRIPT = Path(__file__).with_name("evaluating_script.py")
 LIMIT_S = 100
 
 
-def run(folder: Path, kind: str) -> dict[str, str]:
+def run(folder: Path, kind: str, *options: str) -> dict[str, str]:
     """What the four ranks have found."""
     (folder / "found").mkdir(parents=True)
     command = ["--groups", "2", "--ranks", "2", "--trace-dir", str(folder / "run")]
-    command += ["--timeout", str(LIMIT_S - 20), str(SCRIPT), kind, str(folder / "found")]
+    command += ["--timeout", str(LIMIT_S - 20), *options, str(SCRIPT), kind, str(folder / "found")]
     done = fft("run", *command, folder=folder, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     report = audit_dir(folder / "run")
@@ -36,6 +36,18 @@ def test_a_rollback_of_the_next_step_ends_no_evaluation(tmp_path: Path) -> None:
     assert clean == faulty
     noticed = [incident.noticed for incident in incidents(tmp_path / "faulty" / "run")]
     assert [what.partition(": ")[2] for what in noticed] == ["ValueError: once", "group 0, 1"]
+
+
+@pytest.mark.multiprocess
+def test_who_evaluates_last_finds_its_shards_with_and_without_a_checkpoint(tmp_path: Path) -> None:
+    """FSDP2 leaves its root gathered then; the group that takes the last checkpoint shards it."""
+    without = run(tmp_path / "without", "last")
+    place = tmp_path / "checkpoints"
+    taken = run(tmp_path / "with", "last", "--checkpoint", str(place), "--every", "100")
+    assert (place / "step-6").exists()
+    assert without == taken
+    for found in taken.values():
+        assert found.split()[:2] == ["gathered", "sharded"], taken
 
 
 @pytest.mark.multiprocess

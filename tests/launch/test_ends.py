@@ -16,7 +16,9 @@ from waiting import wait_until
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
+from fft.durable.plan import Checkpointing
 from fft.launch.supervisor.ending import last_epoch
+from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_members, left_name, list_name
 
@@ -63,6 +65,39 @@ def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
     (line,) = verdict.lines
     assert "group 1 rank 0 ended with exit status 0 after step 5, unasked" in line
     assert "went on to step 9" in line and "g1r0-1.log" in line
+
+
+def report(job: Job, word: CheckpointReport | TraceReport) -> None:
+    """As the child itself would say it on the bus."""
+    with open_bus(job.bus_url) as bus:
+        bus.broadcast(encode_report(word), "progress")
+
+
+def test_whose_trace_cannot_be_written_is_not_said_to_have_left_early(
+    run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is the job said to be over: the one that was started again has the state, though its
+    trace does not tell."""
+    with run_job(groups=2, ranks=1, checkpoint=Checkpointing("checkpoints", 2)) as job:
+        actors = two_at_work(job, stage, 5)
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        for _ in range(2):
+            report(job, TraceReport("1", 0, 2, "No space left on device"))
+        wait_until(lambda: "rank 1/0 cannot be written" in caplog.text, "it is heard")
+        os.kill(actors["0", "0"].pid, signal.SIGKILL)
+        other = stage.enter(1)["0", "0"]
+        trace(job, 0, 0, 2, at_work(9, 2, ["0", "1"]))
+        again.order("exit 0")
+        again.gone()
+        report(job, CheckpointReport("0", 0, 2, 8, "failed", "OSError: No space left on device"))
+        other.order("exit 0")
+        verdict = job.verdict()
+    assert verdict.ok and verdict.lost is None and verdict.lines == ()
+    assert verdict.failed == (8, "rank 0/0: OSError: No space left on device")
+    assert verdict.has_gaps
+    assert caplog.text.count("the trace of rank 1/0 cannot be written: No space left") == 1
+    assert caplog.text.count("no checkpoint of step 8 from rank 0/0: OSError") == 1
 
 
 def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(

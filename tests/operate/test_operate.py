@@ -29,6 +29,7 @@ from fft.messages.commands import (
     encode_answer,
     encode_command,
 )
+from fft.messages.progress import CheckpointReport, HeldReport, SpeedReport, TraceReport
 from fft.messages.protocol import (
     Death,
     Drain,
@@ -39,7 +40,6 @@ from fft.messages.protocol import (
     UnreadableMessage,
     decode,
 )
-from fft.messages.speed import HeldReport, SpeedReport
 from fft.messages.wire import EPOCH, decode_packed
 from fft.operate import drain, say
 from fft.operate.client import JobClient, OperatorError, bus_url
@@ -506,6 +506,24 @@ def test_scopes_of_stages_show_and_who_is_held_by_another() -> None:
     watch.see(SpeedReport("1", 0, 1, 6, 0.1, "stage0"), 2.0)
     assert watch.held() == []
     assert watch.scopes == {"stage0": 6, "stage1": 4}
+
+
+def test_what_becomes_of_checkpoints_and_traces_shows() -> None:
+    watch, file = JobModel(), io.StringIO()
+    watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
+    failed = CheckpointReport("0", 0, 1, 20, "failed", "OSError: No space left on device")
+    lost = TraceReport("1", 0, 1, "No space left on device")
+    for word in (CheckpointReport("0", 0, 1, 10, "published"), failed, lost):
+        assert watch.see(word, 1.0) == []
+    Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
+    assert "newest checkpoint: step 10" in file.getvalue()
+    assert "no checkpoint of step 20 from rank 0/0: OSError: No space left" in file.getvalue()
+    assert "the trace of rank 1/0 has a gap: No space left on device" in file.getvalue()
+    line = event_of(failed)
+    assert line is not None
+    assert (line["event"], line["outcome"], line["step"]) == ("checkpoint", "failed", 20)
+    watch.see(CheckpointReport("0", 0, 1, 30, "published"), 2.0)
+    assert watch.troubles() == ["the trace of rank 1/0 has a gap: No space left on device"]
 
 
 def _two_groups() -> tuple[GroupEntry, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import deliver
+from checkpoint_files import deliver, manifest_of, written
 from forked import Forked
 from torch import nn
 from torchft import ProcessGroupGloo
@@ -722,13 +722,13 @@ def test_nobody_is_waited_for_who_says_that_it_delivers_nothing(tmp_path: Path) 
 
 
 def publisher_of(
-    place: Path, closing: threading.Event, ranks: int = 1
+    place: Path, closing: threading.Event, ranks: int = 1, snapshot: Any = None
 ) -> tuple[Attempt, RankWriter]:
     """Who would publish an attempt of two groups, and takes no part in it."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
     attempt = Attempt(named, record, ("0", "1"), ranks, (), "hsdp", "0" * 64, None)
-    told: Any = (None, ("0", 0), 0, lambda *_: None, frozenset, bool, closing)
+    told: Any = (snapshot, ("0", 0), 0, lambda *_: None, frozenset, bool, closing)
     return attempt, RankWriter(Checkpoints(open_store(str(place))), attempt, *told)
 
 
@@ -765,7 +765,56 @@ def test_an_attempt_that_has_failed_is_removed_when_nobody_writes_in_it(
     thread.join(30)
     assert not thread.is_alive()
     assert place.exists() == (case != "delivers")
-    assert ("others still write in it" in caplog.text) == (case == "ends")
+    assert ("is left to the next start" in caplog.text) == (case == "ends")
+    assert ("waiting for ranks that may still write in it" in caplog.text) == (case == "ends")
+
+
+@pytest.mark.parametrize("case", ["next one begins", "job ends"])
+def test_nobody_waits_long_for_receipts_that_cannot_be_written(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others cannot say that they write no more, either. It goes when the next one begins,
+    with what they left there; at the end nothing is waited for that is not there."""
+    closing = threading.Event()
+    attempt, writer = publisher_of(tmp_path / "place", closing)
+    if case == "next one begins":
+        store = open_store(str(tmp_path / "place"))
+        store.write(f"{attempt.directory}/g1r0.json", b"{}")
+    else:
+        (tmp_path / "place").write_text("no directory any more")
+    thread = threading.Thread(target=writer.decline)
+    thread.start()
+    wait_until(lambda: writer.is_over, "it has begun")
+    if case == "next one begins":
+        writer.supersede()
+    else:
+        closing.set()
+    thread.join(3.0)
+    assert not thread.is_alive()
+    assert not (tmp_path / "place" / attempt.directory).exists()
+    assert "is left to the next start" not in caplog.text
+    assert ("cannot be written" in caplog.text) == (case == "job ends")
+
+
+def test_what_a_writer_left_that_was_stopped_goes_when_it_wakes_up(tmp_path: Path) -> None:
+    """A later one was published by others meanwhile, so nobody writes in this one any more."""
+
+    class Late:
+        problem = "it was not copied in time"
+
+        def copy(self) -> bool:
+            return False
+
+    attempt, publisher = publisher_of(tmp_path, threading.Event(), snapshot=Late())
+    found, name = Checkpoints(open_store(str(tmp_path))), attempt_name("life", "3")
+    directory = written(found.store, 9, name)
+    found.publish(directory, manifest_of(found.store, directory, name, 9))
+    deliver(found.store, attempt.directory, attempt.named.name, "0", 0, 5)
+    thread = threading.Thread(target=publisher.run)
+    thread.start()
+    thread.join(3.0)
+    assert not thread.is_alive()
+    assert found.store.directories() == ["step-9"]
 
 
 def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWriter]:

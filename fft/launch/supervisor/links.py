@@ -16,7 +16,7 @@ from fft.bus.token import JobToken
 from fft.health.hosts import HostWatch, Process
 from fft.launch.supervisor.claims import Claims
 from fft.launch.supervisor.commands import CommandEar
-from fft.launch.supervisor.stragglers import PaceEar
+from fft.launch.supervisor.progress import ProgressEar
 from fft.messages.protocol import Death, Drain, Suspect, encode
 from fft.messages.wire import SCOPES
 from fft.protocol.timeouts import bus_operation
@@ -30,7 +30,7 @@ class Links:
     bus: ErrorBus
     claims: Claims
     commands: CommandEar
-    pace: PaceEar
+    progress: ProgressEar
     address: str
     """Where processes on other hosts find the stores of our groups."""
 
@@ -56,8 +56,8 @@ class Links:
         self._undo.callback(self.claims.close)
         self.commands = CommandEar(self.bus, self._wake)
         self._undo.callback(self.commands.close)
-        self.pace = PaceEar(self.bus)
-        self._undo.callback(self.pace.close)
+        self.progress = ProgressEar(self.bus)
+        self._undo.callback(self.progress.close)
         self._hosts = HostWatch(self.bus, "the supervisor", self._host_limit)
         self._undo.callback(self._hosts.close)
         self.address = own_address(url)

@@ -151,6 +151,7 @@ class Supervisor:
             self._adopter.start()
             while self._going_on():
                 self._turn()
+            self._links.progress.catch_up()
             self._look()
             view = self._tail.view
             unfinished = None if self._watch is None else self._watch.unfinished(view)
@@ -182,7 +183,7 @@ class Supervisor:
             else:
                 self._on_interrupts(self._wake_out.recv(64).count(b"!"))
         self._obey()
-        for rank in self._links.pace.too_slow(self._config.evict_stragglers) - self._too_slow:
+        for rank in self._links.progress.too_slow(self._config.evict_stragglers) - self._too_slow:
             self._restart_straggler(rank)
         self._look()
         self._start_due()
@@ -196,8 +197,7 @@ class Supervisor:
     def _look(self) -> None:
         """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
         view = self._tail.poll()
-        while troubles := view.checkpoints.troubles:
-            logger.warning("%s; training continues", troubles.pop(0))
+        self._links.progress.tell_troubles(view)
         for fault in [fault for fault in self._pending if view.step >= fault.step]:
             self._pending.remove(fault)
             self._restart_service(fault)

@@ -230,7 +230,7 @@ class Checkpointer:
         if too_often and not self._is_too_often:
             self._is_too_often = True
             logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
-        tell_left_out(self._job.note, attempt.named.step, why, too_often)
+        tell_left_out(self._job.tell, attempt.named.step, why, too_often)
         self._decline(attempt, epoch)
 
     def _await_delivery(self) -> None:
@@ -250,7 +250,13 @@ class Checkpointer:
     def _decline(self, attempt: Attempt, epoch: Record, group: str = "") -> None:
         """Have nobody wait for this rank, or that of ``group``, nor this one for the disk."""
         writer = self._writer_of(attempt, None, epoch, group)
-        self._writers[self._threads.do(writer.decline)] = writer
+        self._do(writer, writer.decline)
+
+    def _do(self, writer: RankWriter, work: Callable[[], None]) -> None:
+        """Have ``writer`` work beside the training; what earlier ones have to remove goes now."""
+        for earlier in self._writers.values():
+            earlier.supersede()
+        self._writers[self._threads.do(work)] = writer
 
     def _is_writing(self) -> bool:
         """Whether a checkpoint is under way that this rank writes, or is to publish."""
@@ -265,7 +271,7 @@ class Checkpointer:
             self._decline(attempt, epoch)
             return
         writer = self._writer_of(attempt, snapshot, epoch)
-        self._writers[self._threads.do(writer.run)] = writer
+        self._do(writer, writer.run)
 
     def _copy_of(self, attempt: Attempt, shared: bool) -> Snapshot | None:
         """Begin the copy of what the commit has left. None: it cannot be in a file."""
@@ -276,7 +282,7 @@ class Checkpointer:
             self._snapshot = Snapshot(*given)
         except (TypeError, FftError, RuntimeError) as error:
             logger.error("no checkpoint of step %d: %s", step, error)
-            self._job.note("checkpoint_failed", {"step": step, "error": str(error)})
+            self._job.tell("checkpoint_failed", {"step": step, "error": str(error)})
             return None
         stall_ms = round((time.monotonic() - began) * 1e3, 3)
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
@@ -293,7 +299,7 @@ class Checkpointer:
             snapshot,
             (group or peer.group, peer.rank),
             self.plan.keep,
-            self._job.note,
+            self._job.tell,
             partial(self._due.left, record, epoch),
             partial(self._due.is_awaited, record),
             self._closing,

@@ -34,7 +34,8 @@ class Gathering:
     """Of one attempt; used by the thread of the first rank of the group that writes.
 
     ``left``: which groups have left the job since, or have been started anew. ``is_awaited``:
-    whether others can come to their place only later.
+    whether others can come to their place only later. ``superseded``: this rank has begun another
+    attempt.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Gathering:
         left: Callable[[], Set[str]],
         is_awaited: Callable[[], bool],
         closing: threading.Event,
+        superseded: threading.Event,
     ) -> None:
         self._checkpoints, self._attempt = checkpoints, attempt
         self._left, self._is_awaited, self._closing = left, is_awaited, closing
+        self._superseded = superseded
         ranks, self._writer = range(attempt.ranks), attempt.named.writer
         self.needed = {(self._writer, rank) for rank in ranks}
         """Without files of these there is no checkpoint."""
@@ -57,20 +60,28 @@ class Gathering:
         how long this rank has written. Raises OSError, Passed."""
         return self._wait(own_s, is_failed=False)
 
-    def clear(self, own_s: float) -> None:
+    def clear(self, own_s: float, is_passed: bool = False) -> None:
         """Remove the attempt, which has failed, when nobody writes in it any more.
 
-        Waits as `receipts` does, but for 5 s at most when this process is to end; if somebody
-        writes even then, it is left to the next start. Logs what cannot be removed.
+        Waits as `receipts` does, but no longer than until the next attempt begins, which needs the
+        room: who still writes in this one fails, too. ``is_passed``: that was long ago. When this
+        process is to end, it waits for 5 s at most; if somebody writes even then, the attempt is
+        left to the next start. Logs what cannot be removed.
         """
         store, directory = self._checkpoints.store, self._attempt.directory
         try:
-            found = self._wait(own_s, is_failed=True)
+            found = Receipts() if is_passed else self._wait(own_s, is_failed=True)
             files = store.files(directory)
             if MANIFEST in files:
                 return  # it is a checkpoint: only that it got its name has failed
-            if files and self._closing.is_set() and not self._have_all_said(found, is_failed=True):
-                logger.warning("%s is left: others still write in it", directory)
+            is_free = is_passed or self._superseded.is_set()
+            is_free = is_free or not self._closing.is_set()
+            if files and not is_free and not self._have_all_said(found, is_failed=True):
+                logger.warning(
+                    "%s is left to the next start: not all ranks have said that they write no more "
+                    "in it",
+                    directory,
+                )
                 return
             store.remove(directory)
             if files:
@@ -86,16 +97,21 @@ class Gathering:
             known = len(found)
             if is_failed:
                 is_there = bool(self._checkpoints.store.files(attempt.directory))
-                if was_there and not is_there:
-                    return found  # removed, as a later one was published
+                if not is_there and (was_there or self._closing.is_set()):
+                    return found  # removed, as a later one was published; or nobody could begin it
                 was_there = is_there
             found = self._checkpoints.receipts(attempt.directory, attempt.named.name, found)
-            if self._have_all_said(found, is_failed):
+            if self._have_all_said(found, is_failed) or (is_failed and self._superseded.is_set()):
                 return found
             now = time.monotonic()
             if is_failed and self._closing.is_set():
-                until = until if closing else min(until, now + _CLOSING_S)
-                closing = True
+                if not closing:
+                    until, closing = min(until, now + _CLOSING_S), True
+                    logger.warning(
+                        "%s has failed: waiting for ranks that may still write in it, %g s at most",
+                        attempt.directory,
+                        until - now,
+                    )
             elif self._is_awaited() and not self._closing.is_set():
                 until = max(until, now + _WAIT_S + _WAIT_FACTOR * own_s)
             elif attempt.stages and len(found) > known:  # the next one may need as long
@@ -107,7 +123,7 @@ class Gathering:
                     return found
                 if pause == _LONGEST_POLL_S:
                     self._checkpoints.refuse_passed(attempt.named.step, attempt.named.name)
-            time.sleep(pause)
+            self._superseded.wait(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
 
     def _have_all_said(self, found: Receipts, is_failed: bool) -> bool:

@@ -92,7 +92,14 @@ def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) 
     try:
         checkpoints.deliver(attempt.directory, receipt)
     except OSError as error:
-        logger.warning("nor can that be said at %s: %s", checkpoints.store.url, error)
+        logger.warning(
+            "that group %s rank %d delivers nothing cannot be written at %s: %s; others wait for "
+            "it in vain",
+            group,
+            rank,
+            checkpoints.store.url,
+            error,
+        )
 
 
 class RankWriter:
@@ -119,7 +126,9 @@ class RankWriter:
         self._group, self._rank = place
         self._keep = keep
         self._note = note
-        self._gathering = Gathering(checkpoints, attempt, left, is_awaited, closing)
+        self._superseded = threading.Event()
+        given = checkpoints, attempt, left, is_awaited, closing
+        self._gathering = Gathering(*given, self._superseded)
         self._stage = ""
         self.has_delivered = threading.Event()
         """This rank's part is written, or given up: its copy is not needed any more."""
@@ -131,6 +140,11 @@ class RankWriter:
     def _publishes(self) -> bool:
         """Whether this rank is the one that does, or removes what cannot be published."""
         return (self._group, self._rank) == (self._attempt.named.writer, 0)
+
+    def supersede(self) -> None:
+        """This rank begins another attempt: if this one has failed, clear it now. Any thread."""
+        if self.is_over:
+            self._superseded.set()
 
     def decline(self) -> None:
         """Instead of `run`: this rank delivers nothing, and so does not publish, either."""
@@ -150,9 +164,11 @@ class RankWriter:
         except (OSError, FftError, RuntimeError) as error:
             self.is_over = True
             self.has_delivered.set()
-            self._tell(error, told)
+            cause = self._or_passed(error)
+            self._tell(cause, told)
             if self._publishes:
-                self._gathering.clear(time.monotonic() - began)
+                is_passed = isinstance(cause, Passed)
+                self._gathering.clear(time.monotonic() - began, is_passed)
             return
         finally:
             self.has_delivered.set()
@@ -177,13 +193,6 @@ class RankWriter:
     def _tell(self, error: Exception, told: dict[str, Any]) -> None:
         """Why there is no checkpoint."""
         step = self._attempt.named.step
-        try:
-            if not isinstance(error, Passed):
-                self._refuse_passed()  # what it has left was removed, and so this has failed
-        except Passed as passed:
-            error = passed
-        except OSError:
-            logger.debug("nor can be seen what others have written", exc_info=True)
         if isinstance(error, Passed):
             tell_left_out(self._note, step, str(error))
             return
@@ -201,9 +210,16 @@ class RankWriter:
         if self._stage in _BEFORE_DELIVERY:
             decline(self._checkpoints, self._attempt, (self._group, self._rank))
 
-    def _refuse_passed(self) -> None:
+    def _or_passed(self, error: Exception) -> Exception:
+        """The cause, if that is that a later one was published: what it left was removed then."""
         named = self._attempt.named
-        self._checkpoints.refuse_passed(named.step, named.name)
+        try:
+            self._checkpoints.refuse_passed(named.step, named.name)
+        except Passed as passed:
+            return passed
+        except OSError:
+            logger.debug("nor can be seen what others have written", exc_info=True)
+        return error
 
     def _at(self, stage: str) -> None:
         self._stage = stage

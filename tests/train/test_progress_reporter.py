@@ -14,9 +14,17 @@ import pytest
 from fft.bus import BusUnreachable
 from fft.bus.base import Topic
 from fft.bus.memory import MemoryBus
+from fft.messages.progress import (
+    MAX_WORD,
+    CheckpointReport,
+    SpeedReport,
+    TraceReport,
+    decode_report,
+    encode_report,
+)
 from fft.messages.protocol import Peer, UnreadableMessage
-from fft.messages.speed import MAX_WORD, SpeedReport, decode_report, encode_report
-from fft.train.speed_reporter import SpeedReporter, interval_from
+from fft.trace.checkpoint_notes import report_of
+from fft.train.progress_reporter import ProgressReporter, interval_from
 from fft.util.errors import FftError
 
 LIMIT_S = 30.0
@@ -37,7 +45,7 @@ def bus(kind: Callable[[str], MemoryBus] = MemoryBus) -> MemoryBus:
     return kind(f"pacer-{uuid.uuid4().hex}")
 
 
-def body(pacer: SpeedReporter, clock: Hand, own: float, waited: float, step: int) -> None:
+def body(pacer: ProgressReporter, clock: Hand, own: float, waited: float, step: int) -> None:
     pacer.begin()
     clock.now += own / 2
     with pacer.waiting:
@@ -80,7 +88,7 @@ def test_a_word_has_one_form_and_no_other() -> None:
 def test_a_body_is_timed_without_what_it_waited() -> None:
     clock = Hand()
     with bus() as mine:
-        pacer = SpeedReporter(mine, ME, 0.0, clock)
+        pacer = ProgressReporter(mine, ME, 0.0, clock)
         for step, own in enumerate((0.5, 0.25, 8.0), 1):
             body(pacer, clock, own, 3.0, step)
         pacer.begin()  # an attempt that is rolled back says nothing
@@ -96,7 +104,7 @@ def test_words_are_said_by_a_thread_until_it_is_closed() -> None:
     clock = Hand()
     with bus() as mine:
         mine.subscribe(heard.put, lambda error: None, "progress")
-        pacer = SpeedReporter(mine, ME, 0.01, clock)
+        pacer = ProgressReporter(mine, ME, 0.01, clock)
         body(pacer, clock, 0.5, 1.0, 1)
         assert decode_report(heard.get(timeout=LIMIT_S)) == SpeedReport("1", 0, 3, 1, 0.5)
         pacer.close()
@@ -132,7 +140,7 @@ def test_a_bus_in_trouble_neither_fails_nor_holds_up_a_step(kind: type[Lost]) ->
     with bus(kind) as mine:
         mine.asked, release = threading.Event(), threading.Event()  # type: ignore[attr-defined]
         mine.release = release  # type: ignore[attr-defined]
-        pacer = SpeedReporter(mine, ME, 0.01, clock)
+        pacer = ProgressReporter(mine, ME, 0.01, clock)
         body(pacer, clock, 0.5, 0.0, 1)
         assert mine.asked.wait(LIMIT_S)  # type: ignore[attr-defined]
         for step in range(2, 3000):
@@ -152,9 +160,32 @@ def test_the_interval_is_a_number_of_seconds_or_none() -> None:
             interval_from(given, {"FFT_PROGRESS_INTERVAL": env})
 
 
+def test_what_others_have_to_report_is_said_before_it_is_closed() -> None:
+    """By the thread, in its order; without words of its own, too; and nothing after that."""
+    heard: queue.Queue[bytes] = queue.Queue()
+    words = [CheckpointReport("1", 0, 3, step, "failed", "x") for step in range(3)]
+    with bus() as mine:
+        mine.subscribe(heard.put, lambda error: None, "progress")
+        reporter = ProgressReporter(mine, ME, 0.0)
+        for word in words:
+            reporter.say(word)
+        reporter.close()
+        reporter.say(TraceReport("1", 0, 3, "too late"))
+        assert [decode_report(heard.get(timeout=LIMIT_S)) for _ in words] == words
+        mine.broadcast(encode_report(SpeedReport("1", 0, 3, 1, 0.5)), "progress")
+        assert isinstance(decode_report(heard.get(timeout=LIMIT_S)), SpeedReport)
+
+
+def test_the_longest_cause_fits_into_a_word() -> None:
+    for text in ("x", "\u00e4", "\U0001f600", "\x00"):
+        note = {"step": 4, "error": text * 5000}
+        word = report_of(Peer("g" * 64, 10**6, 10**6), "checkpoint_failed", note)
+        assert word is not None and decode_report(encode_report(word)) == word
+
+
 def test_no_interval_no_thread() -> None:
     before = set(threading.enumerate())  # those that a stuck bus held may end late
     with bus() as mine:
-        pacer = SpeedReporter(mine, ME, 0.0)
+        pacer = ProgressReporter(mine, ME, 0.0)
         assert not [t for t in set(threading.enumerate()) - before if t.name == "fft-progress"]
         pacer.close()

@@ -1,4 +1,5 @@
-"""A participant's side of the words of progress: times its bodies, and says how long they took.
+"""A participant's side of the words of progress: times its bodies, and says how long they took; and
+says what others of the process have to report.
 
 Owns one thread, which speaks in the topic ``progress`` and does nothing else: what is slow or lost
 there is nothing to the step or to the engine. Knows nothing of torch.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +17,8 @@ from statistics import median_low
 from types import TracebackType
 
 from fft.bus.base import BusError, ErrorBus
+from fft.messages.progress import Report, SpeedReport, encode_report
 from fft.messages.protocol import Peer
-from fft.messages.speed import SpeedReport, encode_report
 from fft.util.errors import FftError
 from fft.util.log_sampler import LogSampler
 
@@ -51,7 +53,7 @@ class _Waiting:
 
     __slots__ = ("_pacer", "_since")
 
-    def __init__(self, pacer: SpeedReporter) -> None:
+    def __init__(self, pacer: ProgressReporter) -> None:
         self._pacer = pacer
         self._since = threading.local()
 
@@ -67,10 +69,10 @@ class _Waiting:
         self._pacer.waited += self._pacer.clock() - self._since.at
 
 
-class SpeedReporter:
+class ProgressReporter:
     """Times the bodies of one participant. ``begin`` … ``committed`` on its main thread.
 
-    With ``interval`` 0 there is no thread and no word.
+    With ``interval`` 0 there is no word of its own, and no thread until something is to be said.
     """
 
     def __init__(
@@ -94,13 +96,12 @@ class SpeedReporter:
         self._step = 0
         self._ranks = 1
         self._failed = LogSampler()
-        self._stop = threading.Event()
+        self._to_say: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        """None: nothing more."""
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         if interval > 0:
-            self._thread = threading.Thread(
-                target=self._speak, name="fft-speed-reporter", daemon=True
-            )
-            self._thread.start()
+            self._start()
 
     def begin(self) -> None:
         """A txn begins."""
@@ -118,9 +119,21 @@ class SpeedReporter:
             if len(self._bodies) < _KEEP:
                 self._bodies.append(max(0.0, self._own))
 
+    def say(self, report: Report) -> None:
+        """Have the thread say ``report``. Any thread; never waits. Nothing after `close`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._to_say.put(report)
+            if self._thread is None:
+                self._start()
+
     def close(self) -> None:
-        """Say nothing more. Idempotent; returns within 1 s, whatever the bus does."""
-        self._stop.set()
+        """Say what was to be said, and nothing more. Idempotent; returns within 1 s, whatever the
+        bus does."""
+        with self._lock:
+            self._is_closed = True
+        self._to_say.put(None)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(1.0)
 
@@ -134,13 +147,29 @@ class SpeedReporter:
         group, rank, inc = self._peer
         return SpeedReport(group, rank, inc, step, round(median_low(bodies), 6), self._scope)
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._speak, name="fft-progress", daemon=True)
+        self._thread.start()
+
     def _speak(self) -> None:
-        while not self._stop.wait(max(self._interval, self._ranks / WORDS_A_SECOND)):
-            word = self.word()
-            if word is None:
-                continue
+        due = self._next()
+        while True:
+            try:
+                word = self._to_say.get(timeout=max(0.0, due - time.monotonic()))
+                if word is None:
+                    return
+            except queue.Empty:
+                due, word = self._next(), self.word()
+                if word is None:
+                    continue
             try:
                 self._bus.broadcast(encode_report(word), "progress")
             except BusError as error:  # what is wrong with the bus, the engine finds out itself
                 if (count := self._failed.add("word")) is not None:
                     logger.info("a word of progress was not said (%d by now): %s", count, error)
+
+    def _next(self) -> float:
+        """When the next word of its own is due."""
+        if not self._interval:
+            return time.monotonic() + threading.TIMEOUT_MAX / 2
+        return time.monotonic() + max(self._interval, self._ranks / WORDS_A_SECOND)

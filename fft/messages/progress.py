@@ -1,7 +1,8 @@
-"""What ranks report in the topic ``progress``: how fast each is by itself, and whom it waits for.
+"""What ranks report in the topic ``progress``: how fast each is by itself, whom it waits for, what
+has become of its checkpoints, and that its trace cannot be written.
 
-They are not part of the protocol: only those listen that want to know which rank is slow (the
-supervisor, ``fft watch``), and losing one is harmless. Pure data, with a strict form.
+They are not part of the protocol: only those listen that look after a job (the supervisor,
+``fft watch``), and nothing depends on one. Pure data, with a strict form.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fft.messages.protocol import Count, Name, UnreadableMessage, unreadable
+from fft.messages.commands import Id
+from fft.messages.protocol import Count, Name, Text, UnreadableMessage, unreadable
 
 MAX_WORD = 4096
 """Bytes of a word at most."""
 
+MAX_WHY = 500
+"""Characters of a cause in a report, so that the word is not too long however they are escaped."""
+
+Outcome = Literal["published", "failed", "left_out", "too_often"]
+"""Of a checkpoint; ``too_often``: left out, since the one before was still being written."""
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
@@ -56,7 +63,43 @@ class HeldReport:
     type: Literal["held"] = "held"
 
 
-Report = SpeedReport | HeldReport
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class CheckpointReport:
+    """What has become of the checkpoint of ``step``, by a rank that takes part in it."""
+
+    group: Name
+    rank: Count
+    inc: Count
+    step: Count
+    outcome: Outcome
+    why: Text = ""
+    """Empty if it is published."""
+    v: Literal[1] = 1
+    type: Literal["checkpoint"] = "checkpoint"
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class TraceReport:
+    """A rank cannot write its trace, which has a gap from now on."""
+
+    group: Name
+    rank: Count
+    inc: Count
+    why: Text
+    v: Literal[1] = 1
+    type: Literal["trace"] = "trace"
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Mark:
+    """From a listener to itself: all that was said before has been heard when this is."""
+
+    id: Id
+    v: Literal[1] = 1
+    type: Literal["mark"] = "mark"
+
+
+Report = SpeedReport | HeldReport | CheckpointReport | TraceReport | Mark
 
 
 @cache
