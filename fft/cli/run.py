@@ -291,7 +291,7 @@ def _supervise(
     from fft.bus.token import JobToken
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor
-    from fft.trace.tail import open_display
+    from fft.trace.display import open_display
     from fft.util.remove_after_death import vanishing
 
     token = JobToken.from_env()

@@ -191,6 +191,8 @@ class Checkpoints:
         try:
             self.store.rename(directory, name_of(manifest.step))
         except OSError as error:
+            if MANIFEST not in self.store.files(directory):
+                raise
             logger.warning(
                 "the checkpoint of step %d is whole, though %s could not get its name: %s",
                 manifest.step,

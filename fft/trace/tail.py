@@ -1,23 +1,18 @@
-"""What a running job is doing, learned by tailing its trace files, and two ways to show it.
+"""What a running job is doing, learned by tailing its trace files.
 
-Reads ``<dir>/g<group>r<rank>i<incarnation>.jsonl`` and writes to the terminal only. It
-judges nothing: a record or line that it cannot read is skipped (the audit names it).
+Reads ``<dir>/g<group>r<rank>i<incarnation>.jsonl``. It judges nothing: a record or line that it
+cannot read is skipped (the audit names it).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
@@ -27,7 +22,6 @@ from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.format import NO_REFORM, scope_folders
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
-_FAULT_CHARS = 60  # of a fault's text in a plain line
 
 
 @dataclass
@@ -291,125 +285,3 @@ def _number(value: object, otherwise: int = 0) -> int:
 
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-# --- showing it ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """One group on the screen. ``doing`` is the supervisor's word on its processes."""
-
-    group: str
-    doing: str
-    state: str = "-"
-    epoch: int = 0
-    step: int = 0
-    loss: float | None = None
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The screen at one moment; ``elapsed`` in seconds since the start of the job."""
-
-    elapsed: float
-    rows: Sequence[Row]
-    fired: int
-    planned: int
-
-
-def row_of(view: JobView, group: str, doing: str) -> Row:
-    """The row of ``group``: the state of its first rank, the lowest step of all its ranks."""
-    ranks = view.of(group)
-    if not ranks:
-        return Row(group, doing)
-    first = ranks[0]
-    fault = next((rank.fault for rank in ranks if rank.fault), "")
-    step = min(rank.step for rank in ranks)
-    return Row(group, doing, first.state, first.epoch, step, first.loss, fault)
-
-
-class Display(Protocol):
-    """Shows snapshots; `close` leaves the terminal as it was found."""
-
-    def show(self, snapshot: Snapshot) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LiveDisplay:
-    """A table that is redrawn in place, for a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-        self._live.start()
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Redraw the table."""
-        title = f"{snapshot.elapsed:.0f} s, {snapshot.fired} of {snapshot.planned} faults fired"
-        table = Table(title=title, title_justify="left")
-        for head in ("group", "processes", "state", "epoch", "step", "loss"):
-            table.add_column(head, no_wrap=True)
-        table.add_column("last fault", overflow="ellipsis", no_wrap=True, ratio=1)
-        for row in snapshot.rows:
-            numbers = (str(row.epoch), str(row.step), _loss(row.loss))
-            table.add_row(row.group, row.doing, row.state, *numbers, Text(row.fault))
-        self._live.update(table, refresh=True)
-
-    def close(self) -> None:
-        """Leave the last table standing."""
-        self._live.stop()
-
-
-class PlainDisplay:
-    """Lines for a log file or a pipe: at once when there is news, else every ten seconds.
-
-    News is a fault, an epoch (a rollback, or groups that come and go), a process that starts or
-    ends; not a step. Never more than one line a second.
-    """
-
-    def __init__(self, console: Console, every: float = 10.0, at_most: float = 1.0) -> None:
-        self._console = console
-        self._every, self._at_most = every, at_most
-        self._printed: Snapshot | None = None
-        self._newest: Snapshot | None = None
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Print the line, unless there is nothing new in it or the last one is too recent."""
-        last, self._newest = self._printed, snapshot
-        if last is not None:
-            pause = self._every if _news(snapshot) == _news(last) else self._at_most
-            if snapshot.elapsed < last.elapsed + pause:
-                return
-        self._print(snapshot)
-
-    def close(self) -> None:
-        """Print what came too soon after the last line."""
-        last = self._printed
-        if self._newest is not None and last is not None and _news(self._newest) != _news(last):
-            self._print(self._newest)
-
-    def _print(self, snapshot: Snapshot) -> None:
-        self._printed = snapshot
-        parts = [f"{snapshot.elapsed:6.1f} s  faults {snapshot.fired}/{snapshot.planned}"]
-        for row in snapshot.rows:
-            fault = f" [{row.fault[:_FAULT_CHARS]}]" if row.fault else ""
-            place = f"{row.state} epoch {row.epoch} step {row.step} loss {_loss(row.loss)}"
-            parts.append(f"g{row.group} {row.doing}: {place}{fault}")
-        line = "  |  ".join(parts)
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _news(snapshot: Snapshot) -> object:
-    """What a reader of a log wants to see at once."""
-    return snapshot.fired, [(row.doing, row.epoch, row.fault) for row in snapshot.rows]
-
-
-def _loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.3f}"
-
-
-def open_display(console: Console) -> Display:
-    """The display that fits ``console``."""
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)

@@ -37,7 +37,6 @@ LONG_FILES = {
         508,
         "A definition and its decision, which are read against each other.",
     ),
-    "trace/tail.py": (405, "The view of a job, how it is learned, and two ways to show it."),
     "train/lighthouse.py": (433, "Heartbeats and quorums, which share a client; could be two."),
     "train/process_group/abortable.py": (
         574,

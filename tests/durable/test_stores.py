@@ -181,6 +181,18 @@ def test_one_that_cannot_get_its_name_is_whole_all_the_same(
     assert about_newest(plan, outcome).startswith(text)
 
 
+def test_one_that_others_remove_before_it_has_its_name_is_none(tmp_path: Path) -> None:
+    class Pruned(LocalStore):
+        def rename(self, old: str, new: str) -> None:
+            self.remove(old)
+            super().rename(old, new)
+
+    store = Pruned(tmp_path)
+    name = written(store, 4)
+    with pytest.raises(FileNotFoundError):
+        Checkpoints(store).publish(name, manifest_of(store, name, "a1", 4))
+
+
 def test_a_full_disk_is_no_reason_to_go_elsewhere(tmp_path: Path) -> None:
     """But for advice to free room. The kernel answers as such a disk does, for one process."""
     process = Forked(_prepare_without_room, str(tmp_path), log=tmp_path / "log")

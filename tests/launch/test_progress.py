@@ -16,17 +16,8 @@ from fft.launch.supervisor.fault_plan_watch import PlanWatch
 from fft.messages.fault_plans import FaultPlan
 from fft.protocol.load import load_spec
 from fft.prove.simulator.run import run_seed
-from fft.trace.tail import (
-    Injected,
-    JobView,
-    LiveDisplay,
-    PlainDisplay,
-    RankView,
-    Snapshot,
-    TraceTail,
-    open_display,
-    row_of,
-)
+from fft.trace.display import LiveDisplay, PlainDisplay, Snapshot, open_display, row_of
+from fft.trace.tail import Injected, JobView, RankView, TraceTail
 
 
 def line(**fields: Any) -> bytes:

@@ -39,7 +39,7 @@ class Group:
         plan = Checkpointing("somewhere", every)
         self.due = DueByWord(plan, self, bus, lambda: self.is_busy)  # type: ignore[arg-type]
 
-    def note(self, name: str, data: dict[str, Any]) -> None:
+    def tell(self, name: str, data: dict[str, Any]) -> None:
         assert name == "checkpoint_skipped"
         self.notes.append(data)
 

@@ -40,7 +40,7 @@ class Rank:
         self.is_busy = False
         self.due: Due
 
-    def note(self, name: str, data: dict[str, Any]) -> None:
+    def tell(self, name: str, data: dict[str, Any]) -> None:
         assert name == "checkpoint_skipped"
         self.notes.append(data["reason"])
 

@@ -60,8 +60,9 @@ from fft.messages.fault_plans import (
     ServiceFault,
 )
 from fft.messages.protocol import Death, Drain, UnreadableMessage
+from fft.trace.display import Display
 from fft.trace.report import save_plan
-from fft.trace.tail import Display, TraceTail
+from fft.trace.tail import TraceTail
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join

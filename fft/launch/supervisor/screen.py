@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from fft.launch.supervisor.groups import Group
 from fft.messages.fault_plans import FaultPlan
-from fft.trace.tail import JobView, Row, Snapshot, row_of
+from fft.trace.display import Row, Snapshot, row_of
+from fft.trace.tail import JobView
 
 
 def snapshot(groups: Iterable[Group], view: JobView, began: float, plan: FaultPlan) -> Snapshot:
