@@ -71,7 +71,13 @@ class JobToken:
         if text and path:
             raise TokenError("FFT_TOKEN and FFT_TOKEN_FILE are both set; unset one of them")
         if path:
-            return cls.from_file(Path(path))
+            try:
+                return cls.from_file(Path(path))
+            except TokenError as error:
+                raise TokenError(
+                    f"FFT_TOKEN_FILE: {error}. It goes with its job: unset it to start another one "
+                    "by `fft run`, which makes a token of its own"
+                ) from None
         return cls(text, "FFT_TOKEN") if text else None
 
     @classmethod

@@ -55,6 +55,14 @@ def _opened(place: str, is_new: bool = False) -> Any:
     return Checkpoints(open_store(place))
 
 
+def _step(text: str) -> int:
+    """A number, or the name of a checkpoint. Raises ValueError."""
+    from fft.durable.manifest import step_of
+
+    step = step_of(text)
+    return int(text) if step is None else step
+
+
 @app.command(name="list")
 def list_all(place: Place, as_json: AsJson = False) -> None:
     """Show all checkpoints, and what is unfinished, by manifests and sizes of files; what is in
@@ -165,7 +173,7 @@ def prune(
 @app.command()
 def export(
     place: Place,
-    step: Annotated[int, typer.Argument(help="Of the checkpoint.")],
+    step: Annotated[int, typer.Argument(parser=_step, help="Of the checkpoint, or its name.")],
     target: Annotated[Path, typer.Argument(help="A new directory.")],
     to: Annotated[Form, typer.Option(help="torch.distributed.checkpoint.")] = Form.dcp,
 ) -> None:

@@ -191,14 +191,16 @@ class Checkpoints:
         try:
             self.store.rename(directory, name_of(manifest.step))
         except OSError as error:
-            if MANIFEST not in self.store.files(directory):
+            if not self._is_there(manifest):
                 raise
-            logger.warning(
-                "the checkpoint of step %d is whole, though %s could not get its name: %s",
-                manifest.step,
-                directory,
-                error,
-            )
+            text = "the checkpoint of step %d is whole, though it was not published to the end: %s"
+            logger.warning(text, manifest.step, error)
+
+    def _is_there(self, manifest: Manifest) -> bool:
+        """Whether it is whole, by whatever name."""
+        with suppress(DamagedCheckpoint):
+            return self._manifest_in(self.directory(manifest)).attempt == manifest.attempt
+        return False
 
     def _refuse_poorer(self, manifest: Manifest) -> None:
         here = (e.manifest for e in self.found() if e.step == manifest.step and e.problem is None)

@@ -40,13 +40,17 @@ class StoreError(FftError):
     """Checkpoints cannot be kept at this place: names it, the reason, and the mend."""
 
 
+class NoRoom(StoreError):
+    """The disk is full."""
+
+
 class Store(Protocol):
     """Raises OSError where a file cannot be read or written."""
 
     url: str
 
     def prepare(self) -> None:
-        """Make the place, and see that files can be written there. Raises StoreError."""
+        """Make the place, and see that files can be written there. Raises StoreError, NoRoom."""
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep the place for one job, where that can be had. Raises StoreError: another has it."""
@@ -109,15 +113,13 @@ class LocalStore:
                 file.write(b"?")
                 file.flush()
         except OSError as error:
-            mend = "give a directory that this user may write to"
+            text = f"no checkpoints can be written to {self._root}: {error}"
             if error.errno in _NO_ROOM:
-                mend = (
-                    "the disk is full. What is there stays as it is: free some room, for one "
-                    "checkpoint more than are kept, and give the same command again"
-                )
-            raise StoreError(
-                f"no checkpoints can be written to {self._root}: {error}; {mend}"
-            ) from error
+                raise NoRoom(
+                    f"{text}. What is there stays as it is: free room for one checkpoint more than "
+                    "are kept, and give the same command again"
+                ) from error
+            raise StoreError(f"{text}; give a directory that this user may write to") from error
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.manifest import name_of
 from fft.durable.plan import CheckpointError, Checkpointing
-from fft.durable.stores import open_store
+from fft.durable.stores import NoRoom, open_store
 from fft.launch.compiled import compile_cache
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan
@@ -39,7 +39,14 @@ def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
     with ExitStack() as undo:
         if config.checkpoint is not None:
             store = open_store(str(config.checkpoint.place))
-            store.prepare()
+            try:
+                store.prepare()
+            except NoRoom:
+                if joins or not store.directories():
+                    raise
+                with store.hold():
+                    _clear(Checkpoints(store))  # what is unfinished may take the room
+                store.prepare()
             undo.enter_context(nullcontext() if joins else store.hold())
         compiled = undo.enter_context(compile_cache(config, joins))
         yield replace(config, compiled=compiled)
@@ -100,11 +107,11 @@ def about_newest(plan: Checkpointing, outcome: JobOutcome) -> str:
     name = name if found[-1].name == name else f"{name} (all but its name: {found[-1].name})"
     text = f"the newest checkpoint is {name} at {store.url}"
     last = last if failure is not None and failure[0] > step else ""
+    if outcome.is_stale:
+        return f"{text}; how far that is behind is not known, as traces have gaps{last}"
     if step > outcome.step:
         return f"{text}; this start ended at step {outcome.step}{last}"
     behind = outcome.step - step
-    if outcome.has_gaps:
-        return f"{text}; how far that is behind is not known, as traces have gaps{last}"
     if not behind:
         return f"{text}, of the last step of the job"
     steps = "1 step" if behind == 1 else f"{behind} steps"
@@ -138,7 +145,8 @@ class Resumptions:
         """
         began = time.monotonic()
         if config.resume_step is not None:
-            self._say(f"resuming from step {config.resume_step}")
+            assert config.checkpoint is not None
+            self._say(f"resuming from step {config.resume_step} at {config.checkpoint.place}")
         while True:
             config.make_place()
             found = self._run(config, plan)

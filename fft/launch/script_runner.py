@@ -8,11 +8,16 @@ alone. FFT is not loaded before it has failed.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
+from typing import Any
 
 LAST_WORDS = "fft-last-words"
 """What the memory behind the descriptor is called."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if __name__ == "__main__" and not sys.flags.safe_path:
@@ -25,6 +30,7 @@ def main() -> None:
     from importlib.machinery import SourceFileLoader
     from types import ModuleType
 
+    _survive_a_full_disk()
     del sys.argv[0]
     path = os.path.abspath(sys.argv[0])
     if role := os.environ.pop("FFT_ROLE_FD", ""):
@@ -130,6 +136,48 @@ def _is_installed(name: str) -> bool:
     origin = os.path.realpath((found.origin if found is not None else None) or "")
     places = {os.path.realpath(place) for place in get_paths().values()}
     return top == "fft" or any(origin.startswith(f"{place}{os.sep}") for place in places)
+
+
+def _survive_a_full_disk() -> None:
+    """Have ``sys.stdout`` and ``sys.stderr`` drop what finds no room in the log: a script does not
+    end because it prints."""
+    import stat
+
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        if old is None or not stat.S_ISREG(os.fstat(number).st_mode):
+            continue
+        log = _Log(number, "wb", closefd=False)
+        is_raw = isinstance(old.buffer, io.RawIOBase)  # python -u
+        new = io.TextIOWrapper(
+            log if is_raw else io.BufferedWriter(log),
+            old.encoding,
+            old.errors,
+            "\n",
+            old.line_buffering,
+            old.write_through,
+        )
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+class _Log(io.FileIO):
+    """A file that says how much of what was written to it found no room."""
+
+    _lost = 0
+
+    def write(self, data: Any) -> int:
+        size = len(memoryview(data).cast("B"))
+        try:
+            if self._lost:
+                super().write(b"\n[fft: %d bytes of output found no room here]\n" % self._lost)
+                self._lost = 0
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._lost += size
+            return size
 
 
 def _paper() -> int | None:

@@ -102,9 +102,27 @@ class Mark:
 Report = SpeedReport | HeldReport | CheckpointReport | TraceReport | Mark
 
 
+KEPT = ("report/published", "report/failed", "report/too_often", "report/trace")
+"""Registers with the newest report of a kind, for who begins to watch a job later."""
+
+
+def register_of(word: Report) -> str | None:
+    """Where a report is kept, of `KEPT`; None: it is not."""
+    if isinstance(word, CheckpointReport):
+        name = f"report/{word.outcome}"
+        return name if name in KEPT else None
+    return "report/trace" if isinstance(word, TraceReport) else None
+
+
 @cache
 def _adapter() -> TypeAdapter[Report]:
     return TypeAdapter(Annotated[Report, Field(discriminator="type")])
+
+
+def fitting(text: str) -> str:
+    """A cause as a report can have it: not too long, and without half of a character, which the
+    name of a file may have."""
+    return text[:MAX_WHY].encode(errors="replace").decode()
 
 
 def encode_report(word: Report) -> bytes:

@@ -32,7 +32,7 @@ from fft.messages.commands import (
     decode_command,
     encode_command,
 )
-from fft.messages.progress import Report, decode_report
+from fft.messages.progress import KEPT, Report, decode_report
 from fft.messages.protocol import BusMessage, GroupEntry, Record, UnreadableMessage
 from fft.messages.wire import (
     EPOCH,
@@ -189,6 +189,11 @@ class JobClient:
         groups = [stage._first().groups for stage in self._stages]
         members = tuple(_with_ranks(entry, groups) for entry in state.epoch.members)
         return JobState(state.head, replace(state.epoch, members=members))
+
+    def reports(self) -> list[Report]:
+        """The newest reports of ranks that are kept: of checkpoints, and of traces with gaps."""
+        found = (self.bus.read(name) for name in KEPT)
+        return [decode_report(held) for held in found if held is not None]
 
     def _first(self) -> JobState:
         head = None

@@ -7,7 +7,7 @@ broadcast (votes, acknowledgements) it does not know. Times are seconds on the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,8 +77,12 @@ class JobModel:
     _leaving: set[str] = field(default_factory=set)
     _commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_COMMITS))
 
-    def begin(self, head: Record | None, epoch: Record | None) -> None:
+    def begin(
+        self, head: Record | None, epoch: Record | None, reports: Iterable[Report] = ()
+    ) -> None:
         """The registers where the watching begins, or begins again after the bus was lost."""
+        for report in reports:
+            self._take_report(report)
         self.lost = ""
         self._commits.clear()
         if epoch is not None:
@@ -94,10 +98,8 @@ class JobModel:
         match word:
             case HeldReport():
                 self._held[(word.group, word.rank)] = word
-            case CheckpointReport():
-                self.checkpoints.hear(word)
-            case TraceReport():
-                self._gaps[f"{word.group}/{word.rank}"] = word.why
+            case CheckpointReport() | TraceReport():
+                self._take_report(word)
             case SpeedReport():
                 self._held.pop((word.group, word.rank), None)
                 if word.scope is not None:
@@ -121,6 +123,12 @@ class JobModel:
                 self.commands.append(word)
         return []
 
+    def _take_report(self, word: Report) -> None:
+        if isinstance(word, CheckpointReport):
+            self.checkpoints.hear(word)
+        elif isinstance(word, TraceReport):
+            self._gaps[f"{word.group}/{word.rank}"] = word.why
+
     def pace(self, group: str) -> str:
         """The slow ranks of ``group``, each with how many times the median time it takes."""
         places = ((rank.rpartition("/"), factor) for rank, factor in self.stragglers.slow.items())
@@ -135,7 +143,7 @@ class JobModel:
         ]
 
     def newest_checkpoint(self) -> int | None:
-        """Its step, of those that were published since the watching began."""
+        """Its step; None: none was published in this start of the job."""
         return max(self.checkpoints.taken, default=None)
 
     def troubles(self) -> list[str]:
@@ -144,7 +152,7 @@ class JobModel:
         found = []
         if failed is not None and failed[0] > (newest or 0):
             found.append(f"no checkpoint of step {failed[0]} from {failed[1]}")
-        if self.checkpoints.too_often:
+        if max(self.checkpoints.too_often, default=0) > (newest or 0):
             found.append(ABOUT_TOO_OFTEN)
         gaps = sorted(self._gaps.items())
         return [*found, *(f"the trace of rank {rank} has a gap: {why}" for rank, why in gaps)]

@@ -61,7 +61,7 @@ class Watch:
         """Show the job as its registers have it now. Raises ``BusUnreachable``."""
         with JobClient(self._url) as desk:
             job = desk.job()
-        self.model.begin(job.head, job.epoch)
+            self.model.begin(job.head, job.epoch, desk.reports())
         self._view.state(self.model, time.monotonic())
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class Watch:
             job = desk.job()
             if desk.bus.generation != self._generation:  # one that came back empty has another job
                 self.model, self._generation = JobModel(), desk.bus.generation
-            self.model.begin(job.head, job.epoch)
+            self.model.begin(job.head, job.epoch, desk.reports())
             self._view.word({"event": "watching", "bus": self._url})
             while not self._stopped:
                 self._view.state(self.model, time.monotonic())
@@ -143,7 +143,8 @@ class JsonView:
             for row in watch.rows()
         }
         where = {"n": 0} if head is None else {"n": head.n, "epoch": head.epoch, "step": head.step}
-        self._write({"event": "state", **where, "groups": groups})
+        told = {"checkpoint": watch.newest_checkpoint(), "troubles": watch.troubles()}
+        self._write({"event": "state", **where, **told, "groups": groups})
 
     def close(self) -> None:
         """Nothing to undo."""

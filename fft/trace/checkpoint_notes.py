@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fft.messages.progress import MAX_WHY, CheckpointReport, Outcome
+from fft.messages.progress import CheckpointReport, Outcome, fitting
 from fft.messages.protocol import Peer
 
 TOO_OFTEN = "too_often"
@@ -32,7 +32,7 @@ def report_of(peer: Peer, note: str, data: Mapping[str, Any]) -> CheckpointRepor
     if found is None:
         return None
     outcome, why = found
-    return CheckpointReport(*peer, data["step"], outcome, why[:MAX_WHY])
+    return CheckpointReport(*peer, data["step"], outcome, fitting(why))
 
 
 def _outcome(note: object, data: Mapping[str, Any]) -> tuple[Outcome, str] | None:

@@ -82,6 +82,12 @@ class JobAudit:
         """Whether any start has committed a step; else the audit shows nothing."""
         return any(start.commits for start in self.starts)
 
+    @property
+    def is_only_incomplete(self) -> bool:
+        """Whether traces have gaps, and nothing else was found."""
+        starts = [start for start in self.starts if not start.ok]
+        return self.resumed.violation is None and bool(starts) and all(map(_lacks_lines, starts))
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; of one start, that of `AuditReport`."""
         if len(self.starts) == 1:
@@ -103,6 +109,8 @@ class JobAudit:
         if self.resumed.violation:
             text += f"\n    {self.resumed.place}: {self.resumed.violation}"
         verdict = "ok" if self.ok else "NOT OK" if self.has_commits else "NOTHING COMMITTED"
+        if self.has_commits and self.is_only_incomplete:
+            verdict = "INCOMPLETE: no violation in what was written"
         return "\n".join([*lines, text, f"verdict of all: {verdict}"])
 
 
@@ -250,3 +258,10 @@ def _loaded(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return line if isinstance(line, dict) else {}
+
+
+def _lacks_lines(start: AuditReport) -> bool:
+    """Whether all that is wrong with it is that its traces have gaps."""
+    scopes = (*start.inner, *start.stages)
+    is_sound = not start.diverged and all(f.violation is None for f in start.findings)
+    return is_sound and all(scope.ok or _lacks_lines(scope) for scope in scopes)

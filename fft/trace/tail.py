@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from fft.messages.commands import BY_SUPERVISOR
 from fft.messages.fault_plans import AnyFault, FaultPlan, ServiceFault
+from fft.messages.protocol import Peer
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
@@ -74,8 +75,11 @@ class JobView:
     """The most steps of an incarnation in whose place a newer one has come."""
     checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
     gaps: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Ranks that have said that their traces cannot be written → the newest incarnation that did:
-    they may have done more than is seen here."""
+    """Ranks that have said that their traces cannot be written → newest incarnation that did."""
+    begun: int = 0
+    """Steps of the checkpoint that the job has begun with."""
+    is_stale: bool = False
+    """There are gaps, and the registers could not be read, which tell how far the job is."""
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
     has_stages: bool = False
@@ -94,20 +98,24 @@ class JobView:
         return any(view.commits > 0 for view in self.since(group, incs).values())
 
     def joined_since(self, group: str, incs: dict[int, int]) -> bool:
-        """Whether an incarnation newer than ``incs`` has come into an epoch, or may have."""
-        seen = self.since(group, incs).values()
-        return any(view.role != "joining" for view in seen) or self.lost_since(group, incs)
-
-    def lost_since(self, group: str, incs: dict[int, int]) -> bool:
-        """Whether an incarnation newer than ``incs`` could not write its trace: it may have done
-        anything."""
-        gaps = [(rank, inc) for (name, rank), inc in self.gaps.items() if name == group]
-        return any(inc != incs.get(rank) for rank, inc in gaps)
+        """Whether an incarnation newer than ``incs`` has come into an epoch."""
+        return any(view.role != "joining" for view in self.since(group, incs).values())
 
     def since(self, group: str, incs: dict[int, int]) -> dict[int, RankView]:
         """The ranks of ``group`` that have started since its incarnations were ``incs``."""
         ranks = {rank: view for (name, rank), view in self.ranks.items() if name == group}
         return {rank: view for rank, view in ranks.items() if view.inc != incs.get(rank)}
+
+    def see_member(self, peer: Peer, step: int, has_committed: bool) -> None:
+        """The registers have ``peer`` in the newest epoch of its scope, which has come to ``step``;
+        ``has_committed``: in that epoch."""
+        known = self.ranks.get((peer.group, peer.rank))
+        if known is None or known.inc < peer.inc:
+            known = self.ranks[peer.group, peer.rank] = RankView(peer.inc)
+        self.committed |= step > self.begun
+        if known.inc == peer.inc:
+            known.step, known.commits = max(known.step, step), max(known.commits, has_committed)
+            known.role = "training" if known.role == "joining" else known.role
 
     def unfired(self, plan: FaultPlan) -> list[AnyFault]:
         """Those of the plan, and those that were commanded, that have not happened."""
@@ -133,8 +141,9 @@ class JobView:
 class TraceTail:
     """Follows all trace files of a directory; `poll` takes in what was appended."""
 
-    def __init__(self, directory: Path) -> None:
-        self.view = JobView()
+    def __init__(self, directory: Path, begun: int = 0) -> None:
+        """``begun``: as of `JobView`."""
+        self.view = JobView(begun=begun)
         self._directory = directory
         self._files: dict[str, tuple[IO[bytes], re.Match[str]]] = {}
         self._rest: dict[str, bytes] = {}

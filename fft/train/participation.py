@@ -13,7 +13,7 @@ from typing import Any
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.loop import Engine
-from fft.messages.progress import MAX_WHY, TraceReport
+from fft.messages.progress import TraceReport, fitting
 from fft.messages.protocol import (
     Connected,
     Event,
@@ -96,7 +96,7 @@ class Participation:
         """From now on who watches the job hears of it also by ``reporter``, which says no more when
         it is closed."""
         self.reporter = reporter
-        self.trace.on_lost(lambda why: reporter.say(TraceReport(*self.peer, why[:MAX_WHY])))
+        self.trace.on_lost(lambda why: reporter.say(TraceReport(*self.peer, fitting(why))))
 
     def tell_if_fixed(self, can_reform: bool) -> None:
         """Tell the launcher that the ranks of this group can be replaced no more, if that is so."""

@@ -17,7 +17,7 @@ from statistics import median_low
 from types import TracebackType
 
 from fft.bus.base import BusError, ErrorBus
-from fft.messages.progress import Report, SpeedReport, encode_report
+from fft.messages.progress import Report, SpeedReport, encode_report, register_of
 from fft.messages.protocol import Peer
 from fft.util.errors import FftError
 from fft.util.log_sampler import LogSampler
@@ -163,6 +163,8 @@ class ProgressReporter:
                 if word is None:
                     continue
             try:
+                if (register := register_of(word)) is not None:
+                    self._bus.write(register, encode_report(word))
                 self._bus.broadcast(encode_report(word), "progress")
             except BusError as error:  # what is wrong with the bus, the engine finds out itself
                 if (count := self._failed.add("word")) is not None:

@@ -144,6 +144,11 @@ class TransactionLoop:
                 raise FftError("the body of a txn must run inside `with txn:`")
             if txn.skipped and drawn.is_last:  # all know it now: no next txn is to tell them
                 return True
+        if not self.worker.has_begun:
+            logger.warning(
+                "this rank was asked to leave before its first txn: the loop has made no step, and "
+                "what is registered is as the script made it"
+            )
         self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
         return False
 

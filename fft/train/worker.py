@@ -86,7 +86,7 @@ class Worker:
         """What this rank has voted for in the open txn, whose decision it does not know."""
         self.is_first = False
         """The open txn is the first of this process."""
-        self._has_begun = False
+        self.has_begun = False
         self._finish: Finish | None = None
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
@@ -132,7 +132,7 @@ class Worker:
             for effect in effects:
                 self._work[effect](command)
             if isinstance(command, StartTxn) and self._job.thread.role == "computing":
-                self.is_first, self._has_begun = not self._has_begun, True
+                self.is_first, self.has_begun = not self.has_begun, True
                 return command
             if isinstance(command, Finish):
                 return None

@@ -297,6 +297,8 @@ def test_a_token_is_kept_to_oneself(tmp_path: Path) -> None:
     path = tmp_path / "t"
     TOKEN.save(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(TokenError, match=r"FFT_TOKEN_FILE: .* unset it to start another one"):
+        JobToken.from_env({"FFT_TOKEN_FILE": str(path.with_name("gone"))})
     found = JobToken.from_env({"FFT_TOKEN_FILE": str(path)})
     assert found is not None and found.text() == TOKEN.text()
     assert TOKEN.text() not in f"{TOKEN} {TOKEN!r}"

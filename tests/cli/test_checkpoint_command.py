@@ -54,6 +54,13 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         assert code == 2 and told in text
 
 
+def test_a_step_may_be_named_as_it_is_listed(place: Path, tmp_path: Path) -> None:
+    code, text = said("export", place, "step-7", tmp_path / "x")
+    assert code == 2 and "no checkpoint of step 7" in text
+    code, text = said("export", place, "seven", tmp_path / "x")
+    assert code == 2 and "seven" in text
+
+
 def test_a_name_is_on_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")
     monkeypatch.setattr(checkpoints, "console", lambda: Console(width=80))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ from fft.durable.manifest import (
     step_of,
 )
 from fft.durable.plan import CheckpointError, Checkpointing, checkpointing_of
-from fft.durable.stores import MANIFEST, LocalStore, Store, StoreError, open_store
+from fft.durable.stores import MANIFEST, LocalStore, NoRoom, Store, StoreError, open_store
 from fft.launch.resuming import about_newest
 from fft.launch.supervisor import JobOutcome
 
@@ -171,7 +171,7 @@ def test_one_that_cannot_get_its_name_is_whole_all_the_same(
     (tmp_path / "step-4").symlink_to(tmp_path / "nowhere")
     found.publish(name, manifest_of(store, name, "a1", 4))
     assert "the checkpoint of step 4 is whole, though" in caplog.text
-    assert "could not get its name" in caplog.text and "Not a directory" in caplog.text
+    assert "not published to the end" in caplog.text and "Not a directory" in caplog.text
     assert (tmp_path / name / MANIFEST).exists()
     caplog.clear()
     assert choose(found, resume=True) == found.verify(4)
@@ -193,19 +193,37 @@ def test_one_that_others_remove_before_it_has_its_name_is_none(tmp_path: Path) -
         Checkpoints(store).publish(name, manifest_of(store, name, "a1", 4))
 
 
-def test_a_full_disk_is_no_reason_to_go_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_no_reason_to_go_elsewhere(number: int, tmp_path: Path) -> None:
     """But for advice to free room. The kernel answers as such a disk does, for one process."""
-    process = Forked(_prepare_without_room, str(tmp_path), log=tmp_path / "log")
-    try:
-        assert process.wait(60) == 0
-    finally:
-        process.end()
+    ended_well(_prepare_without_room, number, tmp_path, log=tmp_path / "log")
 
 
-def _prepare_without_room(place: str) -> None:
-    refuse("write", errno.ENOSPC)
-    with pytest.raises(StoreError, match="What is there stays as it is: free some room"):
-        LocalStore(Path(place)).prepare()
+def _prepare_without_room(number: int, place: Path) -> None:
+    refuse("write", number)
+    with pytest.raises(NoRoom, match="What is there stays as it is: free room"):
+        LocalStore(place).prepare()
+
+
+def test_a_name_that_something_else_has_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(str(tmp_path))
+    (tmp_path / "step-4").write_text("no directory")
+    assert published(store, 4).verify(4).step == 4
+    assert "cannot be removed, which step-4 replaces" in caplog.text
+
+
+def test_one_whose_parent_cannot_be_synced_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unsynced(LocalStore):
+        def rename(self, old: str, new: str) -> None:
+            super().rename(old, new)
+            raise OSError("fsync")
+
+    assert published(Unsynced(tmp_path), 4).verify(4).step == 4
+    assert "is whole, though it was not published to the end: fsync" in caplog.text
 
 
 def test_a_rename_that_fails_leaves_what_had_the_name(tmp_path: Path) -> None:
@@ -261,11 +279,28 @@ def test_a_file_system_without_locks_keeps_a_job_with_a_warning(
     number: int, tmp_path: Path
 ) -> None:
     """A file system that answers so takes a server; here the kernel does for one process."""
-    command = [sys.executable, str(Path(__file__).with_name("without_locks.py"))]
-    command += [str(number), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "held; at work: None\n"
-    assert "a second job there is not refused" in done.stderr
+    said = ended_well(_hold_without_locks, number, tmp_path / "place", log=tmp_path / "log")
+    assert "held; at work: None\n" in said
+    assert "a second job there is not refused" in said
+
+
+def _hold_without_locks(number: int, place: Path) -> None:
+    logging.basicConfig()
+    place.mkdir()
+    refuse("flock", number)
+    store = LocalStore(place)
+    with store.hold(), store.at_work():
+        sys.stderr.write(f"held; at work: {store.is_at_work()}\n")
+
+
+def ended_well(work: Callable[..., None], *given: Any, log: Path) -> str:
+    """Do it in a process of its own. What that has said."""
+    process = Forked(work, *given, log=log)
+    try:
+        assert process.wait(60) == 0, process.tail()
+    finally:
+        process.end()
+    return log.read_text()
 
 
 def test_a_write_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:

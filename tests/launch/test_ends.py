@@ -8,6 +8,7 @@ import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import pytest
 from supervisor_stage import Job, Stage
@@ -73,6 +74,31 @@ def report(job: Job, word: CheckpointReport | TraceReport) -> None:
         bus.broadcast(encode_report(word), "progress")
 
 
+def in_epoch(job: Job, epoch: int, step: int, *peers: Peer) -> None:
+    """The registers have these in the newest epoch, which has committed ``step``."""
+    members = tuple(
+        GroupEntry(p.group, "h:1", (RankEntry(p.rank, p.inc, True, "http://h:1/", 7, "h"),))
+        for p in peers
+    )
+    record = Record(2 * epoch, "epoch", epoch, 0, step - 1, "x", 0, 0, peers[0], members)
+    head = replace(record, n=record.n + 1, kind="commit", txn=1, step=step, members=())
+    with open_bus(job.bus_url) as bus:
+        show(bus, record, head)
+
+
+def test_a_state_that_is_lost_without_a_trace_is_noticed(run_job: StartJob, stage: Stage) -> None:
+    """No trace can be written; what the groups were is in the registers."""
+    with run_job(groups=2, ranks=1, checkpoint=Checkpointing("checkpoints", 2)) as job:
+        actors = stage.enter(2)
+        in_epoch(job, 1, 8, Peer("0", 0, 1), Peer("1", 0, 1))
+        os.kill(actors["0", "0"].pid, signal.SIGKILL)
+        stage.enter(1)
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        verdict = job.verdict()
+    assert verdict.lost == "all groups that had the state have died"
+    assert verdict.step == 8
+
+
 def test_whose_trace_cannot_be_written_is_not_said_to_have_left_early(
     run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,9 +108,11 @@ def test_whose_trace_cannot_be_written_is_not_said_to_have_left_early(
         actors = two_at_work(job, stage, 5)
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
         again = stage.enter(1)["1", "0"]
-        for _ in range(2):
-            report(job, TraceReport("1", 0, 2, "No space left on device"))
-        wait_until(lambda: "rank 1/0 cannot be written" in caplog.text, "it is heard")
+        for inc in (1, 2, 2):
+            report(job, TraceReport("1", 0, inc, f"No space left on device for {inc}"))
+        wait_until(lambda: "No space left on device for 2" in caplog.text, "it is heard")
+        trace(job, 1, 0, 2, at_work(6, 2, ["0", "1"]))
+        in_epoch(job, 2, 8, Peer("0", 0, 1), Peer("1", 0, 2))
         os.kill(actors["0", "0"].pid, signal.SIGKILL)
         other = stage.enter(1)["0", "0"]
         trace(job, 0, 0, 2, at_work(9, 2, ["0", "1"]))
@@ -95,8 +123,10 @@ def test_whose_trace_cannot_be_written_is_not_said_to_have_left_early(
         verdict = job.verdict()
     assert verdict.ok and verdict.lost is None and verdict.lines == ()
     assert verdict.failed == (8, "rank 0/0: OSError: No space left on device")
-    assert verdict.has_gaps
-    assert caplog.text.count("the trace of rank 1/0 cannot be written: No space left") == 1
+    assert verdict.step == 9
+    for inc in (1, 2):
+        text = f"the trace of rank 1/0 cannot be written: No space left on device for {inc};"
+        assert caplog.text.count(text) == 1
     assert caplog.text.count("no checkpoint of step 8 from rank 0/0: OSError") == 1
 
 

@@ -232,6 +232,34 @@ def test_a_script_under_the_runner_ends_as_under_python(tmp_path: Path, end: str
     assert ends[0] == ends[1]
 
 
+FILLS_ITS_LOG = """
+import os, resource, sys
+def room(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+print("first", flush=True)
+room(1)
+for n in range(50):
+    print("x" * 99, flush=True)
+sys.stderr.write("y" * 199 + "\\n")
+room(resource.RLIM_INFINITY)
+print("last", flush=True)
+sys.stderr.write("and last\\n")
+"""
+
+
+def test_a_script_does_not_end_because_its_log_finds_no_room(tmp_path: Path) -> None:
+    """What is dropped is counted. A limit on the sizes of files refuses a write as a full disk."""
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(FILLS_ITS_LOG)
+    with log.open("ab") as output:
+        command = [sys.executable, script_runner.__file__, str(script)]
+        done = subprocess.run(command, stdout=output, stderr=output, timeout=60, check=False)
+    assert done.returncode == 0, log.read_text()
+    dropped = "[fft: {} bytes of output found no room here]"
+    lines = [line for line in log.read_text().splitlines() if line]
+    assert lines == ["first", dropped.format(5000), "last", dropped.format(200), "and last"]
+
+
 # --- real processes -------------------------------------------------------------------------------
 
 

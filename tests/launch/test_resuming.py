@@ -6,16 +6,19 @@ whole jobs.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoint_files import manifest_of, published, written
+from forked import Forked
+from refused_calls import refuse
 
 from fft.durable.plan import Checkpointing
-from fft.durable.stores import open_store
-from fft.launch.resuming import Resumptions, begun
+from fft.durable.stores import NoRoom, open_store
+from fft.launch.resuming import Resumptions, begun, held
 from fft.launch.supervisor import JobOutcome, RunConfig
 from fft.messages.fault_plans import FaultPlan, load_plan
 
@@ -139,6 +142,27 @@ def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
     written(store, 9)
     assert begun(resuming).resume_step == 6
     assert store.directories() == ["step-4", "step-6", "step-8.partial-given-up"]
+
+
+def test_what_is_unfinished_goes_first_where_there_is_no_room(tmp_path: Path) -> None:
+    """The kernel refuses to write as a full disk does, for one process: there is no room then."""
+    store = open_store(str(tmp_path / "checkpoints"))
+    attempt = written(store, 3)
+    published(store, 2)
+    assert store.directories() == ["step-2", attempt]
+    process = Forked(_hold_without_room, tmp_path, log=tmp_path / "log")
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.end()
+    assert store.directories() == ["step-2"]
+
+
+def _hold_without_room(root: Path) -> None:
+    job = Job(root, lambda job: JobOutcome(True))
+    refuse("write", errno.ENOSPC)
+    with pytest.raises(NoRoom), held(job.config, joins=False):
+        pass
 
 
 def test_a_start_removes_nothing_where_it_cannot_be_seen_who_writes(tmp_path: Path) -> None:

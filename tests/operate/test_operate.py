@@ -45,6 +45,7 @@ from fft.operate import drain, say
 from fft.operate.client import JobClient, OperatorError, bus_url
 from fft.operate.job_view import IN_EPOCH, JOINING, LEFT, JobModel, event_of
 from fft.operate.watch import JsonView, ScreenView, Watch, render
+from fft.train.progress_reporter import ProgressReporter
 
 
 @pytest.fixture
@@ -524,6 +525,24 @@ def test_what_becomes_of_checkpoints_and_traces_shows() -> None:
     assert (line["event"], line["outcome"], line["step"]) == ("checkpoint", "failed", 20)
     watch.see(CheckpointReport("0", 0, 1, 30, "published"), 2.0)
     assert watch.troubles() == ["the trace of rank 1/0 has a gap: No space left on device"]
+    watch.see(CheckpointReport("0", 0, 1, 40, "too_often", "x"), 3.0)
+    assert "take them less often" in watch.troubles()[0]
+
+
+def test_who_begins_to_watch_later_sees_it_too(stack: ExitStack, url: str) -> None:
+    reporter = ProgressReporter(stack.enter_context(open_bus(url)), Peer("0", 0, 1), 0.0)
+    for step, outcome in ((10, "published"), (20, "failed"), (15, "left_out")):
+        reporter.say(CheckpointReport("0", 0, 1, step, outcome, "No space left"))
+    reporter.say(TraceReport("0", 0, 1, "No space left"))
+    reporter.close()
+    stream = io.StringIO()
+    Watch(url, JsonView(stream, lambda: 1.0, once=True)).once()
+    line = json.loads(stream.getvalue())
+    assert line["checkpoint"] == 10
+    assert line["troubles"] == [
+        "no checkpoint of step 20 from rank 0/0: No space left",
+        "the trace of rank 0/0 has a gap: No space left",
+    ]
 
 
 def _two_groups() -> tuple[GroupEntry, ...]:

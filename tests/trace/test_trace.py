@@ -13,6 +13,8 @@ from forked import Forked, as_main
 
 from fft.messages.protocol import Peer
 from fft.trace.audit import audit_dir, read_trace
+from fft.trace.format import scope_folder
+from fft.trace.report import damages
 from fft.trace.writer import TraceWriter
 
 LIMITED = """
@@ -99,6 +101,29 @@ def test_a_disk_that_was_full_from_the_start(tmp_path: Path) -> None:
     for n in range(3):
         writer.note("n", {"n": n})
     writer.close()
+
+
+def test_who_listens_hears_why_lines_are_lost_once_until_they_are_not(tmp_path: Path) -> None:
+    """At once, if some are lost already."""
+    (tmp_path / "g0r0i1.jsonl").symlink_to("/dev/full")
+    early, late = list[str](), list[str]()
+    writer = TraceWriter(tmp_path, Peer("0", 0, 1))
+    writer.on_lost(early.append)
+    for n in range(3):
+        writer.note("n", {"n": n})
+    writer.on_lost(late.append)
+    writer.close()
+    assert early == late == ["[Errno 28] No space left on device"]
+
+
+def test_a_gap_of_a_further_stage_is_reported(tmp_path: Path) -> None:
+    for folder in (tmp_path, scope_folder(tmp_path, "stage1")):
+        writer = TraceWriter(folder, Peer("0", 0 if folder == tmp_path else 1, 1))
+        writer.note("n", {})
+        if folder != tmp_path:
+            writer.write("gap", {"lost": 7})
+        writer.close()
+    assert damages(tmp_path) == ["g0r1i1.jsonl:2: 7 lines are missing here"]
 
 
 TRAINS = """

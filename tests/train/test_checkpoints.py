@@ -39,6 +39,7 @@ from fft.durable.manifest import (
 )
 from fft.durable.plan import CheckpointError
 from fft.durable.stores import LocalStore, open_store
+from fft.messages.progress import CheckpointReport, decode_report
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
@@ -171,6 +172,18 @@ class Start:
 
 def is_writing() -> bool:
     return any(thread.name == NAME for thread in threading.enumerate())
+
+
+def reports(start: Start) -> list[CheckpointReport]:
+    """What is said on the bus of its checkpoints, in the order in which it comes."""
+    heard = list[CheckpointReport]()
+
+    def hear(payload: bytes) -> None:
+        if isinstance(word := decode_report(payload), CheckpointReport):
+            heard.append(word)
+
+    start.manager._parts.job.bus.subscribe(hear, lambda error: None, "progress")
+    return heard
 
 
 def at(place: Path, **values: Any) -> fft.Checkpointing:
@@ -438,7 +451,10 @@ def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
             wait_until((place / "step-4").exists, "it is published")
 
     start.manager.on_commit(let_go)
+    heard = reports(start)
     start.train(Stream(), 16, outruns=True)
+    left_out = [word.step for word in heard if word.outcome == "too_often"]
+    assert left_out == [8, 12]
     assert [n["step"] for n in notes(tmp_path / "traces", "checkpoint_skipped")] == [8, 12]
     assert "no checkpoint of step 8: the one before is still being written" in caplog.text
     steps = [e.step for e in Checkpoints(open_store(str(place))).found()]
@@ -572,6 +588,16 @@ def place(tmp_path: Path) -> Path:
     return where
 
 
+def test_who_is_asked_to_leave_before_the_first_step_is_told_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = Start(tmp_path / "traces")
+    start.manager.drain()
+    start.train(Stream(), 5)
+    assert start.losses == []
+    assert "asked to leave before its first txn: the loop has made no step" in caplog.text
+
+
 def test_another_model_is_refused_before_anything_is_changed(place: Path, tmp_path: Path) -> None:
     start = Start(tmp_path / "second", seed=7, width=WIDTH + 1, checkpoint=at(place))
     before = start.manager.digest()
@@ -658,10 +684,11 @@ def test_an_optimizer_whose_state_no_file_can_hold_costs_the_checkpoint_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
-    odd = start.model[0].weight
+    odd, heard = start.model[0].weight, reports(start)
     start.manager.on_commit(lambda: start.optimizer.state[odd].update(odd=object()))
     start.train(Stream(), 5)
     assert start.manager.current_step() == 5
+    assert [(word.step, word.outcome) for word in heard] == [(4, "failed"), (5, "failed")]
     assert "optimizers[0].state[model0.0.weight][odd] is a object" in caplog.text
     assert not Checkpoints(open_store(str(tmp_path / "checkpoints"))).found()
 
@@ -767,6 +794,41 @@ def test_an_attempt_that_has_failed_is_removed_when_nobody_writes_in_it(
     assert place.exists() == (case != "delivers")
     assert ("is left to the next start" in caplog.text) == (case == "ends")
     assert ("waiting for ranks that may still write in it" in caplog.text) == (case == "ends")
+
+
+def test_one_that_waits_for_others_is_not_ended_by_the_next(tmp_path: Path) -> None:
+    attempt, publisher = publisher_of(tmp_path, threading.Event())
+    found = Checkpoints(open_store(str(tmp_path)))
+    thread = threading.Thread(target=publisher._publish, args=(0.0,))
+    thread.start()
+    publisher.supersede()
+    for group in ("0", "1"):
+        deliver(found.store, attempt.directory, attempt.named.name, group, 0, 5)
+    thread.join(30)
+    assert found.verify(5).groups == ("0", "1")
+
+
+def test_after_the_limit_it_goes_whatever_others_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "_WAIT_S", 0.1)
+    attempt, writer = publisher_of(tmp_path, threading.Event())
+    writer.decline()
+    assert not (tmp_path / attempt.directory).exists()
+
+
+def test_what_a_late_rank_makes_anew_goes_before_the_next_is_written(tmp_path: Path) -> None:
+    attempt, writer = publisher_of(tmp_path, threading.Event())
+    found = Checkpoints(open_store(str(tmp_path)))
+    thread = threading.Thread(target=writer.decline)
+    thread.start()
+    wait_until(lambda: writer.is_over, "it has begun")
+    writer.supersede()
+    thread.join(30)
+    deliver(found.store, attempt.directory, attempt.named.name, "1", 0, 5)
+    assert found.store.directories() == [attempt.directory]
+    writer._cleared.sweep()
+    assert found.store.directories() == []
 
 
 @pytest.mark.parametrize("case", ["next one begins", "job ends"])

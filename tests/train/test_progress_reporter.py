@@ -8,8 +8,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
+from waiting import wait_until
 
 from fft.bus import BusUnreachable
 from fft.bus.base import Topic
@@ -176,8 +178,39 @@ def test_what_others_have_to_report_is_said_before_it_is_closed() -> None:
         assert isinstance(decode_report(heard.get(timeout=LIMIT_S)), SpeedReport)
 
 
+@pytest.mark.parametrize("interval", [0.0, 0.05])
+def test_the_thread_waits_until_there_is_something_to_say(interval: float) -> None:
+    looks, heard = list[float](), queue.Queue[bytes]()
+
+    class Counted(ProgressReporter):
+        def word(self) -> SpeedReport | None:
+            looks.append(time.monotonic())
+            return super().word()
+
+    with bus() as mine:
+        mine.subscribe(heard.put, lambda error: None, "progress")
+        reporter = Counted(mine, ME, interval)
+        word = CheckpointReport("1", 0, 3, 4, "failed", "x")
+        reporter.say(word)
+        assert decode_report(heard.get(timeout=LIMIT_S)) == word
+        if interval:
+            wait_until(lambda: len(looks) > 3, "it looks again and again")
+        reporter.close()
+        assert mine.read("report/failed") == encode_report(word)
+    assert all(b - a >= interval for a, b in pairwise(looks))
+    assert bool(looks) == bool(interval)
+
+
+def test_after_the_end_no_thread_is_started() -> None:
+    with bus() as mine:
+        reporter = ProgressReporter(mine, ME, 0.0)
+        reporter.close()
+        reporter.say(TraceReport("1", 0, 3, "too late"))
+        assert reporter._thread is None
+
+
 def test_the_longest_cause_fits_into_a_word() -> None:
-    for text in ("x", "\u00e4", "\U0001f600", "\x00"):
+    for text in ("x", "\u00e4", "\U0001f600", "\x00", "\udcff"):
         note = {"step": 4, "error": text * 5000}
         word = report_of(Peer("g" * 64, 10**6, 10**6), "checkpoint_failed", note)
         assert word is not None and decode_report(encode_report(word)) == word

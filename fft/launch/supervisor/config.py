@@ -69,7 +69,8 @@ class RunConfig:
                 pass
         except OSError as error:
             raise SupervisorError(
-                f"--trace-dir {self.trace_dir} cannot be written: {error.strerror}; name another"
+                f"--trace-dir {self.trace_dir} cannot be written: {error.strerror}; name another, "
+                "or free room there"
             ) from error
 
     def check(self) -> None:

@@ -1,4 +1,5 @@
-"""Whether the job is over, and who is not in it. Reads the bus, and nothing else."""
+"""Whether the job is over, who is not in it, and who is where, if traces do not tell. Reads the
+bus, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Collection, Iterable
 from fft.bus.base import HEAD, ErrorBus
 from fft.messages.protocol import GroupEntry, Record
 from fft.messages.wire import EPOCH, Wire, decode_packed, left_name
+from fft.trace.tail import JobView
 
 
 def last_on(host: str, buses: Iterable[ErrorBus]) -> set[int] | None:
@@ -40,6 +42,20 @@ def last_epoch(bus: ErrorBus) -> Record | None:
 def _has_left(entry: GroupEntry, bus: ErrorBus) -> bool:
     """Whether all its ranks have said so, without a record. Raises BusError."""
     return all(bus.read(left_name(entry.group, r.rank)) == b"%d" % r.inc for r in entry.ranks)
+
+
+def complete(view: JobView, buses: Iterable[ErrorBus]) -> None:
+    """Have ``view`` know who is in the job, and how far that is, where traces have gaps.
+
+    Given the buses of its scopes. Raises BusError, UnreadableMessage.
+    """
+    for bus in buses:
+        head, listed = head_of(bus), bus.read(EPOCH)
+        epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
+        if head is None or epoch is None or epoch.epoch != head.epoch:
+            continue  # the next look will find them
+        for peer in epoch.peers:
+            view.see_member(peer, head.step, has_committed=head.kind == "commit")
 
 
 class Absent:

@@ -29,8 +29,8 @@ class JobOutcome:
     """The last that was committed; of the first stage, where each steps by itself."""
     failed: tuple[int, str] | None = None
     """Step and cause of the last checkpoint that was not taken for an error."""
-    has_gaps: bool = False
-    """Traces could not be written, so that more may have been committed."""
+    is_stale: bool = False
+    """Traces could not be written, nor could be asked how many steps were committed."""
     errors: frozenset[tuple[str, str]] = frozenset()
     """Of the script, by which groups have ended."""
 
@@ -80,8 +80,7 @@ class Judgement:
         had committed."""
         self.asked_to_end = True
         going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
-        is_seen = view.committed and not view.gaps
-        if is_seen and not any(g.finished for g in self.groups) and not any(going):
+        if view.committed and not any(g.finished for g in self.groups) and not any(going):
             self.problems.append(
                 "when it was interrupted, all groups had been started again since step "
                 f"{view.step} was committed, and none had committed since"
@@ -113,6 +112,8 @@ class Judgement:
             lines = [f"the fault plan was not finished: {unfinished}"]
         if self.asked_to_end and view.committed:
             remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
+        elif self.asked_to_end and not (lines or remarks):
+            remarks.append(f"{self.what_ended} was asked to end before it had committed a step")
         if any(each is not None and each.type == "NoState" for each in words):
             remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
@@ -123,7 +124,7 @@ class Judgement:
             (*early, *lines, *remarks),  # the cause comes first
             step=view.reached(0),
             failed=view.checkpoints.last_failure,
-            has_gaps=bool(view.gaps),
+            is_stale=view.is_stale,
             errors=frozenset(w.signature for w in words if w is not None and is_the_scripts(w)),
         )
 
@@ -180,7 +181,8 @@ def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
     steps = {rank: seen[rank].step for rank in seen if not seen[rank].leaves}
     ended = [c for c in group.children if c.code == 0 and c.rank in steps]
     early = [c for c in ended if was_needed or steps[c.rank] < view.reached(c.rank)]
-    if group.evicted or not early or view.gaps:  # where the others stand cannot be told
+    has_gap = any(name == group.name for name, _ in view.gaps)  # whether it leaves is not seen
+    if group.evicted or not early or has_gap:
         return None
     ranks = ", ".join(str(child.rank) for child in early)
     logs = ", ".join(str(child.log) for child in early)

@@ -16,10 +16,12 @@ from fft.bus.token import JobToken
 from fft.health.hosts import HostWatch, Process
 from fft.launch.supervisor.claims import Claims
 from fft.launch.supervisor.commands import CommandEar
+from fft.launch.supervisor.ending import complete
 from fft.launch.supervisor.progress import ProgressEar
-from fft.messages.protocol import Death, Drain, Suspect, encode
+from fft.messages.protocol import Death, Drain, Suspect, UnreadableMessage, encode
 from fft.messages.wire import SCOPES
 from fft.protocol.timeouts import bus_operation
+from fft.trace.tail import JobView
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,19 @@ class Links:
             self._stages += found
             self._undo.push(opened.pop_all())
         return [self.bus, *self._stages]
+
+    def take_in(self, view: JobView, is_sure: bool) -> None:
+        """Have ``view`` know what ranks have said, and the log name what troubles them; if traces
+        have gaps, or ``is_sure``, what the registers tell, too."""
+        self.progress.tell_troubles(view)
+        if not (view.gaps or is_sure):
+            return
+        try:
+            complete(view, self.scopes())
+            view.is_stale = False
+        except (BusError, UnreadableMessage) as error:
+            view.is_stale = bool(view.gaps)
+            logger.debug("what traces with gaps lack cannot be seen: %s", error)
 
     def beat_for(self, processes: tuple[Process, ...]) -> None:
         """Say of these, from now on, that their host is alive."""

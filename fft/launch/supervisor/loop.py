@@ -62,7 +62,7 @@ from fft.messages.fault_plans import (
 from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.trace.display import Display
 from fft.trace.report import save_plan
-from fft.trace.tail import TraceTail
+from fft.trace.tail import JobView, TraceTail
 
 _POLL_S = 0.2  # how stale the view of the traces may be; files have nothing to wait on
 _OVER_S = 0.5  # between two looks whether a job is over that a group is waiting to join
@@ -141,7 +141,7 @@ class Supervisor:
         """Start all groups, look after them until the job has ended, and judge it."""
         self._config.make_place()
         save_plan(self._config.trace_dir, self._plan)
-        self._tail = TraceTail(self._config.trace_dir)
+        self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
         try:
             self._links.open(self._services.bus_url)
             self._links.claims.take(self._groups, self._config.take_over, lambda: self._interrupted)
@@ -187,18 +187,24 @@ class Supervisor:
         for rank in self._links.progress.too_slow(self._config.evict_stragglers) - self._too_slow:
             self._restart_straggler(rank)
         self._look()
-        self._start_due()
+        for group in self._groups.values():
+            if group.restart_at is not None and group.restart_at <= time.monotonic():
+                self._start(group)
         for spare in [] if self._is_ending else self._reforming.spares.started():
             self._look_after(spare)
         self._adopt()
         self._check_deadlines()
-        children = (Process(c.group, c.rank, c.pid) for c in self._living())
-        self._links.beat_for(tuple(children))
+        self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
+
+    def _poll(self, is_sure: bool = False) -> JobView:
+        """The job by its traces; ``is_sure``, or where these have gaps, by its registers, too."""
+        view = self._tail.poll()
+        self._links.take_in(view, is_sure)
+        return view
 
     def _look(self) -> None:
         """Take in what the traces say: progress, drained groups to bring back, the plan's end."""
-        view = self._tail.poll()
-        self._links.progress.tell_troubles(view)
+        view = self._poll()
         for fault in [fault for fault in self._pending if view.step >= fault.step]:
             self._pending.remove(fault)
             self._restart_service(fault)
@@ -244,12 +250,6 @@ class Supervisor:
         return [child for group in self._groups.values() for child in group.living]
 
     # --- starting ----------------------------------------------------------------------
-
-    def _start_due(self) -> None:
-        now = time.monotonic()
-        for group in self._groups.values():
-            if group.restart_at is not None and group.restart_at <= now:
-                self._start(group)
 
     def _look_after(self, child: Child) -> None:
         if (known := self._selector.get_map().get(child.fd)) is not None:
@@ -354,7 +354,7 @@ class Supervisor:
     def _on_group_down(self, group: Group) -> None:
         """All ranks of the group are gone: let it be, or have it started again."""
         group.close()
-        view = self._tail.poll()
+        view = self._poll(is_sure=True)
         self._forget_mistakes()
         if self._has_committed(group):
             group.pauses.progressed()

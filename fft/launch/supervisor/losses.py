@@ -30,14 +30,9 @@ def loss_of(
     words = ended.last_words
     if words is None or words.type not in stops:
         return None
-    if any(_may_have_committed(group, view) for group in living):
+    if any(view.committed_since(group.name, group.known_incs) for group in living):
         return None
     return NOBODY_HAS_IT
-
-
-def _may_have_committed(group: Group, view: JobView) -> bool:
-    since = group.name, group.known_incs
-    return view.committed_since(*since) or view.lost_since(*since)
 
 
 def _has_joined(group: Group, view: JobView) -> bool:

@@ -31,6 +31,7 @@ from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.inputs import RESTORED
 from fft.train.checkpoint.due import Due, DueByRecord, DueByWord, Named, tell_left_out
 from fft.train.checkpoint.due_in_stages import DueToFirst, DueToLater, due_to, refuse_forks
+from fft.train.checkpoint.gathering import Cleared
 from fft.train.checkpoint.loading import Loader, origin_of, refuse_at_once
 from fft.train.checkpoint.snapshot import Snapshot, Staging
 from fft.train.checkpoint.threads import NAME, Threads
@@ -90,6 +91,7 @@ class Checkpointer:
         self._staging = Staging()
         self._snapshot: Snapshot | None = None
         self._threads, self._at_work = Threads(), ExitStack()
+        self._cleared = Cleared(self.checkpoints)
         self._writers: dict[threading.Event, RankWriter] = {}
         """At work."""
         self._due: Due = DueByRecord(plan, job)
@@ -303,6 +305,7 @@ class Checkpointer:
             partial(self._due.left, record, epoch),
             partial(self._due.is_awaited, record),
             self._closing,
+            self._cleared,
         )
 
     def _outlive(self, due: DueToLater, named: Named | None, record: Record, epoch: Record) -> None:
@@ -359,5 +362,6 @@ class Checkpointer:
         if self._is_writing():
             logger.error("a checkpoint is still being written after %g s; it is left", _CLOSE_S)
         self._writers = {}
+        self._cleared.sweep()
         self._threads.close()
         self._at_work.close()

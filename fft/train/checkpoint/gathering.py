@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,41 @@ _WAIT_S, _WAIT_FACTOR = 60.0, 4.0
 """For others, who have as much to write: so many seconds, and so many times as long as here."""
 _CLOSING_S = 5.0
 """For others, if the attempt has failed and this process is to end."""
+_REMEMBERED = 16
+"""Attempts that have failed; what older ones left goes when a checkpoint is published."""
 
 logger = logging.getLogger(__name__)
 
 Receipts = dict[tuple[str, int], Receipt]
 
 
+class Cleared:
+    """Attempts that this rank has removed. One that was late may have made a directory anew."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._directories = deque[str](maxlen=_REMEMBERED)
+
+    def add(self, directory: str) -> None:
+        """It is being removed. Any thread, as `sweep`."""
+        self._directories.append(directory)
+
+    def sweep(self) -> None:
+        """Remove what is there again. Logs what cannot be removed."""
+        store = self._checkpoints.store
+        for directory in tuple(self._directories):
+            try:
+                if store.files(directory):
+                    store.remove(directory)
+                    logger.info("%s was removed again: a rank was late with its part", directory)
+            except OSError as error:
+                logger.warning("%s has failed, and cannot be removed: %s", directory, error)
+
+
 class Gathering:
     """Of one attempt; used by the thread of the first rank of the group that writes.
+
+    ``cleared``: where it is remembered when it was removed.
 
     ``left``: which groups have left the job since, or have been started anew. ``is_awaited``:
     whether others can come to their place only later. ``superseded``: this rank has begun another
@@ -46,8 +74,9 @@ class Gathering:
         is_awaited: Callable[[], bool],
         closing: threading.Event,
         superseded: threading.Event,
+        cleared: Cleared,
     ) -> None:
-        self._checkpoints, self._attempt = checkpoints, attempt
+        self._checkpoints, self._attempt, self._cleared = checkpoints, attempt, cleared
         self._left, self._is_awaited, self._closing = left, is_awaited, closing
         self._superseded = superseded
         ranks, self._writer = range(attempt.ranks), attempt.named.writer
@@ -83,6 +112,7 @@ class Gathering:
                     directory,
                 )
                 return
+            self._cleared.add(directory)
             store.remove(directory)
             if files:
                 logger.info("%s was removed: it has failed", directory)

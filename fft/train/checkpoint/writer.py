@@ -31,7 +31,7 @@ from fft.durable.manifest import (
 )
 from fft.messages.protocol import Record
 from fft.train.checkpoint.due import Named, Note, tell_left_out
-from fft.train.checkpoint.gathering import Gathering
+from fft.train.checkpoint.gathering import Cleared, Gathering
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.snapshot import Snapshot
 from fft.util.errors import FftError
@@ -105,7 +105,8 @@ def decline(checkpoints: Checkpoints, attempt: Attempt, place: tuple[str, int]) 
 class RankWriter:
     """Of one attempt and one rank; `run` is its thread's work.
 
-    ``snapshot``: None: this rank only declines. ``left`` and the rest: as of `Gathering`.
+    ``snapshot``: None: this rank only declines. ``left`` and the rest: as of `Gathering`; of one
+    rank, all have the same ``cleared``.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class RankWriter:
         left: Callable[[], Set[str]],
         is_awaited: Callable[[], bool],
         closing: threading.Event,
+        cleared: Cleared | None = None,
     ) -> None:
         self._checkpoints = checkpoints
         self._attempt = attempt
@@ -127,8 +129,9 @@ class RankWriter:
         self._keep = keep
         self._note = note
         self._superseded = threading.Event()
+        self._cleared = cleared or Cleared(checkpoints)
         given = checkpoints, attempt, left, is_awaited, closing
-        self._gathering = Gathering(*given, self._superseded)
+        self._gathering = Gathering(*given, self._superseded, self._cleared)
         self._stage = ""
         self.has_delivered = threading.Event()
         """This rank's part is written, or given up: its copy is not needed any more."""
@@ -175,6 +178,7 @@ class RankWriter:
         self._note("checkpoint", told)
 
     def _deliver_and_publish(self, told: dict[str, Any], began: float) -> None:
+        self._cleared.sweep()  # it may take the room
         self._at("copying")
         assert self._snapshot is not None
         if not self._snapshot.copy() or self._snapshot.problem is not None:
