@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -62,15 +63,17 @@ def stall(group: str, step: int) -> None:
 
 
 def cut(stage: str, marks: Path) -> None:
-    """End this process and all others of the job, the first time."""
+    """End this process and all others of the job, the first time. They stop first, so that none
+    can notice the end of another."""
     try:
         (marks / f"cut-{stage}").touch(exist_ok=False)
     except FileExistsError:
         return
-    for mark in marks.glob("pid-*"):
-        if (pid := int(mark.name.removeprefix("pid-"))) != os.getpid():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    pids = [int(mark.name.removeprefix("pid-")) for mark in marks.glob("pid-*")]
+    others = [pid for pid in pids if pid != os.getpid()]
+    for number, pid in product((signal.SIGSTOP, signal.SIGKILL), others):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
