@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -69,12 +67,9 @@ def cut(stage: str, marks: Path) -> None:
         (marks / f"cut-{stage}").touch(exist_ok=False)
     except FileExistsError:
         return
-    pids = [int(mark.name.removeprefix("pid-")) for mark in marks.glob("pid-*")]
-    others = [pid for pid in pids if pid != os.getpid()]
-    for number, pid in product((signal.SIGSTOP, signal.SIGKILL), others):
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-    os.kill(os.getpid(), signal.SIGKILL)
+    pids = " ".join(mark.name.removeprefix("pid-") for mark in marks.glob("pid-*"))
+    command = f"kill -STOP {pids}; kill -KILL {pids}"
+    subprocess.run(["sh", "-c", command], start_new_session=True, check=False)
 
 
 def dump(rank: Rank, out: Path, step: int) -> None:
