@@ -122,7 +122,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "an accelerator fails for good (an assert in a kernel, an ECC error)": (
             "e2e/test_device_lost.py"
         ),
-        "disk full under the trace": "trace/test_trace.py",
+        "disk full under traces and logs": "e2e/test_durable_short.py",
         "groups that reduce unlike gradients": "e2e/test_reducer.py",
         "notice of preemption with a deadline": "e2e/test_notice.py",
         "the same, on one rank of a group": "e2e/test_notice.py",
