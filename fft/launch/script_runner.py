@@ -145,8 +145,9 @@ def _survive_a_full_disk() -> None:
 
     for name, number in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
-        if old is None or not stat.S_ISREG(os.fstat(number).st_mode):
-            continue
+        is_own = type(old) is io.TextIOWrapper and old is getattr(sys, f"__{name}__")
+        if not is_own or old.fileno() != number or not stat.S_ISREG(os.fstat(number).st_mode):
+            continue  # somebody has put another one there
         log = _Log(number, "wb", closefd=False)
         is_raw = isinstance(old.buffer, io.RawIOBase)  # python -u
         new = io.TextIOWrapper(
@@ -157,6 +158,8 @@ def _survive_a_full_disk() -> None:
             old.line_buffering,
             old.write_through,
         )
+        log.name = old.name
+        new.mode = old.mode  # type: ignore[misc]  # as Python sets it
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
 
@@ -172,7 +175,9 @@ class _Log(io.FileIO):
             if self._lost:
                 super().write(b"\n[fft: %d bytes of output found no room here]\n" % self._lost)
                 self._lost = 0
-            return super().write(data)
+            written = super().write(data)
+            self._lost += size - written
+            return size
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise

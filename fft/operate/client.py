@@ -191,9 +191,13 @@ class JobClient:
         return JobState(state.head, replace(state.epoch, members=members))
 
     def reports(self) -> list[Report]:
-        """The newest reports of ranks that are kept: of checkpoints, and of traces with gaps."""
-        found = (self.bus.read(name) for name in KEPT)
-        return [decode_report(held) for held in found if held is not None]
+        """The newest reports of ranks that are kept: of checkpoints, and of traces with gaps. What
+        cannot be read is passed over."""
+        found: list[Report] = []
+        for held in filter(None, map(self.bus.read, KEPT)):
+            with suppress(UnreadableMessage):
+                found.append(decode_report(held))
+        return found
 
     def _first(self) -> JobState:
         head = None

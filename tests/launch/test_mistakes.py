@@ -232,6 +232,33 @@ def test_a_script_under_the_runner_ends_as_under_python(tmp_path: Path, end: str
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_into_a_file_is_as_under_python(tmp_path: Path, unbuffered: str) -> None:
+    """Also where something else has taken the place of stdout before the script."""
+    script, found = tmp_path / "script.py", []
+    script.write_text(
+        "import sys\n"
+        "for file in (sys.stdout, sys.stderr):\n"
+        "    sys.stdout.write(f'{file.mode} {file.name} {file.encoding} {file.errors}\\n')\n"
+    )
+    (tmp_path / "tee").mkdir()
+    (tmp_path / "tee" / "sitecustomize.py").write_text(
+        "import sys\nclass Tee:\n    mode, name, encoding, errors = 'a', 'b', 'c', 'd'\n"
+        "    def write(self, text): sys.__stdout__.write(text)\n"
+        "    def flush(self): sys.__stdout__.flush()\n"
+        "sys.stdout = Tee()\n"
+    )
+    for before in ([], [script_runner.__file__]):
+        for path in ("", str(tmp_path / "tee")):
+            env = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": path}
+            with (tmp_path / "log").open("wb") as log:
+                command = [sys.executable, *before, str(script)]
+                subprocess.run(command, stdout=log, stderr=log, timeout=60, check=True, env=env)
+            found.append((tmp_path / "log").read_text())
+    assert found[:2] == found[2:]
+    assert "w <stdout>" in found[0] and "a b c d" in found[1]
+
+
 FILLS_ITS_LOG = """
 import os, resource, sys
 def room(size):

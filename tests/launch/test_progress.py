@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fft.launch.supervisor.fault_plan_watch import PlanWatch
 from fft.messages.fault_plans import FaultPlan
+from fft.messages.protocol import Peer
 from fft.protocol.load import load_spec
 from fft.prove.simulator.run import run_seed
 from fft.trace.display import LiveDisplay, PlainDisplay, Snapshot, open_display, row_of
@@ -30,6 +31,17 @@ ROLES = {state: spec.role for state, spec in load_spec("hsdp").states.items()}
 def moved(to: str, before: str = "NORMAL", **fields: Any) -> bytes:
     roles = (ROLES[before], ROLES[to])
     return line(kind="transition", **{"from": before, "to": to}, roles=roles, **fields)
+
+
+def test_what_the_registers_tell_of_a_job_that_goes_on_from_a_checkpoint() -> None:
+    """It has committed when it is further than that; an older process tells nothing of a newer."""
+    view = JobView(begun=10)
+    view.see_member(Peer("0", 0, 2), 10, has_committed=True)
+    assert not view.committed
+    view.see_member(Peer("0", 0, 1), 12, has_committed=True)
+    assert view.committed and (view.ranks["0", 0].inc, view.step) == (2, 10)
+    view.see_member(Peer("0", 0, 3), 12, has_committed=False)
+    assert view.joined_since("0", {0: 2}) and not view.committed_since("0", {0: 2})
 
 
 # --- tailing ---------------------------------------------------------------------------

@@ -539,6 +539,10 @@ def test_who_begins_to_watch_later_sees_it_too(stack: ExitStack, url: str) -> No
     Watch(url, JsonView(stream, lambda: 1.0, once=True)).once()
     line = json.loads(stream.getvalue())
     assert line["checkpoint"] == 10
+    with open_bus(url) as bus:
+        bus.write("report/trace", b"of a later version")
+    with JobClient(url) as desk:
+        assert len(desk.reports()) == 2
     assert line["troubles"] == [
         "no checkpoint of step 20 from rank 0/0: No space left",
         "the trace of rank 0/0 has a gap: No space left",

@@ -181,8 +181,8 @@ def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
     steps = {rank: seen[rank].step for rank in seen if not seen[rank].leaves}
     ended = [c for c in group.children if c.code == 0 and c.rank in steps]
     early = [c for c in ended if was_needed or steps[c.rank] < view.reached(c.rank)]
-    has_gap = any(name == group.name for name, _ in view.gaps)  # whether it leaves is not seen
-    if group.evicted or not early or has_gap:
+    gaps = (view.gaps.get((group.name, rank)) == seen[rank].inc for rank in seen)
+    if group.evicted or not early or any(gaps):  # whether it leaves is not seen
         return None
     ranks = ", ".join(str(child.rank) for child in early)
     logs = ", ".join(str(child.log) for child in early)

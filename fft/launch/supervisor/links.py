@@ -96,6 +96,7 @@ class Links:
             return
         try:
             complete(view, self.scopes())
+            view.has_stages |= self.has_stages
             view.is_stale = False
         except (BusError, UnreadableMessage) as error:
             view.is_stale = bool(view.gaps)
