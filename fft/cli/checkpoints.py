@@ -108,7 +108,9 @@ def list_all(place: Place, as_json: AsJson = False) -> None:
 @app.command()
 def verify(
     place: Place,
-    step: Annotated[int | None, typer.Option(help="Of this step only; all if absent.")] = None,
+    step: Annotated[
+        int | None, typer.Option(parser=_step, help="Of this step, or name, only; all if absent.")
+    ] = None,
 ) -> None:
     """Read every file and compare digests; exit 1 if one is damaged or none is whole."""
     from fft.durable.manifest import DamagedCheckpoint

@@ -53,6 +53,8 @@ class AuditReport:
     events: int
     findings: list[Finding]
     torn: list[str]
+    empty: list[str]
+    """Traces without a line."""
     commits: int
     epochs: int
     bytes_healed: int
@@ -113,6 +115,10 @@ class AuditReport:
             f"audit of {self.directory}: {self.files} traces, {self.events} events, "
             f"{self.commits} commits, {self.epochs} epochs, {self.bytes_healed} bytes healed"
         ]
+        for name in self.empty:
+            lines.append(
+                f"  note: {name} is empty: its process ended before it joined, or found no room"
+            )
         for name in self.torn:
             lines.append(f"  note: {name} ends in a torn line (killed while writing); accepted")
         for f in self.findings:
@@ -142,7 +148,9 @@ class AuditReport:
         if odd := [scope.directory.name for scope in self.stages if not scope.ok]:
             return f"VIOLATION or INCOMPLETE in scope {', '.join(odd)}"
         kept = "INCOMPLETE: no violation in what was written" if self.gaps else "no violation"
-        if not self.commits:
+        if not self.commits and self.gaps:
+            kept = f"no step could be checked; {kept}"
+        elif not self.commits:
             nothing = "NOTHING COMMITTED, so" if is_only else "this start committed nothing, and"
             kept = f"{nothing} no step was checked; {kept}"
         if self.diverged:
@@ -299,6 +307,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         events=sum(line.file.count for line in lines),
         findings=findings,
         torn=[line.file.path.name for line in lines if line.file.torn],
+        empty=[path.name for path in (line.file.path for line in lines) if not path.stat().st_size],
         commits=ends.commits,
         epochs=ends.epochs,
         bytes_healed=ends.bytes_healed,

@@ -239,14 +239,17 @@ def went_on(directory: str | Path) -> str | None:
         reached = tail.poll().step
     finally:
         tail.close()
-    begun = 0
+    begun: list[int] = []
     for path in after.glob("*.jsonl"):
         with path.open("rb") as file, suppress(ValueError, LookupError, TypeError):
-            begun = max(begun, json.loads(file.readline())["start"]["step"])
-    where = f"from the checkpoint of step {begun}" if begun else "at its beginning"
+            begun.append(json.loads(file.readline())["start"]["step"])
+    where = f"from the checkpoint of step {max(begun, default=0)}"
+    if not any(begun):
+        where = "at its beginning" if begun else "at a step that its traces do not tell"
+    least = " at least" if damages(directory) else ""
     return (
-        f"this start had come to step {reached} when it ended; the job was started again {where}: "
-        f"fft report {after}"
+        f"this start had come to step {reached}{least} when it ended; the job was started again "
+        f"{where}: fft report {after}"
     )
 
 

@@ -85,7 +85,7 @@ class JobAudit:
     @property
     def is_only_incomplete(self) -> bool:
         """Whether traces have gaps, and nothing else was found."""
-        starts = [start for start in self.starts if not start.ok]
+        starts = [start for start in self.starts if start.gaps or not start.ok]
         return self.resumed.violation is None and bool(starts) and all(map(_lacks_lines, starts))
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class JobAudit:
         if self.resumed.violation:
             text += f"\n    {self.resumed.place}: {self.resumed.violation}"
         verdict = "ok" if self.ok else "NOT OK" if self.has_commits else "NOTHING COMMITTED"
-        if self.has_commits and self.is_only_incomplete:
+        if self.is_only_incomplete:
             verdict = "INCOMPLETE: no violation in what was written"
         return "\n".join([*lines, text, f"verdict of all: {verdict}"])
 

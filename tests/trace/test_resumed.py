@@ -12,10 +12,12 @@ import pytest
 from forged import nth_note, rewrite
 from traced import TracedJob, peak_of
 
-from fft.messages.protocol import Applied, Event, Healed, Record
+from fft.messages.protocol import Applied, Event, Healed, Peer, Record
 from fft.prove.cluster import Node
 from fft.trace import resumed
+from fft.trace.report import went_on
 from fft.trace.resumed import audit_job
+from fft.trace.writer import TraceWriter
 
 
 class Start(TracedJob):
@@ -79,6 +81,28 @@ def test_a_state_that_got_another_lineage_is_looked_for_under_the_one_it_had(
         rewrite(path, lambda line: [_healed_to_others(line)])
     found = audit_job(tmp_path)
     assert "begins with digest others of lineage resharded" in str(found.resumed.violation)
+
+
+def test_starts_whose_traces_have_gaps_are_judged_by_what_is_there(root: Path) -> None:
+    """Neither said to have committed nothing, nor to have begun at the beginning."""
+    for path in (root / "start2").glob("*.jsonl"):
+        with_a_gap(path)
+    (root / "start3" / "g7r0i1.jsonl").touch()
+    text = audit_job(root).render()
+    assert "verdict: no step could be checked; INCOMPLETE: no violation in what was written" in text
+    assert "note: g7r0i1.jsonl is empty: its process ended before it joined, or found" in text
+    assert "started again at a step that its traces do not tell: fft report" in str(went_on(root))
+    assert "had come to step 9 when it ended" in str(went_on(root))
+    assert "at least when it ended" in str(went_on(root / "start2"))
+
+
+def with_a_gap(path: Path) -> None:
+    """In the place of all that was written first, and of what came then."""
+    group, rank, inc = path.stem[1:].replace("r", " ").replace("i", " ").split()
+    path.unlink()
+    writer = TraceWriter(path.parent, Peer(group, int(rank), int(inc)))
+    writer.write("gap", {"lost": 9})
+    writer.close()
 
 
 def test_a_start_may_begin_where_the_one_before_has_begun(tmp_path: Path) -> None:
