@@ -36,12 +36,12 @@ def report(directory: Annotated[Path, typer.Argument(help="A trace directory.")]
 
     with plain_errors():
         table = of.fault_table(directory)
-        damaged = of.damages(directory)
+        has_gaps = bool(damaged := of.damages(directory))
         shown: list[object] = [table if table.rows else "no fault was noticed in these traces"]
-        if damaged:
+        if has_gaps:
             shown += ["these traces have gaps: faults, and what they cost, may be missing above"]
         shown += [of.fired(directory), of.place_table(directory), of.input_wait(directory)]
-        shown += [of.checkpoints(directory, has_gaps=bool(damaged)), of.went_on(directory)]
+        shown += [of.checkpoints(directory, has_gaps), of.went_on(directory, has_gaps)]
     for part in filter(None, shown):
         # a path that is folded can be copied by nobody
         console().print(part, markup=False, soft_wrap=isinstance(part, str))

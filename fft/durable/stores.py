@@ -21,6 +21,7 @@ from typing import IO, Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from fft.util.errors import FftError
+from fft.util.full_disk import is_disk_full
 
 PARTIAL = ".partial-"
 """Between the name of a checkpoint and that of the attempt at it, while it is being written."""
@@ -31,7 +32,6 @@ _WRITERS = ".writers.lock"
 """Shared by all processes of jobs that take checkpoints."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What some file systems say to a lock."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class LocalStore:
                 file.flush()
         except OSError as error:
             text = f"no checkpoints can be written to {self._root}: {error}"
-            if error.errno in _NO_ROOM:
+            if is_disk_full(error):
                 raise NoRoom(
                     f"{text}. What is there stays as it is: free room for one checkpoint more than "
                     "are kept, and give the same command again"

@@ -76,8 +76,14 @@ class AuditReport:
     def ok(self) -> bool:
         """Whether nothing was found, and nothing is missing."""
         scopes = (*self.inner, *self.stages)
-        whole = not self.gaps and not self.diverged and all(scope.ok for scope in scopes)
-        return whole and all(f.violation is None for f in self.findings)
+        return self.is_sound and not self.gaps and all(scope.ok for scope in scopes)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was found in what there is; lines may be missing."""
+        scopes = (*self.inner, *self.stages)
+        is_good = not self.diverged and all(scope.is_sound for scope in scopes)
+        return is_good and all(f.violation is None for f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -228,9 +228,9 @@ def input_wait(directory: str | Path) -> str:
     )
 
 
-def went_on(directory: str | Path) -> str | None:
+def went_on(directory: str | Path, has_gaps: bool = False) -> str | None:
     """Where the next start of the job went on, and how far this one had come; None: it was the
-    last one."""
+    last one. ``has_gaps``: the traces of this one have damages."""
     after = start_after(Path(directory).resolve())
     if after is None:
         return None
@@ -246,7 +246,7 @@ def went_on(directory: str | Path) -> str | None:
     where = f"from the checkpoint of step {max(begun, default=0)}"
     if not any(begun):
         where = "at its beginning" if begun else "at a step that its traces do not tell"
-    least = " at least" if damages(directory) else ""
+    least = " at least" if has_gaps else ""
     return (
         f"this start had come to step {reached}{least} when it ended; the job was started again "
         f"{where}: fft report {after}"

@@ -85,8 +85,8 @@ class JobAudit:
     @property
     def is_only_incomplete(self) -> bool:
         """Whether traces have gaps, and nothing else was found."""
-        starts = [start for start in self.starts if start.gaps or not start.ok]
-        return self.resumed.violation is None and bool(starts) and all(map(_lacks_lines, starts))
+        is_sound = self.resumed.violation is None and all(start.is_sound for start in self.starts)
+        return is_sound and not all(start.ok for start in self.starts)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; of one start, that of `AuditReport`."""
@@ -258,10 +258,3 @@ def _loaded(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return line if isinstance(line, dict) else {}
-
-
-def _lacks_lines(start: AuditReport) -> bool:
-    """Whether all that is wrong with it is that its traces have gaps."""
-    scopes = (*start.inner, *start.stages)
-    is_sound = not start.diverged and all(f.violation is None for f in start.findings)
-    return is_sound and all(scope.ok or _lacks_lines(scope) for scope in scopes)

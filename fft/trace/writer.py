@@ -10,7 +10,6 @@ training does not depend on its trace. Never imports the engine.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local
 from fft.trace.format import FORMAT, chain, where
+from fft.util.full_disk import is_disk_full
 from fft.util.names import in_file_name
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class TraceWriter:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, flags, 0o644)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if not is_disk_full(error):
                     raise
                 logger.error("no trace: %s; training continues, and cannot be audited", error)
                 self._problem = str(error)

@@ -93,7 +93,7 @@ def test_starts_whose_traces_have_gaps_are_judged_by_what_is_there(root: Path) -
     assert "note: g7r0i1.jsonl is empty: its process ended before it joined, or found" in text
     assert "started again at a step that its traces do not tell: fft report" in str(went_on(root))
     assert "had come to step 9 when it ended" in str(went_on(root))
-    assert "at least when it ended" in str(went_on(root / "start2"))
+    assert "at least when it ended" in str(went_on(root / "start2", has_gaps=True))
 
 
 def with_a_gap(path: Path) -> None:

@@ -28,15 +28,21 @@ def last_epoch(bus: ErrorBus) -> Record | None:
 
     Raises BusError, UnreadableMessage.
     """
-    head = head_of(bus)
-    if head is None:
+    if (found := _newest(bus)) is None:
+        return None
+    head, epoch = found
+    stay = (entry for entry in epoch.members if entry.group not in head.leavers)
+    return epoch if all(_has_left(entry, bus) for entry in stay) else None
+
+
+def _newest(bus: ErrorBus) -> tuple[Record, Record] | None:
+    """The newest record, and its epoch with all members; None: there is none, or it is being
+    written down. Raises BusError, UnreadableMessage."""
+    if (head := head_of(bus)) is None:
         return None
     listed = bus.read(EPOCH)  # it may be late by a moment
     epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
-    if epoch is None or epoch.epoch != head.epoch:
-        return None
-    stay = (entry for entry in epoch.members if entry.group not in head.leavers)
-    return epoch if all(_has_left(entry, bus) for entry in stay) else None
+    return None if epoch is None or epoch.epoch != head.epoch else (head, epoch)
 
 
 def _has_left(entry: GroupEntry, bus: ErrorBus) -> bool:
@@ -50,10 +56,9 @@ def complete(view: JobView, buses: Iterable[ErrorBus]) -> None:
     Given the buses of its scopes. Raises BusError, UnreadableMessage.
     """
     for bus in buses:
-        head, listed = head_of(bus), bus.read(EPOCH)
-        epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
-        if head is None or epoch is None or epoch.epoch != head.epoch:
+        if (found := _newest(bus)) is None:
             continue  # the next look will find them
+        head, epoch = found
         for peer in epoch.peers:
             view.see_member(peer, head.step, has_committed=head.kind == "commit")
 

@@ -59,11 +59,9 @@ class Cleared:
 class Gathering:
     """Of one attempt; used by the thread of the first rank of the group that writes.
 
-    ``cleared``: where it is remembered when it was removed.
-
     ``left``: which groups have left the job since, or have been started anew. ``is_awaited``:
     whether others can come to their place only later. ``superseded``: this rank has begun another
-    attempt.
+    attempt. ``cleared``: where it is remembered that this one was removed.
     """
 
     def __init__(
@@ -103,9 +101,8 @@ class Gathering:
             files = store.files(directory)
             if MANIFEST in files:
                 return  # it is a checkpoint: only that it got its name has failed
-            is_free = is_passed or self._superseded.is_set()
-            is_free = is_free or not self._closing.is_set()
-            if files and not is_free and not self._have_all_said(found, is_failed=True):
+            is_left = self._closing.is_set() and not (is_passed or self._superseded.is_set())
+            if files and is_left and not self._have_all_said(found, is_failed=True):
                 logger.warning(
                     "%s is left to the next start: not all ranks have said that they write no more "
                     "in it",
