@@ -1,4 +1,4 @@
-"""Function length limit: a function is read in one go. Files have no limit; a file holds one concept."""
+"""Limit on the length of functions. Files have no limit: a file holds one concept."""
 
 from __future__ import annotations
 
