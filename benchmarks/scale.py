@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from scale_report import render
 
-from fft.bus.tcplisten import PAUSE_S
+from fft.bus.tcpstore import PAUSE_S
 from fft.bus.tcpserver import host_store
 from fft.messages.protocol import BusMessage, Decision, Event, decode, encode
 from fft.protocol.load import load_spec

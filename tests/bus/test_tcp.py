@@ -19,8 +19,7 @@ from waiting import wait_until
 from fft.bus import BusClosed, BusError, BusForgot, BusOverrun, BusUnreachable, open_bus, serve_tcp
 from fft.bus.base import RING_MESSAGES, Topic
 from fft.bus.tcpclient import length, put
-from fft.bus.tcpring import Ring
-from fft.bus.tcpstore import TcpBus
+from fft.bus.tcpstore import Ring, TcpBus
 
 Start = Callable[..., Child]
 
