@@ -1,7 +1,8 @@
 """Pages of the site that are made when it is built, and links between pages and repository.
 
-A hook of mkdocs (``make docs``). The start page is README, ``design.md`` is DESIGN, the examples
-are shown as they are; the pages on commands, specs and timeouts are made from the code.
+A hook of mkdocs (``make docs``). The start page is README; DESIGN, CONTRIBUTING, CHANGELOG become
+pages as well. Examples are shown as they are. The pages about commands, specs and timeouts are made
+from the code.
 """
 
 from __future__ import annotations
@@ -134,7 +135,12 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/timeouts.md": timeouts,
     **{f"examples/{name}.md": (lambda name=name: example(name)) for name in EXAMPLES},
 }
-FROM_ROOT = {"index.md": ROOT / "README.md", "design.md": ROOT / "DESIGN.md"}
+FROM_ROOT = {
+    "index.md": ROOT / "README.md",
+    "design.md": ROOT / "DESIGN.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+}
 
 
 # --- links ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.rooms import PAGE, direct, imports, lines
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", PAGE, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 MADE_BY_THE_SITE = {"reference/cli.md", "reference/spec.md", "reference/timeouts.md"}
 
 
