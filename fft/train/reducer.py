@@ -104,6 +104,8 @@ class Reducer:
         self.model = f"{len(named)} parameters with {numbers} numbers ({digest})"
         """The whole model, frozen or not, in words, and a digest: equal in all groups."""
         self._is_quiet = False
+        self._quiet_at_begin: bool | None = None
+        """`_is_quiet` as the step function began; None: a rollback has restored it."""
         self._armed: int | None = None
         """The backward (autograd's graph task) at whose end the rest is done."""
         self._armed_by = 0
@@ -134,14 +136,20 @@ class Reducer:
             self._lay_out()
         self._come_last()
         self._forget()
+        self._quiet_at_begin = self._is_quiet
         for bucket in self._buckets:
             bucket.leave_to_user()
         self._is_unreduced, self._refused = False, None
         self._pristine = {} if exact else None
 
     def reset(self) -> None:
-        """After a rollback: no buffer that an aborted reduction has touched is used again."""
+        """After a rollback: no buffer that an aborted reduction has touched is used again.
+
+        A flag such as ``require_backward_grad_sync`` that the step function changed is restored.
+        """
         self._forget()
+        if self._quiet_at_begin is not None:
+            self._is_quiet, self._quiet_at_begin = self._quiet_at_begin, None
         for bucket in self._buckets:
             bucket.drop()
 

@@ -5,11 +5,34 @@ Touches FSDP2's own state of the modules, by the attributes of torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+_UNIT_SETTINGS = (
+    "_auto_reshard_after_forward",
+    "_states_to_forward_prefetch",
+    "_states_to_backward_prefetch",
+)
+_ITERATION_SETTINGS = ("is_last_backward", "post_optim_event")
+_GROUP_SETTINGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "post_forward_mesh_info",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+    "_all_reduce_hook_stream",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+    "reduce_scatter_max_input_buffers",
+    "unshard_in_backward",
+    "unshard_async_op",
+)
 
 
 def _fsdp_states(models: Sequence[nn.Module]) -> Iterator[Any]:
@@ -46,3 +69,37 @@ def reshard(models: Sequence[nn.Module]) -> None:
         for group in state._fsdp_param_groups:
             if not group.is_sharded:
                 group._to_sharded()
+
+
+def capture_settings(models: Sequence[nn.Module]) -> list[Callable[[], None]]:
+    """Return functions that restore everything that the setters of FSDPModule change.
+
+    The covered setters are all ``set_*`` methods of torch 2.13; `reset_fsdp` handles the state of
+    an iteration.
+    """
+    return [_restoring(state) for state in _fsdp_states(models)]
+
+
+def _restoring(state: Any) -> Callable[[], None]:
+    unit = {name: getattr(state, name) for name in _UNIT_SETTINGS if hasattr(state, name)}
+    iteration = {name: getattr(state._state_ctx, name) for name in _ITERATION_SETTINGS}
+    groups = [
+        (
+            group,
+            {name: getattr(group, name) for name in _GROUP_SETTINGS if hasattr(group, name)},
+            getattr(group.mesh_info, "reduce_scatter_process_group", None),
+        )
+        for group in state._fsdp_param_groups
+    ]
+
+    def restore() -> None:
+        vars(state).update(unit)
+        vars(state._state_ctx).update(iteration)  # the first forward replaces this object
+        for group, settings, scatter_group in groups:
+            vars(group).update(settings)
+            if hasattr(group.mesh_info, "reduce_scatter_process_group"):
+                group.mesh_info.reduce_scatter_process_group = scatter_group
+            if state._is_root and state._auto_reshard_after_forward:
+                group.post_forward_mesh_info = None  # as the first forward has left it
+
+    return restore

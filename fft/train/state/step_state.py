@@ -41,7 +41,7 @@ from fft.train.state.serial import (
     spread_as,
     tensors_of,
 )
-from fft.train.state.sharded import reset_fsdp, reshard
+from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
 from fft.util.errors import FftError
 
 
@@ -77,6 +77,9 @@ class _Capture:
     """Whether each module was in training mode: a body may be cut in an evaluation."""
     trained: dict[str, bool] = field(default_factory=dict)
     """Whether each parameter needed a gradient: a body may be cut while some are frozen."""
+    settings: list[Callable[[], None]] = field(default_factory=list)
+    """Each function restores switches that the step function may have been using: those of FSDP2's
+    modules, and whether torch records gradients."""
     buffers: list[Buffer] = field(default_factory=list)
     rng: list[Callable[[], None]] = field(default_factory=list)
     hyper: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -136,6 +139,7 @@ class StepState:
             versions={name: edit_count(p) for name, p in self._parameters.items()},
             modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
+            settings=[*capture_settings(self._models), _capture_grad_mode()],
             buffers=list(capture_buffers(modules)),
             rng=capture_random(self.generators),
             hyper=[[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
@@ -183,6 +187,8 @@ class StepState:
             module.training = mode
         for name, trained in saved.trained.items():
             self._parameters[name].requires_grad_(trained)
+        for put_back in saved.settings:
+            put_back()
         restore_buffers(saved.buffers)
         for optimizer, groups in zip(self._optimizers, saved.hyper, strict=True):
             # one that the user has added since has nothing to be put back
@@ -425,3 +431,13 @@ class StepState:
             zip(self._optimizers, state["optimizers"], strict=True)
         ):
             check_optimizer(f"optimizers[{i}]", optimizer, names, values)
+
+
+def _capture_grad_mode() -> Callable[[], None]:
+    """``torch.set_grad_enabled(False)`` for an evaluation has no ``finally``."""
+    enabled = torch.is_grad_enabled()
+
+    def restore() -> None:
+        torch.set_grad_enabled(enabled)
+
+    return restore
