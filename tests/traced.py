@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jobs import HSDP, Job
 
-from fft.messages.protocol import Applied, Event, Peer, Prepared
+from fft.messages.protocol import Applied, Event, Healed, Peer, Prepared
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.prove.cluster import Node
+from fft.trace.format import DIGESTS
 from fft.trace.inputs import LOOP, TORCHFT
 from fft.trace.writer import TraceWriter, header
 
@@ -22,13 +23,24 @@ from fft.trace.writer import TraceWriter, header
 class TracedJob(Job):
     """A job of pure participants that writes the traces that engines would."""
 
-    def __init__(self, directory: Path, groups: int = 2, ranks: int = 1, **config: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        groups: int = 2,
+        ranks: int = 1,
+        *,
+        owes: bool | None = None,
+        silent: Iterable[str] = (),
+        **config: Any,
+    ) -> None:
         self.directory = directory
         self.writers: dict[object, TraceWriter] = {}
         self.loops: set[Peer] = set()
         """Whose loop is in their traces."""
         self.clock = 0.0
         self.digest: str | None = None
+        self.owes, self.silent = owes, set(silent)
+        """Whether headers state that digests are owed, and groups that bring none all the same."""
         super().__init__(groups, ranks, **config)
 
     def post(self, node: Node, event: Event) -> None:
@@ -39,6 +51,10 @@ class TracedJob(Job):
             self.writers[node.peer].note(LOOP, said, node.local)
         if self.digest is not None and isinstance(event, Prepared | Applied):
             event = replace(event, digest=f"{self.digest} {node.local.token}")
+        if self.digest is not None and self.owes and isinstance(event, Healed):
+            event = replace(event, digest=f"{self.digest} epoch {event.epoch}")
+        if node.peer.group in self.silent and isinstance(event, Prepared | Applied | Healed):
+            event = replace(event, digest=None)
         super().post(node, event)
 
     def _now(self) -> float:
@@ -49,7 +65,8 @@ class TracedJob(Job):
         node = super().add(*args, **config)  # type: ignore[arg-type]
         node.local = replace(node.local, cursor=cursor, batches=batches)
         writer = TraceWriter(self.directory, node.peer, (self._now, self._now))
-        writer.write("header", header(HSDP, node.participant.config, node.local))
+        more = {} if self.owes is None else {"owes": {DIGESTS: self.owes}}
+        writer.write("header", header(HSDP, node.participant.config, node.local, **more))
         self.writers[node.peer] = writer
         return node
 

@@ -21,6 +21,7 @@ from fft.trace.flow import Flow, judge_entries, judge_flow
 from fft.trace.format import INNER, SCOPES, inner_folder
 from fft.trace.inner_steps import InnerSteps
 from fft.trace.inputs import CONSUMED, Given, Inputs, Owed
+from fft.trace.owed_digests import OwedDigests, judge_digests
 from fft.trace.read import GAP, AuditError, TraceFile, has_gap, read_lines, read_trace, trace_files
 from fft.trace.replay import Note, Replay, participant_of, replay
 
@@ -65,6 +66,8 @@ class AuditReport:
     """The job ended with the last of them."""
     no_state: str | None = None
     """What is to be said of an end with ``NoState``."""
+    ended: bool = True
+    """At least one trace has a final record."""
     inner: list[AuditReport] = field(default_factory=list)
     """Of the scopes inside of replica groups, each a job of its own; by group and its store."""
     stages: list[AuditReport] = field(default_factory=list)
@@ -100,6 +103,7 @@ class AuditReport:
             "divergences": self.divergences,
             "diverged": self.diverged,
             "no_state": self.no_state,
+            "ended": self.ended,
             "inner": [scope.to_json() for scope in self.inner],
             "stages": [scope.to_json() for scope in self.stages],
             "invariants": [
@@ -138,7 +142,7 @@ class AuditReport:
             lines += scope._as_part(f"inside of group {scope.directory.name}")
         for scope in self.stages:
             lines += scope._as_part(f"scope {scope.directory.name}")
-        lines.append(f"verdict: {self._verdict(is_only)}")
+        lines.append(f"verdict: {self._verdict(is_only)}{'' if self.ended else NO_END}")
         return "\n".join(lines)
 
     def _as_part(self, name: str) -> list[str]:
@@ -164,6 +168,12 @@ class AuditReport:
         if self.no_state is not None:
             return f"{kept}; the job ended with NoState"
         return kept
+
+
+NO_END = (
+    "; NO END: no trace has a final record, so either every process was killed, or the job still "
+    "runs and this audit covers only what is written so far"
+)
 
 
 def _verdict(finding: Finding) -> str:
@@ -205,6 +215,7 @@ class _Line:
         # The data of a scope inside of a group are in the notes of the job's.
         owed = Owed(head) if head and not _is_inner(path.parent, head) else None
         self.inputs = Inputs(found.inputs, found.given, owed, group, path.name)
+        self.digests = OwedDigests(head, path.name)
         self.inner = InnerSteps(found.inner_steps, owed, _has_inner_steps(path.parent, head))
 
     def step(self) -> None:
@@ -219,6 +230,7 @@ class _Line:
         """Judge what this trace tells of steps and their data."""
         if isinstance(item, Move):
             self.inputs.move(item, judge.weigh)
+            self.digests.move(item)
             return
         try:
             self.inner.take(item.place, item.line, judge.weigh)
@@ -297,7 +309,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         whole.expect(said is None, said or "", line.file.path.name)
     findings = [whole, found.replay, *judged]
     findings += [barriers.finding(is_whole=not cut and not judge.truncated)]
-    findings += [found.inner_steps, found.inputs]
+    findings += [found.inner_steps, found.inputs, judge_digests([line.digests for line in lines])]
     inner = [audit_dir(folder) for folder in sorted((root / INNER).glob("*"))]
     findings.append(_judge_inner_scopes(root, lines, {scope.directory: scope for scope in inner}))
     if flow is not None:
@@ -321,6 +333,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         divergences=ends.divergences(),
         diverged=ends.diverged,
         no_state=ends.without_state(),
+        ended=ends.has_final_record,
         inner=inner,
         stages=stages,
         flow=flow,

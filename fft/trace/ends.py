@@ -29,6 +29,8 @@ class Ends:
         self._without_state: list[tuple[Peer, Record | None]] = []
         """Who stopped so, and the newest record that it knew."""
         self.bytes_healed = 0
+        self.has_final_record = False
+        """A participant has ended in a way that its trace tells."""
 
     def take(self, move: Move) -> None:
         """One move."""
@@ -45,6 +47,7 @@ class Ends:
             self._ballots.setdefault(move.before.token, (apart, odd_ones(votes) or ()))
         if isinstance(move.event, Healed):
             self.bytes_healed += move.event.bytes
+        self.has_final_record |= move.entered("terminal")
         for effect in move.out.effects:
             if isinstance(effect, Finish) and effect.error == "NoState":
                 self._without_state.append((move.peer, move.after.head))

@@ -19,6 +19,9 @@ RUNS = 1024
 """Of the numbers of records of one kind, as who reads traces side by side counts them: runs that it
 keeps. Where each commit ends an epoch, each record is a run of its own."""
 
+DIGESTS = "digests"
+"""In ``owes`` of a header: whether each commit and each heal of the process has a digest."""
+
 NO_REFORM = "no_reform"
 """A note: since the header, the ranks of this group can be replaced no more."""
 

@@ -18,6 +18,7 @@ from fft.protocol.participant import Participant
 from fft.protocol.state import GENESIS, Config, Local
 from fft.protocol.table import Table
 from fft.protocol.timeouts import timers
+from fft.trace.format import DIGESTS
 from fft.trace.writer import header
 from fft.train.common_settings import common_settings, refuse_other_settings
 from fft.train.hangs import hung
@@ -58,7 +59,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     participant = Participant(Table(spec), config)
     local = _initial(manager, parts, participant)
     reforms = job.reforms = _can_reform(parts, config)
-    job.trace.write("header", header(spec, config, local, reforms=reforms))
+    owes = {DIGESTS: parts.state.owes_digests}
+    job.trace.write("header", header(spec, config, local, reforms=reforms, owes=owes))
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)

@@ -214,8 +214,13 @@ class RankState:
             raise FftError("call manager.register(model, optimizer) before digest()")
         return self.step.digest()
 
+    @property
+    def owes_digests(self) -> bool:
+        """Whether each commit and each heal of this rank has a digest for the audit."""
+        return self._digests and self.shared is not None
+
     def digest_for_audit(self) -> str | None:
-        """What the audit compares between replicas, if that is wanted."""
+        """Digest that the audit compares between replicas; None if none is owed."""
         if not self._digests or self.shared is None:
             return None
         return self.shared.digest(buffers=False)

@@ -147,6 +147,9 @@ def test_a_nan_is_committed_and_shows_in_the_audit_where_replicas_differ(
         last[note["group"]] = note["data"]["loss"]
     report = audit_dir(traces)
     assert math.isnan(last["1"])
+    owed = next(finding for finding in report.findings if finding.name == "digests")
+    assert owed.checks >= 2 * 8 and owed.violation is None, "each commit, as the headers state"
+    assert report.ended
     if where == "before":  # all groups have got the same NaN
         assert math.isnan(last["0"])
         assert report.ok, report.render()

@@ -18,7 +18,7 @@ from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Event, Fault, Peer, Prepared, Token
 from fft.prove.cluster import Node
 from fft.trace import audit, ends, flow
-from fft.trace.audit import AuditError, audit_dir, read_lines
+from fft.trace.audit import NO_END, AuditError, audit_dir, read_lines
 from fft.trace.barriers import Barriers
 from fft.trace.format import chain
 from fft.trace.report import fired, incidents, input_wait, save_plan
@@ -70,6 +70,63 @@ def test_what_had_nothing_to_check_is_not_said_to_be_ok(tmp_path: Path, digest: 
     else:
         assert "ok, 3 digests compared" in lines["replicas_equal"]
         assert lines["divergence"].endswith("6 checks  ok")
+
+
+@pytest.mark.parametrize("silent", [(), ("1",), ("0", "1")], ids=str)
+def test_digests_owed_by_the_header_are_missed_by_group(
+    tmp_path: Path, silent: tuple[str, ...]
+) -> None:
+    job = TracedJob(tmp_path, owes=True, silent=silent)
+    job.digest = "equal"
+    for _ in range(3):
+        job.step()
+    job.close()
+    report = audit_dir(tmp_path)
+    (finding,) = (f for f in report.findings if f.name == "digests")
+    assert finding.checks == 2 * 4, "one heal and three commits of each group"
+    assert report.ok == (not silent)
+    for group in silent:
+        assert f"group {group} rank 0 lacks 4 of 4 digests" in str(finding.violation)
+        assert finding.place.startswith(f"g{silent[0]}r0i1.jsonl:")
+
+
+def test_digests_of_traces_whose_header_does_not_state_them_are_not_missed(tmp_path: Path) -> None:
+    """As in traces of older versions."""
+    job = TracedJob(tmp_path, silent=("1",))
+    job.digest = "equal"
+    job.step()
+    job.close()
+    report = audit_dir(tmp_path)
+    assert report.ok
+    assert "digests                0 checks  not checked" in report.render()
+
+
+def test_digests_that_only_some_headers_state_are_a_finding(tmp_path: Path) -> None:
+    job = TracedJob(tmp_path, owes=True)
+    job.digest = "equal"
+    job.step()
+    job.close()
+    path = tmp_path / "g1r0i1.jsonl"
+    rewrite(path, lambda r: [{**r, "owes": {"digests": False}} if r["kind"] == "header" else r])
+    (finding,) = (f for f in audit_dir(tmp_path).findings if f.violation)
+    assert finding.name == "digests" and finding.place == "g1r0i1.jsonl:1"
+    assert "group 1 rank 0 states that it owes no digests" in str(finding.violation)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_verdict_tells_whether_a_trace_has_a_final_record(tmp_path: Path, ends: bool) -> None:
+    job = TracedJob(tmp_path, 2)
+    job.step()
+    if ends:
+        job.drain("1")
+        for _ in range(3):
+            job.step()
+    else:
+        job.kill_group("1")
+    job.close()
+    report = audit_dir(tmp_path)
+    assert report.ok and report.to_json()["ended"] == ends
+    assert report.render().endswith(NO_END) != ends
 
 
 def _apart(directory: Path, groups: int, **config: Any) -> None:

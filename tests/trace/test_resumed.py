@@ -15,6 +15,7 @@ from traced import TracedJob, peak_of
 from fft.messages.protocol import Applied, Event, Healed, Peer, Record
 from fft.prove.cluster import Node
 from fft.trace import resumed
+from fft.trace.audit import NO_END
 from fft.trace.report import went_on
 from fft.trace.resumed import audit_job
 from fft.trace.writer import TraceWriter
@@ -173,8 +174,8 @@ def test_a_start_after_the_end_is_said_to_have_done_nothing(tmp_path: Path) -> N
     verdicts = [x for x in found.render().splitlines() if x.startswith("verdict")]
     nothing = "this start committed nothing, and no step was checked; "
     assert verdicts == [
-        "verdict: no violation",
-        f"verdict: {nothing}no violation",
+        f"verdict: no violation{NO_END}",
+        f"verdict: {nothing}no violation{NO_END}",
         "verdict of all: ok",
     ]
 
