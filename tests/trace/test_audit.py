@@ -90,7 +90,7 @@ def test_digests_owed_by_the_header_are_missed_by_group(
         assert finding.place.startswith(f"g{silent[0]}r0i1.jsonl:")
 
 
-def test_digests_of_traces_whose_header_does_not_state_them_are_not_missed(tmp_path: Path) -> None:
+def test_audit_misses_no_digests_in_traces_without_owes(tmp_path: Path) -> None:
     """As in traces of older versions."""
     job = TracedJob(tmp_path, silent=("1",))
     job.digest = "equal"
