@@ -20,9 +20,11 @@ refused by those that began meanwhile, until it has heard or read anything: it d
 out. One gap remains: a recording of the very epoch in which a listener begins, from a session that
 has been silent since, can be played to that listener once.
 
-Sessions are held in a table of `MAX_SESSIONS`. The session that was silent for longest is dropped,
-and the listener's beginning moves to its last epoch, so that only its messages of that one epoch
-could be repeated.
+Sessions are held in a table. Beyond `MAX_SESSIONS` the session that was silent for longest is
+dropped, and the listener's beginning moves beyond its last epoch, so none of its messages can be
+repeated. A session of the newest epoch is never dropped: the listener would then have to refuse all
+new senders of this epoch, or to accept recordings of it. So the table can exceed `MAX_SESSIONS` by
+the senders of one epoch, all of which have the token.
 
 **Registers and votes** carry a keyed hash of their value under a key for their name, so equal
 values have equal bytes, as `compare_set` needs. A register with a foreign value raises `BusForged`:
@@ -69,7 +71,7 @@ from fft.util.log_sampler import LogSampler
 SEAL_BYTES = 256
 """What sealing adds to a message or value, at most."""
 MAX_SESSIONS = 65_536
-"""Senders that a listener knows at one time."""
+"""Senders of older epochs that a listener keeps in its table."""
 
 _TAG_BYTES = 32
 _KEYS = 256
@@ -97,7 +99,8 @@ class _Channel:
     def __init__(self, name: str, key: bytes, began: int, limit: int) -> None:
         self.name = name
         self._key = key
-        self._began = began
+        self._began = self._newest = began
+        """Epoch from which on unknown sessions are accepted, and the newest epoch received."""
         self._limit = limit
         self._heard: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         """Session → its newest number and epoch; who was silent for longest first."""
@@ -128,9 +131,12 @@ class _Channel:
             raise _Refused("repeated", claims)
         self._heard[session] = number, epoch
         self._heard.move_to_end(session)
+        self._newest = max(self._newest, epoch)
         if len(self._heard) > self._limit:
-            _, (_, last) = self._heard.popitem(last=False)
-            self._began = max(self._began, last)
+            silent, (_, last) = next(iter(self._heard.items()))
+            if last < self._newest:  # else its recordings of this epoch would be accepted again
+                del self._heard[silent]
+                self._began = max(self._began, last + 1)
 
 
 class _Listening(Subscription):

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from bus_helpers import Heard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fft.bus import MAX_MESSAGE_BYTES, BusForged, Refusal, open_job_bus, serve_tcp
 from fft.bus.base import HEAD, TOPICS, Topic
 from fft.bus.memory import MemoryBus
-from fft.bus.sealed import SealedBus
-from fft.bus.token import JobToken, TokenError
+from fft.bus.sealed import SealedBus, _Channel, _Refused
+from fft.bus.token import JobToken, TokenError, mac
 
 TOKEN = JobToken.fresh()
 
@@ -233,7 +235,7 @@ def test_whom_a_joiner_speaks_to_can_answer(place: Place) -> None:
     assert inbox.wait(1) == [b"here"]
 
 
-def test_the_table_of_sessions_is_bounded_and_nobody_honest_suffers(place: Place) -> None:
+def test_nobody_honest_suffers_from_the_bound_on_sessions(place: Place) -> None:
     bus = place.open(max_sessions=8)
     first = place.open()
     old = recorded(place, b"first", by=first)
@@ -249,6 +251,50 @@ def test_the_table_of_sessions_is_bounded_and_nobody_honest_suffers(place: Place
     assert messages == [b"%d" % n for n in range(30)] + [b"again", b"end"]
     # It was recorded before the listener began, and after that its session was known.
     assert bus.refusals() == {"stale": 1, "repeated": 1}
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["in its epoch", "in a later epoch"])
+def test_listener_refuses_recordings_however_many_senders_came_after(
+    place: Place, ahead: int
+) -> None:
+    bus, others = place.open(max_sessions=8), [place.open() for _ in range(30)]
+    place.reach(1)
+    heard, tap = Heard(bus), Heard(place.raw)
+    for number in range(3):
+        others[0].broadcast(b"victim %d" % number)
+    frames = list(tap.wait(3))
+    place.reach(1 + ahead)
+    for number, other in enumerate(others[1:]):
+        other.broadcast(b"%d" % number)
+    assert len(heard.wait(32)) == 32
+    assert after(bus, place) == []
+    for frame in frames:
+        place.raw.broadcast(frame)
+    others[0].broadcast(b"back")
+    expected = [b"victim %d" % n for n in range(3)] + [b"%d" % n for n in range(29)]
+    assert heard.wait(34) == [*expected, b"honest", b"back"]
+    assert sum(bus.refusals().values()) == 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.booleans()), max_size=60))
+def test_no_frame_is_accepted_twice_and_the_table_stays_small(
+    steps: list[tuple[int, int, bool]],
+) -> None:
+    """Senders talk while epochs pass, and recordings of all of them are played at any time."""
+    channel, key = _Channel("broadcast", b"k", 0, 3), b"k"
+    epoch, numbers, recorded = 0, [0] * 10, list[bytes]()
+    for sender, more, replay in steps:
+        if replay and recorded:
+            with pytest.raises(_Refused):
+                channel.open(recorded[(sender * 7 + more) % len(recorded)])
+            continue
+        epoch, numbers[sender] = epoch + more // 2, numbers[sender] + 1
+        said = b"fft1 who %016x %d %d" % (sender, numbers[sender], epoch)
+        tag = mac(key, said + b"\n").hex().encode()
+        recorded.append(said + b" " + tag + b"\n")
+        assert channel.open(recorded[-1]) == (epoch, b"")
+        assert len([e for _, e in channel._heard.values() if e < epoch]) <= 3
 
 
 def test_a_register_that_is_not_ours_is_not_read(place: Place) -> None:
