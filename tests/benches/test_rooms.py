@@ -11,6 +11,7 @@ from benchmarks.rooms import PAGE, direct, imports, lines
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+RECORD_SECTIONS = ["Context", "Decision", "Alternatives rejected", "Consequences"]
 MADE_BY_THE_SITE = {"reference/cli.md", "reference/spec.md", "reference/timeouts.md"}
 
 
@@ -46,10 +47,16 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
 
 
-def test_every_decision_is_in_the_list() -> None:
+def test_decision_index_lists_each_record_with_its_date() -> None:
     folder = ROOT / "docs" / "decisions"
-    listed = re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text(encoding="utf-8"))
-    assert sorted(listed) == sorted({path.name for path in folder.glob("*.md")} - {"index.md"})
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\[([^]]+)\]\(([\w-]+\.md)\) \| (\S+) \|", index)
+    records = {path.name for path in folder.glob("*.md")} - {"index.md"}
+    assert sorted(name for _, name, _ in listed) == sorted(records)
+    for title, name, date in listed:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.startswith(f"# {title}\n\n- Date: {date}\n- Status: "), name
+        assert re.findall(r"^## (.*)", text, re.M) == RECORD_SECTIONS, name
 
 
 def test_files_that_the_pages_name_are_there() -> None:
