@@ -59,26 +59,26 @@ def test_scenario_runs_as_it_says(path: Path, request: pytest.FixtureRequest) ->
 def test_every_row_of_the_fault_table_has_its_scenario() -> None:
     """What docs/explanation/faults.md says, and the files that show it."""
     shown = {
-        "exception in the body": "exception_in_the_body",
+        "exception in the step function": "exception_in_the_body",
         "collective fails on one side": "collective_fails_on_one_side",
         "fault after the vote": "fault_after_the_vote",
         "`optimizer.step()` fails after COMMIT": "optimizer_fails_after_commit",
         "rank or group killed": "group_killed_before_its_vote",
         "one rank of a group killed": "rank_lost_and_replaced",
         "a second rank lost while a group re-forms": "rank_lost_while_another_is_replaced",
-        "who came for a lost rank is lost too, before its first commit": "successor_lost_too",
+        "the replacement of a lost rank is lost before its first commit": "successor_lost_too",
         "one rank of a group killed, and its script does not allow re-forming": (
             "one_rank_of_a_group_killed"
         ),
         "false suspicion": "false_suspicion_nothing_lost",
         "the user skips a step (an inf, a loss that is not finite)": "skip_by_one",
         "states of replicas differ": "states_differ_stop",
-        "a group comes when all have left": "join_after_the_end",
-        "a rank leaves while its group asks to come in, and its mates do not hear of it": (
+        "a group joins after all have left": "join_after_the_end",
+        "a rank leaves while its group asks to join, and its group does not receive the message": (
             "mate_leaves_unheard"
         ),
         "decision message lost": "decision_lost_commit",
-        "more messages than the bus keeps (1,024) pass a participant, as in a long hang": (
+        "a participant misses more messages than the bus keeps (1,024), as in a long hang": (
             "overrun_in_doubt"
         ),
         "coordinator killed": "coordinator_killed",
@@ -89,33 +89,33 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "bus gone": "bus_comes_back_empty",
         "repeated rollbacks without a commit": "repeated_rollbacks_pause",
         "slow group of an asynchronous job": "group_left_behind",
-        "group of an asynchronous job killed between two synchronisations": (
+        "group of an asynchronous job killed between two synchronizations": (
             "group_lost_while_apart"
         ),
     }
     beneath_the_core = {
         "a host vanishes": "e2e/test_vanished_host.py",
-        "who came for a lost rank hangs before its first txn": "e2e/test_reforming.py",
+        "the replacement of a lost rank hangs before its first txn": "e2e/test_reforming.py",
         "a host is lost, and another one has spares for its group": "e2e/test_vanished_host.py",
         "a partition": "e2e/test_vanished_host.py",
         'no quorum (`membership="lighthouse"`)': "e2e/test_lighthouse.py",
         "a member that the quorum leaves out (the same)": "e2e/test_lighthouse.py",
         "slow rank": "e2e/test_injected.py",
         "any fault, while another group evaluates between two txns": "e2e/test_evaluating.py",
-        "a rank lost while its mates evaluate with it": "e2e/test_evaluating.py",
+        "a rank lost while its group evaluates": "e2e/test_evaluating.py",
         "connections of a process group cut": "e2e/test_injected.py",
         "NaN in a gradient": "e2e/test_injected.py",
         "lighthouse restarted": "e2e/test_injected.py",
         "the server of a `tcp://` bus stands still (a paused `fft run`)": "e2e/test_silent_bus.py",
-        "a message, vote or request for state without the job token, changed, or said again": (
+        "a message, vote or state request that is unsigned, changed or replayed": (
             "bus/test_trust.py"
         ),
-        "a register that nobody of the job wrote": "bus/test_trust.py",
+        "a register value from outside the job": "bus/test_trust.py",
         "the head register goes back to an older record": "bus/test_trust.py",
         "no `optimizer.step()` after a commit, since the loop caught an exception": (
             "e2e/test_updates.py"
         ),
-        "`should_commit(timeout=…)` runs out after the vote": "e2e/test_call_timeouts.py",
+        "`should_commit(timeout=…)` expires after the vote": "e2e/test_call_timeouts.py",
         "main thread hangs": "e2e/test_hangs.py",
         "a NATS server killed": "e2e/test_nats_training.py",
         "mistake in the script": "launch/test_mistakes.py",
@@ -123,7 +123,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
             "e2e/test_device_lost.py"
         ),
         "disk full under traces and logs": "e2e/test_durable_short.py",
-        "groups that reduce unlike gradients": "e2e/test_reducer.py",
+        "groups that reduce different gradients": "e2e/test_reducer.py",
         "notice of preemption with a deadline": "e2e/test_notice.py",
         "the same, on one rank of a group": "e2e/test_notice.py",
         "the same, while the bus is silent": "e2e/test_deadline.py",
