@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from scale_report import render
 
-from fft.bus.tcpstore import PAUSE_S
 from fft.bus.tcpserver import host_store
+from fft.bus.tcpstore import PAUSE_S
 from fft.messages.protocol import BusMessage, Decision, Event, decode, encode
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome

@@ -17,7 +17,7 @@ from fft.messages.protocol import Event
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
-from fft.protocol.table import Table, Turn
+from fft.protocol.table import LookupTable, Table, Turn
 from fft.prove.cluster import Cluster, Node
 from fft.trace.writer import TraceWriter
 
@@ -55,10 +55,10 @@ def main() -> None:
     """Measure and print."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 300
     print(f"{'µs':<52}{'median':>9}{'p99':>9}")
-    table = Table(SPEC)
     training = next(name for name, state in SPEC.states.items() if state.role == "training")
-    look_up = times(lambda: table.look_up(Turn(training, lambda _: True), "prepared"), 20_000)
-    show("machine: one row looked up in the table", look_up)
+    for name, table in (("library", Table(SPEC)), ("look-up", LookupTable(SPEC))):
+        taken = times(lambda t=table: t.take(Turn(training, lambda _: True), "prepared"), 20_000)
+        show(f"machine: one row taken, {name}", taken)
 
     recorder = Recorder()
     cluster = Cluster(SPEC, recorder.observe)

@@ -31,9 +31,9 @@ class Reaction(NamedTuple):
 class ThreadTable:
     """The table of a main thread; any number of threads may share it."""
 
-    def __init__(self, spec: ThreadSpec) -> None:
+    def __init__(self, spec: ThreadSpec, table: type[Table] = Table) -> None:
         self.spec = spec
-        self._table = Table(spec)
+        self._table = table(spec)
 
     def role(self, state: str) -> Role:
         """What a state is for."""
@@ -45,7 +45,7 @@ class ThreadTable:
 
     def allows(self, state: str, event: str, facts: Set[str]) -> bool:
         """Whether one of these rows may be taken."""
-        return self._table.look_up(Turn(state, facts.__contains__), event).row is not None
+        return self._table.take(Turn(state, facts.__contains__), event).row is not None
 
     def react(self, state: str, event: str, facts: Set[str] = NO_FACTS) -> Reaction:
         """Find the row for an event.
@@ -57,7 +57,7 @@ class ThreadTable:
             raise ValueError(f"no guard of the main thread is called {', '.join(sorted(unknown))}")
         if event in self.spec.leaves[state].ignore:
             return Reaction(state)
-        turn = self._table.look_up(Turn(state, facts.__contains__), event)
+        turn = self._table.take(Turn(state, facts.__contains__), event)
         if turn.row is None:
             expected = ", ".join(sorted(self.spec.leaves[state].on)) or "nothing more"
             said = f"{event!r} ({', '.join(sorted(facts))})" if facts else repr(event)
@@ -68,6 +68,6 @@ class ThreadTable:
 
 
 @cache
-def shipped_thread() -> ThreadTable:
-    """The table that is shipped."""
-    return ThreadTable(load_thread())
+def shipped_thread(table: type[Table] = Table) -> ThreadTable:
+    """Return the shipped table of the main thread."""
+    return ThreadTable(load_thread(), table)

@@ -177,7 +177,7 @@ class Participant:
 
     def _take_row(self, s: Local, out: Outcome, event: Event, name: str, now: float) -> bool:
         source = s.state
-        turn = self.table.look_up(Turn(source, self._checker(s, event)), name)
+        turn = self.table.take(Turn(source, self._checker(s, event)), name)
         if turn.row is None:
             return False
         roles = (s.role, self.table.spec.leaves[turn.state].state.role)

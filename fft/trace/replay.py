@@ -16,7 +16,7 @@ from fft.protocol.invariants import Finding, Move
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config
-from fft.protocol.table import Table
+from fft.protocol.table import LookupTable, Table
 from fft.trace.format import FORMAT, where
 from fft.trace.read import GAP, Trace, TraceFile
 
@@ -51,7 +51,7 @@ def participant_of(head: dict[str, Any]) -> tuple[Participant, dict[str, Any]]:
 def _shared(spec: str) -> tuple[Table, dict[str, Any]]:
     """The table of a spec, and the spec as plain data: the same for all ranks, which are many."""
     found = json.loads(spec)
-    return Table(FsmSpec.model_validate(found)), found
+    return LookupTable(FsmSpec.model_validate(found)), found
 
 
 def _elsewhere(told: dict[str, Any]) -> Elsewhere:
