@@ -46,7 +46,7 @@ def leased() -> list[dict[str, Any]]:
     ]
 
 
-def test_slices_are_consumed_by_the_register_whoever_lives_to_note_it() -> None:
+def test_consumed_slices_are_counted_from_the_register() -> None:
     found = slices(leased())
     assert found == Slices(granted=4, once=3, twice=0, never=0, held=1)
     assert found.exact and str(found) == "3 / 0 / 0"
@@ -192,7 +192,7 @@ def test_a_window_that_all_drop_is_no_split() -> None:
     assert costs(events)[-1].splits == 0
 
 
-def test_of_a_killed_process_all_is_lost_that_was_not_synchronised() -> None:
+def test_killed_process_loses_all_unsynchronized_work() -> None:
     events = [begin(1, 1, 1), sync(2, 1, 1, 1), begin(3, 1, 2), begin(4, 1, 3)]
     events += [event("fault", 5, 1, kind="kill", step=1), begin(9, 1, 2, pid=999)]
     events += [event("exit", 10, 1, pid=999)]
@@ -200,7 +200,7 @@ def test_of_a_killed_process_all_is_lost_that_was_not_synchronised() -> None:
     assert (found.lost_steps, found.never) == (2, 2)
 
 
-def test_what_a_trace_says_was_fetched_is_put_down_to_the_fault_before_it() -> None:
+def test_fetched_bytes_are_attributed_to_the_preceding_fault() -> None:
     events = [event("fault", 1000, 1, kind="kill", step=3)]
     found = costs(events, [(3600.5, 10), (3601.5, 20)])
     assert [(c.kind, c.transfers, c.transfer_bytes) for c in found if c.transfers] == [
@@ -209,7 +209,7 @@ def test_what_a_trace_says_was_fetched_is_put_down_to_the_fault_before_it() -> N
     ]
 
 
-def test_groups_whose_parameters_differ_are_counted_by_step() -> None:
+def test_divergent_groups_are_counted_by_step() -> None:
     events = [event("fault", 1, 1, kind="kill", step=0)]
     events += [sync(2, 0, 1), sync(2, 1, 1, bits=8), sync(3, 0, 2), sync(3, 1, 2)]
     assert of("kill", costs(events)).unequal == 1

@@ -166,7 +166,7 @@ def test_a_line_that_was_cut_off_is_left_for_later(tmp_path: Path) -> None:
     pen.close()
 
 
-def test_what_is_there_is_not_done_again(tmp_path: Path) -> None:
+def test_existing_results_are_not_measured_again(tmp_path: Path) -> None:
     task = Task(KILL, FFT, 1)
     Results(tmp_path).add_outcome(task, Outcome(next_commit_ms=80.0))
     again = Results(tmp_path)
@@ -291,7 +291,7 @@ def test_the_legs_of_a_step_are_between_the_last_of_each_kind() -> None:
     assert legs(lines[:SKIPPED]) == {}
 
 
-def test_what_never_came_is_not_waited_for_in_full_again_and_again(tmp_path: Path) -> None:
+def test_repeated_timeouts_shorten_the_wait(tmp_path: Path) -> None:
     """Two repetitions in vain give the third a shorter wait; one that came to a commit does not."""
     row, results = ROWS["exception-forward"], Results(tmp_path)
     waits = []

@@ -19,7 +19,7 @@ def at_work(at: float, fired: int, fault: str = "") -> str:
     return AT_WORK.format(at=at, fired=fired, fault=fault)
 
 
-def test_what_repeats_and_what_names_this_machine_is_left_out() -> None:
+def test_demo_picture_omits_repeated_lines_and_machine_names() -> None:
     places = ["   errors and where they came from", "│ 1/1 │ /home/me/x.py:3 │", "└─────┘"]
     lines = ["fft: to watch", at_work(1, 0), at_work(2, 0), at_work(3, 1, " [1/1#1: Error]")]
     assert list(shortened([*lines, *places, "verdict: no violation"])) == [

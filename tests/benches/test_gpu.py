@@ -128,7 +128,7 @@ def test_a_part_that_has_judged_nothing_is_not_well(tmp_path: Path) -> None:
     assert runner.exit_code(results.values()) == runner.FAILED, "not one was tried"
 
 
-def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_part_end_with_it(tmp_path: Path) -> None:
     """Its child has a session of its own and outlives it; so does the child of one that hangs."""
     start = (
         "import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -150,7 +150,7 @@ def test_parts_that_are_not_begun_when_the_time_for_all_is_over_are_listed(tmp_p
     assert runner.exit_code(results.values()) == runner.DIED
 
 
-def test_what_a_part_leaves_of_its_time_goes_to_the_next(
+def test_unused_time_of_a_part_goes_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, limits = [1000.0], {}
@@ -270,7 +270,7 @@ OLD = "The NVIDIA driver on your system is too old (found version 12020)."
         ({"fails": {machine.ASK: "exit code 1"}, "device": None}, "", None),
     ],
 )
-def test_what_is_missing_is_said_and_what_mends_it(
+def test_missing_package_is_reported_with_the_fix(
     changes: dict[str, Any], why: str, mend: str | None
 ) -> None:
     """Where there is no GPU, nothing mends it."""
@@ -290,7 +290,7 @@ def test_a_machine_that_cannot_be_described_is_a_finding(monkeypatch: pytest.Mon
     assert any("this machine: exit code 1" in line for line in machine.in_words(about))
 
 
-def test_what_cannot_be_found_out_hides_nothing_else(
+def test_failed_probe_hides_no_other_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the process that asks. Neither torch nor git can be loaded there."""
@@ -378,7 +378,7 @@ def test_the_page_in_the_tree_has_its_place() -> None:
     assert text.count("<!-- gpu: begin -->") == text.count("<!-- gpu: end -->") == 1
 
 
-def test_what_a_machine_may_lack_is_all_but_torch() -> None:
+def test_required_packages_exclude_torch() -> None:
     names = {text.partition("==")[0] for text in needed("3.12")}
     assert {"torchft", "transitions", "pydantic", "pydantic-core", "opentelemetry-sdk"} <= names
     assert names.isdisjoint({"torch", "numpy", "triton", "sympy", "pytest"})
@@ -435,7 +435,7 @@ def test_the_page_is_written_from_what_another_machine_has_found(
         ([{"machine": {"python": "3.12"}, "parts": []}], "no results of"),
     ],
 )
-def test_what_is_no_run_of_another_machine_is_refused(
+def test_invalid_run_folder_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -88,9 +88,7 @@ def test_a_reduction_that_brings_an_earlier_rounds_numbers_is_seen(
     assert len(values) == 8 * 300, "no other round, and no other rank, has it"
 
 
-def test_what_was_reached_when_the_time_is_over_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeout_reports_the_stage_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which a round takes a second."""
     ring, now = Ring(), [time.monotonic()]
     build = ring.build

@@ -112,7 +112,7 @@ def test_a_topic_is_closed_alone(connect: Connect) -> None:
     assert not commands.lost
 
 
-def test_who_falls_behind_in_one_topic_hears_the_others(connect: Connect) -> None:
+def test_overrun_in_one_topic_leaves_the_others_working(connect: Connect) -> None:
     bus = connect()
     release = threading.Event()
     slow = Heard(bus, lambda payload: release.wait(60) and None, topic="progress")
@@ -362,7 +362,7 @@ def test_a_register_that_is_gone_is_no_win(connect: Connect, desired: bytes) -> 
     assert bus.read("k") is None
 
 
-def test_a_decision_is_announced_by_who_wins_it_and_by_nobody_else(connect: Connect) -> None:
+def test_only_the_winner_announces_a_decision(connect: Connect) -> None:
     a, b = connect(), connect()
     heard = [Heard(a), Heard(b)]
     assert a.decide("k", None, b"1", b"one") == b"1"

@@ -192,7 +192,7 @@ class Deaf:
         return answer
 
 
-def test_a_win_whose_acknowledgement_was_lost_is_a_win(nats_url: str) -> None:
+def test_lost_acknowledgement_of_a_win_still_counts_as_a_win(nats_url: str) -> None:
     with NatsBus(nats_url) as bus:
         bus.compare_set("k", None, b"1")
         assert bus.compare_set("k", b"1", b"2") == b"2", "nothing is lost yet"
@@ -224,7 +224,7 @@ def test_a_win_that_was_overwritten_before_it_was_known(nats_url: str, others: i
                 bus.compare_set("k", b"1", b"2")
 
 
-def test_what_became_of_a_refused_repetition_is_read_back(nats_url: str) -> None:
+def test_refused_retry_reads_back_the_stored_value(nats_url: str) -> None:
     """Without the server's memory of ids: the register itself tells, as long as it can."""
     with NatsBus(nats_url) as bus, open_bus(nats_url) as other:
         for number in range(_HISTORY + 3):
@@ -252,7 +252,7 @@ def test_a_refusal_stores_nothing(nats_url: str) -> None:
         assert bus.read("k") == b"1"
 
 
-def test_what_is_repeated_for_want_of_an_answer_is_done_once(nats_url: str) -> None:
+def test_unanswered_request_is_applied_once_when_retried(nats_url: str) -> None:
     with NatsBus(nats_url) as bus:
         listener = Heard(bus)
         publish, lost = bus._link.publish, 0
@@ -301,7 +301,7 @@ def test_a_replica_that_lags_behind_is_asked_again(nats_url: str) -> None:
         assert other.ballot("s", "t", b"b", 2) == [b"a", b"b"]
 
 
-def test_a_listener_whose_place_was_passed_is_told(nats_url: str) -> None:
+def test_overrun_listener_is_notified(nats_url: str) -> None:
     """Its wake-ups are lost, and so is its look, until the ring has gone once around."""
     with NatsBus(nats_url) as bus, NatsBus(nats_url) as other:
         listener = Heard(other)

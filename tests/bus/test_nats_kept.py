@@ -37,7 +37,7 @@ def servers_of_this_test() -> Servers:
 
 
 @pytest.mark.parametrize("cluster", [1, 3])
-def test_who_dies_is_started_again_and_the_bus_goes_on(
+def test_dead_server_is_restarted_and_the_bus_continues(
     cluster: int, caplog: pytest.LogCaptureFixture, servers_of_this_test: Servers
 ) -> None:
     """One after the other, so often that without it no majority would be left."""

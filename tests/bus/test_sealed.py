@@ -80,7 +80,7 @@ def after(
     return heard.messages[:-1]
 
 
-def test_only_who_has_the_token_is_heard(place: Place) -> None:
+def test_messages_without_the_token_are_dropped(place: Place) -> None:
     bus, told = place.open(), []
     bus.on_refusal = told.append
     place.open(JobToken.fresh()).broadcast(b"forged")
@@ -137,7 +137,7 @@ def test_topics_are_numbered_apart_and_take_no_replay(place: Place) -> None:
     assert bus.refusals() == {"repeated": 1}
 
 
-def test_who_hears_no_protocol_reads_the_epoch_before_it_speaks(place: Place) -> None:
+def test_sender_without_protocol_subscription_reads_the_epoch_first(place: Place) -> None:
     supervisor = place.open()
     Heard(supervisor, topic="commands")
     place.reach(7)
@@ -179,7 +179,7 @@ def test_an_old_recording_is_nothing_to_a_listener_that_begins(place: Place) -> 
     assert bus.refusals() == {"stale": 1}
 
 
-def test_who_comes_back_with_an_old_epoch_is_heard_again(place: Place) -> None:
+def test_sender_that_returns_with_an_old_epoch_is_accepted_again(place: Place) -> None:
     place.reach(4)
     stopped = place.open()
     ears = Heard(stopped)
@@ -207,7 +207,7 @@ def test_reading_the_head_is_enough_to_be_heard_again(place: Place) -> None:
     assert heard.wait(1) == [b"back"]
 
 
-def test_who_does_not_listen_knows_the_epoch_all_the_same(place: Place) -> None:
+def test_sender_without_a_listener_knows_the_epoch(place: Place) -> None:
     """A supervisor: it speaks hours after it began, to processes that it has just started."""
     supervisor, tool = place.open(), place.open()
     Heard(tool).subscription.close()

@@ -20,7 +20,7 @@ def name() -> str:
     return f"standing-{uuid.uuid4().hex}"
 
 
-def test_who_fell_behind_hears_what_comes_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_overrun_subscription_receives_later_messages(caplog: pytest.LogCaptureFixture) -> None:
     with MemoryBus(name()) as bus:
         release, heard, again = threading.Event(), [], threading.Event()
 
@@ -88,7 +88,7 @@ class Once(MemoryBus):
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_who_cannot_be_taken_up_again_is_told_unless_closed(is_closed: bool) -> None:
+def test_failed_resubscription_is_reported_unless_closed(is_closed: bool) -> None:
     missed: list[BusError] = []
     lost: list[BusError] = []
     with Once(name()) as bus:

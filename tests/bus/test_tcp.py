@@ -128,7 +128,7 @@ def test_a_writer_stalled_for_a_whole_ring_is_told_and_revives_nothing(tcp_url: 
         assert not slow._filled(slow._rings["protocol"].slot_name(slow.numbers[0]))
 
 
-def test_a_listener_whose_slot_is_gone_is_told(tcp_url: str) -> None:
+def test_listener_with_a_removed_slot_is_notified(tcp_url: str) -> None:
     """Its next slot belongs to a dead writer, and the ring has passed it."""
     with TcpBus(tcp_url) as bus, open_bus(tcp_url) as other:
         release, inside = threading.Event(), threading.Event()
@@ -349,7 +349,7 @@ def test_a_close_during_a_callback_is_prompt_and_final(tcp_url: str) -> None:
         assert not inbox.lost
 
 
-def test_a_killed_inbox_listener_leaves_its_mail_to_whoever_removes_it(
+def test_killed_inbox_listener_leaves_its_messages_to_the_remover(
     tcp_url: str, child: Start
 ) -> None:
     victim = child("listen", tcp_url, "theirs")
@@ -367,7 +367,7 @@ def test_a_killed_inbox_listener_leaves_its_mail_to_whoever_removes_it(
         assert left() == 0
 
 
-def test_somebody_there_who_is_no_bus() -> None:
+def test_server_that_is_no_bus_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         start = time.monotonic()

@@ -240,7 +240,7 @@ def test_a_forged_head_that_stays_ends_in_doubt(stack: ExitStack) -> None:
     assert all(m.committed[-1].step == 3 for m in at.job.members)
 
 
-def test_a_job_whose_head_was_put_back_stops_too(stack: ExitStack) -> None:
+def test_job_stops_when_its_head_register_goes_back(stack: ExitStack) -> None:
     at = Attacked(stack, bus_retry=0.1, bus_limit=1.0, vote_window=0.5)
     at.raw.write(HEAD, at.heads[0])
     for member in at.job.members:
@@ -426,7 +426,7 @@ def said_by_the_example(token: JobToken, job: str, generation: str, epoch: int) 
     return subprocess.run(command, env=env, capture_output=True, check=True, timeout=60).stdout
 
 
-def test_what_the_documented_program_says_is_obeyed(stack: ExitStack) -> None:
+def test_documented_program_drives_the_job(stack: ExitStack) -> None:
     at = Attacked(stack)
     name = at.raw.url.removeprefix("memory://")
     at.raw.broadcast(said_by_the_example(JobToken.fresh(), name, at.raw.generation, 1))

@@ -115,7 +115,7 @@ def test_no_memory_for_the_thread_of_a_diagnosis() -> None:
 @pytest.mark.parametrize(
     "error", [RuntimeError("can't start new thread"), MemoryError(), OSError(24, "Too many")]
 )
-def test_what_is_limited_is_said_in_one_line(
+def test_resource_limit_is_reported_in_one_line(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(BaseException, match="2"), plain_errors():

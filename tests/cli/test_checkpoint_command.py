@@ -45,7 +45,7 @@ def test_list_names_all_with_what_is_wrong(place: Path) -> None:
     assert f"their contents were not read: fft checkpoint verify {place}\n" in text
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     assert said("list", tmp_path) == (0, f"no checkpoint at {tmp_path}\n")
     published(open_store(str(tmp_path)), 2, 4)
     told = f"fft: {tmp_path}: no checkpoint of step 7; there are: 2, 4\n"

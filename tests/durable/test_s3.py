@@ -29,7 +29,7 @@ def place(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
     return f"s3://{bucket_at(server, request.node.name, monkeypatch)}/jobs/run7"
 
 
-def test_what_is_published_is_read_again_and_pruned(place: str) -> None:
+def test_published_checkpoint_is_read_and_pruned(place: str) -> None:
     store = open_store(place)
     assert isinstance(store, UrlStore)
     store.prepare()
@@ -43,7 +43,7 @@ def test_what_is_published_is_read_again_and_pruned(place: str) -> None:
         assert isinstance(path, Path) and path.stat().st_size > 256
 
 
-def test_what_is_cut_or_damaged_on_the_server_is_never_chosen(place: str) -> None:
+def test_truncated_or_damaged_object_is_never_chosen(place: str) -> None:
     store = open_store(place)
     found = published(store, 2, 4)
     written(store, 6)  # and its writer died

@@ -46,7 +46,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return made
 
 
-def test_what_is_published_verifies_and_is_found_by_its_step(store: Store) -> None:
+def test_published_checkpoint_verifies_and_is_found_by_step(store: Store) -> None:
     found = published(store, 2, 9, 10)
     assert [entry.step for entry in found.found()] == [2, 9, 10]
     assert found.verify(9).cursor == 18
@@ -68,7 +68,7 @@ def test_one_that_lacks_groups_does_not_replace_one_of_the_same_state(store: Sto
     assert found.manifest(4).attempt == "a2"
 
 
-def test_what_is_not_published_is_named_and_never_chosen(store: Store) -> None:
+def test_unpublished_attempt_is_listed_and_never_chosen(store: Store) -> None:
     published(store, 2)
     written(store, 5)
     found = Checkpoints(store)
@@ -123,7 +123,7 @@ def test_one_that_is_taken_again_takes_the_place_of_the_first(store: Store) -> N
     assert found.verify(4).attempt == "again"
 
 
-def test_what_a_cut_publication_left_does_not_come_back_when_its_step_is_given_up(
+def test_interrupted_publication_does_not_reappear_after_removal(
     tmp_path: Path,
 ) -> None:
     """Of one that was only left behind because an object store has no rename."""
@@ -139,7 +139,7 @@ def test_what_a_cut_publication_left_does_not_come_back_when_its_step_is_given_u
     assert newest is not None and newest.step == 6
 
 
-def test_of_two_whole_ones_of_a_step_the_later_counts(store: Store) -> None:
+def test_later_of_two_complete_checkpoints_of_a_step_counts(store: Store) -> None:
     found = published(store, 4, 6)
     directory = written(store, 6, "again")
     later = manifest_of(store, directory, "again", 6).model_copy(update={"written_at": 1.0})
@@ -214,7 +214,7 @@ def test_a_name_that_something_else_has_is_taken(
     assert "cannot be removed, which step-4 replaces" in caplog.text
 
 
-def test_one_whose_parent_cannot_be_synced_is_there(
+def test_checkpoint_without_parent_fsync_is_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Unsynced(LocalStore):
@@ -427,7 +427,7 @@ def killed_after(
 
 @pytest.mark.parametrize("kind", ["directory", "memory"])
 @pytest.mark.parametrize("case", ["published", "published again", "removed", "given up"])
-def test_whoever_is_killed_in_between_leaves_nothing_that_has_the_look_of_a_whole_one(
+def test_killed_writer_leaves_no_complete_looking_checkpoint(
     case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each of its operations: a directory with a manifest has all that this speaks of. On a

@@ -213,7 +213,7 @@ def test_a_scaler_that_skips_in_torchfts_loop_skips_on_all_groups(tmp_path: Path
     assert parameters(members[0].model) == parameters(members[1].model)
 
 
-def test_what_is_skipped_before_its_reductions_goes_on_with_another_batch(tmp_path: Path) -> None:
+def test_step_skipped_before_its_reductions_takes_the_next_batch(tmp_path: Path) -> None:
     tries: dict[str, int] = {}
 
     def work(member: Member) -> None:
@@ -297,7 +297,7 @@ def test_how_often_replicas_are_compared_follows_from_what_it_costs(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("learners", "waits"), [("auto", True), ("always", False)])
-def test_gradients_edited_by_weights_are_right_for_who_joins(
+def test_joiner_applies_gradients_edited_by_weights_correctly(
     tmp_path: Path, learners: Any, waits: bool
 ) -> None:
     """Decay by hand: gradients that depend on weights. A learner's are not those of the job."""
@@ -599,7 +599,7 @@ def test_replicas_are_compared_in_the_last_txn_though_it_is_not_due(tmp_path: Pa
             assert isinstance(member.error, Diverged), member.error
 
 
-def test_what_cannot_be_stepped_or_sent_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_unsteppable_or_unsendable_state_is_refused_at_the_start(tmp_path: Path) -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
             return {"a": object()}
@@ -635,7 +635,7 @@ def test_a_mistake_on_commit_is_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["data", "unscale"])
-def test_edits_that_torch_does_not_count_are_seen_of_who_joins(tmp_path: Path, how: str) -> None:
+def test_edits_unseen_by_torch_are_detected_for_a_joiner(tmp_path: Path, how: str) -> None:
     started: list[Member] = []
 
     def work(member: Member) -> None:

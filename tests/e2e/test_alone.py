@@ -82,7 +82,7 @@ def test_a_mistake_in_its_body_comes_out_of_it() -> None:
 
 
 @pytest.mark.parametrize("launched", ["RANK", "MASTER_ADDR", "WORLD_SIZE"])
-def test_who_was_launched_without_a_bus_is_told(
+def test_launched_process_without_a_bus_gets_an_error(
     monkeypatch: pytest.MonkeyPatch, launched: str
 ) -> None:
     monkeypatch.setenv(launched, "1")
@@ -93,7 +93,7 @@ def test_who_was_launched_without_a_bus_is_told(
         manager_of(store_addr="127.0.0.1", store_port=1, rank=0, world_size=1)
 
 
-def test_who_has_a_bus_and_no_launcher_is_told_what_is_missing(
+def test_bus_without_launcher_variables_names_the_missing_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FFT_BUS", "memory://told")

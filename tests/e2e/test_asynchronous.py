@@ -149,7 +149,7 @@ def test_a_slow_group_does_not_hold_the_others_up_within_the_bound(
     assert len({str(parameters(member.model)) for member in final}) == 1
 
 
-def test_who_is_ready_is_held_at_the_bound_and_says_for_whom(made: Job, tmp_path: Path) -> None:
+def test_ready_group_at_the_bound_waits_and_reports_for_whom(made: Job, tmp_path: Path) -> None:
     def waits_for_the_slow_one(member: Member) -> bool:
         engine = member.manager._parts.job.engine
         return engine is not None and engine.local.awaits == {"2"} and engine.local.step == 2
@@ -236,9 +236,7 @@ def test_an_attempt_that_fails_is_repeated_with_what_was_computed(
     _assert_exactly_once(made)
 
 
-def test_who_was_left_out_takes_the_state_and_counts_from_its_next_steps(
-    made: Job, tmp_path: Path
-) -> None:
+def test_excluded_group_fetches_the_state_and_then_contributes(made: Job, tmp_path: Path) -> None:
     """Its main thread does not move, says its monitor: nobody is held for it."""
     members = _members(made, tmp_path, bound=2)
     gone = threading.Event()
@@ -262,7 +260,7 @@ def test_who_was_left_out_takes_the_state_and_counts_from_its_next_steps(
     _assert_exactly_once(made)
 
 
-def test_an_operator_sees_who_stands_apart(made: Job, tmp_path: Path) -> None:
+def test_operator_sees_groups_in_their_local_phase(made: Job, tmp_path: Path) -> None:
     _run(_members(made, tmp_path), 3, lambda member, txn: None)
     seen: list[set[str]] = []
     model = JobModel()
@@ -291,7 +289,7 @@ def test_an_operator_sees_who_stands_apart(made: Job, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_go_on_alone_is_refused(
+def test_group_that_cannot_step_locally_is_refused(
     made: Job, tmp_path: Path, make: Callable[[Any, Any], Any], says: str
 ) -> None:
     member = _member(made, "0", "async", synchronised=False)

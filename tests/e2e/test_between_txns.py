@@ -74,7 +74,7 @@ def test_failures_before_and_after_a_skipped_step_are_not_in_a_row(
     assert tries == ([0, 1, 1, 1, 1] if skips else [0, 1, 1])
 
 
-def test_a_checkpoint_waits_for_who_still_evaluates(
+def test_checkpoint_waits_for_an_evaluating_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until it asks for the next txn, however long that takes; its buffers are in it.

@@ -53,9 +53,7 @@ def test_start_quorum_says_that_a_group_is_missing_and_begins_when_it_has_come(t
 
 
 @pytest.mark.parametrize("votes", ["yes", "no"])
-def test_a_vote_whose_decision_has_not_come_in_time_stands_until_it_is_asked_for_again(
-    two: Job, votes: str
-) -> None:
+def test_vote_stands_after_a_decision_timeout_until_the_next_call(two: Job, votes: str) -> None:
     let_go, in_doubt = threading.Event(), threading.Event()
 
     def patient(member: Member) -> None:
@@ -93,7 +91,7 @@ def test_a_vote_whose_decision_has_not_come_in_time_stands_until_it_is_asked_for
     two.audit()
 
 
-def test_a_skip_whose_decision_has_not_come_in_time_is_taken_up_again(two: Job) -> None:
+def test_skip_resumes_after_a_decision_timeout(two: Job) -> None:
     let_go, skipped = threading.Event(), threading.Event()
 
     def skips(member: Member) -> None:
@@ -128,7 +126,7 @@ def test_a_skip_whose_decision_has_not_come_in_time_is_taken_up_again(two: Job) 
     assert report.commits == STEPS + 1, "one of them is the skip"
 
 
-def test_who_shuts_down_with_a_vote_in_doubt_obeys_no_decision_that_comes_later(two: Job) -> None:
+def test_shutdown_in_doubt_ignores_a_later_decision(two: Job) -> None:
     """It has left: the others may commit the step, and it applies nothing."""
     decided = threading.Event()
 

@@ -63,7 +63,7 @@ def assert_found(lines: Sequence[dict[str, Any]]) -> None:
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_who_lives_on_does_not_compile_again_and_who_comes_finds_what_is_compiled(
+def test_survivor_does_not_recompile_and_joiner_finds_the_cache(
     tmp_path: Path,
 ) -> None:
     counts, said = job(tmp_path, "--spares", "1", "--reform-window", "60")

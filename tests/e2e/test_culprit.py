@@ -40,7 +40,7 @@ def the_others_finished(traces: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_who_fails_every_attempt_is_named_and_left_out(tmp_path: Path) -> None:
+def test_rank_that_fails_every_attempt_is_named_and_excluded(tmp_path: Path) -> None:
     traces = tmp_path / "run"
     done = fft(*command(traces), folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -132,7 +132,7 @@ def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
     print(f"\nwere out {WITHIN_S - took:.1f} s before the deadline")
 
 
-def test_who_was_to_leave_and_stops_in_doubt_has_not_drained(tmp_path: Path) -> None:
+def test_leaver_that_stops_in_doubt_has_not_drained(tmp_path: Path) -> None:
     bus = serve_tcp()
     both = threading.Barrier(2, action=bus.close)
 

@@ -42,7 +42,7 @@ def test_a_lost_device_ends_its_group_at_once_and_no_other(tmp_path: Path) -> No
     assert any("DeviceLost" in str(note) for note in notes(tmp_path, "fault"))
 
 
-def test_a_step_whose_kernels_do_not_end_is_not_committed(
+def test_step_with_unfinished_kernels_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for a device is replaced: there is none. All else is a job as any."""

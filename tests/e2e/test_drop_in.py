@@ -75,7 +75,7 @@ def test_the_plain_loop_never_splits_and_ends_with_equal_weights(traces: Path) -
 
 
 @pytest.mark.multiprocess
-def test_the_plain_loop_transfers_state_only_to_who_has_none(traces: Path) -> None:
+def test_plain_loop_transfers_state_only_to_a_rank_without_it(traces: Path) -> None:
     """At the start every group but one takes its weights from there (``init_sync``)."""
     found = fetches(traces)
     assert sorted(fetch[:3] for fetch in found[:2]) in (
@@ -191,7 +191,7 @@ def test_local_sgd_runs_under_it(tmp_path: Path, fails: bool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "cap", "done"), [([6, 6], 10, 1), ([12, 3], 10, 0), ([5, 5], 10, 2)]
 )
-def test_what_torchfts_bucketizer_packs_is_known(
+def test_packed_matches_torchft_bucketizer(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], cap: int, done: int
 ) -> None:
     reduced: list[int] = []

@@ -72,7 +72,7 @@ def assert_bases(root: Path) -> None:
         assert len({base["digest"] for base in bases if base["step"] == began}) <= 1
 
 
-def test_who_was_behind_when_all_were_killed_begins_with_the_checkpoint(tmp_path: Path) -> None:
+def test_group_behind_at_a_total_loss_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     """Nobody waits for it while it stands apart; what it had leased is consumed in the next start,
     and once."""
     done = fft(*arguments(tmp_path, STEPS), folder=tmp_path, within=LIMIT_S)

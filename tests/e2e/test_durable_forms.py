@@ -123,7 +123,7 @@ def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path)
     assert "is still to be given out again, in slices for groups of" in said
 
 
-def test_what_is_exported_loads_as_torchs_own_and_is_imported_again(root: Path) -> None:
+def test_exported_checkpoint_loads_in_torch_and_imports_again(root: Path) -> None:
     place, target, again = root / "checkpoints", root / "dcp", root / "imported"
     done = fft(
         *("checkpoint", "export", str(place), str(STEPS), str(target)), folder=root, within=60

@@ -61,7 +61,9 @@ def test_attempts_that_have_failed_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [17, 0], ids=["room comes", "it stays full"])
-def test_what_fails_while_the_traces_find_no_room_either_is_said(room: int, tmp_path: Path) -> None:
+def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(
+    room: int, tmp_path: Path
+) -> None:
     """By `fft run`, which hears it on the bus; by the report, that the traces have gaps. What has
     failed on all groups costs no thread each, and no time at the end."""
     said = run(tmp_path, 20, room or 20, 99, 5)

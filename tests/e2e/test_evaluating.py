@@ -39,7 +39,7 @@ def test_a_rollback_of_the_next_step_ends_no_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_who_evaluates_last_finds_its_shards_with_and_without_a_checkpoint(tmp_path: Path) -> None:
+def test_last_evaluation_finds_its_shards_with_and_without_a_checkpoint(tmp_path: Path) -> None:
     """FSDP2 leaves its root gathered then; the group that takes the last checkpoint shards it."""
     without = run(tmp_path / "without", "last")
     place = tmp_path / "checkpoints"
@@ -59,7 +59,7 @@ def test_a_rank_of_another_group_that_is_killed_ends_no_evaluation(tmp_path: Pat
 
 
 @pytest.mark.multiprocess
-def test_who_waits_there_for_a_mate_that_has_stopped_comes_free(tmp_path: Path) -> None:
+def test_evaluation_waiting_for_a_stopped_rank_is_released(tmp_path: Path) -> None:
     found = run(tmp_path / "stopped", "stop")
     assert len(set(found.values())) == 2, "its group began again, without an evaluation"
     log = (tmp_path / "stopped" / "run" / "logs" / "g0r0-1.log").read_text()

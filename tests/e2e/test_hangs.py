@@ -71,7 +71,7 @@ def test_a_hang_in_python_is_rolled_back_and_changes_no_bit(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_who_hangs_in_torchfts_loop_is_left_out_until_it_has_come_back(tmp_path: Path) -> None:
+def test_rank_hanging_in_torchft_loop_is_excluded_until_it_returns(tmp_path: Path) -> None:
     """No rollback fetches its thread back: the others would wait for it in the barrier."""
     out = tmp_path / "hung"
     hung_job(out, 20, worker=LOOP_WORKER, ranks=1)
@@ -104,7 +104,7 @@ def test_hangs_that_nothing_frees_are_ended_and_the_group_starts_again(tmp_path:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("place", ["between", pytest.param("update", marks=pytest.mark.long)])
-def test_who_is_stopped_after_a_commit_is_left_out_as_in_a_txn(tmp_path: Path, place: str) -> None:
+def test_rank_stopped_after_a_commit_is_excluded(tmp_path: Path, place: str) -> None:
     """`hang_limit` is 600 s, and so is the limit of the process group."""
     command = ["run", "--groups", "2", "--trace-dir", str(tmp_path / "run"), "--no-progress"]
     command += [str(STOP_WORKER), place, str(tmp_path)]

@@ -68,7 +68,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.multiprocess
-def test_what_fft_survives_is_survived_by_the_same_processes(survived: Path) -> None:
+def test_transient_fault_keeps_the_processes(survived: Path) -> None:
     report = audit_dir(survived)
     assert report.ok, report.render()
     assert set(injected(survived)) == {"hang", "hang-gil", "stop", "slow", "cut"}

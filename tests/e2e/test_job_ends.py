@@ -88,7 +88,7 @@ def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: 
     assert audit_dir(traces).ok
 
 
-def test_what_fails_after_the_last_step_is_no_good_end(tmp_path: Path) -> None:
+def test_failure_after_the_last_step_fails_the_job(tmp_path: Path) -> None:
     done = run(tmp_path / "run", "after")
     assert done.returncode == 1
     assert done.stderr.count("ValueError: what comes after the loop is wrong") == 1

@@ -289,7 +289,7 @@ def test_a_late_and_a_restarted_lighthouse_are_waited_for_and_the_killed_are_lef
     assert all(len(a) >= len(b) for a, b in pairwise(formed))
 
 
-def test_who_is_not_named_is_left_out_even_if_nobody_else_notices(tmp_path: Path) -> None:
+def test_group_missing_from_the_quorum_is_excluded(tmp_path: Path) -> None:
     """Group 2 is killed while the others are in no collective; only its heartbeats are missed."""
     config = {"membership": "lighthouse", "hold_at": 6, "dies_at": {"2": 6}, "steps": 12}
     with job(tmp_path, 3, **config) as made:

@@ -14,7 +14,7 @@ from fft.train.main_thread import MainThread
 from fft.util.errors import ProtocolError
 
 
-def test_what_the_table_has_no_row_for_is_an_error_and_nothing_is_done(tmp_path: Path) -> None:
+def test_event_without_a_row_is_an_error_without_effects(tmp_path: Path) -> None:
     """An update in the middle of a body: it would change what the reductions are made of."""
     with job(tmp_path, 1) as made:
         member = made.member("0")
@@ -34,7 +34,7 @@ def test_every_effect_of_the_table_is_carried_out(tmp_path: Path) -> None:
         assert made.member("0").manager._parts.worker._work.keys() == MAIN_THREAD.effects
 
 
-def test_the_end_of_an_update_is_told_once_whoever_tells_it() -> None:
+def test_end_of_an_update_is_posted_once() -> None:
     thread, told = MainThread(), []
     for event in ("heal", "healed", "start_txn", "prepared", "apply"):
         thread.moves_on(event)

@@ -264,7 +264,7 @@ def test_errors_that_differ_are_tried_again_more_often(two: Job) -> None:
     two.audit()
 
 
-def test_a_terminal_error_is_raised_again_to_who_asks_again(two: Job) -> None:
+def test_terminal_error_is_raised_on_every_call(two: Job) -> None:
     """A second process takes the identity; its owner is told so, as often as it asks."""
     reached = threading.Event()
     told: list[str] = []
@@ -293,7 +293,7 @@ def test_a_terminal_error_is_raised_again_to_who_asks_again(two: Job) -> None:
         member.end()
 
 
-def test_who_has_drained_is_told_so_again(two: Job) -> None:
+def test_drained_is_raised_on_every_call(two: Job) -> None:
     def work(member: Member) -> None:
         member.train(2)
         for _ in range(2):
@@ -306,7 +306,7 @@ def test_who_has_drained_is_told_so_again(two: Job) -> None:
 # --- identity, bus --------------------------------------------------------------------------------
 
 
-def test_of_two_processes_with_one_identity_the_newer_wins(two: Job) -> None:
+def test_newer_of_two_processes_with_one_identity_wins(two: Job) -> None:
     reached, enough = threading.Event(), threading.Event()
     last: list[int] = []
 
@@ -484,7 +484,7 @@ def test_a_stateful_loader_serves_a_late_group_and_every_item_once(two: Job) -> 
     two.audit()
 
 
-def test_who_joins_computes_along_while_its_state_comes_and_counts_from_the_step_after(
+def test_joiner_computes_while_fetching_and_counts_from_the_next_step(
     two: Job,
 ) -> None:
     seen: list[tuple[int, int | None, int, bool]] = []

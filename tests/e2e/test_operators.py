@@ -102,7 +102,7 @@ def test_a_job_that_was_not_started_for_it_refuses(training: Training) -> None:
     assert notes(training.job.traces, "inject") == []
 
 
-def test_what_cannot_be_injected_is_said_before_anything_is_sent(training: Training) -> None:
+def test_impossible_fault_is_refused_before_sending(training: Training) -> None:
     for kind, options, why in (
         ("boom", {}, "no kind 'boom'; the kinds: exception"),
         ("kill", {}, "a kill needs --group; the groups: 0, 1"),

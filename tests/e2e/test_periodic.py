@@ -236,7 +236,7 @@ def test_a_loader_that_is_read_from_its_beginning_is_refused(made: Job) -> None:
         (lambda m, txn: m.job.outer.step(), "take the call out"),  # type: ignore[attr-defined]
     ],
 )
-def test_what_no_inner_step_may_do_is_told(
+def test_forbidden_calls_in_an_inner_step_raise(
     made: Job, body: Callable[[Member, Any], object], mend: str
 ) -> None:
     member = _registered(made)
@@ -414,7 +414,7 @@ def _plan(step: int, lease: int | None) -> StartTxn:
     return StartTxn(Token(1, step + 1), step, "", 0, None, 1, ("0",), 0, lease=lease)
 
 
-def test_what_a_learner_has_reduced_is_no_contribution_of_its_first_lease(made: Job) -> None:
+def test_reductions_of_a_fetching_joiner_do_not_count_for_its_first_lease(made: Job) -> None:
     """Its first txn was rolled back after its state had come: it reduces anew, what it computes."""
     member = _registered(made)
     synchronizer = _diloco(member)
@@ -562,7 +562,7 @@ def test_a_scaler_has_unscaled_nothing_when_a_step_is_computed_again(made: Job, 
     assert failed and max(applied) < 100 * min(applied)
 
 
-def test_who_begins_anew_has_what_was_synchronised_and_no_more(made: Job) -> None:
+def test_restarted_group_has_the_synchronized_state_only(made: Job) -> None:
     member = _member(made)
     schedule = torch.optim.lr_scheduler.StepLR(member.optimizer, 1, 0.5)
     counted = torch.nn.Linear(1, 1)
@@ -654,7 +654,7 @@ def test_frozen_parameters_do_not_move(made: Job) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_what_the_user_reports_in_a_body_is_not_committed(
+def test_error_reported_in_the_step_function_prevents_the_commit(
     made: Job, tmp_path: Path, delay: int
 ) -> None:
     """It rolls the job's txn back, as anywhere; and the inner step with it."""

@@ -263,7 +263,7 @@ def test_a_stage_that_is_not_registered_is_told(tmp_path: Path) -> None:
     assert "stage 1 has parameters that are not registered" in said
 
 
-def test_what_a_pipeline_averages_is_not_averaged_twice(tmp_path: Path) -> None:
+def test_gradients_averaged_by_a_pipeline_are_not_averaged_twice(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         stages = Stages(member)
         stages.register()

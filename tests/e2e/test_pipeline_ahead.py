@@ -125,7 +125,7 @@ def test_an_entry_that_nobody_has_given_is_found(how: str, clean: Ended, tmp_pat
     assert not report.ok
 
 
-def test_what_one_stage_rolls_back_the_other_does_not_hear_of(clean: Ended, tmp_path: Path) -> None:
+def test_rollback_of_one_stage_does_not_reach_the_other(clean: Ended, tmp_path: Path) -> None:
     """Epochs are formed where the fault was; the steps of the other stage go on in theirs.
 
     In one step the first stage forgets to give anything: the entry is made anew, and that is said.
@@ -290,7 +290,7 @@ def test_stages_that_need_all_groups_wait_for_the_one_that_was_killed(tmp_path: 
 
 
 @pytest.mark.long
-def test_what_others_have_taken_is_not_kept_for_a_rank_that_is_away(tmp_path: Path) -> None:
+def test_consumed_outputs_are_not_kept_for_an_absent_rank(tmp_path: Path) -> None:
     """The last stage goes on with one group, while the other's rank is stopped: nobody asks that
     group's first stage for anything, which goes on."""
     plan = (

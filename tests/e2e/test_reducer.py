@@ -163,7 +163,7 @@ def test_three_groups_have_a_third_each(tmp_path: Path, backwards: int) -> None:
         assert_equal(mine, found[0])
 
 
-def test_the_mean_is_of_those_who_take_part_in_this_txn(tmp_path: Path) -> None:
+def test_mean_covers_the_participants_of_the_txn(tmp_path: Path) -> None:
     """Two groups, then one of them alone: its gradients are its own, and no half of them."""
     found: dict[tuple[str, int], tuple[int, Gradients, torch.Tensor]] = {}
 
@@ -246,7 +246,7 @@ def test_a_quiet_part_within_a_quiet_part_does_not_end_it(tmp_path: Path) -> Non
         assert_equal(mine, alone(Net(), nested, numbers))
 
 
-def test_what_only_the_quiet_backward_has_reached_is_reduced_too(tmp_path: Path) -> None:
+def test_gradients_from_no_sync_backward_only_are_reduced(tmp_path: Path) -> None:
     managers: dict[int, Any] = {}
 
     def prepare(manager: Any, model: nn.Module) -> None:
@@ -562,7 +562,7 @@ class Late:
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["gradients", "hook"])
-def test_what_an_aborted_attempt_writes_late_is_not_in_the_replay(
+def test_late_writes_of_an_aborted_attempt_do_not_reach_the_replay(
     tmp_path: Path, hooked: bool
 ) -> None:
     """Through a gradient that somebody kept, or through the bucket that a hook was given."""
@@ -734,7 +734,7 @@ def test_a_backward_in_another_thread_after_one_has_ended_is_none_at_once(tmp_pa
         torch.testing.assert_close(found[0][name], value)
 
 
-def test_what_is_stepped_and_never_averaged_is_in_the_trace(
+def test_parameters_stepped_without_averaging_are_traced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def work(member: Member) -> None:

@@ -55,7 +55,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def test_with_a_hook_each_bucket_is_told_by_its_own_flags_who_used_it(tmp_path: Path) -> None:
+def test_hook_buckets_carry_their_own_usage_flags(tmp_path: Path) -> None:
     """Else a group keeps ``grad = None`` where another has a gradient, and their weights differ."""
 
     def prepare(manager: Any, model: nn.Module) -> None:

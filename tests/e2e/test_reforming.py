@@ -165,7 +165,7 @@ def test_a_fetch_that_fails_once_is_done_again_in_the_next_epoch(tmp_path: Path)
 
 @pytest.mark.multiprocess
 @pytest.mark.long  # all its processes load torch by themselves
-def test_who_comes_for_a_lost_rank_and_hangs_is_ended(
+def test_hanging_replacement_of_a_lost_rank_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its group is started again then."""
@@ -189,7 +189,7 @@ def test_who_comes_for_a_lost_rank_and_hangs_is_ended(
 
 @pytest.mark.multiprocess
 @pytest.mark.long
-def test_nobody_comes_for_who_came_for_a_lost_rank_and_died_before_a_commit(tmp_path: Path) -> None:
+def test_replacement_that_dies_before_a_commit_is_not_replaced(tmp_path: Path) -> None:
     """The next one would, too. The group is started again."""
     script = SCRIPT.with_name("hanging_script.py")
     traces = job(tmp_path, ONE, "--reform-window", "30", script=script, arguments=("dies",))

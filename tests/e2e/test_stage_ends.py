@@ -187,7 +187,7 @@ def beginning_at(cursor: int) -> Change:
     return of_header
 
 
-def test_a_checkpoint_is_not_waited_for_whose_writer_is_not_in_the_last_stage(
+def test_checkpoint_without_a_last_stage_writer_is_not_awaited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those who are there say it. Once the writer is there, too, checkpoints are taken."""

@@ -30,7 +30,7 @@ def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_an_outsider_is_refused_and_who_has_the_token_is_obeyed(tmp_path: Path) -> None:
+def test_commands_need_the_token(tmp_path: Path) -> None:
     traces = tmp_path / "run"
     command = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--ranks", "1"]
     command += ["--no-progress", "--timeout", str(LIMIT_S), "--trace-dir", str(traces), str(SCRIPT)]

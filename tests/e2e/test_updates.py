@@ -124,7 +124,7 @@ def test_stepping_the_optimizer_in_the_body_is_refused_with_the_mend(tmp_path: P
     assert "take the call out of the body" in str(caught.value.__cause__)
 
 
-def test_what_is_done_on_commit_is_done_once_a_step(tmp_path: Path) -> None:
+def test_on_commit_runs_once_per_step(tmp_path: Path) -> None:
     seen: dict[str, list[int]] = {"0": [], "1": []}
 
     def work(member: Member) -> None:

@@ -264,7 +264,7 @@ def test_a_false_alarm_is_cheap_and_changes_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_of_a_partition_only_the_side_of_the_bus_goes_on(tmp_path: Path) -> None:
+def test_only_the_partition_side_with_the_bus_continues(tmp_path: Path) -> None:
     """The other one's processes end in doubt, and it comes back when there is a way again."""
     ways: list[Way] = []
 

@@ -61,7 +61,7 @@ def test_a_job_that_is_over_and_begun_once_more_says_so(tmp_path: Path) -> None:
     assert "nothing was left to do after step 20" in done.stderr
 
 
-def test_who_needs_a_group_that_has_left_its_loop_does_not_end_well(tmp_path: Path) -> None:
+def test_group_left_alone_by_a_finished_group_fails(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "leaves", "3")
     assert done.returncode == 1, done.stderr
     assert "NotEnoughGroups: 1 whole replica groups" in done.stderr

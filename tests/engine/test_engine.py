@@ -165,7 +165,7 @@ def inbox_holds(url: str, peer: Peer) -> list[bytes]:
     return heard
 
 
-def test_inboxes_of_those_who_are_gone_are_removed(stack: ExitStack, url: str) -> None:
+def test_inboxes_of_departed_peers_are_removed(stack: ExitStack, url: str) -> None:
     job = EngineJob(stack, url, 3, 1).start(ack_window=0.3)
     job.train(3)
     gone = job.members.pop()
@@ -189,7 +189,7 @@ def test_the_next_process_of_an_identity_removes_the_inbox_of_the_last(
         assert inbox_holds(url, Peer("0", 0, 1)) == []
 
 
-def test_the_list_of_members_is_read_by_who_does_not_hold_it(stack: ExitStack, url: str) -> None:
+def test_engine_without_the_member_list_reads_it(stack: ExitStack, url: str) -> None:
     job = EngineJob(stack, url, 2, 1).start(vote_window=0.3)
     job.train(2)
     watch = job.open()
@@ -342,7 +342,7 @@ def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:
     assert len({m.committed[-1].lineage for m in job.members}) == 1
 
 
-def test_what_is_said_in_the_wrong_topic_is_not_obeyed(stack: ExitStack) -> None:
+def test_message_in_the_wrong_topic_is_ignored(stack: ExitStack) -> None:
     name = f"engine-{uuid.uuid4().hex}"
     job = EngineJob(stack, f"memory://{name}", 1, 1).start()
     job.train(1)
@@ -419,7 +419,7 @@ class DeafToCommands(MemoryBus):
         return super().subscribe(on_message, on_lost, topic)
 
 
-def test_who_is_deaf_to_commands_trains_on(
+def test_engine_without_the_command_topic_keeps_training(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = f"engine-{uuid.uuid4().hex}"
@@ -434,7 +434,7 @@ def test_who_is_deaf_to_commands_trains_on(
 
 
 @pytest.mark.parametrize("url", ["memory", "tcp"], indirect=True)
-def test_who_fell_behind_on_the_bus_learns_what_it_has_missed_and_trains_on(
+def test_engine_catches_up_after_a_bus_overrun(
     stack: ExitStack, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It hears nothing while the others decide, and more is said than the bus keeps."""
@@ -479,7 +479,7 @@ def test_who_fell_behind_on_the_bus_learns_what_it_has_missed_and_trains_on(
     assert not first.engine.local.deaf
 
 
-def test_who_is_to_stop_is_freed_from_its_collectives(stack: ExitStack) -> None:
+def test_stopping_rank_is_released_from_collectives(stack: ExitStack) -> None:
     """Its peers may have left them, and gloo does not tell every waiter of that."""
     job = EngineJob(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1).start()
     job.train(2)
@@ -514,7 +514,7 @@ def test_the_silence_of_the_bus_is_not_held_against_peers(stack: ExitStack) -> N
     assert after["ack_window"] >= before["ack_window"] + 0.5
 
 
-def test_who_waits_for_its_state_is_woken_when_it_is_there(
+def test_waiting_joiner_wakes_when_its_state_is_available(
     stack: ExitStack, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has no command for it then: the other group is not ready."""

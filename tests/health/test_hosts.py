@@ -84,7 +84,7 @@ def test_hosts_come_and_go_and_nobody_is_suspected(bus: ErrorBus, said: queue.Qu
     assert said.empty()
 
 
-def test_who_falls_silent_is_suspected_with_all_its_processes_and_struck_off(
+def test_silent_host_is_suspected_with_all_its_processes_and_removed(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
     """Also by a judge that comes only when it has vanished."""
@@ -102,7 +102,7 @@ def test_who_falls_silent_is_suspected_with_all_its_processes_and_struck_off(
     assert said.empty(), "it is said once"
 
 
-def test_who_is_not_in_the_epoch_is_named_as_soon_as_it_is(
+def test_suspect_outside_the_epoch_is_reported_once_it_enters(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
     """It vanished while it waited to be let in, when nobody would have taken notice."""
@@ -116,7 +116,7 @@ def test_who_is_not_in_the_epoch_is_named_as_soon_as_it_is(
     assert {word.rank for word in words if isinstance(word, Suspect)} == {0, 1}
 
 
-def test_who_was_struck_off_and_beats_comes_in_again(bus: ErrorBus) -> None:
+def test_removed_host_that_beats_registers_again(bus: ErrorBus) -> None:
     with closing(HostWatch(bus, "a test", LIMIT, [Process("0", 0, 1)])) as watch:
         until(lambda: on_roll(bus, watch.sender), "it comes in")
         held = bus.read(ROLL)
@@ -136,7 +136,7 @@ def test_a_beat_that_cannot_be_read_hides_nobody_else(
     assert isinstance(word, Suspect) and word.host == "node7"
 
 
-def test_those_who_come_late_look_at_the_first_three_and_these_at_everybody(
+def test_late_hosts_watch_the_first_three_and_these_watch_all(
     bus: ErrorBus, said: queue.Queue[bytes]
 ) -> None:
     """The judges vanish together: who has only looked at them takes their place, and finds more."""

@@ -127,7 +127,7 @@ def test_outside_a_txn_running_bytecodes_is_enough() -> None:
     assert "after step 8 (outside every txn; the maximum is 60 s)" in verdict.reason
 
 
-def test_who_waits_for_a_peer_is_not_to_blame() -> None:
+def test_rank_waiting_for_a_peer_is_not_blamed() -> None:
     detector, now = after_steps(8)
     detector.observe(Waiting(now + 0.1, on=True))
     assert level(detector, now + 1e6) is Level.GREEN
@@ -162,7 +162,7 @@ def test_a_false_alarm_doubles_the_threshold_at_its_step_until_a_commit() -> Non
     assert detector.threshold() == pytest.approx(1.2)
 
 
-def test_what_is_told_late_makes_nothing_older() -> None:
+def test_late_report_does_not_age_the_state() -> None:
     detector, now = after_steps(8)
     detector.observe(Marked(now + 1.0))
     detector.observe(Moved(now + 0.5))

@@ -49,13 +49,13 @@ def watched(
     return monitor, monitor.verdict(until).level
 
 
-def test_who_stands_still_in_a_txn_becomes_suspect_and_then_is_given_up() -> None:
+def test_stalled_rank_becomes_suspect_and_then_is_given_up() -> None:
     assert watched(AT_WORK, 11.9)[1] is Level.GREEN
     assert watched(AT_WORK, 12.1)[1] is Level.YELLOW
     assert watched(AT_WORK, 12.7)[1] is Level.RED
 
 
-def test_who_waits_is_judged_by_its_beats() -> None:
+def test_waiting_rank_is_judged_by_its_beats() -> None:
     waits = replace(AT_WORK, waiting=True)
     monitor = Monitor(LIMITS)
     for tick in range(200):  # ten seconds of beats
@@ -69,7 +69,7 @@ def test_who_waits_is_judged_by_its_beats() -> None:
     assert "whose main thread waits" in monitor.verdict(now + 0.6).reason
 
 
-def test_who_has_said_that_it_leaves_may_stand_still() -> None:
+def test_leaving_rank_may_stand_still() -> None:
     assert watched(replace(AT_WORK, left=True), 100.0)[1] is Level.GREEN
 
 
@@ -102,7 +102,7 @@ def test_an_alarm_that_the_rollback_answers_doubles_the_threshold() -> None:
     assert limits == [pytest.approx(1.5, abs=0.1), pytest.approx(3.0, abs=0.1)]
 
 
-def test_others_are_told_at_once_of_who_cannot_tell_them() -> None:
+def test_monitor_reports_a_rank_that_cannot_report_itself() -> None:
     """No thread of it has beaten since: neither can its engine."""
     for reading in (AT_WORK, replace(AT_WORK, waiting=True)):
         monitor, level = watched(reading, 11.9)
@@ -111,7 +111,7 @@ def test_others_are_told_at_once_of_who_cannot_tell_them() -> None:
         assert level is Level.YELLOW and monitor.concerns_others(12.1)
 
 
-def test_who_is_stopped_is_suspected_wherever_it_stands_until_it_goes_on() -> None:
+def test_stopped_rank_is_suspected_until_it_continues() -> None:
     for reading in (
         replace(AT_WORK, in_txn=False),
         replace(AT_WORK, in_txn=False, waiting=True),
@@ -161,7 +161,7 @@ def test_a_charge_is_handed_over_whole() -> None:
             Charge.from_json(text)
 
 
-def test_by_hand_it_says_who_starts_it() -> None:
+def test_monitor_started_by_hand_prints_its_usage() -> None:
     for arguments in ([], ["x"]):
         command = [sys.executable, "-m", "fft.health.monitor", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
@@ -304,7 +304,7 @@ def test_a_process_that_is_stopped_where_it_has_time_is_noticed_as_in_a_txn(
 
 
 @pytest.mark.parametrize("mode", ["stop", "keep_the_lock"])
-def test_the_supervisor_hears_of_who_cannot_say_that_it_hangs(mode: str) -> None:
+def test_supervisor_is_notified_of_a_rank_that_cannot_report_its_hang(mode: str) -> None:
     heard, into = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with heard, into, trainer(mode, supervisor=into.fileno()) as child:
         heard.settimeout(LIMIT_S)
@@ -339,7 +339,7 @@ def test_a_loop_without_end_is_noticed_though_it_runs_bytecodes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["wait_then_stop", "save_then_stop"])
-def test_what_is_declared_is_not_noticed_but_a_hang_after_it_is(mode: str) -> None:
+def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> None:
     """A wait longer than everything allowed; a critical section that keeps the lock for long."""
     with trainer(mode) as child:
         line = child.verdict(child.go())
@@ -371,7 +371,7 @@ def test_without_a_supervisor_a_death_is_told_before_the_process_is_gone() -> No
         assert child.process.poll() is None
 
 
-def test_who_leaves_is_not_reported() -> None:
+def test_leaving_rank_is_not_reported() -> None:
     with trainer("leave") as child:
         child.go()
         assert child.lines.next() is None

@@ -36,7 +36,7 @@ def pulse(clock: Clock) -> Iterator[Pulse]:
     made.close()
 
 
-def test_what_is_written_is_read(pulse: Pulse, clock: Clock) -> None:
+def test_written_pulse_is_read_back(pulse: Pulse, clock: Clock) -> None:
     reader = PulseReader(pulse.fd)
     assert reader.read() == Reading()
     pulse.begin(7)
@@ -105,7 +105,7 @@ def test_changes_are_told_in_the_order_in_which_they_can_be_judged(
     reader.close()
 
 
-def test_what_is_no_pulse_is_refused() -> None:
+def test_invalid_pulse_is_refused() -> None:
     for size in (0, 104, 4096):
         fd = os.memfd_create("other")
         os.ftruncate(fd, size)

@@ -34,7 +34,7 @@ def listen(detector: SilenceDetector, since: float, until: float, look: float = 
     return detector.verdict(until).level
 
 
-def test_who_never_came_is_not_missed() -> None:
+def test_participant_never_seen_is_not_missed() -> None:
     detector = SilenceDetector("host b", CONFIG)
     detector.observe(Seen(1.0))
     assert listen(detector, 1.0, 1000.0, look=1.0) is Level.GREEN

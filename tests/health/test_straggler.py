@@ -51,7 +51,7 @@ def test_several_are_named_slowest_first() -> None:
     assert fed(dict.fromkeys(RANKS[:4], 3.0)).verdict().reason.endswith("and 1 more")
 
 
-def test_of_two_ranks_one_can_be_the_slower() -> None:
+def test_slower_of_two_ranks_is_named() -> None:
     assert list(fed({"b": 1.6}, ranks=["a", "b"]).slow()) == ["b"]
     assert fed({"a": 9.0}, ranks=["a"]).slow() == {}
 
@@ -70,7 +70,7 @@ def test_ranks_that_differ_anyway_are_not_slow_by_a_little() -> None:
     assert fed(speeds).slow() == {}
 
 
-def test_who_recovers_is_green_again_and_who_is_gone_forgotten() -> None:
+def test_recovered_rank_is_green_and_departed_rank_is_forgotten() -> None:
     detector = fed({"1/0": 3.0})
     for _ in range(20):
         detector.observe(BodyTimes(dict.fromkeys(RANKS, 0.2)))
@@ -126,7 +126,7 @@ def test_fewer_than_half_are_slow_never_red_and_units_do_not_matter(
     assert one.slow() == other.slow()
 
 
-def test_what_differs_by_a_moment_only_is_noise() -> None:
+def test_momentary_difference_is_noise() -> None:
     detector = StragglerDetector()
     for _ in range(10):
         detector.observe(BodyTimes({"a": 0.002, "b": 0.051}))
@@ -149,7 +149,7 @@ def test_ranks_of_a_sound_job_that_shares_two_cores_are_not_named(
 
 
 @pytest.mark.parametrize(("median", "late"), [(0.02, 0.2), (0.05, 0.06), (0.2, 0.06), (1.0, 0.3)])
-def test_who_is_late_by_more_than_that_is_named(median: float, late: float) -> None:
+def test_rank_beyond_the_noise_is_named(median: float, late: float) -> None:
     times = {**dict.fromkeys(["0/0", "0/1", "1/0"], median), "1/1": median + late}
     assert said(Stragglers(), times, 12) == ["1/1 slow"]
 
@@ -166,7 +166,7 @@ def said(stragglers: Stragglers, times: dict[str, float], rounds: int, inc: int 
     return [f"{change.rank} {'slow' if change.slow else 'no more'}" for change in news]
 
 
-def test_who_becomes_slow_and_is_no_more_is_told_once() -> None:
+def test_straggler_onset_and_end_are_reported_once() -> None:
     stragglers = Stragglers()
     equal = {"0/0": 0.1, "1/0": 0.11, "2/0": 0.1}
     assert said(stragglers, equal, 10) == []

@@ -73,7 +73,7 @@ def test_a_host_that_falls_silent_has_vanished_within_the_limit_and_the_others_h
     assert watching.judge.verdict(watching.now).level is Level.YELLOW
 
 
-def test_who_was_never_found_is_not_missed_and_who_is_struck_off_is_forgotten() -> None:
+def test_unknown_host_is_not_missed_and_removed_host_is_forgotten() -> None:
     watching = settled(numbers={"a": 1})
     watching.numbers["b"] = 7
     watching.held = {"b"}
@@ -125,7 +125,7 @@ def test_commits_before_the_beats_were_late_are_none_either() -> None:
     assert watching.until_vanished() <= LIMIT
 
 
-def test_what_the_observer_missed_is_nobodys_silence() -> None:
+def test_observer_pause_is_not_counted_as_silence() -> None:
     """A bus that elects a leader, or an observer that was stopped; then everybody begins anew."""
     watching = settled()
     watching.looks(1.0)
@@ -160,7 +160,7 @@ def test_a_host_is_judged_by_the_limit_that_it_names() -> None:
     pauses=st.lists(st.floats(0.0, 60.0), max_size=30),
     beats=st.lists(st.integers(0, 2), max_size=30),
 )
-def test_who_beats_whenever_it_is_looked_at_has_never_vanished(
+def test_host_with_a_beat_at_every_look_has_not_vanished(
     pauses: list[float], beats: list[int]
 ) -> None:
     """However irregular the observer is; and with at most two beats missed in a row."""

@@ -77,7 +77,7 @@ def test_the_second_is_refused_while_the_first_lives(
         assert third.verdict().ok
 
 
-def test_what_is_taken_over_leaves_first(services: Services, stage: Stage, tmp_path: Path) -> None:
+def test_adopted_group_leaves_first(services: Services, stage: Stage, tmp_path: Path) -> None:
     with joins(stage, services.bus_url, tmp_path / "first") as first:
         old = only(stage.enter(1))
         with other(stage, services.bus_url, tmp_path / "second", take_over=True) as second:
@@ -125,7 +125,7 @@ def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
             assert second.verdict().ok
 
 
-def test_of_two_at_once_one_gets_the_group(
+def test_one_of_two_concurrent_claims_wins(
     services: Services, stage: Stage, tmp_path: Path
 ) -> None:
     with (
@@ -139,7 +139,7 @@ def test_of_two_at_once_one_gets_the_group(
         assert sorted([one.wait(WAIT_S), two.wait(WAIT_S)]) == [0, 2]
 
 
-def test_only_from_one_who_does_not_answer_is_a_group_adopted(
+def test_group_is_adopted_only_from_a_silent_supervisor(
     services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "_SILENCE_S", 1.0)
@@ -161,7 +161,7 @@ def test_only_from_one_who_does_not_answer_is_a_group_adopted(
         assert not here.adopt("1"), "it is ours"
 
 
-def test_who_has_not_heard_that_its_group_was_taken_over_starts_it_no_more(
+def test_supervisor_does_not_restart_a_group_adopted_by_another(
     services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was cut off from the bus for a while, and its listener has ended by that."""
@@ -180,7 +180,7 @@ def test_who_has_not_heard_that_its_group_was_taken_over_starts_it_no_more(
         assert here.keeps("1")
 
 
-def test_who_serves_the_bus_keeps_its_last_group(
+def test_supervisor_serving_the_bus_keeps_its_last_group(
     run_job: Any, stage: Stage, tmp_path: Path
 ) -> None:
     with run_job(groups=1, ranks=1) as job:

@@ -141,7 +141,7 @@ def test_a_child_that_never_holds_it_ends_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("setting", [None, "", "x", "99999", "0"])
-def test_what_is_no_mutex_is_not_held(setting: str | None) -> None:
+def test_invalid_mutex_is_not_held(setting: str | None) -> None:
     assert hold(setting) is None
 
 

@@ -42,7 +42,7 @@ def report(*culprits: tuple[str, How]) -> Report:
 
 
 @pytest.mark.parametrize("how", ["slow", "silent"])
-def test_who_is_slow_or_silent_is_named_and_left_alone(how: How) -> None:
+def test_slow_or_silent_rank_is_named_and_kept(how: How) -> None:
     with JobClient(f"memory://culprit-{uuid.uuid4().hex}") as desk:
         found = report(("1", how))
         act(desk, found, spare=1)

@@ -99,7 +99,7 @@ def test_a_state_that_is_lost_without_a_trace_is_noticed(run_job: StartJob, stag
     assert verdict.step == 8
 
 
-def test_whose_trace_cannot_be_written_is_not_said_to_have_left_early(
+def test_group_without_a_writable_trace_is_not_reported_as_leaving_early(
     run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor is the job said to be over: the one that was started again has the state, though its
@@ -155,7 +155,7 @@ def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
     assert len(told) == 1 and "group 1" in told[0] and "g1r1-1.log" in told[0]
 
 
-def test_who_has_left_and_still_writes_a_checkpoint_is_waited_for(
+def test_departed_group_still_writing_a_checkpoint_is_awaited(
     run_job: StartJob, stage: Stage
 ) -> None:
     """Though the job is over, and its last epoch was one without it."""
@@ -203,7 +203,7 @@ def test_a_job_is_over_when_the_last_commit_has_all_groups_leave(bus: ErrorBus) 
     assert last_epoch(bus) == formed(2, "0", "1")
 
 
-def test_who_moves_again_when_the_job_is_over_does_not_spoil_its_end(
+def test_group_resuming_after_the_end_does_not_change_the_outcome(
     run_job: StartJob, stage: Stage
 ) -> None:
     """A group that was stopped, and left out, wakes up after the last step of the others."""
@@ -253,7 +253,7 @@ def test_a_job_of_stages_goes_on_until_the_last_of_them_is_over(
         assert job.verdict().ok
 
 
-def test_a_group_whose_later_stage_has_ended_without_it_is_not_started_again(
+def test_group_is_not_restarted_after_its_later_stage_ended(
     run_job: StartJob, stage: Stage
 ) -> None:
     """Nobody gives the state of that stage any more; the other groups go on, and end well."""
@@ -283,7 +283,7 @@ def test_a_stage_that_its_groups_have_left_without_a_commit_is_over(bus: ErrorBu
     assert last_epoch(bus) == formed(2, "0", "1")
 
 
-def test_the_members_of_an_older_epoch_are_not_those_who_must_leave(bus: ErrorBus) -> None:
+def test_members_of_an_older_epoch_need_not_leave(bus: ErrorBus) -> None:
     """Group 1 has come since, and trains on; only the list of the epoch with it is late."""
     show(bus, formed(1, "0"), left(2, "0"))
     assert last_epoch(bus) is None

@@ -34,21 +34,21 @@ def place(kind: type[BaseException] = ValueError, where: str = "train.py:3 f") -
 # --- the rule -------------------------------------------------------------------------------------
 
 
-def test_what_fails_in_all_groups_before_the_first_commit_is_a_mistake() -> None:
+def test_failure_of_all_groups_before_the_first_commit_is_a_mistake() -> None:
     mistakes = Mistakes(["0", "1"], 2)
     assert mistakes.ended("0", place(), False) is None
     found = mistakes.ended("1", place(), False)
     assert found is not None and found.ends == "job" and found.place == place()
 
 
-def test_what_fails_in_all_groups_of_one_supervisor_of_several_is_none_yet() -> None:
+def test_failure_at_one_of_several_supervisors_is_no_mistake_yet() -> None:
     """It may be this machine; the groups of the others have not failed."""
     mistakes = Mistakes(["0", "1"], 4)
     assert mistakes.ended("0", place(), False) is None
     assert mistakes.ended("1", place(), False) is None
 
 
-def test_what_fails_again_before_the_first_commit_is_a_mistake() -> None:
+def test_repeated_failure_before_the_first_commit_is_a_mistake() -> None:
     mistakes = Mistakes(["0", "1"], 4)
     assert mistakes.ended("0", place(), False) is None
     assert mistakes.ended("0", place(where="elsewhere.py:1 g"), False) is None
@@ -65,7 +65,7 @@ def test_groups_that_are_not_alike_are_a_mistake_at_once(kind: type[BaseExceptio
     assert found is not None and found.ends == "group"
 
 
-def test_what_cannot_be_loaded_needs_no_second_start() -> None:
+def test_unloadable_script_is_not_started_twice() -> None:
     for kind in (SyntaxError, IndentationError, ImportError, ModuleNotFoundError):
         found = Mistakes(["0", "1"], 2).ended("0", place(kind), False)
         assert found is not None and found.ends == "job"
@@ -183,7 +183,7 @@ def test_a_long_traceback_loses_its_middle_and_half_characters_are_replaced() ->
     found.to_json().encode()
 
 
-def test_what_is_no_place_is_refused() -> None:
+def test_invalid_place_is_refused() -> None:
     for text in ("", "{}", "[]", '{"type": "x"', place().to_json().replace('"no"', "3", 1)[:-9]):
         with pytest.raises(ValueError):
             Place.from_json(text)
@@ -305,9 +305,7 @@ def test_a_mistake_at_the_start_ends_the_job_with_its_traceback_once(
     assert supervised_children() == []
 
 
-def test_of_a_script_that_exits_with_a_code_its_own_words_are_shown(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_script_exit_with_a_code_shows_its_output(run_job: StartJob, stage: Stage) -> None:
     """As after a wrong argument: where in argparse it came from helps nobody."""
     with run_job(groups=2, ranks=1) as job:
         for actor in stage.enter(2).values():

@@ -33,7 +33,7 @@ def moved(to: str, before: str = "NORMAL", **fields: Any) -> bytes:
     return line(kind="transition", **{"from": before, "to": to}, roles=roles, **fields)
 
 
-def test_what_the_registers_tell_of_a_job_that_goes_on_from_a_checkpoint() -> None:
+def test_registers_describe_a_resumed_job() -> None:
     """It has committed when it is further than that; an older process tells nothing of a newer."""
     view = JobView(begun=10)
     view.see_member(Peer("0", 0, 2), 10, has_committed=True)
@@ -99,7 +99,7 @@ def test_whom_an_asynchronous_job_waited_for_is_not_said_any_longer(
     assert waited
 
 
-def test_what_operators_asked_for_is_known_until_it_fires(tmp_path: Path) -> None:
+def test_requested_fault_is_remembered_until_it_fires(tmp_path: Path) -> None:
     def word(
         name: str, kind: str, refused: str | None = None, by: str = "me", **more: Any
     ) -> bytes:
@@ -163,7 +163,7 @@ def test_the_files_of_processes_that_were_started_again_are_closed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("junk", [b"{\n", b"[1]\n", b'"x"\n', b"\xff\n", b"\n", b'{"step": "a"}\n'])
-def test_what_cannot_be_read_is_skipped(tmp_path: Path, junk: bytes) -> None:
+def test_unreadable_entries_are_skipped(tmp_path: Path, junk: bytes) -> None:
     (tmp_path / "other.jsonl").write_bytes(moved("COMMIT", step=99))
     (tmp_path / "g0r0i1.jsonl").write_bytes(
         moved("COMMIT", step=2) + junk + moved("NORMAL", step=3)

@@ -144,7 +144,7 @@ def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
     assert store.directories() == ["step-4", "step-6", "step-8.partial-given-up"]
 
 
-def test_what_is_unfinished_goes_first_where_there_is_no_room(tmp_path: Path) -> None:
+def test_unfinished_attempts_are_removed_first_on_a_full_disk(tmp_path: Path) -> None:
     """The kernel refuses to write as a full disk does, for one process: there is no room then."""
     store = open_store(str(tmp_path / "checkpoints"))
     attempt = written(store, 3)
@@ -165,7 +165,7 @@ def _hold_without_room(root: Path) -> None:
         pass
 
 
-def test_a_start_removes_nothing_where_it_cannot_be_seen_who_writes(tmp_path: Path) -> None:
+def test_start_removes_nothing_without_knowing_the_writers(tmp_path: Path) -> None:
     job = Job(tmp_path, lambda job: JobOutcome(True))
     place = f"memory://{tmp_path.name}"
     store = open_store(place)

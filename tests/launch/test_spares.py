@@ -79,7 +79,7 @@ def test_a_spare_runs_the_script_as_whom_it_is_told_and_into_that_log(script: Pa
     assert log.read_text() == "rank 3\n"
 
 
-def test_a_spare_whose_supervisor_lets_go_of_it_ends(script: Path) -> None:
+def test_released_spare_ends(script: Path) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         env = {**os.environ, "FFT_ROLE_FD": str(theirs.fileno())}

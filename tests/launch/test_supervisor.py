@@ -264,7 +264,7 @@ def test_the_job_has_a_time_limit(run_job: StartJob) -> None:
     assert verdict.lines[0] == "the job had not finished within --timeout 0.5 s"
 
 
-def test_what_a_child_left_running_ends_with_it(run_job: StartJob, stage: Stage) -> None:
+def test_processes_left_by_a_child_end_with_it(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=1, ranks=1) as job:
         (actor,) = stage.enter(1).values()
         actor.order("spawn")
@@ -367,9 +367,7 @@ def test_an_end_without_state_says_what_is_lost_and_what_to_do(
         assert "No work is lost: start the job again" in line and "checkpoint, if" in line
 
 
-def test_when_the_state_is_lost_nobody_is_started_again_and_who_waits_is_ended(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_lost_state_ends_waiting_groups_without_restarts(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=2, ranks=1, max_restarts=10) as job:
         actors = two_at_work(job, stage, 7)
         os.kill(actors["0", "0"].pid, signal.SIGKILL)
@@ -384,9 +382,7 @@ def test_when_the_state_is_lost_nobody_is_started_again_and_who_waits_is_ended(
     assert any("NoState" in line and "the state of step 7" in line for line in verdict.lines)
 
 
-def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_group_restarted_after_the_end_is_not_awaited(run_job: StartJob, stage: Stage) -> None:
     """In torchft's loop nobody says which commit is the last."""
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 7)
@@ -399,16 +395,14 @@ def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(
         assert job.verdict().ok
 
 
-def test_who_was_never_in_the_job_and_comes_after_its_end_is_told(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_group_joining_after_the_end_gets_an_error(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=1, ranks=1, max_restarts=0) as job:
         (actor,) = stage.enter(1).values()
         actor.order("raise late")
         assert not job.verdict().ok
 
 
-def test_the_steps_of_those_who_are_gone_count(tmp_path: Path) -> None:
+def test_steps_of_departed_groups_count(tmp_path: Path) -> None:
     """Else a job all of whose processes have started again would have committed nothing."""
     (tmp_path / "g0r0i1.jsonl").write_text(at_work(7, 1, ["0"]))
     (tmp_path / "g0r0i2.jsonl").write_text(record(kind="transition", step=0, epoch=0, members=[]))
@@ -417,9 +411,7 @@ def test_the_steps_of_those_who_are_gone_count(tmp_path: Path) -> None:
     tail.close()
 
 
-def test_who_has_joined_again_goes_on_when_the_others_have_finished(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_rejoined_group_continues_after_the_others_finish(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 7)
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
@@ -447,9 +439,7 @@ def test_a_job_that_was_asked_to_end_says_after_which_step_it_did(
     assert verdict.lines[-1] == "the job was asked to end, and left after step 7"
 
 
-def test_an_interrupt_of_a_job_whose_work_is_lost_is_no_good_end(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_interrupt_after_lost_state_fails_the_job(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 7)
         for actor in actors.values():
@@ -464,9 +454,7 @@ def test_an_interrupt_of_a_job_whose_work_is_lost_is_no_good_end(
     assert "started again since step 7 was committed" in verdict.lines[0]
 
 
-def test_who_lost_sight_of_the_state_is_started_again_while_others_have_it(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_group_without_state_restarts_while_others_hold_it(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=2, ranks=1, max_restarts=1) as job:
         actors = stage.enter(2)
         trace(job, 1, 0, 1, at_work(7, 1, ["1"]))
@@ -593,7 +581,7 @@ def know_each_other(*jobs: Job) -> None:
             time.sleep(0.01)
 
 
-def test_what_is_served_elsewhere_must_be_named() -> None:
+def test_external_services_must_be_named() -> None:
     with pytest.raises(ServiceError, match="--join needs FFT_BUS"):
         Joined.from_env({})
     joined = Joined.from_env({"FFT_BUS": "tcp://a:1/j", "TORCHFT_LIGHTHOUSE": "http://a:2"})

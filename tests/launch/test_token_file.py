@@ -24,7 +24,7 @@ def announced(process: FftRun) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_the_token_does_not_outlive_who_made_it(
+def test_token_file_is_removed_with_its_creator(
     tmp_path: Path, command: str, number: signal.Signals
 ) -> None:
     script = tmp_path / "script.py"

@@ -83,7 +83,7 @@ def test_the_announcement_is_what_lies_in_the_register() -> None:
     assert decode_packed(wire.encode_record(epoch())) == wire.pack(epoch())
 
 
-def test_equal_records_have_equal_bytes_whoever_packs_them() -> None:
+def test_equal_records_pack_to_equal_bytes() -> None:
     writer, reader = Wire(), Wire()
     mine = writer.encode_record(epoch(5))
     read = reader.complete(decode_packed(mine), encode_members(epoch(5)))
@@ -145,7 +145,7 @@ def test_a_list_that_is_not_the_named_one_is_refused(data: bytes | None, says: s
         b"\xff",
     ],
 )
-def test_what_is_no_message_is_refused(payload: bytes) -> None:
+def test_invalid_message_is_refused(payload: bytes) -> None:
     with pytest.raises(UnreadableMessage):
         decode(payload)
 
@@ -182,7 +182,7 @@ def test_equal_manifests_are_said_once() -> None:
 
 
 @pytest.mark.parametrize("word", [b"", b"[{}]", b'{"a":1}', b'[{"manifest":{}}]'])
-def test_what_is_no_word_of_votes_is_refused(word: bytes) -> None:
+def test_invalid_vote_bundle_is_refused(word: bytes) -> None:
     with pytest.raises(UnreadableMessage):
         decode_votes(word)
 

@@ -111,7 +111,7 @@ def test_nobody_listens(listening: Listening) -> None:
     assert outcome.ok is False and "refused" in outcome.text
 
 
-def test_who_goes_away_in_the_middle_is_said(listening: Listening) -> None:
+def test_departure_during_a_check_is_reported(listening: Listening) -> None:
     def leave() -> None:
         host, _, port = listening.address.rpartition(":")
         with socket.create_connection((host, int(port)), LIMIT_S) as end:

@@ -68,7 +68,7 @@ def head_at(url: str) -> tuple[int, int]:
         return record.n, record.step
 
 
-def test_who_starts_comes_into_the_job_that_lives(url: str, stack: ExitStack) -> None:
+def test_new_process_joins_the_living_job(url: str, stack: ExitStack) -> None:
     first = enter(url, TOKEN)
     assert first == JobStart(url, 1)
     job = job_at(first, stack)
@@ -94,7 +94,7 @@ def test_the_same_name_begins_anew_when_all_have_gone(url: str, stack: ExitStack
             member.engine.close()
 
 
-def test_who_still_lives_of_the_earlier_job_gets_into_no_other(url: str, stack: ExitStack) -> None:
+def test_survivor_of_an_earlier_job_joins_no_other(url: str, stack: ExitStack) -> None:
     old = job_at(enter(url, TOKEN), stack)
     old.train(2)
     for member in old.members:  # alive, and not heard for as long as it takes
@@ -112,7 +112,7 @@ def test_who_still_lives_of_the_earlier_job_gets_into_no_other(url: str, stack: 
     assert not any(member.ended for member in new.members)
 
 
-def test_all_who_start_together_come_into_one_job(url: str, stack: ExitStack) -> None:
+def test_processes_started_together_join_one_job(url: str, stack: ExitStack) -> None:
     old = job_at(enter(url, TOKEN), stack)
     old.train(1)
     for member in old.members:
@@ -162,7 +162,7 @@ def test_a_process_that_is_started_again_begins_a_job_in_the_place_of_one_that_b
     assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "1"}).number == 2
 
 
-def test_who_answers_only_when_it_is_asked_again_keeps_the_job(
+def test_late_answer_keeps_the_job(
     url: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entering, "_AGAIN_S", 0.1)

@@ -102,7 +102,7 @@ def test_an_empty_bus_has_no_job(memory: str) -> None:
             drain.drain(desk, ["0"], wait=1)
 
 
-def test_who_names_no_bus_is_told_how_to_get_one() -> None:
+def test_missing_bus_url_error_shows_how_to_get_one() -> None:
     assert bus_url("a", {"FFT_BUS": "b"}) == "a"
     assert bus_url(None, {"FFT_BUS": "b"}) == "b"
     with pytest.raises(OperatorError, match="pass --bus, or set FFT_BUS; `fft serve` and"):
@@ -112,7 +112,7 @@ def test_who_names_no_bus_is_told_how_to_get_one() -> None:
 # --- saying ----------------------------------------------------------------------------
 
 
-def test_what_may_be_said_reaches_the_job_as_the_core_knows_it() -> None:
+def test_allowed_messages_reach_the_core_unchanged() -> None:
     drain = say.checked(b'{"by": "me", "groups": ["1"], "type": "drain"}', "x")
     assert decode(drain) == Drain(("1",), by="me")
     text = b'{"type":"death","group":"1","rank":0,"pid":7,"host":"h","by":"xid","cause":"XID 79"}'
@@ -142,7 +142,7 @@ def test_what_may_be_said_reaches_the_job_as_the_core_knows_it() -> None:
         (" " * (1024 * 1024 + 1), "here: 1048577 bytes; a message has at most 1048576"),
     ],
 )
-def test_what_is_in_no_form_is_refused_with_place_and_mend(text: str, says: str) -> None:
+def test_malformed_message_is_refused_with_place_and_fix(text: str, says: str) -> None:
     with pytest.raises(OperatorError) as caught:
         say.checked(text.encode(), "here")
     assert str(caught.value).startswith(says)
@@ -175,7 +175,7 @@ def test_nobody_is_at_such_a_place(kind: str, what: dict[str, int], place: str) 
         (encode_command(Evict("0" * 8, "x", "me")), "no group 'x'"),
     ],
 )
-def test_what_is_about_nobody_in_the_job_is_not_said(
+def test_message_about_an_unknown_peer_is_not_sent(
     stack: ExitStack, memory: str, payload: bytes, says: str
 ) -> None:
     EngineJob(stack, memory, 2, 2).start().train(1)
@@ -487,7 +487,7 @@ def test_stragglers_show_in_the_picture_and_as_events() -> None:
     assert event_of(SpeedReport("0", 0, 1, 5, 0.1)) is None, "too many to be shown"
 
 
-def test_scopes_of_stages_show_and_who_is_held_by_another() -> None:
+def test_stage_scopes_show_which_scope_holds_another() -> None:
     watch = JobModel()
     watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
     held = HeldReport("1", 0, 1, 6, "stage1", 3, 4)
@@ -509,7 +509,7 @@ def test_scopes_of_stages_show_and_who_is_held_by_another() -> None:
     assert watch.scopes == {"stage0": 6, "stage1": 4}
 
 
-def test_what_becomes_of_checkpoints_and_traces_shows() -> None:
+def test_watch_shows_checkpoint_and_trace_failures() -> None:
     watch, file = JobModel(), io.StringIO()
     watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
     failed = CheckpointReport("0", 0, 1, 20, "failed", "OSError: No space left on device")
@@ -529,7 +529,7 @@ def test_what_becomes_of_checkpoints_and_traces_shows() -> None:
     assert "take them less often" in watch.troubles()[0]
 
 
-def test_who_begins_to_watch_later_sees_it_too(stack: ExitStack, url: str) -> None:
+def test_later_watcher_sees_earlier_failures(stack: ExitStack, url: str) -> None:
     reporter = ProgressReporter(stack.enter_context(open_bus(url)), Peer("0", 0, 1), 0.0)
     for step, outcome in ((10, "published"), (20, "failed"), (15, "left_out")):
         reporter.say(CheckpointReport("0", 0, 1, step, outcome, "No space left"))

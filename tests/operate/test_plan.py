@@ -127,7 +127,7 @@ def test_own_checks_are_conclusive_and_keep_a_rank_out_of_the_pairs() -> None:
     assert all(ranks[1] not in meeting.pair for meeting in findings.meetings)
 
 
-def test_what_fails_on_every_rank_is_no_rank_s_fault() -> None:
+def test_failure_on_every_rank_blames_none() -> None:
     ranks = places(4)
     bad = {"compute": Outcome(False, 0.1, "not finished in 20 s")}
     verdict = judge(ranks, played(ranks, fails(), Findings(alone=dict.fromkeys(ranks, bad))))
@@ -140,7 +140,7 @@ def test_a_check_that_could_not_be_made_accuses_nobody() -> None:
     assert not judge(ranks, played(ranks, fails(), findings)).culprits
 
 
-def test_who_does_not_answer_is_the_suspect_unless_nobody_does_or_it_left() -> None:
+def test_silent_rank_is_the_suspect_unless_all_are_silent_or_it_left() -> None:
     ranks = places(3)
     silent = Findings(silent={ranks[2]: "does not answer"})
     (culprit,) = judge(ranks, played(ranks, fails(), silent)).culprits
@@ -152,7 +152,7 @@ def test_who_does_not_answer_is_the_suspect_unless_nobody_does_or_it_left() -> N
     assert not left.culprits and "left the job" in left.notes[0]
 
 
-def test_who_left_meanwhile_is_not_held_to_its_connections_but_to_its_checks() -> None:
+def test_departed_rank_is_judged_by_its_checks_only() -> None:
     ranks = places(5)
     findings = played(ranks, fails(ranks[3]))
     findings.left.add(ranks[3])
@@ -223,7 +223,7 @@ def test_nobody_is_blamed_for_a_step_that_the_user_skips() -> None:
     assert [one.n for one in history.run] == [0, 1, 2]
 
 
-def test_of_states_that_differ_the_odd_ones_are_named_and_not_who_counted() -> None:
+def test_divergent_ranks_are_named_instead_of_the_majority() -> None:
     history = History()
     cause = "0/0#1: replicas differ after step 4"
     history.take({**record(1, "abort", 4, cause), "odd": [["2", 1, 7]]})
@@ -238,7 +238,7 @@ def test_one_rollback_that_names_another_ends_the_suspicion() -> None:
     assert named_by_all([*run, rollback(3, 1, "0/0#1", "0/0#1: no decision in time")], 3) is None
 
 
-def test_what_is_no_record_is_passed_over() -> None:
+def test_invalid_records_are_skipped() -> None:
     history = History()
     for strange in ({}, {"n": "1", "step": 2, "kind": "abort"}, {"n": 1, "kind": "abort"}):
         history.take(strange)

@@ -98,7 +98,7 @@ def test_nobody_is_named_where_all_is_well(job: Job) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bad", [0, 1, 4])
-def test_who_changes_what_it_sends_is_named(job: Job, bad: int) -> None:
+def test_rank_that_alters_its_data_is_named(job: Job, bad: int) -> None:
     """Whether it listens, connects, or is the odd one out in the first round."""
     report = job.diagnose({bad: "flip"})
     assert list(grave(report)) == [str(bad)], report.lines()
@@ -108,7 +108,7 @@ def test_who_changes_what_it_sends_is_named(job: Job, bad: int) -> None:
 
 
 @pytest.mark.multiprocess
-def test_who_sends_late_is_named_slow(job: Job) -> None:
+def test_late_sender_is_named_slow(job: Job) -> None:
     report = job.diagnose({3: "slow"})
     assert found(report)["3"][0] == "slow", report.lines()
     assert not grave(report)
@@ -116,7 +116,7 @@ def test_who_sends_late_is_named_slow(job: Job) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_who_sends_nothing_is_named_within_the_limit(job: Job) -> None:
+def test_silent_sender_is_named_within_the_limit(job: Job) -> None:
     report = job.diagnose({2: "mute"}, limit=LONGER_S)
     assert found(report)["2"][0] == "failed", report.lines()
     assert "in time" in found(report)["2"][1]
@@ -131,7 +131,7 @@ def test_two_bad_ones_of_five_are_both_named(job: Job) -> None:
 
 
 @pytest.mark.multiprocess
-def test_who_never_answers_is_named_and_the_command_says_so(job: Job) -> None:
+def test_unanswering_rank_is_named_by_the_command(job: Job) -> None:
     job.set({1: "silent"})
     done = CliRunner().invoke(app, ["diagnose", "--bus", job.url])
     assert done.exit_code == 1, done.output
@@ -142,7 +142,7 @@ def test_who_never_answers_is_named_and_the_command_says_so(job: Job) -> None:
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bad", [0, 1])
-def test_who_waits_for_a_silent_partner_is_not_to_blame(job: Job, bad: int) -> None:
+def test_rank_waiting_for_a_silent_partner_is_not_blamed(job: Job, bad: int) -> None:
     """Neither while it listens for it, nor in the rounds after that."""
     report = job.diagnose({bad: "shy"}, limit=LONGER_S)
     hows = {group: how for group, (how, _) in grave(report).items()}

@@ -288,7 +288,7 @@ LIVES: dict[str, Callable[[], None]] = {
 }
 
 
-def test_who_is_left_out_with_no_decision_missed_keeps_its_state() -> None:
+def test_excluded_group_without_a_missed_decision_keeps_its_state() -> None:
     """The epoch's record comes right after the newest that it knows: its txn has no decision. Its
     state may be the last one that there is."""
     job = synchronising("0", "1")
@@ -345,7 +345,7 @@ def _step(job: Job, *groups: str) -> None:
     job.step()
 
 
-def test_who_is_ready_is_held_before_a_living_group_is_further_behind_than_the_bound() -> None:
+def test_ready_group_waits_before_a_living_group_exceeds_the_bound() -> None:
     job = Job(3, spec=ASYNC, leases=True, bound=2).until_running()
     job.step()
     _step(job, "0", "1")
@@ -366,7 +366,7 @@ def test_who_is_ready_is_held_before_a_living_group_is_further_behind_than_the_b
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "asked to leave"])
-def test_who_is_lost_or_leaves_holds_up_nobody(how: str) -> None:
+def test_lost_or_leaving_group_holds_up_no_other(how: str) -> None:
     job = Job(3, spec=ASYNC, leases=True, bound=1).until_running()
     job.step()
     ask(job, "0", "1")
@@ -432,7 +432,7 @@ def _without(job: Job, deaf: Node) -> None:
     raise AssertionError("it does not settle")
 
 
-def test_who_missed_that_its_steps_were_counted_does_not_bring_them_again() -> None:
+def test_missed_record_does_not_count_steps_twice() -> None:
     """It is left out in doubt, and hears of the COMMIT by the record of a later one."""
     job = synchronising("0", "1", "2", groups=5)
     node = job.node("0")
@@ -509,7 +509,7 @@ def test_a_torn_update_is_fetched_again_and_brings_nothing() -> None:
 # --- words that are lost, or late -----------------------------------------------------------------
 
 
-def test_who_asks_counts_itself_though_its_own_word_is_lost() -> None:
+def test_asking_group_counts_itself_although_its_message_is_lost() -> None:
     job = apart()
     node = job.node("0")
     job.post(node, Synchronise())

@@ -55,7 +55,7 @@ def choosing(text: str) -> dict[str, list[str]]:
     return found
 
 
-def test_what_effects_choose_is_data_and_has_its_reason() -> None:
+def test_branches_in_effects_are_data_with_a_reason() -> None:
     files = sorted(FOLDER.glob("*.py"))
     assert {Path(inspect.getfile(e)) for e in EFFECTS.values()} <= set(files)
     found: dict[str, list[str]] = {}

@@ -39,7 +39,7 @@ def reach(facts: Facts, record: int, epoch: int = 1) -> set[object]:
     return {key for bucket in facts.due(record, epoch) for key in facts.forget(bucket)}
 
 
-def test_what_is_spoken_of_again_is_kept() -> None:
+def test_facts_mentioned_again_are_kept() -> None:
     facts = Facts(window=10)
     for key in ("once", "again"):
         facts.put((key,), 1)
@@ -51,7 +51,7 @@ def test_what_is_spoken_of_again_is_kept() -> None:
     assert reach(facts, 30) == {("again",)}
 
 
-def test_what_belongs_to_an_epoch_is_kept_until_the_next_but_one() -> None:
+def test_epoch_facts_are_kept_for_two_epochs() -> None:
     facts = Facts(window=10)
     for epoch in (1, 2):
         facts.put(("members", epoch), "them")
@@ -59,7 +59,7 @@ def test_what_belongs_to_an_epoch_is_kept_until_the_next_but_one() -> None:
     assert reach(facts, 1010, epoch=3) == {("members", 1)}
 
 
-def test_what_is_told_ahead_of_time_waits_for_its_time() -> None:
+def test_early_fact_waits_for_its_epoch() -> None:
     """As by one that was away for long, and then hears the newest record."""
     facts = Facts(window=10)
     facts.at = 500

@@ -63,7 +63,7 @@ def skip(job: Job) -> None:
     job.settle()
 
 
-def test_who_follows_takes_what_was_taken_before_and_no_more() -> None:
+def test_follower_takes_only_what_was_taken_before() -> None:
     job = job_of(FOLLOWS)
     assert states(job) == {"NORMAL.held"}
     hear(job, at("stage0", 2, 3, *BOTH))
@@ -75,7 +75,7 @@ def test_who_follows_takes_what_was_taken_before_and_no_more() -> None:
     assert_sound(job)
 
 
-def test_who_leads_is_held_at_its_bound() -> None:
+def test_leader_is_held_at_its_bound() -> None:
     job = job_of(LEADS, at("stage1", 1, 0, *BOTH))
     for _ in range(2):
         assert states(job) == {"NORMAL.computing"}
@@ -151,7 +151,7 @@ def test_an_older_record_changes_nothing() -> None:
     assert {node.local.elsewhere[0].cursor for node in job.live()} == {6}
 
 
-def test_who_waits_for_a_scope_that_stands_still_stops() -> None:
+def test_waiting_for_a_stalled_scope_times_out() -> None:
     job = job_of(FOLLOWS)
     a, b = job.live()
     job.fire("flow_limit")
@@ -161,7 +161,7 @@ def test_who_waits_for_a_scope_that_stands_still_stops() -> None:
     assert_sound(job)
 
 
-def test_who_follows_leaves_with_the_last_txn_that_it_has_data_for() -> None:
+def test_follower_leaves_with_its_last_txn_with_data() -> None:
     """Also if it is a skip, and whatever its own last step is."""
     for last in (Job.step, skip):
         job = job_of(FOLLOWS, at("stage0", 3, 4))
@@ -204,7 +204,7 @@ def all_leave_it_at_once() -> Job:
 
 
 @pytest.mark.parametrize("life", [too_little_is_left, the_end_is_heard_late, all_leave_it_at_once])
-def test_who_is_held_by_a_scope_that_has_ended_goes(life: object) -> None:
+def test_ended_scope_releases_the_held_one(life: object) -> None:
     assert callable(life)
     job = life()
     gone = [ended(node) for node in job.nodes.values()]
@@ -214,7 +214,7 @@ def test_who_is_held_by_a_scope_that_has_ended_goes(life: object) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_who_leads_goes_on_alone_when_the_next_stage_has_ended(number: int) -> None:
+def test_leader_continues_after_the_next_stage_ended(number: int) -> None:
     """With a record that says so, or without."""
     job = job_of(LEADS, at("stage1", 1, 0, *BOTH))
     job.step()

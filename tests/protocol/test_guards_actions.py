@@ -165,7 +165,7 @@ def test_nobody_votes_for_another_or_from_outside() -> None:
         assert not GUARDS["all_voted"](node.local, c, Ballot(Token(1, 1), wrong))
 
 
-def test_who_is_named_by_a_drain_is_asked_to_leave_whatever_comes_after() -> None:
+def test_drain_request_survives_later_events() -> None:
     """Asked of the state: a drain that came in a txn still counts when the epoch is over."""
     _, node = running()
     asked = GUARDS["asked_to_leave"]
@@ -190,7 +190,7 @@ def test_the_writer_of_the_head_answers_joiners_and_everybody_where_it_is_gone()
     assert not answers(replace(node.local, head=None), c, Join(HELLO))
 
 
-def test_whose_last_word_was_that_it_unwinds_knows_it() -> None:
+def test_unwinding_acknowledgement_is_remembered() -> None:
     """Only its own word counts, not that of the process before it with the same identity."""
     _, node = running()
     unwinding, c = GUARDS["said_unwinding"], node.participant.config
@@ -318,7 +318,7 @@ def test_decisions_that_are_told_and_not_written_hold_while_nothing_is_lost() ->
     assert (job.kinds(), job.steps(), job.verdict()) == (["epoch", "epoch"], {1}, [])
 
 
-def test_who_takes_an_abort_for_granted_asks_nobody() -> None:
+def test_assumed_abort_reads_no_register() -> None:
     job = Job(2, spec=load_spec("plain_votes")).until_running()
     a, b = job.live()
     job.compute([a])
@@ -330,7 +330,7 @@ def test_who_takes_an_abort_for_granted_asks_nobody() -> None:
     assert a.local.head not in job.history and b.local.head == job.head
 
 
-def test_who_takes_a_commit_for_granted_asks_nobody() -> None:
+def test_assumed_commit_reads_no_register() -> None:
     job = Job(2, spec=load_spec("local_commit")).until_running()
     a, b = job.live()
     job.compute([a])

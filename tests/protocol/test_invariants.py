@@ -714,7 +714,7 @@ def test_every_invariant_is_shown_to_fail() -> None:
 # --- what is no violation -------------------------------------------------------------------------
 
 
-def test_who_is_replaced_or_shut_down_may_leave_in_doubt() -> None:
+def test_replaced_or_stopped_participant_may_leave_in_doubt() -> None:
     """And whoever has committed is in no doubt any more."""
 
     def leaves(error: str | None, **fields: Any) -> Make:
@@ -733,7 +733,7 @@ def test_who_is_replaced_or_shut_down_may_leave_in_doubt() -> None:
     assert found(history, "decided") == []
 
 
-def test_what_changes_nothing_is_not_held_against_anybody() -> None:
+def test_event_without_change_violates_nothing() -> None:
     """A fenced event may be as old as it likes; a digest in it tells nothing."""
     history = life()
     for old in (Fault(OLD, ""), Applied(OLD, "zz"), Healed(9, 0, "", "zz")):
@@ -779,20 +779,20 @@ def told(
     return finding
 
 
-def test_of_who_is_cut_nothing_is_claimed_and_of_the_others_all_is() -> None:
+def test_cut_trace_makes_no_claims_and_complete_ones_do() -> None:
     of_a, of_b, of_all = Given((("yes", A),), "A"), Given((("yes", B),), "B"), Given((("x",),), "x")
     assert told(of_a, of_b, of_all) == Finding("spoken", 3, "A", "at 0")
     assert told(of_a, of_all, cut={A}) == Finding("spoken"), "A may have said it all"
     assert told(of_a, of_b, cut={A}) == Finding("spoken", 1, "B", "at 1"), "B has not"
 
 
-def test_of_the_same_thing_only_one_may_be_said() -> None:
+def test_conflicting_claims_are_violations() -> None:
     said = [Same(("x",), value, f"{value} and {{was}}") for value in (1, 1, 2, 3)]
     assert told(*said[:2]) == Finding("spoken", 2)
     assert told(*said) == Finding("spoken", 4, "2 and 1", "at 2"), "the first violation is kept"
 
 
-def test_what_holds_of_a_move_by_itself() -> None:
+def test_single_move_invariants_hold() -> None:
     assert told(Holds(True, "good")) == Finding("spoken", 1)
     assert told(Holds(True, "good"), Holds(False, "bad")) == Finding("spoken", 2, "bad", "at 1")
 
@@ -832,7 +832,7 @@ def test_a_member_without_a_trace_is_named() -> None:
     assert texts == {"validity": missing, "live_set": missing}
 
 
-def test_the_last_of_all_who_leave_may_leave_between_epochs() -> None:
+def test_last_leaver_may_leave_between_epochs() -> None:
     job = Job(2, min_groups=2).until_running()
     job.drain("0")
     job.settle()
@@ -845,7 +845,7 @@ def test_the_last_of_all_who_leave_may_leave_between_epochs() -> None:
     assert not job.live() and found(job.record, "drain") == []
 
 
-def test_who_cannot_go_on_may_leave_when_it_has_waited_and_not_before() -> None:
+def test_stuck_participant_may_leave_only_after_waiting() -> None:
     job = Job(2, min_groups=2).until_running()
     job.kill_group("1")
     job.settle()

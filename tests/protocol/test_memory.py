@@ -37,7 +37,7 @@ def after(node: Node, effect: str, event: Event, **held: object) -> Local:
     return local
 
 
-def test_who_says_that_it_is_in_the_barrier_is_no_suspect_any_more() -> None:
+def test_ready_message_clears_the_suspicion() -> None:
     job = Job(3).until_running()
     a, b, c = job.live()
     suspected = frozenset({b.peer, c.peer})
@@ -57,7 +57,7 @@ def test_a_word_from_the_barrier_of_a_new_epoch_counts_though_it_came_before_its
     assert after(a, "adopt_epoch", Decision(record), ready=ready).ready == {b.peer: 2}
 
 
-def test_whoever_is_not_in_the_barrier_is_suspected_and_not_who_looks() -> None:
+def test_member_outside_the_barrier_is_suspected_and_not_the_observer() -> None:
     """It may be building its own groups yet."""
     job = Job(3).until_running()
     a, b, c = job.live()
@@ -83,7 +83,7 @@ def test_outside_of_every_epoch_nothing_of_the_last_one_counts() -> None:
     assert (held.joining, held.stopped, held.ready) == (frozenset(), {}, {})
 
 
-def test_whoever_gathers_gives_the_barrier_up_before_those_who_report() -> None:
+def test_coordinator_gives_up_the_barrier_before_the_members() -> None:
     """It knows who is absent, and says so; they would only know that nobody told them to begin."""
     job = Job(3).until_running()
     a, *others = job.live()
@@ -97,9 +97,7 @@ def test_whoever_gathers_gives_the_barrier_up_before_those_who_report() -> None:
     assert all(windows[other.peer] > windows[a.peer] for other in others)
 
 
-def test_a_coordinator_whose_window_ends_is_doubted_by_the_others_and_the_register_is_asked() -> (
-    None
-):
+def test_silent_coordinator_is_doubted_and_the_register_is_read() -> None:
     job = Job(3, min_groups=3).until_running()
     job.kill_group("2")  # and too few are left to form an epoch
     job.settle()
@@ -146,7 +144,7 @@ def test_whether_bodies_change_gradients_is_what_they_did_in_the_last_txn() -> N
         ({"00": "a", "10": "a", "20": "a", "01": "b", "11": "b", "21": "b"}, []),
     ],
 )
-def test_who_differs_from_a_strict_majority_of_its_like_is_odd(
+def test_rank_that_differs_from_a_strict_majority_is_divergent(
     held: dict[str, str | None], odd: list[str] | None
 ) -> None:
     """``held``: by group and rank number, the digest."""
@@ -169,7 +167,7 @@ def test_odd_states_are_given_up_only_where_the_policy_says_so(policy: str, heal
     assert known(node.local, node.participant.config, ballot) is heals
 
 
-def test_only_who_is_named_gives_its_state_up() -> None:
+def test_only_named_ranks_lose_their_state() -> None:
     job = Job(3).until_running()
     assert job.head is not None
     record = replace(job.head, kind="abort", n=2, txn=1, members=(), odd=(job.node("1").peer,))

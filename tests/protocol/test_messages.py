@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_exactly_a_message_is_refused_with_its_place(name: str) -> None:
+def test_malformed_message_is_refused_with_its_place(name: str) -> None:
     data, place = REFUSED[name]
     with pytest.raises(UnreadableMessage) as caught:
         decode(data)

@@ -113,7 +113,7 @@ def test_a_fault_after_the_last_vote_obeys_the_commit() -> None:
     assert job.kinds() == ["epoch", "commit"] and job.steps() == {1} and clean(job) == []
 
 
-def test_votes_whose_manifests_do_not_fit_cannot_commit() -> None:
+def test_votes_with_mismatched_manifests_cannot_commit() -> None:
     job = Job(2).until_running()
     job.compute([job.node("0")], reductions=1)
     job.compute([job.node("1")], reductions=2)
@@ -313,7 +313,7 @@ def test_a_trouble_lasts_while_operations_fail_or_nothing_is_heard() -> None:
 
 
 @pytest.mark.parametrize("operation", ["listen", "forgot"])
-def test_who_has_lost_the_order_stops_even_if_it_could_still_speak(operation: str) -> None:
+def test_participant_that_lost_the_order_stops_despite_a_working_bus(operation: str) -> None:
     job = Job(2).until_running()
     a = job.node("0")
     job.post(a, BusDown(operation, "fell behind"))
@@ -710,7 +710,7 @@ def test_a_drained_group_can_come_back() -> None:
     assert job.fetches() == {"1/0#2": 1} and "abort" not in job.kinds() and clean(job) == []
 
 
-def test_a_leaver_does_not_wait_for_ever_for_those_who_stay() -> None:
+def test_leaver_waits_a_bounded_time_for_the_others() -> None:
     job = Job(2).until_running()
     a, b = job.live()
     job.drain("1")
@@ -729,7 +729,7 @@ def test_a_leaver_does_not_wait_for_ever_for_those_who_stay() -> None:
     assert error_of(b) == (None, "left after a commit") and clean(job) == []
 
 
-def test_a_leaver_whose_last_optimizer_step_fails_leaves_all_the_same() -> None:
+def test_leaver_with_a_failed_last_update_still_leaves() -> None:
     job = Job(2).until_running()
     job.drain("1")
     job.apply_fails = frozenset({job.node("1").peer})
@@ -821,7 +821,7 @@ def joined(groups: int = 2, **config: object) -> tuple[Job, Node]:
     return job, job.node(last)
 
 
-def test_who_joins_computes_with_the_others_and_counts_from_the_step_after() -> None:
+def test_joiner_computes_along_and_counts_from_the_next_step() -> None:
     job, late = joined(3)
     a, b = job.node("0"), job.node("1")
     assert job.head.learners == ("2",) and {a.state, b.state, late.state} == {"NORMAL"}
@@ -921,7 +921,7 @@ def test_a_spare_computes_in_the_place_of_a_learner() -> None:
     assert [job.node(g).txn.index for g in "012"] == [0, 1, None] and clean(job) == []
 
 
-def test_whoever_does_not_reach_the_barrier_is_left_out_of_the_next_epoch() -> None:
+def test_member_that_misses_the_barrier_is_excluded_from_the_next_epoch() -> None:
     job = Job(3).until_running()
     a, b, c = job.live()
     job.fail(a)
@@ -1341,7 +1341,7 @@ def stale_events() -> dict[str, Event]:
 
 
 @pytest.mark.parametrize("name", stale_events())
-def test_what_is_stale_is_fenced_and_changes_nothing(name: str) -> None:
+def test_stale_events_are_fenced_and_change_nothing(name: str) -> None:
     _, node = moved_on()
     event = stale_events()[name]
     after, out = node.participant.handle(node.local, event, 0.0)

@@ -368,7 +368,7 @@ include: [hsdp.yaml]
         ("", "the file is empty"),
     ],
 )
-def test_what_cannot_be_put_together_is_refused_with_its_line(
+def test_conflicting_includes_are_refused_with_their_line(
     text: str, told: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, {}).with_name("other.yaml")
@@ -472,7 +472,7 @@ def test_both_diagrams_have_every_state_and_every_edge() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "pipeline", "local_sgd", "diloco"])
-def test_what_is_proved_of_hsdp_holds_of_the_specs_that_only_hold_parameters_otherwise(
+def test_specs_with_the_rows_of_hsdp_share_its_proof(
     name: str,
 ) -> None:
     """Their machine is hsdp's, row by row, and so are its timers and policies."""
@@ -481,7 +481,7 @@ def test_what_is_proved_of_hsdp_holds_of_the_specs_that_only_hold_parameters_oth
     assert load_spec(name).digest() != load_spec("hsdp").digest()
 
 
-def test_what_is_proved_of_hsdp_holds_of_a_stage_that_nobody_holds() -> None:
+def test_free_stage_shares_the_proof_of_hsdp() -> None:
     """Its rows are hsdp's, but for these, which open a txn by way of ``held``, and leave that at
     once where no other scope holds anybody; so that `fft check` searches only what flow adds."""
     ahead, hsdp = (dict(all_rows(load_spec(name))) for name in ("pipeline_ahead", "hsdp"))

@@ -125,7 +125,7 @@ def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
         ("pause=soon", "pause='soon'"),
     ],
 )
-def test_what_is_no_timeout_is_refused(pair: str, told: str) -> None:
+def test_invalid_timeout_is_refused(pair: str, told: str) -> None:
     with pytest.raises(TimeoutsError, match=re.escape(told)):
         resolve(HSDP, from_pairs([pair]))
 

@@ -220,7 +220,7 @@ def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
         (["A/0 raises", ""], r":4: commands end with a line `----`"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_its_place(
+def test_ambiguous_scenario_line_is_refused_with_its_place(
     tmp_path: Path, commands: list[str], says: str
 ) -> None:
     with pytest.raises(ScenarioError, match=says):

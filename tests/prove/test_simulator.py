@@ -189,34 +189,34 @@ def test_stages_of_one_group_are_there_and_give_to_each_other(seed: int, tmp_pat
     assert {"entries", "flow_order"} <= {f.name for f in found if f.checks}
 
 
-def test_who_has_missed_no_decision_keeps_the_last_state_that_there_is() -> None:
+def test_participant_without_a_missed_decision_keeps_the_last_state() -> None:
     """A process that was ended had proposed an epoch of its own, which came to the register as the
     other one was to commit."""
     result = run_seed(1124462, load_spec("pipeline_ahead"))
     assert not result.violations and result.settled_in is not None
 
 
-def test_who_leaves_is_left_out_rightly_by_a_proposal_that_comes_late() -> None:
+def test_late_proposal_rightly_excludes_a_leaver() -> None:
     """Its writer applies the commit when the others are nine records further, and hears of them in
     the same move: a member that left with that commit was taken for one that was forgotten."""
     assert not run_seed(50119, HSDP).violations
 
 
-def test_a_rank_whose_mate_has_left_unheard_does_not_ask_for_ever() -> None:
+def test_rank_stops_asking_after_its_mate_left_unheard() -> None:
     """Members answered each of its words, and so put off its limit."""
     assert not run_seed(2992434285, HSDP).violations
 
 
-def test_who_has_fallen_behind_on_the_bus_hears_the_next_word_of_a_drain() -> None:
+def test_overrun_participant_receives_the_next_drain_message() -> None:
     assert not run_seed(2611231154, load_spec("async")).violations
 
 
-def test_who_has_healed_since_its_last_word_may_be_told_to_fetch_again() -> None:
+def test_healed_participant_may_have_to_fetch_again() -> None:
     """It was outside when it spoke, and came in and healed in an epoch that nobody else was in."""
     assert not run_seed(2992435479, HSDP).violations
 
 
-def test_who_was_replaced_unheard_is_told_when_it_asks_to_come_in() -> None:
+def test_replaced_participant_is_refused_when_it_joins() -> None:
     """Its words were dropped as those of an older process, and records put off its limit."""
     assert not run_seed(2992463999, HSDP).violations
 

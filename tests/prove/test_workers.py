@@ -89,7 +89,7 @@ def test_a_process_that_ends_before_its_task_is_an_error_that_names_it(
     assert not any(map(is_there, pids)), "the other one is ended, too"
 
 
-def test_who_stops_listening_leaves_no_process() -> None:
+def test_abandoned_search_leaves_no_process() -> None:
     pids: list[int] = []
     with closing(spread(dies, tasks("stays", "well"), 2, lambda _, pid: pids.append(pid))) as found:
         assert next(found) == (1, "well")
@@ -136,7 +136,7 @@ def test_the_order_and_the_counts_are_the_same_with_any_number_of_processes() ->
     assert at == sorted(at), "in the order of the sets, whatever was searched first"
 
 
-def test_what_breaks_is_told_in_the_order_of_the_sets(tmp_path: Path) -> None:
+def test_violations_are_reported_in_the_order_of_the_sets(tmp_path: Path) -> None:
     words = ["plain_votes", "--property", "agreement", "--save", str(tmp_path), "--jobs", "2"]
     done = check(*words, "--bounds", "messages", "--bounds", "missed")
     assert done.returncode == 1, done.stderr
@@ -189,7 +189,7 @@ def _while_it_searches(then: Callable[[int, list[int]], None]) -> tuple[int, str
     return searching.returncode, said, errors
 
 
-def test_a_search_whose_process_is_killed_is_an_error_that_names_its_set() -> None:
+def test_killed_search_process_is_an_error_naming_its_set() -> None:
     code, said, errors = _while_it_searches(lambda _, pids: os.kill(pids[1], signal.SIGKILL))
     assert code == 2
     assert "verdict" not in said
@@ -204,6 +204,6 @@ def test_ctrl_c_ends_all_searches() -> None:
     assert "Traceback" not in errors
 
 
-def test_searches_end_at_their_next_word_when_who_began_them_is_killed() -> None:
+def test_searches_end_when_their_parent_is_killed() -> None:
     code, _, _ = _while_it_searches(lambda pid, _: os.kill(pid, signal.SIGKILL))
     assert code == -signal.SIGKILL

@@ -35,7 +35,7 @@ def echo() -> Iterator[str]:
     ("latency_s", "bytes_per_s", "size", "takes_s"),
     [(0.1, 0.0, 1, 0.2), (0.0, 1e6, 200_000, 0.2), (0.05, 1e6, 100_000, 0.2)],
 )
-def test_what_goes_through_comes_so_much_later_and_is_the_same(
+def test_link_delays_data_without_changing_it(
     echo: str, latency_s: float, bytes_per_s: float, size: int, takes_s: float
 ) -> None:
     link = Link(echo, latency_s, bytes_per_s)

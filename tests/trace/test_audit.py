@@ -54,7 +54,7 @@ def traces(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("digest", ["equal", None])
-def test_what_had_nothing_to_check_is_not_said_to_be_ok(tmp_path: Path, digest: str | None) -> None:
+def test_invariant_without_checks_is_not_reported_as_ok(tmp_path: Path, digest: str | None) -> None:
     """Without digests nobody knows whether bits are equal, whatever the lineages say."""
     job = TracedJob(tmp_path)
     job.digest = digest
@@ -145,9 +145,7 @@ def _apart(directory: Path, groups: int, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("incarnation", [1, 2])
-def test_what_was_lost_of_one_trace_is_no_violation_of_the_others(
-    traces: Path, incarnation: int
-) -> None:
+def test_truncated_trace_causes_no_violation_in_others(traces: Path, incarnation: int) -> None:
     """Wherever the gap begins: votes, barriers and records that only the lost lines tell of."""
     path = traces / f"g1r0i{incarnation}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

@@ -152,7 +152,7 @@ def test_the_verdict_of_the_parts_is_that_of_the_whole(seeds: Iterable[int]) -> 
     assert min(parts, good, bad) > 20, (parts, good, bad)
 
 
-def test_what_one_without_a_trace_says_of_a_later_epoch_ends_no_part_before_it() -> None:
+def test_message_from_an_untraced_peer_ends_no_earlier_part() -> None:
     """Somebody has heard it before he enters an epoch: that one was left by then, so nobody can
     have met there."""
     job = Job(3).until_running()
@@ -173,7 +173,7 @@ def test_what_one_without_a_trace_says_of_a_later_epoch_ends_no_part_before_it()
     assert in_parts(history, 1).finding(is_whole=True).violation is not None
 
 
-def test_what_is_kept_does_not_grow_with_the_epochs() -> None:
+def test_memory_does_not_grow_with_the_epochs() -> None:
     most = []
     for epochs in (100, 400):
         job = Job(3).until_running()
@@ -189,7 +189,7 @@ def test_what_is_kept_does_not_grow_with_the_epochs() -> None:
     assert most[1] == most[0], most
 
 
-def test_a_part_waits_for_who_stands_in_an_older_epoch() -> None:
+def test_part_waits_for_members_in_an_older_epoch() -> None:
     """A process that was left out says nothing for long; then it is there again, or ends."""
     job = Job(3).until_running()
     slow = job.node("2")
@@ -207,7 +207,7 @@ def test_a_part_waits_for_who_stands_in_an_older_epoch() -> None:
     assert barriers.parts > 0
 
 
-def test_of_a_history_with_gaps_nothing_is_said() -> None:
+def test_history_with_gaps_is_not_judged() -> None:
     job = Job(2).until_running()
     barriers = in_parts(job.record, 1)
     assert barriers.finding(is_whole=False).checks == 0

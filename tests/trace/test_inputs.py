@@ -149,7 +149,7 @@ FORGED: dict[str, tuple[Callable[[], Change], str]] = {
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_what_is_missing_or_odd_is_found(how: str, traces: Path) -> None:
+def test_missing_or_unexpected_inputs_are_found(how: str, traces: Path) -> None:
     change, text = FORGED[how]
     rewrite(trace_files(traces)[0], change())
     assert text in violated(audit_dir(traces))["inputs"]
@@ -219,7 +219,7 @@ def test_ranks_that_have_run_a_txn_in_unlike_loops_are_found(hsdp: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["leases", "flow", "spec"])
-def test_ranks_whose_headers_tell_of_unlike_jobs_are_found(name: str, hsdp: Path) -> None:
+def test_headers_of_different_jobs_are_found(name: str, hsdp: Path) -> None:
     """From them follows what is owed."""
 
     def other(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -292,7 +292,7 @@ OWES_NOTHING: dict[str, tuple[Callable[[], Change], str, str]] = {
 
 
 @pytest.mark.parametrize("how", OWES_NOTHING)
-def test_a_stage_whose_ranks_all_owe_nothing_is_found(how: str, ahead: Path) -> None:
+def test_stage_without_input_records_is_found(how: str, ahead: Path) -> None:
     """What it owes follows from the flow of its job."""
     change, name, text = OWES_NOTHING[how]
     assert violated(audit_dir(ahead)) == {}
@@ -334,7 +334,7 @@ def test_an_entry_that_nobody_of_the_group_has_made_is_found(tmp_path: Path) -> 
     assert "has neither computed that slice" in violated(audit_dir(tmp_path))["entries"]
 
 
-def test_what_is_missing_behind_a_gap_or_the_end_of_a_trace_is_no_violation(traces: Path) -> None:
+def test_records_missing_after_a_gap_or_the_end_are_no_violation(traces: Path) -> None:
     """Wherever the rest was lost, in either stage: the notes that it had are no matter."""
     for path in (trace_files(traces)[0], sorted(traces.rglob("*.jsonl"))[-1]):
         lines = path.read_bytes().splitlines(keepends=True)
@@ -378,7 +378,7 @@ def test_runs_have_what_was_put_in_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("lineage", "is_told"), [("the epoch's", False), ("", True)])
-def test_an_entry_that_was_made_as_an_epoch_was_formed_is_right_of_who_holds_its_state(
+def test_entry_made_while_forming_an_epoch_is_valid_for_its_state_holder(
     lineage: str, is_told: bool
 ) -> None:
     node = Job(2, 1).until_running().node("0")

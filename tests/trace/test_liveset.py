@@ -297,12 +297,12 @@ def leave(*members: str) -> Event:
         ),
     ],
 )
-def test_what_is_no_execution_is_said(lines: Any, before: Any, text: str) -> None:
+def test_invalid_execution_is_reported(lines: Any, before: Any, text: str) -> None:
     with pytest.raises(ExecutionError, match=re.escape(text)):
         decide(Execution(lines, frozenset(before)))
 
 
-def test_who_is_given_a_set_is_in_it() -> None:
+def test_recipient_of_a_live_set_is_a_member() -> None:
     lines = {"a": (START, ENTER, leave("b"), FAIL), "b": (START, ENTER)}
     verdict = decide(Execution(lines))
     assert verdict.reason == "no instant: a was given {b}, which leaves out a itself"
@@ -415,7 +415,7 @@ def test_every_epoch_of_a_run_has_its_instant() -> None:
     ]
 
 
-def test_who_ends_between_ready_and_leaving_was_alive_at_the_instant() -> None:
+def test_process_ending_after_ready_was_alive_at_the_instant() -> None:
     job = Job(2)
     until_ready(job, "0", "1")
     assert job.states() == {"HEALING"}
@@ -428,7 +428,7 @@ def test_who_ends_between_ready_and_leaving_was_alive_at_the_instant() -> None:
     assert verdict.order.index(end) > verdict.order.index(instant)
 
 
-def test_who_ends_before_ready_keeps_everyone_in_the_barrier() -> None:
+def test_process_ending_before_ready_keeps_all_in_the_barrier() -> None:
     job = Job(2)
     until_ready(job, "0")
     job.crash(job.node("1"), tell=False)
@@ -438,7 +438,7 @@ def test_who_ends_before_ready_keeps_everyone_in_the_barrier() -> None:
     assert judge_live_sets(job.record) == Finding("barriers")
 
 
-def test_who_is_held_for_dead_and_comes_back_was_out_in_between() -> None:
+def test_process_declared_dead_was_out_until_it_returned() -> None:
     job = Job(3).until_running()
     slow = job.node("2")
     held = list[Any]()
@@ -576,7 +576,7 @@ def _epoch(name: str) -> tuple[Event, ...]:
     return Event("start"), Event("enter", name), leave, Event("fail")
 
 
-def test_who_does_not_wait_is_found_even_when_lucky() -> None:
+def test_process_that_skips_the_barrier_is_found_despite_lucky_timing() -> None:
     job = Hasty(2)
     until_ready(job, "0", "1")
     finding = judge_live_sets(history_of(job))
@@ -588,7 +588,7 @@ def test_who_does_not_wait_is_found_even_when_lucky() -> None:
     assert finding.place in finding.violation
 
 
-def test_who_does_not_wait_is_found_when_the_other_never_comes() -> None:
+def test_process_that_skips_the_barrier_is_found_when_the_other_never_arrives() -> None:
     job = Hasty(2)
     until_ready(job, "0")
     job.crash(job.node("1"), tell=False)

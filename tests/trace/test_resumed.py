@@ -84,7 +84,7 @@ def test_a_state_that_got_another_lineage_is_looked_for_under_the_one_it_had(
     assert "begins with digest others of lineage resharded" in str(found.resumed.violation)
 
 
-def test_starts_whose_traces_have_gaps_are_judged_by_what_is_there(root: Path) -> None:
+def test_starts_with_gaps_are_judged_by_the_existing_records(root: Path) -> None:
     """Neither said to have committed nothing, nor to have begun at the beginning."""
     for path in (root / "start2").glob("*.jsonl"):
         with_a_gap(path)
@@ -152,7 +152,7 @@ def _healed_to_others(line: dict[str, Any]) -> dict[str, Any]:
     return {**line, "event": {**event, "digest": "others"}} if is_state else line
 
 
-def test_what_a_later_start_has_committed_is_nothing_to_go_on_from(root: Path) -> None:
+def test_commits_of_a_later_start_are_no_resume_point(root: Path) -> None:
     (root / "start4").rename(root / "start9")
     (root / "start3").rename(root / "start4")
     (root / "start2").rename(root / "start3")
@@ -180,7 +180,7 @@ def test_a_start_after_the_end_is_said_to_have_done_nothing(tmp_path: Path) -> N
     ]
 
 
-def test_what_was_left_behind_takes_no_memory(tmp_path: Path) -> None:
+def test_abandoned_histories_use_no_memory(tmp_path: Path) -> None:
     """However many steps the starts have: of each the one is kept that a later one begins with."""
     peaks = []
     for steps in (100, 100, 800):  # the first fills what is shared

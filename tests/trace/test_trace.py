@@ -103,7 +103,7 @@ def test_a_disk_that_was_full_from_the_start(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_who_listens_hears_why_lines_are_lost_once_until_they_are_not(tmp_path: Path) -> None:
+def test_listener_is_notified_once_per_gap(tmp_path: Path) -> None:
     """At once, if some are lost already."""
     (tmp_path / "g0r0i1.jsonl").symlink_to("/dev/full")
     early, late = list[str](), list[str]()

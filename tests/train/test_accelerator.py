@@ -164,7 +164,7 @@ def test_a_stream_that_is_busy_is_waited_for(device: Device, where: str) -> None
     assert seen == [0, 0, 0]
 
 
-def test_what_is_queued_later_is_not_waited_for(device: Device) -> None:
+def test_work_queued_later_is_not_awaited(device: Device) -> None:
     stream = device.pools[0][1]
     stream.queued = 1
 

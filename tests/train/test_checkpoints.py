@@ -232,9 +232,7 @@ class Validated(Start):
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_what_the_script_does_after_a_commit_is_in_its_checkpoint(
-    leaves: bool, tmp_path: Path
-) -> None:
+def test_changes_made_after_a_commit_are_in_its_checkpoint(leaves: bool, tmp_path: Path) -> None:
     """Nothing repeats it when the job is resumed. ``leaves``: the loop, by ``break``."""
 
     def run(name: str, steps: Sequence[int], **settings: Any) -> Validated:
@@ -286,7 +284,7 @@ def data() -> Tensors:
     return Tensors()
 
 
-def test_what_a_body_changes_for_the_first_time_while_it_is_copied_is_not_kept(
+def test_first_change_during_the_copy_discards_the_copy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the next checkpoint, for which it is copied at once, is that of its step."""
@@ -300,7 +298,7 @@ def test_what_a_body_changes_for_the_first_time_while_it_is_copied_is_not_kept(
     assert again.train(Stream(), 18, clamp_from=4).all() == whole
 
 
-def test_what_no_body_changes_is_copied_at_once_from_the_second_time_on(
+def test_unchanged_tensors_are_copied_at_once_from_the_second_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A loader does, with each item."""
@@ -473,7 +471,7 @@ def test_an_attempt_that_others_remove_is_one_that_fails(tmp_path: Path) -> None
         write_rank(Pruned(tmp_path), "step-4.partial-a", ("0", 0), {}, {"a": torch.ones(1)})
 
 
-def test_what_is_still_being_written_at_the_end_of_the_job_is_not_written_over(
+def test_checkpoint_in_progress_at_the_end_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last checkpoint waits for the one before, with a limit; its copy is another one then."""
@@ -564,7 +562,7 @@ def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_
     assert "start2/" in found.resumed.place
 
 
-def test_a_start_whose_traces_were_removed_is_missed(tmp_path: Path) -> None:
+def test_start_with_removed_traces_is_missed(tmp_path: Path) -> None:
     """Though it committed nothing that the next one goes on from."""
     place, traces = tmp_path / "checkpoints", tmp_path / "traces"
     Start(traces, checkpoint=at(place)).train(Stream(), 4)
@@ -588,7 +586,7 @@ def place(tmp_path: Path) -> Path:
     return where
 
 
-def test_who_is_asked_to_leave_before_the_first_step_is_told_what_it_has(
+def test_drain_before_the_first_step_reports_the_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces")
@@ -680,7 +678,7 @@ def test_a_rate_that_the_next_body_sets_is_not_in_the_checkpoint(
     assert tree["state"]["optimizers"][0]["param_groups"][0]["lr"] == 3.5
 
 
-def test_an_optimizer_whose_state_no_file_can_hold_costs_the_checkpoint_alone(
+def test_unserializable_optimizer_state_fails_only_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
@@ -727,7 +725,7 @@ def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_al
         manager.shutdown()
 
 
-def test_nobody_is_waited_for_who_says_that_it_delivers_nothing(tmp_path: Path) -> None:
+def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
     """Without its buffers a checkpoint is published; without the shared state it is given up."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
@@ -817,7 +815,7 @@ def test_after_the_limit_it_goes_whatever_others_say(
     assert not (tmp_path / attempt.directory).exists()
 
 
-def test_what_a_late_rank_makes_anew_goes_before_the_next_is_written(tmp_path: Path) -> None:
+def test_directory_remade_by_a_late_rank_is_removed_before_the_next(tmp_path: Path) -> None:
     attempt, writer = publisher_of(tmp_path, threading.Event())
     found = Checkpoints(open_store(str(tmp_path)))
     thread = threading.Thread(target=writer.decline)
@@ -858,7 +856,7 @@ def test_nobody_waits_long_for_receipts_that_cannot_be_written(
     assert ("cannot be written" in caplog.text) == (case == "job ends")
 
 
-def test_what_a_writer_left_that_was_stopped_goes_when_it_wakes_up(tmp_path: Path) -> None:
+def test_leftovers_of_a_stopped_writer_are_removed_when_it_wakes(tmp_path: Path) -> None:
     """A later one was published by others meanwhile, so nobody writes in this one any more."""
 
     class Late:
@@ -889,7 +887,7 @@ def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWri
     return attempt, RankWriter(Checkpoints(open_store(str(tmp_path))), attempt, *told)
 
 
-def test_a_group_whose_stages_are_elsewhere_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+def test_group_with_stages_at_another_step_is_not_in_the_checkpoint(tmp_path: Path) -> None:
     attempt, writer = cut_of(tmp_path, 9)
 
     def manifest(last_of_0: int, last_of_1: int) -> Manifest:

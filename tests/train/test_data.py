@@ -93,7 +93,7 @@ class Data(torch.utils.data.Dataset[int]):
 
 
 @pytest.mark.parametrize("kind", ["stream", "items", "main thread", "worker", "batch"])
-def test_what_cannot_be_loaded_is_named_with_item_step_and_rank(kind: str) -> None:
+def test_loading_error_names_item_step_and_rank(kind: str) -> None:
     made: dict[str, Callable[[], Any]] = {
         "stream": Breaks,
         "items": Items,
@@ -230,7 +230,7 @@ def test_a_stream_of_groups_of_two_ranks_goes_on_at_the_item_of_the_cursor() -> 
         assert after == [first + 3 * ranks + 2 + rank]
 
 
-def test_who_does_not_count_takes_an_item_all_the_same() -> None:
+def test_non_contributing_rank_takes_an_item() -> None:
     inputs = Inputs(as_source([[n] for n in range(40)]), 2, 1)
     assert drawn(inputs, plan(5, None, 2)).batch == [11]
 

@@ -70,7 +70,7 @@ def test_a_notice_without_a_deadline_waits_for_a_commit() -> None:
     assert not place.causes
 
 
-def test_who_stops_with_an_error_has_not_drained() -> None:
+def test_stop_with_an_error_is_no_drain() -> None:
     """As in doubt, where the bus was lost on the way."""
     place = Place()
     clock = DrainClock(place, 5.0)
@@ -83,7 +83,7 @@ def test_who_stops_with_an_error_has_not_drained() -> None:
     ]
 
 
-def test_who_leaves_in_time_says_how_much_was_left() -> None:
+def test_drain_in_time_reports_the_time_left() -> None:
     place = Place()
     clock = DrainClock(place, 5.0)
     clock.hear(Notice("spot", 1000.0))
@@ -103,7 +103,7 @@ def test_a_deadline_may_be_as_far_away_as_one_likes() -> None:
     ended(clock)
 
 
-def test_who_is_still_here_shortly_before_the_deadline_says_why_and_leaves() -> None:
+def test_late_drain_reports_the_cause_and_leaves() -> None:
     place = Place()
     clock = DrainClock(place, 900.0)
     began = time.monotonic()
@@ -135,7 +135,7 @@ def test_an_earlier_deadline_counts_and_a_later_one_does_not() -> None:
     assert place.causes[0].startswith("now;")
 
 
-def test_who_is_out_already_is_left_in_peace() -> None:
+def test_departed_rank_is_not_drained_again() -> None:
     place = Place(why=None)
     clock = DrainClock(place, 900.0)
     clock.hear(Notice("spot", 0.0))
@@ -145,7 +145,7 @@ def test_who_is_out_already_is_left_in_peace() -> None:
     assert place.names == ["notice", "drained"] and not place.causes
 
 
-def test_who_cannot_tell_the_others_says_so() -> None:
+def test_drain_without_a_bus_is_reported() -> None:
     place = Place(leaves=False)
     clock = DrainClock(place, 5.0)
     clock.hear(Notice("spot", 0.0))
@@ -193,5 +193,5 @@ HERE = Local(
         (replace(HERE, role="joining", epoch=None), "in no epoch"),
     ],
 )  # fmt: skip
-def test_what_is_waited_for_in_words(local: Local, words: str) -> None:
+def test_waiting_for_names_what_is_missing(local: Local, words: str) -> None:
     assert re.search(words, waiting_for(local, CONFIG, 12.5)), waiting_for(local, CONFIG, 12.5)

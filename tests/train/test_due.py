@@ -106,7 +106,7 @@ def test_all_members_of_the_txn_take_it_and_nobody_else(bus: ErrorBus) -> None:
     assert found == [set(), {"0", "1"}, set(), {"0", "2"}, set(), {"1", "2"}]
 
 
-def test_who_is_late_finds_the_word_of_the_commit_before(bus: ErrorBus) -> None:
+def test_late_rank_finds_the_message_of_the_previous_commit(bus: ErrorBus) -> None:
     """The first member may vote in the next txn, and name it, before another has applied this."""
     job = Job(bus, every=1)
     epoch = job._epoch("01")
@@ -142,7 +142,7 @@ def test_a_writer_that_stands_apart_is_not_lost_and_one_that_is_lost_is_replaced
     assert job.txn("2") == set()
 
 
-def test_of_a_txn_that_is_rolled_back_or_skipped_there_is_none(bus: ErrorBus) -> None:
+def test_rolled_back_or_skipped_txn_has_no_checkpoint(bus: ErrorBus) -> None:
     job = Job(bus, every=2)
     job.txn("01")
     assert job.txn("01", aborts=True) == set()
@@ -183,7 +183,7 @@ def test_data_that_end_with_a_skip_end_with_a_checkpoint() -> None:
     assert found == [False, True, False]
 
 
-def test_who_still_writes_names_none_and_says_so(bus: ErrorBus) -> None:
+def test_rank_still_writing_proposes_no_checkpoint_and_reports_it(bus: ErrorBus) -> None:
     job = Job(bus, every=1)
     job.groups["0"].is_busy = True
     assert job.txn("01") == set()
@@ -201,7 +201,7 @@ def test_without_the_bus_none_is_taken_and_it_is_said(bus: ErrorBus) -> None:
     assert job.groups["1"].notes
 
 
-def test_who_stands_apart_is_waited_for_and_who_is_lost_is_not(bus: ErrorBus) -> None:
+def test_local_group_is_awaited_and_lost_group_is_not(bus: ErrorBus) -> None:
     job = Job(bus)
     job.txn("012")
     epoch = job._epoch("012")

@@ -171,7 +171,7 @@ def test_a_stage_that_steps_over_the_place_is_cut_before_it(stack: ExitStack) ->
     assert not last.txn(), "it has been taken"
 
 
-def test_who_has_passed_the_place_says_so_and_delivers_nothing(stack: ExitStack) -> None:
+def test_rank_past_the_checkpoint_step_reports_it_and_delivers_nothing(stack: ExitStack) -> None:
     first, last = Job(stack).stages
     first.txn("0")
     named = first.txn("0")["0"]
@@ -184,7 +184,7 @@ def test_who_has_passed_the_place_says_so_and_delivers_nothing(stack: ExitStack)
     assert later.due(_commit(5), epoch) is None, "it was not there then"
 
 
-def test_who_was_at_the_place_and_could_not_name_it_says_so_with_its_next_commit(
+def test_rank_that_missed_its_checkpoint_step_reports_it_with_the_next_commit(
     stack: ExitStack,
 ) -> None:
     first, last = Job(stack).stages
@@ -221,7 +221,7 @@ def test_a_stage_ends_with_the_last_word_alone_and_not_with_the_newest(stack: Ex
     assert not last.txn(last=True)
 
 
-def test_what_has_been_taken_is_not_taken_again_after_words_that_came_to_nothing(
+def test_checkpoint_taken_is_not_repeated_after_failed_proposals(
     stack: ExitStack,
 ) -> None:
     first, last = Job(stack).stages
@@ -288,7 +288,7 @@ def test_when_the_job_ends_each_stage_is_cut_where_it_ends(stack: ExitStack) -> 
     assert not last.txn(last=True), "once"
 
 
-def test_who_has_left_by_a_drain_is_no_reason_to_name_a_txn(stack: ExitStack) -> None:
+def test_drained_rank_triggers_no_checkpoint(stack: ExitStack) -> None:
     first, _ = Job(stack, every=1000).stages
     assert first.txn(asked="1"), "all may leave with it, as far as it is known here"
     assert not first.txn("0", asked="1")
@@ -306,7 +306,7 @@ def test_a_last_commit_that_is_a_skip_is_cut_too(stack: ExitStack) -> None:
     assert "is a skip, which was not known when it was voted for" in first.ranks["0"].notes[0]
 
 
-def test_what_nobody_knew_to_be_the_last_is_none_and_that_is_said(stack: ExitStack) -> None:
+def test_unknown_last_txn_has_no_checkpoint_and_is_reported(stack: ExitStack) -> None:
     first, last = Job(stack, every=1000).stages
     rank = first.ranks["0"]
     assert rank.due.due(replace(_commit(1), last=True), first.epoch_of("0")) is None
@@ -343,7 +343,7 @@ def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitSt
     assert list(later) == []
 
 
-def test_who_still_writes_names_none_but_for_the_last(stack: ExitStack) -> None:
+def test_rank_still_writing_proposes_only_the_last_checkpoint(stack: ExitStack) -> None:
     first, _ = Job(stack, every=1).stages
     first.ranks["0"].is_busy = True
     assert not first.txn()

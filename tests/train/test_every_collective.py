@@ -211,6 +211,6 @@ def test_an_operation(tables: dict[str, Any], kind: str, name: str) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k in KINDS for n in REFUSED[k]])
-def test_what_cannot_be_done_is_refused(tables: dict[str, Any], kind: str, name: str) -> None:
+def test_unsupported_collective_is_refused(tables: dict[str, Any], kind: str, name: str) -> None:
     for _, refused in tables[kind]:
         assert refused[name] == ""

@@ -103,7 +103,7 @@ def test_a_commanded_kill_of_a_group_needs_no_claim() -> None:
     assert [injected.kind for injected in told] == ["kill"]
 
 
-def test_connections_are_ended_by_those_who_own_them() -> None:
+def test_connections_are_closed_by_their_owners() -> None:
     hands = Hands()
     faults = [fault(kind, rank=0, phase="vote") for kind in ("network_cut", "bus_loss")]
     one = injector(*faults, hands=hands)

@@ -325,7 +325,7 @@ def test_a_destructor_is_never_cut(
     assert not dropped and not interrupter.repeated
 
 
-def test_who_swallows_it_is_told_again_until_it_leaves(
+def test_swallowed_interruption_is_repeated_until_the_step_function_ends(
     interrupter: Interrupter, asker: Asker
 ) -> None:
     asker.ask(0.001)

@@ -95,7 +95,7 @@ def test_without_shuffle_and_with_the_incomplete_batch() -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 @pytest.mark.multiprocess
-def test_workers_give_the_same_bits_as_the_main_thread_whoever_takes_part(
+def test_workers_load_the_same_bits_as_the_main_thread(
     opened: Callable[..., Any], context: str
 ) -> None:
     here = opened(fft.CursorLoader, Noisy(), 4, seed=3)
@@ -174,7 +174,7 @@ def test_a_change_of_members_keeps_what_is_still_ours(
 
 
 @pytest.mark.multiprocess
-def test_what_is_not_begun_when_the_members_change_is_not_loaded(
+def test_pending_loads_are_dropped_when_the_members_change(
     opened: Callable[..., Any], tmp_path: Path
 ) -> None:
     gate, log = tmp_path / "gate", tmp_path / "log"
@@ -268,7 +268,7 @@ class Unsendable(Noisy):
 
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.multiprocess
-def test_what_a_worker_cannot_send_is_an_error_in_place_of_a_wait_for_ever(
+def test_unsendable_worker_result_raises_instead_of_hanging(
     opened: Callable[..., Any], raises: bool
 ) -> None:
     options = {"shuffle": False, "num_workers": 1, "collate_fn": list, "timeout": 20}

@@ -60,7 +60,7 @@ def test_every_part_may_be_edited_and_the_original_stays() -> None:
     assert "new" not in batch
 
 
-def test_what_is_twice_in_a_batch_is_one_object_in_the_copy() -> None:
+def test_shared_object_in_a_batch_stays_shared_in_the_copy() -> None:
     x = torch.ones(2)
     made = copied({"a": x, "b": [x], "own": Sample(x, "s")})
     assert made["a"] is made["b"][0] is made["own"].x
@@ -77,6 +77,6 @@ def test_a_leaf_that_requires_gradients_is_still_one() -> None:
     assert made.is_leaf
 
 
-def test_what_cannot_be_copied_is_refused_by_place_and_type() -> None:
+def test_uncopyable_value_is_refused_with_place_and_type() -> None:
     with pytest.raises(DataError, match=r"batch\['a'\]\[1\] is a _thread.lock"):
         copied({"a": [1, threading.Lock()]})

@@ -134,7 +134,7 @@ class OnceBroken(Noisy):
 
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.multiprocess
-def test_who_tries_again_after_an_error_has_the_item_read_again(tmp_path: Path, count: int) -> None:
+def test_retry_after_an_error_reads_the_item_again(tmp_path: Path, count: int) -> None:
     data = OnceBroken(tmp_path / "mark")
     with closing(fft.CursorLoader(data, 4, shuffle=False, num_workers=count)) as loader:
         loader.take(Due(0, 0, 1))
@@ -146,9 +146,7 @@ def test_who_tries_again_after_an_error_has_the_item_read_again(tmp_path: Path, 
 
 @pytest.mark.parametrize("wanted", [Due(3, 3, 2), Due(10, 10, 2)], ids=["others", "past"])
 @pytest.mark.multiprocess
-def test_what_nobody_wants_any_more_is_not_loaded_by_a_worker_that_was_asked_for_it(
-    tmp_path: Path, wanted: Due
-) -> None:
+def test_cancelled_item_is_not_loaded_by_its_worker(tmp_path: Path, wanted: Due) -> None:
     gate, log = tmp_path / "gate", tmp_path / "log"
 
     class Gated(Noisy):
@@ -172,7 +170,7 @@ def test_what_nobody_wants_any_more_is_not_loaded_by_a_worker_that_was_asked_for
 
 
 @pytest.mark.multiprocess
-def test_what_a_worker_has_put_aside_is_loaded_when_it_is_wanted_again(tmp_path: Path) -> None:
+def test_deferred_item_is_loaded_when_requested_again(tmp_path: Path) -> None:
     """Two rollbacks in a row: the members change, and back, before the answers are taken."""
     gate = tmp_path / "gate"
 
@@ -237,7 +235,7 @@ def numbered(log: list[str]) -> fft.StreamLoader:
     return fft.StreamLoader(lambda first, step: Numbers(log, first, step))
 
 
-def test_a_stream_whose_next_item_fits_by_chance_is_opened_anew_when_members_change() -> None:
+def test_stream_is_reopened_when_members_change() -> None:
     loader = numbered(["failed"])
     taken = [loader.take(Due(n, n, 2)) for n in (0, 2, 4)]
     taken += [loader.take(Due(n, n, 1)) for n in (6, 7, 8)]  # 6 is next either way, 7 is not
@@ -327,7 +325,7 @@ def test_a_state_is_of_its_moment_and_stays_what_it_was() -> None:
         assert state == {"next": 2}
 
 
-def test_who_has_drawn_ahead_and_is_then_told_the_place_goes_on_there() -> None:
+def test_prefetched_loader_continues_at_a_new_position() -> None:
     """A group that was away: what it drew before is nobody's any more."""
     ahead, away = StreamSource(Stateful()), StreamSource(Stateful())
     assert away.holds(0, 4)

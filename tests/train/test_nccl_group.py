@@ -209,7 +209,7 @@ def test_a_rendezvous_that_was_used_is_refused(pair: Pair) -> None:
     )
 
 
-def test_who_hangs_in_connecting_is_aborted(pair: Pair) -> None:
+def test_hanging_connect_is_aborted(pair: Pair) -> None:
     pair.library.hangs = {0, 1}
 
     def rank(number: int) -> None:
@@ -232,7 +232,7 @@ def test_who_hangs_in_connecting_is_aborted(pair: Pair) -> None:
     pair.build("2")
 
 
-def test_what_could_not_connect_is_aborted_once(pair: Pair) -> None:
+def test_failed_connect_is_aborted_once(pair: Pair) -> None:
     pair.library.fails = {1}
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(pair.configure, number, "1") for number in range(2)]
@@ -309,7 +309,7 @@ def test_a_group_that_sticks_in_connecting_is_left_behind_and_ends_by_itself(
     assert set(mends) == {first}, "only the group that was left was aborted, once by each rank"
 
 
-def test_what_the_abort_of_a_connecting_group_says_reaches_nobody_too_late() -> None:
+def test_late_abort_error_of_a_connecting_group_is_dropped() -> None:
     """`is_aborted`: a group whose connecting was aborted is given to nobody."""
     library, store = Recorder(), store_server()
     group = fft.ShardProcessGroupNCCL(LIMIT, library)
@@ -325,7 +325,7 @@ def test_what_the_abort_of_a_connecting_group_says_reaches_nobody_too_late() -> 
     assert library.of(0) == ["connect", "finish", "abort"], "and it is aborted once"
 
 
-def test_what_was_built_for_nobody_is_aborted(pair: Pair) -> None:
+def test_unused_group_is_aborted(pair: Pair) -> None:
     """The rollback comes when the communicator is connected, and the group has it not yet."""
     both = threading.Barrier(2)  # who aborts takes back the id, which the other would wait for
     for group in pair.groups:
@@ -453,7 +453,7 @@ def test_torchs_group_is_made_so_that_it_can_be_aborted(
     assert not caplog.records
 
 
-def test_what_was_set_otherwise_is_changed_and_said(
+def test_conflicting_nccl_setting_is_changed_and_reported(
     native: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torchrun sets 1 for its workers."""
@@ -498,7 +498,7 @@ def test_an_abort_that_hangs_is_left_and_said(caplog: pytest.LogCaptureFixture) 
     assert ended.wait(LIMIT.total_seconds())
 
 
-def test_an_abort_that_fails_says_so_to_who_asked() -> None:
+def test_failed_abort_is_reported_to_the_caller() -> None:
     def abort() -> None:
         raise RuntimeError("NCCL error")
 

@@ -260,7 +260,7 @@ def test_scheduled_events() -> None:
      (lambda s, b: read_azure(s, b, "vm"), 503, b"{}"),
      (lambda s, b: read_azure(s, b, "vm"), 200, b'{"Events": [{}]}')],
 )  # fmt: skip
-def test_what_is_not_understood_is_an_error_and_no_notice(read, status, body) -> None:  # type: ignore[no-untyped-def]
+def test_malformed_notice_is_an_error(read, status, body) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises((NoticeError, ValueError, KeyError)):
         read(status, body)
 
@@ -321,7 +321,7 @@ def test_an_interval_must_be_one() -> None:
 # --- settings -------------------------------------------------------------------------------------
 
 
-def test_what_a_setting_names(tmp_path: Path) -> None:
+def test_setting_names_a_notice_source(tmp_path: Path) -> None:
     (tmp_path / "n-7.1").touch()
     setting = f"file:{tmp_path}/n-{{group}}.{{rank}}"
     assert source_of(setting, "7", 1).poll() is not None

@@ -162,7 +162,7 @@ def test_the_interval_is_a_number_of_seconds_or_none() -> None:
             interval_from(given, {"FFT_PROGRESS_INTERVAL": env})
 
 
-def test_what_others_have_to_report_is_said_before_it_is_closed() -> None:
+def test_pending_reports_are_sent_before_closing() -> None:
     """By the thread, in its order; without words of its own, too; and nothing after that."""
     heard: queue.Queue[bytes] = queue.Queue()
     words = [CheckpointReport("1", 0, 3, step, "failed", "x") for step in range(3)]

@@ -49,14 +49,14 @@ def test_a_quorum_is_had_when_all_have_asked_in_this_txn() -> None:
     assert asked.had
 
 
-def test_all_who_get_one_answer_judge_it_alike() -> None:
+def test_one_answer_is_judged_equally_by_all() -> None:
     answer = {"0": Named(1, TOKEN), "1": Named(4, OLD)}
     ahead, behind = ask(), ask()
     ahead.hear(answer, 0.1), behind.hear(answer, 0.3)
     assert ahead.had == behind.had
 
 
-def test_who_is_named_in_no_answer_for_a_window_is_late_once_each_window() -> None:
+def test_group_missing_from_all_answers_is_late_once_per_window() -> None:
     asked = ask()
     alone = {"0": Named(1, TOKEN)}
     assert asked.hear(alone, 10.0) == set(), "it may only have asked later"
@@ -246,7 +246,7 @@ def test_a_lighthouse_that_was_restarted_makes_nobody_late(place: Place) -> None
     assert groups[0].late == groups[1].late == []
 
 
-def test_who_has_ended_is_said_late_after_its_heartbeats(place: Place) -> None:
+def test_ended_group_is_late_after_its_heartbeats(place: Place) -> None:
     first, second = place.group("0"), place.group("1")
     for group in (first, second):
         group.begin(1, "0", "1")
@@ -279,7 +279,7 @@ def test_no_quorum_in_time_is_said_and_counted(place: Place) -> None:
     assert len(group.failures) == 2
 
 
-def test_the_end_of_a_txn_lets_go_who_waits(place: Place) -> None:
+def test_end_of_a_txn_releases_waiters(place: Place) -> None:
     group = place.group("0")
     group.begin(1, "0", "nobody")
     ended = threading.Timer(0.2, group.quorums.end)

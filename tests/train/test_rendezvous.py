@@ -43,7 +43,7 @@ def woken_after(seconds: float, pid: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
 
 
-def test_a_silent_store_holds_up_who_cleans_it_and_nobody_else(
+def test_silent_store_blocks_only_its_cleaner(
     server: Forked,
 ) -> None:
     port = int(server.stdout.readline())
@@ -123,7 +123,7 @@ def test_a_key_that_is_taken_back_between_wait_and_read_has_no_empty_value() -> 
         thread.join()
 
 
-def test_what_is_there_is_read_whatever_it_is() -> None:
+def test_existing_key_is_read_with_any_value() -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
     store = RendezvousStore(PrefixStore("fft", server), LIMIT)
     for value in (b"", b"\xff\x00", b"text"):

@@ -215,7 +215,7 @@ def test_abort_frees_a_configure_that_waits_for_a_missing_member() -> None:
     assert not _helper_threads()
 
 
-def test_of_two_aborts_the_first_says_why() -> None:
+def test_first_of_two_aborts_gives_the_cause() -> None:
     """A rollback's and then that of a shutdown, say: who was at work is told what went wrong."""
     server = store_server()
     groups = [AbortableGroup(ProcessGroupGloo(MINUTE)) for _ in range(2)]
@@ -263,7 +263,7 @@ def _leave_addresses(server: TCPStore) -> dict[str, bytes]:
     return {key: value.replace(here, there) for key, value in left.items()}
 
 
-def test_abort_frees_a_configure_whose_peer_died_while_connecting(
+def test_abort_releases_configure_after_a_peer_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

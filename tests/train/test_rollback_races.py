@@ -114,7 +114,7 @@ def test_an_abort_in_the_middle_of_transfers_frees_everyone() -> None:
 
 
 @pytest.mark.multiprocess
-def test_what_gloo_has_forgotten_is_dropped_in_the_epoch_after_its_timeout() -> None:
+def test_forgotten_gloo_work_is_dropped_in_the_epoch_after_its_timeout() -> None:
     """Two threads, a listener and tensors; not only when it forgets once more."""
     assert any(sum(run(2, _stranded, seed)) for seed in (11, 12, 13)), "it has forgotten nothing"
 

@@ -249,7 +249,7 @@ def test_a_setting_that_an_older_torch_does_not_know_keeps_its_value_here() -> N
     target.step()
 
 
-def test_what_is_not_plain_is_named() -> None:
+def test_non_plain_state_is_named() -> None:
     run = Setup()
     run.counter.seen["bad"] = {"deep": [object()]}
     with pytest.raises(TypeError, match=r"extra\[counter\]\['bad'\]\['deep'\]\[0\] is a object"):
@@ -280,7 +280,7 @@ def test_digest_sees_every_part() -> None:
 # --- bodies that edit parameters ------------------------------------------------------------------
 
 
-def test_what_was_edited_first_in_a_rolled_back_step_is_kept_from_then_on() -> None:
+def test_first_edit_in_a_rolled_back_step_is_tracked_afterwards() -> None:
     run = Setup()
     weight, bias = run.model.linear.weight, run.model.linear.bias
     run.state.capture()
@@ -367,7 +367,7 @@ def _memory(value: Any) -> set[int]:
     return set().union(*map(_memory, value)) if isinstance(value, list | tuple) else set()
 
 
-def test_what_is_exported_across_a_body_has_nothing_in_common_with_what_it_changes() -> None:
+def test_exported_state_shares_no_memory_with_the_step_function() -> None:
     run = Setup()
     run.counter.seen["tensor"] = torch.ones(3)
     run.step()

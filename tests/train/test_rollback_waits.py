@@ -62,7 +62,7 @@ def pair() -> Iterator[list[AbortableGroup]]:
 
 
 @pytest.mark.parametrize("by_future", [False, True])
-def test_what_was_reduced_is_let_go_of_without_the_garbage_collector(
+def test_reduced_tensors_are_released_without_garbage_collection(
     pair: list[AbortableGroup], by_future: bool
 ) -> None:
     """Else each step's gradients stay in memory until the collector happens to run."""

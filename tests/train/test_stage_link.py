@@ -39,14 +39,14 @@ def met(mine: bytes, theirs: bytes) -> list[object]:
     return found
 
 
-def test_who_has_the_key_is_heard_and_nobody_else() -> None:
+def test_only_peers_with_the_key_are_accepted() -> None:
     heard, no_error = met(KEY, KEY)
     assert isinstance(heard, bytes)
     assert no_error is None
     assert all(isinstance(error, Stranger) for error in met(KEY, b"x" * 32))
 
 
-def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_peer_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_GREET_S", 0.2)
     mine, theirs = socket.socketpair()
     with theirs, pytest.raises(Stranger):
@@ -54,7 +54,7 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("odd", [zeros(3), Path("x"), {1, 2}, torch.float32, object()])
-def test_what_could_not_be_read_is_refused_where_it_is_put(odd: object) -> None:
+def test_unreadable_value_is_refused_by_put(odd: object) -> None:
     with pytest.raises(FftError, match="put a tensor in its place"):
         kept_of(odd)
 

@@ -69,7 +69,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("token", [TOKEN, None])
-def test_what_comes_is_what_was_sent(make: Make, token: JobToken | None) -> None:
+def test_received_state_equals_the_sent_state(make: Make, token: JobToken | None) -> None:
     sender, receiver = make(token), make(token)
     sent = state()
     for step in (3, 4):
@@ -82,7 +82,7 @@ def test_what_comes_is_what_was_sent(make: Make, token: JobToken | None) -> None
         sender.disallow_checkpoint()
 
 
-def test_who_asks_early_waits_for_the_offer(make: Make) -> None:
+def test_early_request_waits_for_the_offer(make: Make) -> None:
     sender, receiver = make(), make()
     got: list[Any] = []
     asks = threading.Thread(
@@ -186,7 +186,7 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_changed_on_its_way_is_not_loaded(
+def test_altered_transfer_is_not_loaded(
     make: Make, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: object, **__: object) -> None:
@@ -218,7 +218,7 @@ def test_a_silent_peer_is_given_up_at_the_deadline(make: Make) -> None:
             receiver.recv_checkpoint(0, url, 1, SOON)
 
 
-def test_who_fetches_from_a_silent_peer_is_let_go_when_the_epoch_ends(make: Make) -> None:
+def test_fetch_from_a_silent_peer_ends_with_the_epoch(make: Make) -> None:
     receiver = make()
     failures: list[TransferError] = []
 
@@ -263,7 +263,7 @@ def test_a_receiver_that_stops_reading_does_not_hold_up_the_sender(make: Make, e
     assert receiver.recv_checkpoint(0, sender.metadata(), 2, LIMIT) == {"a": 2}
 
 
-def test_outsiders_who_connect_and_say_nothing_are_bounded(
+def test_silent_outside_connections_are_bounded(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_module, "_HEAD_S", 0.2)

@@ -186,7 +186,7 @@ def without_any() -> None:
     here()
 
 
-def test_what_a_call_has_taken_the_try_after_it_gives_back() -> None:
+def test_lock_acquired_by_a_call_is_released_by_the_following_try() -> None:
     taken = (
         before_try, result_before_try, condition_before_try, before_with, in_with_before_with,
     )  # fmt: skip
@@ -205,7 +205,7 @@ def frame_of() -> FrameType:
     return sys._getframe(1)
 
 
-def test_what_is_older_than_the_body_does_not_count() -> None:
+def test_frames_older_than_the_step_function_do_not_count() -> None:
     class Trainer:
         def __enter__(self) -> tuple[Safety, Safety]:
             return (lambda: (look(frame_of(), None), look(frame_of(), sys._getframe(1))))()
@@ -249,7 +249,7 @@ def test_a_condition_takes_its_lock_again_whatever_comes() -> None:
     assert found[-1] is Safety.LATER
 
 
-def test_a_body_belongs_to_who_enters_by_whatever_way() -> None:
+def test_step_function_belongs_to_the_entering_thread() -> None:
     entered: list[FrameType | None] = []
 
     class Txn:
