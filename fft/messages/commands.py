@@ -1,9 +1,8 @@
 """Commands: requests of an operator to a job's processes over its bus, and their answers.
 
-They are not part of the protocol: the engine hands them to its host, and the core never sees one.
-Pure data, with a strict form: anything else is refused as a whole. A command is broadcast, in the
-topic ``commands``; an answer goes to an inbox of the asker, named after the command, so nobody else
-pays for it.
+Commands are not part of the protocol: the engine hands them to its host, and the core never sees
+one. Pure data in a strict form; any other form is refused as a whole. A command is broadcast in the
+topic ``commands``. Its answers go to an inbox named after the command, which only the sender reads.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from fft.messages.fault_plans import AnyFault
 from fft.messages.protocol import MAX_MESSAGE, Count, Name, Text, UnreadableMessage, unreadable
 
 BY_SUPERVISOR = "supervisor"
-"""Who speaks, where the supervisor says that a fault of its services happens now."""
+"""Sender name of the supervisor when it announces a fault of its services."""
 LONGEST_GRACE_S = 600.0
 LONGEST_CHECK_S = 120.0
 MOST_CHECKED = 8_000
-"""So many tasks fit into one message."""
+"""Maximum number of tasks in one message."""
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
@@ -31,22 +30,23 @@ AnswerKind = Literal["accepted", "refused", "done"]
 
 
 def fresh_id() -> str:
-    """A name for one command; nobody draws the same."""
+    """Return a unique name for a command."""
     return uuid.uuid4().hex
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Evict:
-    """To the supervisor: end these processes, and start their group again only if asked to.
+    """Ask the supervisor to end these processes and, with ``restart``, to start their group again.
 
-    SIGCONT and SIGTERM at once; SIGKILL to whoever of the group is left after ``grace`` seconds.
+    The supervisor sends SIGCONT and SIGTERM at once, and SIGKILL to the rest of the group after
+    ``grace`` seconds.
     """
 
     id: Id
     group: Name
     by: Text
     rank: Count | None = None
-    """None: every rank of the group. A group does not go on without one of its ranks."""
+    """Rank to end, or None for every rank. A group does not continue without one of its ranks."""
     grace: Annotated[float, Field(ge=0, le=LONGEST_GRACE_S)] = 10.0
     restart: bool = False
     v: Literal[1] = 1
@@ -55,9 +55,9 @@ class Evict:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Inject:
-    """Break something on purpose: to the ranks that the fault names, or to the supervisor.
+    """Inject a fault into the ranks that it names, or into the supervisor's services.
 
-    Obeyed only by processes that were started to allow it.
+    Only processes that were started with permission to inject faults obey it.
     """
 
     id: Id
@@ -69,7 +69,8 @@ class Inject:
 
 @dataclass(frozen=True, config=_CONFIG)
 class CheckTask:
-    """What one process does in a `Check`: checks of its own, or one side of a meeting."""
+    """The part of one process in a ``Check``: checks of its own, or one side of a pairwise
+    check."""
 
     group: Name
     rank: Count
@@ -77,15 +78,16 @@ class CheckTask:
     address: Annotated[str, Field(max_length=300)] = ""
     """``host:port`` to connect to."""
     key: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
-    """By which the two sides of a meeting know each other."""
+    """Key by which the two sides of a pairwise check authenticate each other."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Check:
-    """To the ranks that its tasks name: check yourselves, in bounded time and memory.
+    """Ask the ranks that its tasks name to check themselves in bounded time and memory.
 
-    One check at a time; who is at one refuses another. The side that listens says its address in
-    its first answer; all say their results in the last (`fft.train.diagnosis.check_runner`).
+    A rank runs one check at a time and refuses a second one. The listening side sends its address
+    in its first answer; all ranks send their results in the last one
+    (``fft.train.diagnosis.check_runner``).
     """
 
     id: Id
@@ -93,16 +95,16 @@ class Check:
     by: Text
     round: Count = 0
     limit: Annotated[float, Field(gt=0, le=LONGEST_CHECK_S)] = 20.0
-    """Seconds after which whatever is not through has failed."""
+    """Seconds after which an unfinished check counts as failed."""
     v: Literal[1] = 1
     type: Literal["check"] = "check"
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class RollCall:
-    """To whoever holds the state of the job: answer, so that the asker knows that the job lives.
+    """Ask the holders of the job's state to answer, which shows that the job is alive.
 
-    Said by who starts, not by operators: the engine answers, and its host never hears of it.
+    Starting processes send it, not operators. The engine answers without involving its host.
     """
 
     id: Id
@@ -117,7 +119,7 @@ COMMANDS = (Evict, Inject, Check)
 
 @dataclass(frozen=True, config=_CONFIG)
 class Answer:
-    """``accepted`` or ``refused`` comes at once; ``done`` when there is something to wait for."""
+    """Answer to a command: ``accepted`` or ``refused`` at once, and ``done`` after longer work."""
 
     id: Id
     by: Text
@@ -136,17 +138,17 @@ def _answers() -> TypeAdapter[Answer]:
 
 
 def answer_inbox(command_id: str) -> str:
-    """Where the answers to a command go."""
+    """Return the inbox for the answers to a command."""
     return f"answer/{command_id}"
 
 
 def encode_command(command: Command | RollCall) -> bytes:
-    """Command → bytes for the topic ``commands``."""
+    """Encode a command for the topic ``commands``."""
     return _commands().dump_json(command)
 
 
 def decode_command(payload: bytes) -> Command | RollCall:
-    """Bytes of the topic ``commands`` → command. Raises ``UnreadableMessage``."""
+    """Decode a command of the topic ``commands``. Raises ``UnreadableMessage``."""
     if len(payload) > MAX_MESSAGE:
         raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")
     try:
@@ -156,12 +158,12 @@ def decode_command(payload: bytes) -> Command | RollCall:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """Answer → bytes for the inbox of who asked."""
+    """Encode an answer for the inbox of the sender of the command."""
     return _answers().dump_json(answer)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Bytes of the inbox → answer. Raises ``UnreadableMessage``."""
+    """Decode an answer. Raises ``UnreadableMessage``."""
     try:
         return _answers().validate_json(data)
     except ValidationError as error:
@@ -169,6 +171,6 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def command_to_json(command: Command) -> dict[str, Any]:
-    """Command → plain data for the trace."""
+    """Convert a command to plain data for the trace."""
     data: dict[str, Any] = _commands().dump_python(command, mode="json")
     return data

@@ -1,4 +1,4 @@
-"""What the core asks of the engine, as pure data. Nothing of it crosses the bus."""
+"""Effects that the core requests from the engine, as pure data. They never cross the bus."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fft.messages.protocol import BusMessage, Peer, Record, Token, Vote
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Put ``message`` on the bus, for everyone."""
+    """Send ``message`` to all participants."""
 
     message: BusMessage
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Put ``message`` on the bus, for ``to`` alone."""
+    """Send ``message`` to ``to`` only."""
 
     to: Peer
     message: BusMessage
@@ -36,7 +36,7 @@ class ReadScope:
 
 @dataclass(frozen=True)
 class TellHeld:
-    """Say in log and trace that the txn waits until another scope has ``needed`` slices."""
+    """Log and trace that the txn waits until another scope has taken ``needed`` slices."""
 
     token: Token
     step: int
@@ -55,7 +55,8 @@ class Decide:
 
 @dataclass(frozen=True)
 class CastVote:
-    """Add my YES to the ballot of ``token``; answered by ``Ballot`` when ``voters`` are in it."""
+    """Add this rank's YES to the ballot of ``token``; answered by ``Ballot`` once it has
+    ``voters``."""
 
     token: Token
     vote: Vote
@@ -64,7 +65,7 @@ class CastVote:
 
 @dataclass(frozen=True)
 class DropBallot:
-    """The ballot of ``token`` is decided; its keys can go."""
+    """Delete the keys of the ballot of ``token``, which is decided."""
 
     token: Token
 
@@ -80,7 +81,7 @@ class SetTimer:
 
 @dataclass(frozen=True)
 class ClearTimers:
-    """Forget these timers."""
+    """Cancel these timers."""
 
     names: tuple[str, ...]
 
@@ -101,7 +102,8 @@ class AbortGroups:
 
 @dataclass(frozen=True)
 class Restore:
-    """Main thread: unwind, drop gradients, put back the start of the step; then ``Restored``."""
+    """Main thread: unwind, drop gradients, restore the start of the step; then post
+    ``Restored``."""
 
     token: Token
     cause: str
@@ -109,18 +111,19 @@ class Restore:
 
 @dataclass(frozen=True)
 class Heal:
-    """Main thread: rebuild groups for ``record``, send or fetch state; then ``Healed``.
+    """Main thread: rebuild groups for ``record``, send or fetch state; then post ``Healed``.
 
-    Of a learner: rebuild groups, begin to fetch, then ``Connected``; before its vote ``Healed``.
+    A joiner that computes while it fetches posts ``Connected`` when the fetch has begun, and
+    ``Healed`` before its vote.
     """
 
     record: Record
     index: int
     """Index of this group in ``record.members``."""
     fetch_from: int | None
-    """Index of the group whose rank of my number to fetch from; None: nothing is fetched."""
+    """Index of the group whose rank of the same number serves the state, or None for no fetch."""
     send_to: tuple[int, ...]
-    """Indexes of the groups whose rank of my number fetches from this one."""
+    """Indexes of the groups whose rank of the same number fetches from this one."""
 
 
 @dataclass(frozen=True)
@@ -132,20 +135,20 @@ class StartTxn:
     lineage: str
     cursor: int
     index: int | None
-    """Index of this group among those whose gradients count; None: a spare, or a learner."""
+    """Index of this group among those whose gradients count; None for a spare or a joiner."""
     participants: int
     members: tuple[str, ...]
     commits: int
     """Commits since the epoch began."""
     lease: int | None = None
-    """The slice that this group holds a lease on, and that the txn consumes; None: none, or a
-    paradigm without leases."""
+    """The leased slice that the txn consumes; None without a lease or in a paradigm without
+    leases."""
     next_cursor: int = 0
     """The cursor once the txn is committed."""
 
     @property
     def slice(self) -> int | None:
-        """Of the data, which this group takes; None: what it computes does not count."""
+        """Data slice that this group takes, or None if its computation does not count."""
         if self.index is None:
             return None
         return self.cursor + self.index if self.lease is None else self.lease
@@ -155,8 +158,8 @@ class StartTxn:
 class Apply:
     """Main thread: the txn is committed; run the optimizer step; then ``Applied``.
 
-    ``skip``: it is committed as a skip; run what belongs to one (the scaler), no optimizer step.
-    ``record`` may be a later one than the txn's own, which was missed.
+    ``skip``: it is committed as a skip; update the scaler and leave the optimizer alone. ``record``
+    may be later than the txn's own record, if that one was missed.
     """
 
     record: Record
@@ -165,7 +168,8 @@ class Apply:
 
 @dataclass(frozen=True)
 class Finish:
-    """The participant is out; ``error`` names the class of ``fft.util.errors`` to raise, if any."""
+    """The participant has left; ``error`` names the class of ``fft.util.errors`` to raise, if
+    any."""
 
     reason: str
     error: str | None = None

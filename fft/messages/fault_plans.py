@@ -1,9 +1,8 @@
-"""Fault plans: faults injected on purpose, at exact places of a training run.
+"""Fault plans: faults that are injected on purpose at exact places of a training run.
 
-A plan is a YAML or JSON file with a list ``faults:``; `load_plan` reads and validates it. The same
-forms are sent by ``fft inject``. Pure but for the reading of the file; needs no torch. What carries
-them out is `fft.train.injector` in the participants, and the supervisor for what concerns its
-services.
+A plan is a YAML or JSON file with a list ``faults:``; ``load_plan`` reads and validates it. ``fft
+inject`` sends the same data. Pure except for reading the file, and free of torch.
+``fft.train.injector`` injects the faults of participants, the supervisor those of its services.
 """
 
 from __future__ import annotations
@@ -30,27 +29,28 @@ Phase = Literal[
 PHASES: tuple[str, ...] = get_args(Phase)
 MODEL_PHASES = frozenset({"forward", "backward"})
 Place = Literal[Phase, "next"]
-"""``next``: whichever comes first; never ``apply``, which tears the state: ask for that by name."""
+"""``next``: the phase that comes first, except ``apply``, which loses the state and must be
+named."""
 
 LONGEST_S = 3600.0
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 
 class FaultPlanError(FftError):
-    """A fault plan that cannot be used: names the file, the place and the mend."""
+    """A fault plan is invalid; the message names the file, the place and the fix."""
 
 
 # --- the plan --------------------------------------------------------------------------
 
 
 def _group_name(value: object) -> object:
-    """Groups are named "0", "1" …; a plan may write the bare number."""
+    """Convert a bare number to the name of a group, which is a string."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return str(value) if is_number else value
 
 
 class Entry(BaseModel):
-    """What all faults share. Steps are numbers of steps being attempted."""
+    """Fields of all faults. A step is the number of the step being attempted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -97,7 +97,7 @@ class OneSidedFault(Fault):
 
 
 class KillFault(Fault):
-    """SIGKILL to oneself; without ``rank`` every rank of the group does it."""
+    """A rank sends SIGKILL to itself; without ``rank``, every rank of the group does."""
 
     kind: Literal["kill"]
     rank: int | None = Field(default=None, ge=0)
@@ -105,7 +105,7 @@ class KillFault(Fault):
 
 
 class DrainFault(Fault):
-    """SIGTERM to every rank of the group; the supervisor may start the group again later."""
+    """Every rank of the group gets SIGTERM; the supervisor may start the group again later."""
 
     kind: Literal["drain"]
     return_after_steps: int | None = Field(
@@ -114,9 +114,9 @@ class DrainFault(Fault):
 
 
 class HangFault(Fault):
-    """The main thread waits for so long, out of any collective.
+    """The main thread waits for ``seconds`` outside of any collective.
 
-    With the interpreter's lock held no Python of this process runs: no engine, and no listener.
+    With ``holding_gil``, no Python code of the process runs meanwhile, the engine included.
     """
 
     kind: Literal["hang"]
@@ -127,7 +127,7 @@ class HangFault(Fault):
 
 
 class StopFault(Fault):
-    """SIGSTOP to oneself, all threads with it; SIGCONT after so long."""
+    """A rank stops with all its threads (SIGSTOP) and continues after ``seconds``."""
 
     kind: Literal["stop"]
     rank: int = Field(ge=0)
@@ -136,7 +136,7 @@ class StopFault(Fault):
 
 
 class SlowFault(Fault):
-    """A straggler: so many attempts, each delayed by so long before its first reduction."""
+    """A straggler: ``steps`` attempts are delayed by ``seconds`` before their first reduction."""
 
     kind: Literal["slow"]
     rank: int = Field(ge=0)
@@ -145,7 +145,7 @@ class SlowFault(Fault):
 
 
 class NetworkCutFault(Fault):
-    """The connections of this rank's process groups end. They can be built anew."""
+    """The connections of this rank's process groups are closed; they can be rebuilt."""
 
     kind: Literal["network_cut"]
     rank: int = Field(ge=0)
@@ -161,7 +161,7 @@ class NanGradientFault(Fault):
 
 
 class BusLossFault(Fault):
-    """This process's connections to the bus end, for good."""
+    """This process loses its connections to the bus permanently."""
 
     kind: Literal["bus_loss"]
     rank: int = Field(ge=0)
@@ -169,17 +169,17 @@ class BusLossFault(Fault):
 
 
 class ServiceFault(Entry):
-    """What the supervisor does to the services that it hosts, soon after its step has begun."""
+    """A fault of a service that the supervisor hosts; it happens soon after its step has begun."""
 
 
 class BusRestartFault(ServiceFault):
-    """The server of the bus ends; a new one, which knows nothing, takes its place."""
+    """The server of the bus is replaced by a new, empty one."""
 
     kind: Literal["bus_restart"]
 
 
 class LighthouseRestartFault(ServiceFault):
-    """torchft's lighthouse ends, and is started again at the same address."""
+    """torchft's lighthouse is restarted at the same address."""
 
     kind: Literal["lighthouse_restart"]
 
@@ -202,11 +202,11 @@ MODELS: dict[str, type[Entry]] = {
     get_args(model.model_fields["kind"].annotation)[0]: model
     for model in (*get_args(RankFault), BusRestartFault, LighthouseRestartFault)
 }
-"""The models by kind."""
+"""Fault models by kind."""
 
 
 def in_words(fault: AnyFault) -> str:
-    """Name, kind, step, and the place where it has one."""
+    """Describe a fault by name, kind, step and place."""
     parts = [fault.kind, f"step {fault.step}"]
     if (phase := getattr(fault, "phase", None)) is not None:
         parts.append(f"phase {phase}")
@@ -225,7 +225,7 @@ class FaultPlan(BaseModel):
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys in silence; a plan must not lose one."""
+    """Refuses duplicate keys, of which PyYAML would silently keep only the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -242,10 +242,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def load_plan(
     path: str | os.PathLike[str], groups: int | None = None, ranks: int | None = None
 ) -> FaultPlan:
-    """Read and validate the plan at ``path`` (YAML; JSON is a part of it).
+    """Read and validate the plan at ``path`` (YAML or JSON).
 
-    With ``groups`` and ``ranks`` (ranks per group) it is also checked against the size of
-    the job. Raises FaultPlanError naming the file, the place and the mend.
+    Args:
+        groups: Number of groups of the job, against which the plan is checked.
+        ranks: Number of ranks per group, likewise.
+
+    Raises:
+        FaultPlanError: The plan is invalid; names the file, the place and the fix.
     """
     source = str(path)
     try:
@@ -277,7 +281,7 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem as ``place: what is wrong; the mend``."""
+    """Return the first problem as ``place: problem; fix``."""
     problems = error.errors(include_url=False)
     problem = problems[0]
     parts: list[str] = []
@@ -301,7 +305,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _check_places(source: str, plan: FaultPlan, groups: int | None, ranks: int | None) -> None:
-    """What one entry cannot see for itself: unique names, and groups and ranks that exist."""
+    """Check unique names, and that the groups and ranks exist."""
     seen: dict[str, int] = {}
 
     def refuse(index: int, key: str, text: str) -> NoReturn:

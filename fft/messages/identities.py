@@ -1,4 +1,4 @@
-"""Who is who: identities, and what lists of members say of each. Pure data."""
+"""Identities of participants, and the entries of member lists. Pure data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 CONFIG = ConfigDict(strict=True, extra="forbid")
-"""Of everything that crosses the bus: exactly in its form, or refused."""
+"""Configuration of every type that crosses the bus: unknown or mistyped fields are refused."""
 Text = Annotated[str, Field(max_length=2000)]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 Count = Annotated[int, Field(ge=0)]
@@ -28,12 +28,12 @@ class Peer(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _name_of(peer: Peer) -> str:
-    """The audit asks for it ten times for each line of a trace."""
+    """Cached, because the audit needs it ten times per trace line."""
     return f"{peer.group}/{peer.rank}#{peer.inc}"
 
 
 class Token(NamedTuple):
-    """Where a participant stands in the decision order: (epoch, txn). Older is fenced."""
+    """Position in the decision order, (epoch, txn); messages with an older token are fenced."""
 
     epoch: int
     txn: int
@@ -48,17 +48,17 @@ def _text_of(token: Token) -> str:
 
 
 class Lease(NamedTuple):
-    """A slice of the data that an instance of a group holds until a COMMIT with it consumes it."""
+    """A data slice that one instance of a group holds until a COMMIT of the group consumes it."""
 
     slice: Count
     group: Name
     store: str
-    """Of that instance; see ``Hello``."""
+    """Store address of that instance; see ``Hello``."""
 
 
 @dataclass(frozen=True, config=CONFIG)
 class RankEntry:
-    """A member rank as an epoch record lists it. ``current``: it holds the head's state."""
+    """A member rank in an epoch record. ``current``: it holds the state of the head."""
 
     rank: int
     inc: int
@@ -70,7 +70,7 @@ class RankEntry:
 
 @dataclass(frozen=True, config=CONFIG)
 class GroupEntry:
-    """A member group as an epoch record lists it."""
+    """A member group in an epoch record."""
 
     group: Name
     store: str
@@ -81,40 +81,41 @@ class GroupEntry:
         return tuple(Peer(self.group, r.rank, r.inc) for r in self.ranks)
 
     def entry(self, rank: int) -> RankEntry:
-        """That of the rank with this number."""
+        """Return the entry of the rank with this number."""
         return next(r for r in self.ranks if r.rank == rank)
 
 
 class Standing(NamedTuple):
-    """A group of a job whose groups synchronise without waiting for all; see ``Record``."""
+    """A group of an asynchronous job; see ``Record``."""
 
     entry: GroupEntry
-    """As the record that it was last a member of lists it."""
+    """Its entry in the record that it was last a member of."""
     base: Count
-    """Committed steps of the state that it was last given: its contribution is against that."""
+    """Committed steps of the state that it received last, against which its contribution is
+    computed."""
     since: Count
-    """Number of the record that it was last a member by, or that ended that with a COMMIT: what it
-    has said before that is void."""
+    """Number of the record that made it a member last, or that ended its membership with a COMMIT;
+    messages that it sent before that record are void."""
 
 
 class Seen(NamedTuple):
-    """What a voter knows of another scope, and how far its own may be ahead of that."""
+    """A voter's knowledge of another scope, and how far its own scope may be ahead of it."""
 
     scope: Name
     cursor: Count
-    """The slices of the data before it are taken there, by steps or skips that are committed."""
+    """All slices before the cursor are taken in that scope by committed steps or skips."""
     ahead: Count
-    """My scope may begin so many of that one's txns ahead of it; 0: it follows that one."""
+    """Number of txns that the voter's scope may be ahead; 0 if it follows the other scope."""
     takers: Count
-    """Groups that take a slice each in a txn there; 0: it has ended, all have left it for good."""
+    """Number of groups that take a slice per txn there; 0 if the scope has ended."""
 
     @property
     def reach(self) -> int:
-        """A txn of a scope that leads may begin at slices before this one."""
+        """First slice that a leading scope may not begin a txn at."""
         return self.cursor + self.ahead * self.takers
 
     def allows(self, first: int, after: int) -> bool:
-        """Whether my scope may have a txn of the slices from ``first`` to before ``after``."""
+        """Whether the voter's scope may have a txn of the slices ``first`` to ``after - 1``."""
         if not self.ahead:
             return after <= self.cursor
         return not self.takers or first < self.reach

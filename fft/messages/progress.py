@@ -1,8 +1,8 @@
-"""What ranks report in the topic ``progress``: how fast each is by itself, whom it waits for, what
-has become of its checkpoints, and that its trace cannot be written.
+"""Reports of ranks in the topic ``progress``: speed, waits for other scopes, outcomes of
+checkpoints, and failures to write the trace.
 
-They are not part of the protocol: only those listen that look after a job (the supervisor,
-``fft watch``), and nothing depends on one. Pure data, with a strict form.
+Reports are not part of the protocol. The supervisor and ``fft watch`` listen to them, and no
+decision depends on one. Pure data in a strict form.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from fft.messages.commands import Id
 from fft.messages.protocol import Count, Name, Text, UnreadableMessage, unreadable
 
 MAX_WORD = 4096
-"""Bytes of a word at most."""
+"""Maximum size of a report in bytes."""
 
 MAX_WHY = 500
-"""Characters of a cause in a report, so that the word is not too long however they are escaped."""
+"""Maximum characters of a cause, so that the report fits ``MAX_WORD`` however they are escaped."""
 
 Outcome = Literal["published", "failed", "left_out", "too_often"]
-"""Of a checkpoint; ``too_often``: left out, since the one before was still being written."""
+"""Outcome of a checkpoint; ``too_often``: skipped, because the previous one was still being
+written."""
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class SpeedReport:
-    """A rank has committed ``step`` steps; its bodies took ``compute`` seconds of its own.
+    """A rank has committed ``step`` steps, with ``compute`` seconds of its own work per step.
 
-    ``compute`` is the median of the commits since its last word: from the begin of a txn to the end
-    of its body, without what it waited for others.
+    ``compute`` is the median over the commits since its last report, from the start of a txn to the
+    end of its step function, without waits for other ranks.
     """
 
     group: Name
@@ -41,22 +42,22 @@ class SpeedReport:
     step: Count
     compute: Seconds
     scope: Name | None = None
-    """Of the steps, where stages have scopes of their own."""
+    """Scope of the steps, if stages have scopes of their own."""
     v: Literal[1] = 1
     type: Literal["progress"] = "progress"
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class HeldReport:
-    """A rank does not begin ``step`` of its scope: another one must have taken ``needed`` slices of
-    the data, and has taken ``cursor``."""
+    """A rank waits before ``step``, because another scope has taken ``cursor`` of ``needed``
+    slices."""
 
     group: Name
     rank: Count
     inc: Count
     step: Count
     scope: Name
-    """The one that it waits for."""
+    """The scope that it waits for."""
     cursor: Count
     needed: Count
     v: Literal[1] = 1
@@ -65,7 +66,7 @@ class HeldReport:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class CheckpointReport:
-    """What has become of the checkpoint of ``step``, by a rank that takes part in it."""
+    """Outcome of the checkpoint of ``step``, reported by a rank that takes part in it."""
 
     group: Name
     rank: Count
@@ -73,14 +74,14 @@ class CheckpointReport:
     step: Count
     outcome: Outcome
     why: Text = ""
-    """Empty if it is published."""
+    """Cause of a failure; empty if the checkpoint is published."""
     v: Literal[1] = 1
     type: Literal["checkpoint"] = "checkpoint"
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class TraceReport:
-    """A rank cannot write its trace, which has a gap from now on."""
+    """A rank cannot write its trace, which has a gap from here on."""
 
     group: Name
     rank: Count
@@ -92,7 +93,7 @@ class TraceReport:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Mark:
-    """From a listener to itself: all that was said before has been heard when this is."""
+    """A listener's message to itself: when it arrives, all earlier messages have arrived."""
 
     id: Id
     v: Literal[1] = 1
@@ -103,11 +104,11 @@ Report = SpeedReport | HeldReport | CheckpointReport | TraceReport | Mark
 
 
 KEPT = ("report/published", "report/failed", "report/too_often", "report/trace")
-"""Registers with the newest report of a kind, for who begins to watch a job later."""
+"""Registers that keep the newest report of each kind for observers that attach later."""
 
 
 def register_of(word: Report) -> str | None:
-    """Where a report is kept, of `KEPT`; None: it is not."""
+    """Return the register of ``KEPT`` that stores the report, or None if it is not stored."""
     if isinstance(word, CheckpointReport):
         name = f"report/{word.outcome}"
         return name if name in KEPT else None
@@ -120,18 +121,18 @@ def _adapter() -> TypeAdapter[Report]:
 
 
 def fitting(text: str) -> str:
-    """A cause as a report can have it: not too long, and without half of a character, which the
-    name of a file may have."""
+    """Return a cause that fits into a report: truncated, and without lone surrogates, which file
+    names may contain."""
     return text[:MAX_WHY].encode(errors="replace").decode()
 
 
 def encode_report(word: Report) -> bytes:
-    """Word → bytes for the topic ``progress``."""
+    """Encode a report for the topic ``progress``."""
     return _adapter().dump_json(word, exclude_none=True)
 
 
 def decode_report(payload: bytes) -> Report:
-    """Bytes of the topic ``progress`` → word. Raises ``UnreadableMessage``."""
+    """Decode a report of the topic ``progress``. Raises ``UnreadableMessage``."""
     if len(payload) > MAX_WORD:
         raise UnreadableMessage(f"report of {len(payload)} bytes; the limit is {MAX_WORD}")
     try:

@@ -1,8 +1,7 @@
-"""Words of the protocol: identities, records of the head register, votes and events.
+"""The protocol's data types: identities, records of the head register, votes and events.
 
-Pure data. Everything that crosses the bus or lies in a trace is one of these, read and written
-by one strict codec (``encode`` / ``decode``), so that a message in any other form is refused as a
-whole.
+Pure data. Everything that crosses the bus or is stored in a trace is one of these types. One strict
+codec (``encode`` / ``decode``) reads and writes them and refuses any other form as a whole.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fft.messages.identities import Token as Token
 from fft.util.errors import FftError
 
 MAX_MESSAGE = 1024 * 1024
-"""Bytes; a longer message is refused unread."""
+"""Maximum size in bytes; a longer message is refused unread."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -37,7 +36,7 @@ class Manifest:
     """The reductions one rank took part in during a txn.
 
     ``count`` reductions of ``bytes`` in total; ``shapes`` is a digest over (op, dtype, shape) of
-    each in issue order; ``fingerprint`` has room for a digest of the reduced gradients.
+    each in issue order; ``fingerprint`` is reserved for a digest of the reduced gradients.
     """
 
     count: Count = 0
@@ -48,26 +47,26 @@ class Manifest:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Vote:
-    """A YES. (A NO is not collected: whoever votes NO proposes ABORT at once.)"""
+    """A YES. A NO is not collected: a participant that votes NO proposes ABORT at once."""
 
     peer: Peer
     manifest: Manifest
     leaving: bool = False
-    """The voter's group was asked to leave, or what gives its scope the data has ended: it leaves
-    with this txn's commit."""
+    """The voter's group leaves with this txn's commit, because it was asked to or because the scope
+    that feeds it has ended."""
     last: bool = False
     """The voter has no step after this one: it leaves with this txn's commit, if that is a step."""
     skip: bool = False
-    """The user applies nothing in this txn: committed, it is a skip for all."""
+    """The user skips the optimizer step of this txn; a commit is then a skip on all ranks."""
     digest: str | None = None
-    """Of the voter's parameters and optimizer state as the txn began, where it was taken."""
+    """Digest of the voter's parameters and optimizer state at the start of the txn, if taken."""
     seen: tuple[Seen, ...] = ()
-    """Of the scopes that the flow of the data binds the voter's to."""
+    """Positions of the scopes that the data flow binds the voter's scope to."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Hello:
-    """What a participant says of itself when it joins or stops for a new epoch."""
+    """A participant's description of itself, sent when it joins or stops for a new epoch."""
 
     peer: Peer
     world: int
@@ -79,17 +78,17 @@ class Hello:
     host: str
     step: Count
     lineage: str
-    """Of the state it holds; empty: lost or torn."""
+    """Lineage of its state; empty if the state is lost."""
     cursor: Count
     batches: Count
     head: Count = 0
-    """Number of the newest register record it knows; 0: none."""
+    """Number of the newest register record that it knows, or 0."""
     unwinding: bool = False
-    """Its main thread has not come back since the rollback before this one."""
+    """The main thread has not returned since the previous rollback."""
     returned: tuple[Count, ...] = ()
-    """Of a checkpoint: slices before its cursor that were not consumed."""
+    """Slices before the cursor that were not consumed, as loaded from a checkpoint."""
     lease: Count | None = None
-    """Of an asynchronous job: the slice that its group's contribution is computed from."""
+    """The slice that the group's contribution is computed from, in an asynchronous job."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -104,71 +103,74 @@ class Record:
     """Committed steps after this record."""
     lineage: str
     cursor: Count
-    """The slices before it are consumed on this lineage after this record; with leases: consumed,
-    held or returned."""
+    """All slices before the cursor are consumed on this lineage after this record; in a paradigm
+    with leases, they are consumed, held or returned."""
     batches: Count
     by: Peer
     members: tuple[GroupEntry, ...] = ()
-    """Epoch records only, in the order that gives each member group its index."""
+    """Member groups in index order; epoch records only."""
     learners: tuple[str, ...] = ()
-    """Epoch records only: members that fetch the state while the others compute the first txn."""
+    """Members that fetch the state while the others compute the first txn; epoch records only."""
     change: bool = False
-    """Commit records only: the epoch ends with this commit."""
+    """The epoch ends with this commit; commit records only."""
     leavers: tuple[str, ...] = ()
     last: bool = False
-    """Commit records only: all members leave with it, and so the job ends."""
+    """All members leave with this commit, which ends the job; commit records only."""
     skip: bool = False
-    """COMMIT: the txn has its data, but no optimizer step. ABORT: the user skipped the step, and
-    nobody is to blame."""
+    """COMMIT: the txn consumes its data without an optimizer step. ABORT: the user skipped the
+    step, and no rank is to blame."""
     odd: tuple[Peer, ...] = ()
-    """Abort records only: whose state is not that of most, by the votes' digests; it is lost."""
+    """Divergent ranks: by the votes' digests their state differs from the majority's, so it counts
+    as lost; abort records only."""
     diverged: bool = False
-    """Abort records only: replicas differ, and nobody can tell who is right; the job ends."""
+    """Replicas differ without a majority, so the job ends; abort records only."""
     leases: tuple[Lease, ...] = ()
-    """Held after this record, by slice; empty in a paradigm without leases."""
+    """Leases held after this record, by slice; empty in a paradigm without leases."""
     returned: tuple[Count, ...] = ()
-    """Slices whose holders were lost before they were consumed, in order; granted first."""
+    """Slices whose holders were lost before consuming them, in order; granted first."""
     seen: tuple[Seen, ...] = ()
-    """Commit records only: what the voters have seen of the scopes that theirs is bound to."""
+    """Positions that the voters know of the scopes that theirs is bound to; commit records only."""
     bound: Count = 0
-    """Of an asynchronous job: by how many steps a contribution may be behind; else 0."""
+    """Number of steps that a contribution may be behind in an asynchronous job, else 0."""
     standing: tuple[Standing, ...] = ()
-    """Of an asynchronous job: its groups after this record, in order of their names. Members of an
-    epoch that were not in the job before are in it with their first COMMIT."""
+    """Groups of an asynchronous job after this record, ordered by name. A new member of an epoch
+    enters the list with its first COMMIT."""
     cause: Text = ""
 
     @property
     def token(self) -> Token:
-        """(epoch, txn) that the record decides."""
+        """The (epoch, txn) that the record decides."""
         return Token(self.epoch, self.txn)
 
     @cached_property
     def peers(self) -> tuple[Peer, ...]:
-        """Participants of the epoch that the record forms, in order."""
+        """Participants of the epoch that the record forms, in index order."""
         return tuple(p for g in self.members for p in g.peers())
 
     @cached_property
     def peer_set(self) -> frozenset[Peer]:
-        """The same, to look somebody up."""
+        """``peers`` as a set, for membership tests."""
         return frozenset(self.peers)
 
     @cached_property
     def entries(self) -> dict[tuple[str, int], RankEntry]:
-        """Who has which place (group, rank)."""
+        """Member ranks by (group, rank)."""
         return {(g.group, r.rank): r for g in self.members for r in g.ranks}
 
 
 def next_lineage(lineage: str, token: Token, step: int, cursor: int, skip: bool = False) -> str:
-    """Lineage after committing ``token``, the cursor moving to ``cursor``.
+    """Return the lineage after committing ``token``, which moves the cursor to ``cursor``.
 
-    ``step``: committed steps after that; ``skip``: the txn was none of them.
+    Args:
+        step: Committed steps after the commit.
+        skip: The txn was committed without an optimizer step.
     """
     text = f"{lineage}|{token.epoch}.{token.txn}|{step}|{cursor}{'|skip' if skip else ''}"
     return lineage_of(text)
 
 
 def lineage_of(history: str) -> str:
-    """The lineage that stands for a history told in full: 24 hex digits."""
+    """Return the lineage of a history given as text: 24 hex digits."""
     return hashlib.blake2b(history.encode(), digest_size=12).hexdigest()
 
 
@@ -177,7 +179,7 @@ def lineage_of(history: str) -> str:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Join:
-    """Wants to be in the next epoch."""
+    """The sender asks to be in the next epoch."""
 
     hello: Hello
     type: Literal["join"] = "join"
@@ -185,7 +187,7 @@ class Join:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ack:
-    """Has stopped at ``token``: nothing it started there can change state any more."""
+    """The sender has stopped at ``token``: nothing that it started there can change state."""
 
     hello: Hello
     token: Token
@@ -194,7 +196,7 @@ class Ack:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ready:
-    """Is in the barrier of ``epoch``: groups rebuilt, state current."""
+    """The sender is in the barrier of ``epoch``: its groups are rebuilt, its state is current."""
 
     peer: Peer
     epoch: int
@@ -203,7 +205,8 @@ class Ready:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Begin:
-    """All members of ``epoch`` are in its barrier: its first txn begins. From the coordinator."""
+    """All members of ``epoch`` are in its barrier, so its first txn begins; the coordinator sends
+    it."""
 
     peer: Peer
     epoch: int
@@ -212,7 +215,8 @@ class Begin:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Here:
-    """A member lives: the coordinator of the next epoch, or who answers those who ask to join."""
+    """Sign of life, sent by the coordinator of the next epoch or by the member that answers
+    joiners."""
 
     peer: Peer
     type: Literal["here"] = "here"
@@ -220,7 +224,7 @@ class Here:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Leave:
-    """Goes by its own word; do not wait for it."""
+    """The sender leaves on its own account; peers need not wait for it."""
 
     peer: Peer
     cause: Text = ""
@@ -229,7 +233,7 @@ class Leave:
 
 @dataclass(frozen=True, config=_CONFIG)
 class _Seen:
-    """What somebody saw of a process: who, as it was started, who says so, and why."""
+    """An observation of a process: its identity at start, the observer (``by``) and the cause."""
 
     group: Name
     rank: Count
@@ -242,23 +246,24 @@ class _Seen:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Death(_Seen):
-    """Somebody saw the process end (supervisor, monitor)."""
+    """The supervisor or a monitor saw the process end."""
 
     replaced: bool = False
-    """Another process takes its place in its group, whose other processes go on."""
+    """Another process takes its place; the other processes of its group continue."""
     type: Literal["death"] = "death"
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Suspect(_Seen):
-    """It may live: its main thread does not move (its monitor saw), or its host is silent."""
+    """The process may be alive, but its monitor saw its main thread stall, or its host is
+    silent."""
 
     type: Literal["suspect"] = "suspect"
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Drain:
-    """These groups shall leave after a commit. ``local``: asked in this process."""
+    """Request that these groups leave after a commit. ``local``: it was made in this process."""
 
     groups: tuple[Name, ...]
     by: str
@@ -269,7 +274,8 @@ class Drain:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Decision:
-    """A value of the head register: read (``None``: never written), won, lost, or announced."""
+    """A value of the head register (``None`` if never written), however it was learned: read,
+    proposed by this process (``won`` if its proposal won), or announced."""
 
     record: Record | None
     won: bool = False
@@ -278,17 +284,17 @@ class Decision:
 
 @dataclass(frozen=True, config=_CONFIG)
 class ScopeRecord:
-    """The newest record of another scope: heard, or read."""
+    """The newest record of another scope, received or read."""
 
     scope: Name
     n: Count
     cursor: Count
-    """The slices before it are taken there."""
+    """All slices before the cursor are taken in that scope."""
     groups: tuple[Name, ...] = ()
-    """Those in its epoch, but for those that leave it with this record; none, too, if all have left
-    it since."""
+    """Groups of its epoch, without those that leave with this record; empty also if all have left
+    since."""
     takers: Count = 0
-    """How many of them take a slice each in a txn: all but spares."""
+    """Number of these groups that take a slice in each txn, that is, all but spares."""
     type: Literal["scope_record"] = "scope_record"
 
 
@@ -304,17 +310,19 @@ class Start:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Synchronise:
-    """Of a group that stands apart: it has what it brings, and asks to be in the next epoch."""
+    """A local group has its contribution ready and asks to be in the next epoch."""
 
     type: Literal["synchronise"] = "synchronise"
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Prepared:
-    """The body is finished. ``yes``: every reduction completed, none can still write.
+    """The step function is finished.
 
-    ``skip``: the user wants no optimizer step in this txn. ``digest``: of the parameters and the
-    optimizer state that the txn began with, where one was taken.
+    Attributes:
+        yes: Every reduction completed, and none can still write.
+        skip: The user wants no optimizer step in this txn.
+        digest: Digest of the parameters and the optimizer state at the start of the txn, if taken.
     """
 
     token: Token
@@ -324,15 +332,15 @@ class Prepared:
     skip: bool = False
     digest: str | None = None
     edited: bool = False
-    """The body has changed reduced gradients, by whatever."""
+    """The step function has modified reduced gradients."""
     last: bool = False
-    """There is no step after this one; said anew in each attempt."""
+    """No step follows this one; repeated in each attempt."""
     type: Literal["prepared"] = "prepared"
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ballot:
-    """All YES votes of a txn, in the hands of whoever completed them."""
+    """All YES votes of a txn, delivered to the participant whose vote completed them."""
 
     token: Token
     votes: tuple[Vote, ...]
@@ -341,7 +349,7 @@ class Ballot:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Applied:
-    """The optimizer step is done; ``digest`` of the state, where asked for."""
+    """The optimizer step is done; ``digest`` is that of the state, if requested."""
 
     token: Token
     digest: str | None = None
@@ -350,7 +358,7 @@ class Applied:
 
 @dataclass(frozen=True, config=_CONFIG)
 class ApplyFailed:
-    """The optimizer step raised: this state is torn."""
+    """The optimizer step raised, so this rank's state is lost."""
 
     token: Token
     cause: Text
@@ -369,9 +377,9 @@ class Fault:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Restored:
-    """The main thread has unwound and put the state back to the start of the step.
+    """The main thread has unwound and restored the state at the start of the step.
 
-    ``torn``: but for something of which nothing was kept; ``cause`` says what.
+    ``torn``: part of the state could not be restored and is lost; ``cause`` names it.
     """
 
     token: Token
@@ -382,7 +390,7 @@ class Restored:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Connected:
-    """Of a learner: groups are rebuilt, and the state is on its way."""
+    """A joiner has rebuilt its groups and is fetching the state."""
 
     epoch: int
     type: Literal["connected"] = "connected"
@@ -390,7 +398,7 @@ class Connected:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Healed:
-    """Groups are rebuilt and the state is current. ``bytes`` were fetched from ``source``."""
+    """The groups are rebuilt and the state is current; ``bytes`` were fetched from ``source``."""
 
     epoch: int
     bytes: Count = 0
@@ -401,7 +409,7 @@ class Healed:
 
 @dataclass(frozen=True, config=_CONFIG)
 class HealFailed:
-    """Rebuilding the groups or fetching the state failed. ``torn``: the state was touched."""
+    """Rebuilding the groups or fetching the state failed. ``torn``: the state is lost."""
 
     epoch: int
     cause: Text
@@ -422,7 +430,7 @@ class BusDown:
     """An operation on the bus failed; its outcome is unknown.
 
     ``operation``: its name; ``listen`` if the listener has ended, ``forgot`` if the bus has lost
-    what it held, ``overrun`` if the listener fell behind, missed messages and hears again.
+    its contents, ``overrun`` if the listener fell behind, missed messages and has resubscribed.
     """
 
     operation: Text
@@ -431,13 +439,13 @@ class BusDown:
 
     @property
     def for_good(self) -> bool:
-        """Whether only a new process can go on, on this bus or on another."""
+        """Whether this process cannot continue on the bus."""
         return self.operation in ("listen", "forgot")
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Timer:
-    """A timer fired; an old ``serial`` is fenced."""
+    """A timer fired; a timer with an old ``serial`` is fenced."""
 
     name: str
     serial: int
@@ -468,7 +476,7 @@ Event = (
 
 
 class UnreadableMessage(FftError):
-    """Bytes from the bus that are no message of FFT."""
+    """Bytes from the bus are not a message of FFT."""
 
 
 @cache
@@ -492,15 +500,15 @@ def _vote_adapter() -> TypeAdapter[Vote]:
 
 
 def encode(message: BusMessage) -> bytes:
-    """Message → bytes for the bus."""
+    """Encode a message for the bus."""
     return _bus_adapter().dump_json(message)
 
 
 def decode(data: bytes) -> BusMessage:
-    """Bytes from the bus → message.
+    """Decode a message from the bus.
 
     Raises:
-        UnreadableMessage: too long, not JSON, or not exactly in the form of a message.
+        UnreadableMessage: It is too long, not JSON, or not exactly in the form of a message.
     """
     if len(data) > MAX_MESSAGE:
         raise UnreadableMessage(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE}")
@@ -511,12 +519,12 @@ def decode(data: bytes) -> BusMessage:
 
 
 def encode_record(record: Record) -> bytes:
-    """Canonical bytes of a record: equal records, equal bytes."""
+    """Encode a record canonically: equal records have equal bytes."""
     return _record_adapter().dump_json(record)
 
 
 def decode_record(data: bytes) -> Record:
-    """Bytes of the head register → record. Raises ``UnreadableMessage``."""
+    """Decode a record of the head register. Raises ``UnreadableMessage``."""
     try:
         return _record_adapter().validate_json(data)
     except ValidationError as error:
@@ -524,12 +532,12 @@ def decode_record(data: bytes) -> Record:
 
 
 def encode_vote(vote: Vote) -> bytes:
-    """Vote → bytes for the ballot."""
+    """Encode a vote for the ballot."""
     return _vote_adapter().dump_json(vote)
 
 
 def decode_vote(data: bytes) -> Vote:
-    """Bytes of a ballot → vote. Raises ``UnreadableMessage``."""
+    """Decode a vote of a ballot. Raises ``UnreadableMessage``."""
     try:
         return _vote_adapter().validate_json(data)
     except ValidationError as error:
@@ -537,13 +545,13 @@ def decode_vote(data: bytes) -> Vote:
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Event → plain data for the trace."""
+    """Convert an event to plain data for the trace."""
     data: dict[str, Any] = _event_adapter().dump_python(event, mode="json", exclude_defaults=False)
     return data
 
 
 def event_from_json(data: dict[str, Any] | bytes) -> Event:
-    """Plain data of a trace, or its bytes → event. Raises ``UnreadableMessage``."""
+    """Convert plain data of a trace, or its bytes, to an event. Raises ``UnreadableMessage``."""
     try:
         return _event_adapter().validate_json(data if isinstance(data, bytes) else json.dumps(data))
     except ValidationError as error:
@@ -551,6 +559,7 @@ def event_from_json(data: dict[str, Any] | bytes) -> Event:
 
 
 def unreadable(error: ValidationError) -> UnreadableMessage:
-    """The error to raise for what a codec refuses; names the place, in at most 500 characters."""
+    """Return the error for input that a codec refuses; it names the place in at most 500
+    characters."""
     first = error.errors(include_url=False, include_input=False)[0]
     return UnreadableMessage(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:500])

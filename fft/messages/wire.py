@@ -1,15 +1,14 @@
 """How records, votes and messages cross the bus. Pure data: touches neither bus nor clock.
 
-An epoch record lists all members, some hundred bytes for each rank, and every rank reads it. So
-that an epoch of the same members costs a rank nothing that grows with their number, a record
-crosses the bus without the list, with its digest (``Packed``). The list lies in a register of its
-own, written before the record is proposed, and is read by those who do not hold it yet
-(``Wire``). The core and the traces only ever see whole records. The newest epoch record lies in a
-register of its own too, for those who look at the job from outside: they must find its members
-also when the head has moved on to a commit.
+An epoch record lists all members with some hundred bytes per rank, and every rank reads it. To keep
+the cost of an epoch with unchanged members constant, a record crosses the bus without the list and
+carries its digest instead (``Packed``). The list is in a register of its own, which is written
+before the record is proposed; a rank that does not hold the list yet reads it (``Wire``). The core
+and the traces only see whole records. The newest epoch record has a register too, so that an
+observer finds the members after the head has moved on to a commit.
 
-A list is compressed: its repeated words, hosts and addresses shrink to some 30 bytes a rank, so
-that ``MAX_VALUE_BYTES`` of the bus hold the list of more than 100,000 ranks.
+Lists are compressed. Repeated names, hosts and addresses shrink to some 30 bytes per rank, so that
+``MAX_VALUE_BYTES`` of the bus hold the list of more than 100,000 ranks.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from fft.messages.protocol import (
 from fft.util.errors import FftError
 
 SCOPES = "scopes"
-"""Register of a job whose stages have scopes of their own: names of all but the first, whose bus
-is the job's, as JSON."""
+"""Register of a job whose stages have scopes of their own: the names of all scopes but the first,
+whose bus is the job's, as JSON."""
 EPOCH = "epoch"
-"""Register of the newest epoch record; written by who won it, so it may be late by a moment."""
+"""Register of the newest epoch record; the winner writes it after the decision."""
 
 MAX_LIST = 64 * 1024 * 1024
-"""Bytes of a list of members before compression: about 500,000 ranks."""
+"""Maximum size in bytes of a member list before compression; enough for about 500,000 ranks."""
 
 _KEEP = 4
-"""Lists held: the present epoch's, a proposed one, and what a late word may still name."""
+"""Number of lists kept: the current epoch's, a proposed one, and those that late messages name."""
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
 Members = tuple[GroupEntry, ...]
@@ -58,17 +57,17 @@ Members = tuple[GroupEntry, ...]
 
 @dataclass(frozen=True, config=_CONFIG)
 class Packed:
-    """A record without its members. As such it lies in the head register, and is announced."""
+    """A record without its members, as stored in the head register and announced."""
 
     members: str
-    """Digest of the list; empty: there are none."""
+    """Digest of the member list; empty if there are no members."""
     record: Record
     type: Literal["record"] = "record"
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class _Ballots:
-    """YES votes that differ only in who voted."""
+    """YES votes that differ only in their voter."""
 
     manifest: Manifest
     peers: tuple[Peer, ...]
@@ -80,7 +79,7 @@ class _Ballots:
 
 
 class MissingList(FftError):
-    """The list of a record's members is not where its writer put it."""
+    """The member list of a record is missing from its register."""
 
 
 @cache
@@ -102,20 +101,21 @@ def _word() -> TypeAdapter[tuple[_Ballots, ...]]:
 
 
 def left_name(group: str, rank: int) -> str:
-    """Key of the incarnation of that rank which has left its scope in good order."""
+    """Return the key of the incarnation of a rank that left its scope in good order."""
     return f"left/{group}.{rank}"
 
 
 def inbox_name(peer: Peer) -> str:
-    """Inbox of one participant: of this incarnation, so that nothing in it is stale."""
+    """Return the inbox of one incarnation of a participant, which excludes stale messages."""
     return f"inbox/{peer.group}/{peer.rank}/{peer.inc}"
 
 
 def list_name(record: Record | Packed) -> str:
-    """Register for the members of an epoch record; it holds no other list, ever.
+    """Return the register for the members of an epoch record, which never holds another list.
 
-    Also not that of the same proposer's next attempt, while the outcome of this one is open. Who
-    wrote it removes it: who forms the next epoch that of the last one, a proposer those that lost.
+    The name differs from that of the same proposer's next attempt, because this one's outcome may
+    still be open. The writer removes its register: the proposer of the next epoch removes that of
+    the last one, and every proposer removes those of its lost proposals.
     """
     if isinstance(record, Packed):
         digest, record = record.members, record.record
@@ -133,7 +133,7 @@ def _digest_of(members: Members) -> str:
 
 
 def encode_votes(votes: Iterable[Vote]) -> bytes:
-    """Votes → one word for a ballot; what several have in common is said once."""
+    """Encode votes as one ballot entry, with equal contents stored once."""
     alike: dict[tuple[Manifest, bool, bool, bool, str | None, tuple[Seen, ...]], list[Peer]] = {}
     for vote in votes:
         key = (vote.manifest, vote.leaving, vote.last, vote.skip, vote.digest, vote.seen)
@@ -143,10 +143,10 @@ def encode_votes(votes: Iterable[Vote]) -> bytes:
 
 
 def decode_votes(data: bytes) -> tuple[Vote, ...]:
-    """A word of a ballot → votes, those that are alike together.
+    """Decode a ballot entry into votes; votes with equal contents are adjacent.
 
     Raises:
-        UnreadableMessage: not in the form of such a word.
+        UnreadableMessage: The data are not a ballot entry.
     """
     try:
         word = _word().validate_json(data)
@@ -163,10 +163,10 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
 
 
 def decode(payload: bytes) -> BusMessage | Packed:
-    """Bytes of the topic ``protocol`` → message; a record may still lack its members.
+    """Decode a message of the topic ``protocol``; a record may still lack its members.
 
     Raises:
-        UnreadableMessage: too long, or not exactly in the form of a message.
+        UnreadableMessage: The message is too long, or not exactly in the form of a message.
     """
     if len(payload) > MAX_MESSAGE:
         raise UnreadableMessage(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE}")
@@ -176,7 +176,7 @@ def decode(payload: bytes) -> BusMessage | Packed:
 
 
 def decode_packed(data: bytes) -> Packed:
-    """Bytes of the head register → record without its members. Raises ``UnreadableMessage``."""
+    """Decode a record without its members. Raises ``UnreadableMessage``."""
     try:
         packed = _packed().validate_json(data)
     except ValidationError as error:
@@ -187,41 +187,42 @@ def decode_packed(data: bytes) -> Packed:
 
 
 def encode_packed(packed: Packed) -> bytes:
-    """Canonical bytes of a packed record: equal records, equal bytes."""
+    """Encode a packed record canonically: equal records have equal bytes."""
     return _packed().dump_json(packed)
 
 
 class Wire:
-    """Packs records and puts them together again; holds the lists seen last. For one thread."""
+    """Packs and unpacks records, keeping the newest member lists. For use by one thread."""
 
     def __init__(self) -> None:
         self._held: dict[str, Members] = {}
 
     def pack(self, record: Record) -> Packed:
-        """The record without its members, whose list is held from now on."""
+        """Return the record without its members, and keep their list."""
         if not record.members:
             return Packed("", record)
         return Packed(self._digest(record.members), replace(record, members=()))
 
     def encode_record(self, record: Record) -> bytes:
-        """Canonical bytes of a record for the head register."""
+        """Encode a record canonically for the head register."""
         return encode_packed(self.pack(record))
 
     def encode(self, message: BusMessage) -> bytes:
-        """Message → bytes for the bus."""
+        """Encode a message for the bus."""
         if isinstance(message, Decision) and message.record is not None and not message.won:
             return self.encode_record(message.record)
         return core.encode(message)
 
     def whole(self, packed: Packed) -> Record | None:
-        """The whole record; None: its list is not held."""
+        """Return the whole record, or None if its list is not held."""
         if not packed.members:
             return packed.record
         members = self._held.get(packed.members)
         return None if members is None else replace(packed.record, members=members)
 
     def found(self, packed: Packed, read: Callable[[str], bytes | None]) -> Record | None:
-        """The whole record, its list by ``read`` where it is not held; None: that is gone."""
+        """Return the whole record, fetching a missing list by ``read``; None if the list is
+        gone."""
         if (record := self.whole(packed)) is not None:
             return record
         try:
@@ -230,14 +231,14 @@ class Wire:
             return None
 
     def complete(self, packed: Packed, data: bytes | None) -> Record:
-        """The whole record, with what its list's register held.
+        """Return the whole record, given the contents of its list's register.
 
         Raises:
-            MissingList: nothing, or not the list that the digest names.
+            MissingList: The register is empty or has another list than the digest names.
         """
         where = f"register {list_name(packed)!r}"
         if data is None:
-            raise MissingList(f"{where} is empty; it must have the members of {_name(packed)}")
+            raise MissingList(f"{where} is empty; expected the members of {_name(packed)}")
         members = _read_members(data, where)
         if self._digest(members) != packed.members:
             raise MissingList(f"{where} does not have the members of {_name(packed)}")
@@ -255,7 +256,7 @@ class Wire:
 
 
 def encode_members(record: Record) -> bytes:
-    """The list of a record's members, for its register."""
+    """Encode the member list of a record for its register."""
     return zlib.compress(_members().dump_json(record.members), 1)
 
 
@@ -264,7 +265,7 @@ def _read_members(data: bytes, where: str) -> Members:
         unpacking = zlib.decompressobj()
         plain = unpacking.decompress(data, MAX_LIST)
         if not unpacking.eof:
-            raise MissingList(f"{where} is torn, or unpacks to more than {MAX_LIST} bytes")
+            raise MissingList(f"{where} is truncated, or unpacks to more than {MAX_LIST} bytes")
         return _members().validate_json(plain)
     except (zlib.error, ValidationError) as error:
         raise MissingList(f"{where} has no list of members: {error}"[:500]) from None
