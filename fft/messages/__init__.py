@@ -1,1 +1,1 @@
-"""What crosses the bus: the messages of the protocol, and others. Pure data."""
+"""Messages that cross the bus: those of the protocol, commands, and reports. Pure data."""

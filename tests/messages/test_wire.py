@@ -118,9 +118,9 @@ def bomb() -> bytes:
     ("data", "says"),
     [
         (None, "is empty"),
-        (b"", "torn"),
+        (b"", "truncated"),
         (b"no zlib", "has no list"),
-        (encode_members(epoch(2))[:-1], "torn"),
+        (encode_members(epoch(2))[:-1], "truncated"),
         (encode_members(epoch(3)), "does not have the members"),
         (zlib.compress(b'[{"group": "0"}]'), "has no list"),
         (bomb(), "unpacks to more than"),
