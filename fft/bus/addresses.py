@@ -1,17 +1,171 @@
-"""Under which address the other processes of a job reach this host."""
+"""The address under which the other processes of a job reach this host.
+
+A host name is never advertised: it may not resolve on the other hosts, and Debian resolves it to
+127.0.1.1 on its own host. Every listener of ours is advertised by the address from `own_address`.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
+import os
 import socket
-from urllib.parse import urlsplit
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from fft.bus.base import BusError
+
+SETTING = "FFT_HOST_ADDRESS"
+"""Environment variable that replaces what `own_address` finds."""
+HOW_TO_REACH = (
+    f"open this port in the firewall of that host, or set {SETTING} there to an address that leads "
+    "to it"
+)
+"""For errors about a listener that cannot be reached."""
+_DISCARD = 9
+"""Port for the look-up of a route; nothing is sent there."""
+_ABROAD = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Documentation addresses: only the default route leads there."""
+_WILDCARDS = {"0.0.0.0": (socket.AF_INET,), "::": (socket.AF_INET, socket.AF_INET6)}
+
+logger = logging.getLogger(__name__)
 
 
-def own_address(bus_url: str) -> str:
-    """This host's address towards the job's bus: there its other ranks can reach it, too."""
-    host = urlsplit(bus_url.split(",")[0]).hostname
-    if host is None or bus_url.startswith("memory:"):
+def own_address(bus_url: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the IP address (IPv4, or IPv6 without brackets) at which other ranks reach this host.
+
+    It is ``FFT_HOST_ADDRESS`` if that is set, else the source address of the route to the job's
+    bus: a rank that reaches the bus is reached by the same way. IPv4 comes first if the bus has
+    addresses of both families, so that all hosts choose alike.
+
+    Raises:
+        BusError: ``FFT_HOST_ADDRESS``, or the host of the bus, does not resolve.
+    """
+    if given := environ.get(SETTING):
+        return _resolved(given.strip("[]"), f"{SETTING}={given}")[0][1]
+    if bus_url.startswith("memory:"):
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only looks up the way
-        address: str = probe.getsockname()[0]
-        return address
+    return _towards(bus_url)
+
+
+def advertised_address(host: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the address by which other hosts reach a server that listens on ``host``.
+
+    For a wildcard it is ``FFT_HOST_ADDRESS``, or what this host's name resolves to, or the source
+    address of the default route; the first of them that is not a loopback address.
+    """
+    if (families := _WILDCARDS.get(host)) is None:
+        return host
+    if environ.get(SETTING):
+        return own_address("", environ)
+    try:
+        named = _resolved(socket.gethostname(), "this host's name")
+    except BusError:
+        named = []
+    found = [address for family, address in named if family in families]
+    found += [address for family in families if (address := _source(family, _ABROAD[family]))]
+    own = "::1" if host == "::" else "127.0.0.1"
+    return next((address for address in found if not is_loopback(address)), own)
+
+
+def reachable(host: str, bus_url: str) -> str:
+    """Return ``host``, or `own_address` if ``host`` leads to this host only."""
+    try:
+        found = _resolved(host, host)
+    except BusError:
+        return own_address(bus_url)
+    own = own_address(bus_url)
+    is_private = all(is_loopback(address) for _, address in found)
+    return own if is_private and not is_loopback(own) else host
+
+
+def reachable_url(url: str, bus_url: str) -> str:
+    """Return ``url`` with `own_address` in the place of this host's name."""
+    parts = urlsplit(url)
+    if parts.hostname != socket.gethostname().lower() or parts.port is None:
+        return url
+    return urlunsplit(parts._replace(netloc=joined(own_address(bus_url), parts.port)))
+
+
+def joined(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of the first address of ``host``; IPv4 before IPv6. Raises BusError."""
+    return _resolved(host, host)[0][0]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the IP ``address`` leads to the host itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+@lru_cache(maxsize=16)
+def _towards(bus_url: str) -> str:
+    hosts = _hosts_of(bus_url)
+    found, refused = list[str](), ""
+    for host in hosts:
+        try:
+            routes = (_source(family, address) for family, address in _resolved(host, bus_url))
+            found += [source for source in routes if source]
+        except BusError as error:
+            refused = str(error)
+    if not found:
+        raise BusError(refused or f"{bus_url}: no route leads to the bus from this host")
+    if public := [address for address in found if not is_loopback(address)]:
+        return public[0]
+    if all(_means_this_host(host) for host in hosts):
+        return found[0]
+    # the name of this host, on this host: other hosts do not know it as a loopback address
+    public = [source for family, other in _ABROAD.items() if (source := _source(family, other))]
+    if not public:
+        logger.warning(
+            "%s resolves to the loopback address %s on this host, and no default route names "
+            "another address: ranks on other hosts cannot reach this one. Set %s to its address",
+            hosts[0],
+            found[0],
+            SETTING,
+        )
+    return (*public, *found)[0]
+
+
+def _hosts_of(bus_url: str) -> list[str]:
+    """The hosts of all servers of a bus, which a NATS URL separates by commas."""
+    parts = urlsplit(bus_url)
+    places = parts.netloc.rpartition("@")[2].split(",")
+    return [host for place in places if (host := urlsplit(f"//{place}").hostname)]
+
+
+def _means_this_host(host: str) -> bool:
+    try:
+        return is_loopback(host)
+    except ValueError:  # a name
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _resolved(host: str, source: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Family and address of all that ``host`` resolves to, IPv4 first. Raises BusError."""
+    try:
+        found: list[Any] = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise BusError(
+            f"{source}: the host name {host} does not resolve on this host ({error.strerror}); "
+            f"use an IP address, or add the name to /etc/hosts"
+        ) from error
+    plain = [(family, address[0]) for family, *_, address in found if family in _ABROAD]
+    return sorted(plain, key=lambda one: one[0] != socket.AF_INET)
+
+
+def _source(family: socket.AddressFamily, address: str) -> str | None:
+    """The address from which this host sends to ``address``; None: there is no route."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _DISCARD))  # sends nothing: it only looks up the route
+            source: str = probe.getsockname()[0]
+            return source
+    except OSError:
+        return None

@@ -26,6 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from fft.bus.addresses import family_of
 from fft.bus.base import BusError, check_job
 from fft.bus.natskeeper import NatsKeeper
 from fft.util.chance import CHANCE
@@ -250,7 +251,7 @@ def _free_ports(host: str, count: int) -> list[int]:
     Below those that the system gives to outgoing connections: one of them could take the port of a
     server that is being started again.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = family_of(host)
     found: list[int] = []
     tried = 0
     with contextlib.ExitStack() as held:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fft.bus.addresses import family_of, joined
 from fft.bus.base import BusError, check_job
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own stubs leave it out
@@ -43,8 +44,7 @@ def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) ->
     job = job if job is not None else "job-" + secrets.token_hex(4)
     check_job(job, f"tcp://{host}:{port}/{job}")
     store, port = host_store(host, port)
-    reach = f"[{host}]" if ":" in host else host
-    return TcpBusServer(store, f"tcp://{reach}:{port}/{job}")
+    return TcpBusServer(store, f"tcp://{joined(host, port)}/{job}")
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
@@ -54,9 +54,11 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
     thread asks the name service about every loopback client. Raises `BusError` if the address is
     not to be had.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    dual = host == "::" and socket.has_dualstack_ipv6()
     try:
-        listening = socket.create_server((host, port), family=family, backlog=1024)
+        listening = socket.create_server(
+            (host, port), family=family_of(host), backlog=1024, dualstack_ipv6=dual
+        )
     except (OSError, OverflowError) as error:  # the latter: no port has that number
         raise BusError(
             f"cannot serve on {host}:{port}: {error}; choose another host or port"

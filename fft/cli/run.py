@@ -288,6 +288,10 @@ def _supervise(
     ``serve``: kind of bus, its servers, and whether there is a lighthouse; None: join.
     """
     _calm_lighthouse()
+    if os.environ.get("GLOO_SOCKET_IFNAME"):  # all ranks would fail by it, and be started again
+        from fft.train.process_group.gloo import check_interfaces
+
+        check_interfaces()
     from fft.bus.token import JobToken
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor

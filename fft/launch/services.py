@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -21,13 +20,13 @@ from types import FrameType
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from fft.bus.addresses import advertised_address, joined
 from fft.bus.token import JobToken
 from fft.util.errors import FftError
 from fft.util.remove_after_death import vanishing
 
 _FREE_S = 5.0  # for a lighthouse to let go of its port
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_WILDCARDS = {"0.0.0.0", "::"}
 T = TypeVar("T")
 
 
@@ -93,13 +92,11 @@ class Services:
             raise
         self._lighthouse: _Lighthouse | None = made
         # The lighthouse names itself by host name, which need not resolve; its port is right.
-        # A wildcard address cannot be connected to, so there the host name has to do.
-        name = socket.gethostname() if host in _WILDCARDS else host
-        name = f"[{name}]" if ":" in name else name
+        name = advertised_address(host)
         self.lighthouse_url: str | None = None
         if made is not None:
-            self.lighthouse_url = f"http://{name}:{urlsplit(made.address()).port}"
-        self.bus_url = _seen_as(self.bus.url, name) if host in _WILDCARDS else self.bus.url
+            self.lighthouse_url = f"http://{joined(name, urlsplit(made.address()).port or 0)}"
+        self.bus_url = self.bus.url if name == host else _seen_as(self.bus.url, name)
 
     def announcement(self) -> str:
         """The line by which a job finds the services, as environment settings."""
@@ -196,11 +193,11 @@ def _start_bus(kind: str, host: str, port: int, job: str | None, cluster: int) -
 
 
 def _seen_as(url: str, name: str) -> str:
-    """``url`` of a bus on all addresses, with the host name in their place."""
+    """Return ``url`` of a bus that listens on all addresses, with ``name`` in their place."""
     scheme, _, rest = url.partition("://")
     places, _, job = rest.partition("/")
-    ports = (place.rpartition(":")[2] for place in places.split(","))
-    return f"{scheme}://{','.join(f'{name}:{port}' for port in ports)}/{job}"
+    ports = (int(place.rpartition(":")[2]) for place in places.split(","))
+    return f"{scheme}://{','.join(joined(name, port) for port in ports)}/{job}"
 
 
 @contextmanager

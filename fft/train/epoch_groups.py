@@ -34,19 +34,23 @@ class EpochGroups:
         pg: ProcessGroup,
         shard: ProcessGroup | None,
         alone: bool,
+        address: str,
     ) -> None:
         """``store``: where the ranks of this replica group meet. ``shard``: the group that they
         shard the model over; None: it is not sharded. ``alone``: the others of this replica group
-        are in the job already, and can be met in its first epoch only."""
+        are in the job already, and can be met in its first epoch only. ``address``: of this host,
+        for gloo's connections."""
         self._manager = manager
         self._peer = peer
-        self._store = store
+        self.store = store
         self._alone = alone
         self._has_stages = False
         self._mates: dict[int, int] = {}
         """Of the last epoch: the incarnation of each rank of this replica group."""
         self.replicate = AbortableGroup(pg, "replicate")
         self.shard = _Shard(shard, self) if shard is not None else None
+        for group in self:
+            group.address = address
         self.shard_is_void = False
         """It was aborted since it was built."""
         self.shard_apart = False
@@ -255,7 +259,7 @@ class EpochGroups:
         assert self.shard is not None
         rank, world = self._manager._group_rank, self._manager._group_world_size
         self.shard.configure(
-            f"{self._store}/fft/shard/{name}",
+            f"{self.store}/fft/shard/{name}",
             self._peer.group,
             rank,
             world,

@@ -20,7 +20,7 @@ from fft.train.rank_state import RankState
 from fft.train.reported import text_of
 from fft.train.settings import Learners
 from fft.train.state.learning import Learning
-from fft.train.state.transfer import StateTransfer
+from fft.train.state.transfer import StateTransfer, Unreachable
 from fft.util.errors import CannotMeet, FftError, UnlikeGroups
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,8 @@ class Healer:
         self._groups = groups
         self._exchange = exchange
         self._learners = learners
+        self._unreached = ""
+        """Where the last fetch could not connect; empty: it could."""
         self.learning: Learning | None = None
         """The fetch that is under way beside the body."""
 
@@ -147,10 +149,22 @@ class Healer:
             self._job.say(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
             # What does not fit in here, or this where it is, would only stop the others again.
-            if touched or isinstance(error, UnlikeGroups | CannotMeet):
+            is_out_of_place = isinstance(error, UnlikeGroups | CannotMeet)
+            if touched or is_out_of_place or self._is_cut_off(error):
                 raise
             return
         self._healed(command.record, size, source)
+
+    def _is_cut_off(self, error: Exception) -> bool:
+        """Whether this process could not reach one living peer in two epochs in a row.
+
+        A third attempt would stop the other groups again. The successor of this process waits
+        outside the epoch (`fft.train.donors`). A peer that has died is not in the second epoch.
+        """
+        before, self._unreached = self._unreached, ""
+        if isinstance(error, Unreachable):
+            self._unreached = error.where
+        return bool(self._unreached) and self._unreached == before
 
     def _healed(self, record: Record, size: int, source: str) -> None:
         self._state.stands_at(record)
@@ -200,7 +214,7 @@ class Healer:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
             self._job.say(HealFailed(record.epoch, text_of(error), torn=touched))
             self._job.note_error(error)
-            if touched:
+            if touched or self._is_cut_off(error):
                 raise
             return False
         self._healed(record, size, learning.source)

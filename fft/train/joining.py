@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 
 from fft.bus import ErrorBus
+from fft.bus.addresses import joined, reachable, reachable_url
 from fft.engine.loop import Engine
 from fft.messages.protocol import Peer, Start
 from fft.protocol.participant import Participant
@@ -21,6 +22,7 @@ from fft.protocol.timeouts import timers
 from fft.trace.format import DIGESTS
 from fft.trace.writer import header
 from fft.train.common_settings import common_settings, refuse_other_settings
+from fft.train.donors import wait_for_donor
 from fft.train.hangs import hung
 from fft.train.host import EngineHost
 from fft.train.settings import monitor_config
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STORE_KEY = "fft/store"
+"""In the store of a replica group: its address, by which other groups reach it."""
 _SHOWN = 5
 """Shapes of parameters that a warning names."""
 
@@ -61,6 +65,14 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     reforms = job.reforms = _can_reform(parts, config)
     owes = {DIGESTS: parts.state.owes_digests}
     job.trace.write("header", header(spec, config, local, reforms=reforms, owes=owes))
+    wait_for_donor(
+        job.bus,
+        settings.token,
+        job.peer,
+        parts.limits["quorum"].seconds,
+        lambda: parts.leaving.is_asked,
+        job.note,
+    )
     if parts.checkpointer is not None:
         parts.checkpointer.joined()
     _warn_of_strangers(parts)
@@ -95,9 +107,16 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     return engine
 
 
-def store_address(manager: Manager) -> str:
-    """Where the ranks of this replica group meet."""
-    return f"{manager._store.host}:{manager._store.port}"
+def store_address(manager: Manager, bus_url: str) -> str:
+    """Return ``host:port`` of the store of this replica group, for the ranks of all groups.
+
+    Rank 0 decides it and passes it on by the store itself: where the host's name is a loopback
+    address on its own host (torchrun, Debian), the ranks of one group would not agree.
+    """
+    store = manager._store
+    if manager._group_rank == 0:
+        store.set(_STORE_KEY, joined(reachable(store.host, bus_url), store.port))
+    return str(store.get(_STORE_KEY).decode())
 
 
 def _config(manager: Manager, parts: Parts) -> Config:
@@ -108,8 +127,8 @@ def _config(manager: Manager, parts: Parts) -> Config:
         world=manager._group_world_size if stage is None else 1,
         first_rank=0 if stage is None else stage.rank,
         flow=() if stage is None else stage.flow,
-        store=store_address(manager),
-        transport=manager._checkpoint_transport.metadata(),
+        store=parts.groups.store,
+        transport=reachable_url(manager._checkpoint_transport.metadata(), settings.bus_url),
         pid=os.getpid(),
         host=socket.gethostname(),
         timeouts=timers(settings.spec, parts.limits),
@@ -141,7 +160,7 @@ def _common_settings(manager: Manager, parts: Parts, config: Config) -> dict[str
 def _initial(manager: Manager, parts: Parts, participant: Participant) -> Local:
     """What this rank begins with: a fresh state, or that of the checkpoint that was loaded."""
     state, step = parts.state, manager._step
-    own = f"fresh:{parts.job.peer.group}:{store_address(manager)}"
+    own = f"fresh:{parts.job.peer.group}:{parts.groups.store}"
     fresh = own if manager._init_sync else GENESIS
     if parts.settings.is_successor:  # its weights were built without its group
         fresh = f"fresh:{parts.job.peer}"

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
+from fft.bus.addresses import own_address
 from fft.durable.plan import Checkpointing
 from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
@@ -137,10 +138,11 @@ class ManagerFFT(TorchftInterface):
         with ExitStack() as undo:
             if settings.alone is not None:
                 undo.callback(settings.alone.close)
-            transfer = None
+            transfer, address = None, own_address(settings.bus_url)
+            called.arguments.setdefault("hostname", f"[{address}]" if ":" in address else address)
             if called.arguments.get("checkpoint_transport") is None:
                 limit = called.arguments.get("timeout", timedelta(seconds=TORCHFT_DEFAULT_S))
-                transfer = StateTransfer(settings.token, limit)
+                transfer = StateTransfer(settings.token, limit, address=address)
                 called.arguments["checkpoint_transport"] = transfer
             try:
                 construct(self, called)

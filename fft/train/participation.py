@@ -149,6 +149,5 @@ class Participation:
 
 
 def bus_url(store: str, name: str) -> str:
-    """URL of the bus ``name`` on a replica group's own store (``host:port``)."""
-    host, _, port = store.rpartition(":")
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}/{name}"
+    """Return the URL of the bus ``name`` on a replica group's own store (``host:port``)."""
+    return f"tcp://{store}/{name}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from torchft.process_group import ProcessGroup
 
 from fft.bus import open_job_bus
+from fft.bus.addresses import own_address
 from fft.operate.entering import enter
 from fft.trace.writer import TraceWriter
 from fft.train.checkpoint.checkpointer import Checkpointer
@@ -63,8 +64,9 @@ class Parts:
         undo.callback(trace.close)
         self.job = Participation(peer, bus, trace)
         self.watchers = Watchers()
-        store, alone = store_address(manager), settings.is_successor
-        self.groups = EpochGroups(manager, peer, store, pg, shard_pg, alone)
+        store = store_address(manager, settings.bus_url)
+        alone, address = settings.is_successor, own_address(settings.bus_url)
+        self.groups = EpochGroups(manager, peer, store, pg, shard_pg, alone, address)
         self.injector = make_injector(self.job, self.groups)
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from fft.bus.addresses import own_address
 from fft.operate.diagnosis.plan import Outcome
 from fft.train.diagnosis import checks
 from fft.train.diagnosis.checks import Line, Listening, connect
@@ -128,9 +127,3 @@ def test_a_meeting_is_cut_short_from_another_thread() -> None:
     outcome = meeting(listening, line.cut, within=10 * LIMIT_S)
     listening.close()
     assert outcome.ok is False
-
-
-def test_the_address_towards_the_bus() -> None:
-    assert own_address("tcp://127.0.0.1:4711/job") == "127.0.0.1"
-    assert own_address("nats://user:word@127.0.0.1:4222,127.0.0.1:4223/job") == "127.0.0.1"
-    assert own_address("memory://job") == "127.0.0.1"

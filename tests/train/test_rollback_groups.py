@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ from waiting import wait_until
 
 from fft.train.process_group import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
 from fft.train.process_group.rendezvous import RendezvousStore
+from fft.util.errors import FftError
 
 MINUTE = timedelta(seconds=60)
 LIMIT = timedelta(seconds=20)
@@ -459,3 +461,13 @@ def test_a_rendezvous_store_serves_what_torch_asks_of_a_store() -> None:
         store.set("d", b"1")
     assert store.reclaim(everyone=False)
     assert server.num_keys() == 0
+
+
+@pytest.mark.parametrize("name", ["^docker0", "eth-nowhere"])
+def test_gloo_interface_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    said = rf"GLOO_SOCKET_IFNAME={re.escape(name)}: .*; this host has"
+    with pytest.raises(FftError, match=said):
+        AbortableGroup(ProcessGroupGloo())

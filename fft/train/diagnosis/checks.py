@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fft.bus.addresses import family_of, joined
 from fft.operate.diagnosis.plan import Outcome
 
 COMPUTE_REPEATS = 3
@@ -172,7 +173,7 @@ class Listening:
     def __init__(self, host: str, key: str, line: Line) -> None:
         self._key = key
         self._line = line
-        self._server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._server = socket.socket(family_of(host), socket.SOCK_STREAM)
         try:
             self._server.bind((host, 0))
             self._server.listen(4)
@@ -180,7 +181,7 @@ class Listening:
             self._server.close()
             raise
         line.hold(self._server)
-        self.address = "{}:{}".format(*self._server.getsockname()[:2])
+        self.address = joined(*self._server.getsockname()[:2])
 
     def meet(self, deadline: float) -> Outcome:
         """Wait for the partner and check the connection, until ``deadline`` (monotonic, s)."""
@@ -217,7 +218,7 @@ def connect(address: str, key: str, deadline: float, line: Line) -> Outcome:
     host, _, port = address.rpartition(":")
     try:
         left = _left(deadline, "no time to connect")
-        with socket.create_connection((host, int(port)), timeout=left) as partner:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=left) as partner:
             line.hold(partner)
             partner.sendall(_HELLO + key.encode())
             return _exchange(partner, key, deadline, first=True)

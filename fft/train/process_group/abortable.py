@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import socket
 import threading
 import time
 from collections import deque
@@ -32,12 +33,13 @@ from torchft.process_group import (
     ProcessGroupWrapper,
 )
 
+from fft.bus.addresses import HOW_TO_REACH, joined
 from fft.train import accelerator
 from fft.train.nccl_library import outlive_aborts
 from fft.train.process_group import sockets
 from fft.train.process_group.backend import TrackedBackend
 from fft.train.process_group.freeing import time_left
-from fft.train.process_group.gloo import device_makers, gloo_group
+from fft.train.process_group.gloo import check_interfaces, device_makers, gloo_group
 from fft.train.process_group.op_names import GroupAborted
 from fft.train.process_group.rendezvous import RendezvousStore, store_client
 from fft.train.process_group.shard import ShardGroup
@@ -58,6 +60,12 @@ _LOOP_THREAD = "gloo_tcp_loop"  # gloo's name for the threads that read and writ
 _ROUNDS_NS = 5_000_000
 # How long close() waits for what the last configure() left behind, in seconds.
 _CLOSE_LIMIT = 5.0
+_PATIENCE_S = 3.0
+"""Before members whose gloo does not get connected are looked for."""
+_PROBE_S = 3.0
+"""For a look at one member; with `_PATIENCE_S` below the 10 s in which its address is reported."""
+_STORE_S = 8.0
+"""For a connection to a store: the kernel sends the first packet 4 times meanwhile."""
 _stranded_backends: list[tuple[object, deque[Any]]] = []
 _stranded_lock = threading.Lock()
 
@@ -142,6 +150,7 @@ class AbortableGroup:
 
     Raises:
         ValueError: `pg` has been configured already, so its connections cannot be told any more.
+        FftError: GLOO_SOCKET_IFNAME names no interface of this host.
     """
 
     def __init__(self, pg: ProcessGroup, name: str = "process") -> None:
@@ -151,6 +160,8 @@ class AbortableGroup:
         """Entered around every wait for an op of gloo, by whoever waits; not within itself."""
         self.note = ""
         """What the other members are told with the rendezvous."""
+        self.address: str | None = None
+        """IP address of this host for gloo's connections; None: gloo looks up the host's name."""
         self.notes: dict[int, str] = {}
         """Theirs, by rank, of the last rendezvous."""
         self._target: Any = _innermost(pg)
@@ -158,6 +169,8 @@ class AbortableGroup:
         if self._wrapper and self._target._pg is not None:
             raise ValueError(f"{pg!r} is configured already: make the AbortableGroup first")
         self._gloo = self._wrapper and _can_tell_sockets(self._target)
+        if self._gloo:
+            check_interfaces()
         self._lock = threading.Lock()
         self._configuring = threading.Lock()
         self._era = Era(name)
@@ -226,8 +239,12 @@ class AbortableGroup:
                 daemon=True,
             )
             self._worker.start()
-            if not era.settled.wait(deadline - time.monotonic()):
-                raise self._give_up(era, limit)
+            while not era.settled.wait(min(_PATIENCE_S, time_left(deadline).total_seconds())):
+                if time.monotonic() >= deadline:
+                    raise self._give_up(era, limit)
+                if unreached := _unreached(era):
+                    self.abort(unreached)
+                    raise ConnectionError(unreached)
         self._raise_failure(era)
 
     def abort(self, cause: str) -> None:
@@ -415,7 +432,7 @@ class AbortableGroup:
         """
         with self._lock:
             devices, self._devices = self._devices, []
-        return devices or [sockets.listener_of(create) for create in device_makers()]
+        return devices or [sockets.listener_of(create) for create in device_makers(self.address)]
 
     def _give_up(self, era: Era, limit: timedelta) -> TimeoutError:
         store = era.store
@@ -447,9 +464,13 @@ class AbortableGroup:
                 logger.debug("store %s: connecting anew (%s)", address, error)
         host, _, port = address.rpartition(":")
         try:
-            return store_client(host.strip("[]"), int(port), time_left(deadline).total_seconds())
+            limit = min(_STORE_S, time_left(deadline).total_seconds())
+            return store_client(host.strip("[]"), int(port), limit)
         except OSError as error:
-            raise ConnectionError(f"the group's store at {address}: {error}") from error
+            raise ConnectionError(
+                f"the store of a replica group at {address} cannot be reached from this host: "
+                f"{error}; {HOW_TO_REACH}"
+            ) from error
 
     def _retire(self, era: Era, everyone: bool) -> None:
         """Drop what an ended configuration still holds, and its keys (RendezvousStore.reclaim)."""
@@ -546,6 +567,36 @@ def _exchange(
     words = [json.loads(text) for text in texts]
     notes = {rank: str(word["note"]) for rank, word in zip(others, words, strict=True)}
     return frozenset((str(h), int(port)) for w in words for h, port in w["listeners"]), notes
+
+
+def _unreached(era: Era) -> str | None:
+    """Return why ``era`` cannot be built if an address of another member cannot be connected to.
+
+    gloo itself reports neither address nor cause before its timeout. A listener of gloo takes no
+    harm from a connection that is closed at once.
+    """
+    if not era.peers:  # not all members have come
+        return None
+    found: dict[Address, OSError] = {}
+
+    def probe(address: Address) -> None:
+        try:
+            socket.create_connection(address, _PROBE_S).close()
+        except OSError as error:
+            found[address] = error
+
+    probes = [threading.Thread(target=probe, args=(one,), daemon=True) for one in era.peers]
+    for thread in probes:
+        thread.start()
+    for thread in probes:
+        thread.join(_PROBE_S)
+    for (host, port), error in list(found.items()):
+        mine = ", ".join(sorted(own for own, _ in era.own))
+        return (
+            f"rank {era.rank} of {era.world_size} of the {era.group} group cannot reach another "
+            f"rank's gloo at {joined(host, port)} from {mine}: {error}; {HOW_TO_REACH}"
+        )
+    return None
 
 
 def _keep_stranded(era: Era) -> None:

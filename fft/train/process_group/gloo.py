@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,47 @@ import torch.distributed as dist
 
 from fft.train.process_group.freeing import time_left
 from fft.train.process_group.rendezvous import RendezvousStore
+from fft.util.errors import FftError
 
 if TYPE_CHECKING:
     from fft.train.process_group.abortable import _Call
 
 
-def device_makers() -> list[Callable[[], Any]]:
-    """One maker for each gloo device, chosen as torch chooses them (GLOO_SOCKET_IFNAME)."""
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def device_makers(address: str | None) -> list[Callable[[], Any]]:
+    """Return a maker for each gloo device: of the interfaces that GLOO_SOCKET_IFNAME names, or else
+    of ``address``; None: of the address that torch finds by the host's name."""
     gloo = dist.ProcessGroupGloo
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+    if not names and address is not None:
+        return [lambda: gloo.create_device(hostname=address)]
     if not names:
         return [gloo.create_default_device]
     return [lambda name=name: gloo.create_device(interface=name) for name in names]  # type: ignore[misc]
+
+
+def check_interfaces(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise FftError if GLOO_SOCKET_IFNAME names an interface that gloo cannot listen on.
+
+    Without this check each epoch would fail when its process groups are built, and be tried again.
+    """
+    value = environ.get(VARIABLE, "")
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, value.split(",")):
+        trouble = f"this host has no network interface {name!r}"
+        if name in there:
+            try:
+                dist.ProcessGroupGloo.create_device(interface=name)
+                continue
+            except RuntimeError as error:
+                trouble = f"gloo cannot use it: {str(error).splitlines()[0]}"
+        raise FftError(
+            f"{VARIABLE}={value}: {trouble}. gloo takes exact names, separated by commas, without "
+            f"the ^ and = of NCCL_SOCKET_IFNAME; this host has {', '.join(there)}. Unset "
+            f"{VARIABLE} to use the interface that leads to the bus"
+        )
 
 
 def gloo_group(

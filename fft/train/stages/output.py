@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from fft.bus.addresses import own_address
 from fft.protocol.flow import has_left_well
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
@@ -106,7 +107,8 @@ class StageOutput:
         self._listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
         self._thread = threading.Thread(target=self._accept, name="fft-flow", daemon=True)
         self._thread.start()
-        address = [socket.gethostname(), self._listening.getsockname()[1]]
+        host = own_address(self._parts.settings.bus_url)
+        address = [host, self._listening.getsockname()[1]]
         manager._store.set(place(stage.name), json.dumps(address))
         self._parts.state.output = self
 

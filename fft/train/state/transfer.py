@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,7 @@ from torch.distributed._serialization import _streaming_load, _streaming_save
 from torch.utils._pytree import tree_map
 from torchft.checkpointing import CheckpointTransport
 
+from fft.bus.addresses import HOW_TO_REACH, joined
 from fft.bus.token import JobToken, derive, mac
 from fft.util.errors import FftError
 from fft.util.log_sampler import LogSampler
@@ -53,6 +54,8 @@ MAX_BYTES = 256 * 2**30
 _HEAD_BYTES = 4096
 _HEAD_S = 5.0  # for a request's head to come in: an outsider must not hold a worker for longer
 _CONNECT_S = 3.0  # at a time: so late it may be noticed that nobody needs it any more
+_REACH_S = 8.0
+"""For a connection: the kernel sends the first packet 4 times meanwhile."""
 _CUT_S = 5.0  # for a worker whose connection was cut to end
 _LENGTH, _TOTAL = struct.Struct("!I"), struct.Struct("!Q")
 _LONG, _ALIGN = 4096, 64  # bytes; from this length on, parts begin at multiples of that
@@ -63,6 +66,19 @@ logger = logging.getLogger(__name__)
 
 class TransferError(FftError):
     """State could not be fetched or sent: names the peer, and what is wrong."""
+
+
+class Unreachable(TransferError):
+    """No connection to the peer's address."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(reason)
+        self.where = where
+        """The peer's metadata, which no other process has."""
+
+
+class _Nothing(TransferError):
+    """A connection that ended before a word: a joiner looked whether this rank can be reached."""
 
 
 class _Refused(Exception):
@@ -83,18 +99,24 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
 
     Args:
         token: the job's; None: no protection but a checksum.
+        address: IP address or name at which the other ranks reach this host.
         timeout: how long a request waits for what it asks for to be offered.
         max_bytes: longest state that is taken.
     """
 
     def __init__(
-        self, token: JobToken | None, timeout: timedelta, max_bytes: int = MAX_BYTES
+        self,
+        token: JobToken | None,
+        timeout: timedelta,
+        max_bytes: int = MAX_BYTES,
+        address: str = "127.0.0.1",
     ) -> None:
         self.about = ""
         """What the state belongs to; sender and receiver must agree. Set it before either."""
         self._key = token.key("fft1", "transfer") if token else derive(b"", "fft1", "transfer")
         self._timeout = timeout.total_seconds()
         self._max_bytes = max_bytes
+        self._address = address
         self._server = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
@@ -119,7 +141,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
     def metadata(self) -> str:
         """Where this rank's state can be fetched."""
         port = self._listening.getsockname()[1]
-        return f"http://{socket.gethostname()}:{port}/{self._server}"
+        return f"http://{joined(self._address, port)}/{self._server}"
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
@@ -210,8 +232,11 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            what, nonce = self._authentic(_read_head(connection, time.monotonic() + _HEAD_S))
+            head = _read_head(connection, time.monotonic() + _HEAD_S)
+            what, nonce = self._authentic(head)
             offer = self._wait_for(what, nonce, connection)
+        except _Nothing:
+            return
         except (_Refused, TransferError) as refused:
             if (count := self._refused.add("refused")) is not None:
                 logger.warning("a request for state was refused: %s (%d by now)", refused, count)
@@ -268,6 +293,9 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             data = self._fetch(metadata, _what(step, self.about), deadline)
         except OSError as error:  # a timeout too
             raise TransferError(f"state of step {step} from {metadata}: {error}") from error
+        except Unreachable as error:
+            text = f"state of step {step} from {metadata}: {error}"
+            raise Unreachable(metadata, text) from error.__cause__
         except TransferError as error:
             raise TransferError(f"state of step {step} from {metadata}: {error}") from None
         try:
@@ -298,12 +326,18 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
     def _connected(self, address: tuple[str, int], deadline: float) -> Iterator[socket.socket]:
         """A connection that `interrupt` cuts. Made in slices: before it is there nobody can."""
         began, connection = self._ended, None
+        until = min(deadline, time.monotonic() + _REACH_S)
         while connection is None:
-            left = _left(deadline)
-            with suppress(TimeoutError):
+            left = max(0.001, until - time.monotonic())
+            try:
                 connection = socket.create_connection(address, timeout=min(left, _CONNECT_S))
-            if self._ended != began and connection is None:
-                raise TransferError("the epoch has ended meanwhile")
+            except OSError as error:
+                if self._ended != began:
+                    raise TransferError("the epoch has ended meanwhile") from error
+                if not isinstance(error, TimeoutError) or time.monotonic() >= until:
+                    where = joined(*address)
+                    text = f"{where} cannot be reached from this host: {error}; {HOW_TO_REACH}"
+                    raise Unreachable(where, text) from error
         with connection:
             with self._changed:
                 self._fetching.add(connection)
@@ -436,7 +470,8 @@ def _split_head(connection: socket.socket, deadline: float) -> tuple[bytes, byte
         connection.settimeout(_left(deadline))
         more = connection.recv(_HEAD_BYTES)
         if not more:
-            raise TransferError("400 the connection ended within its head")
+            kind = TransferError if data else _Nothing
+            raise kind("400 the connection ended within its head")
         data += more
         if len(data) > _HEAD_BYTES and b"\r\n\r\n" not in data:
             raise TransferError("400 the head is too long")

@@ -1,0 +1,58 @@
+"""Processes of test_networks.py: a bus, and ranks of one group each, on hosts of their own."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+from namespaces import Host
+from ranks import LIMIT, WIDTH, Samples
+from torchft import ProcessGroupGloo
+
+import fft
+from fft.bus.addresses import own_address
+from fft.bus.tcpserver import host_store
+from fft.launch.services import start_services
+
+
+def serve(host: Host, listens_on: str) -> None:
+    """Serve a bus, write its URL."""
+    host.enter()
+    services = start_services(listens_on, with_lighthouse=False)
+    print(services.bus_url, flush=True)
+    threading.Event().wait()  # the test ends this process
+
+
+def train(host: Host, group: str, bus: str, traces: Path, steps: int | None, least: int) -> None:
+    """Train until ``steps``, or until a file ``end`` is in ``traces``, on weights that only group 0
+    begins with; write a digest of them."""
+    host.enter()
+    store, port = host_store(own_address(bus))
+    manager = fft.ManagerFFT(
+        pg=ProcessGroupGloo(timeout=LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=least,
+        replica_id=group,
+        store_addr=own_address(bus),
+        store_port=port,
+        rank=0,
+        world_size=1,
+        bus=bus,
+        trace_dir=traces,
+        monitor=False,
+    )
+    torch.manual_seed(int(group))
+    model = torch.nn.Linear(WIDTH, 1)
+    manager.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.sync_gradients(model)
+    for txn in manager.transactions(fft.CursorLoader(Samples(), batch_size=4, seed=5), steps):
+        with txn:
+            model(txn.batch).square().mean().backward()
+        print(f"step {txn.step} of {manager.num_participants()}", flush=True)
+        if (traces / "end").exists():
+            manager.drain(reason="the test is over")
+    print("weights", model.weight.double().sum().item().hex(), flush=True)
+    manager.shutdown()
+    del store

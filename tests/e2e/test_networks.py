@@ -1,0 +1,88 @@
+"""Ranks on two hosts whose names do not resolve as they should: bus, gloo and heals by address.
+
+The hosts are network namespaces, each with a host name that its /etc/hosts resolves to 127.0.1.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from forked import Forked
+from namespaces import BUS_IN_4, Host, needs_namespaces, two_hosts
+from network_worker import serve, train
+from stage import events
+from waiting import wait_until
+
+LONG_S = 120.0
+pytestmark = [pytest.mark.timeout(400), needs_namespaces]
+
+
+@contextmanager
+def served(host: Host, listens_on: str, folder: Path, **env: str) -> Iterator[str]:
+    """The URL of a bus on ``host``."""
+    server = Forked(serve, host, listens_on, log=folder / "bus.log", env=env)
+    log = folder / "bus.log"
+    try:
+        wait_until(lambda: "//" in log.read_text(), "the bus is served", LONG_S)
+        yield re.findall(r"tcp://\S+", log.read_text())[0]
+    finally:
+        server.end()
+
+
+@contextmanager
+def ranks(*processes: Forked) -> Iterator[None]:
+    """End ``processes`` when the block is left."""
+    with ExitStack() as undo:
+        for process in processes:
+            undo.callback(process.end)
+        yield
+
+
+def started(
+    host: Host, group: int, bus: str, traces: Path, steps: int | None, **env: str
+) -> Forked:
+    least = 1 if steps is None else 2
+    settings = {"NUM_REPLICA_GROUPS": str(least), "REPLICA_GROUP_ID": str(group), **env}
+    log = traces / f"{group}.log"
+    return Forked(train, host, str(group), bus, traces, steps, least, log=log, env=settings)
+
+
+@pytest.mark.parametrize(("families", "listens_on"), [("6", "fd77::1"), ("46", "::")])
+def test_ranks_on_two_hosts_heal_by_address(tmp_path: Path, families: str, listens_on: str) -> None:
+    """The first epoch heals: only group 0 has the weights that the job begins with."""
+    with two_hosts(tmp_path, families) as (first, second):
+        named = {"FFT_HOST_ADDRESS": BUS_IN_4} if "4" in families else {}
+        with served(first, listens_on, tmp_path, **named) as bus:
+            both = [started(host, n, bus, tmp_path, 3) for n, host in enumerate((first, second))]
+            with ranks(*both):
+                assert [one.wait(LONG_S) for one in both] == [0, 0], both[1].tail() + both[0].tail()
+        said = [re.findall(r"weights (\S+)", one.tail()) for one in both]
+        assert said[0] == said[1] != []
+        assert [
+            e["event"]["source"] for e in events(tmp_path, "healed") if e["event"]["bytes"]
+        ] == ["0"]
+
+
+def test_joiner_waits_outside_while_no_donor_can_be_reached(tmp_path: Path) -> None:
+    """Group 0 advertises an address to which the other host has no route, until it is added."""
+    away = "10.78.0.1"
+    with two_hosts(tmp_path, "4") as (first, second), served(first, BUS_IN_4, tmp_path) as bus:
+        first.ip(f"addr add {away}/32 dev lo")
+        donor = started(first, 0, bus, tmp_path, None, FFT_HOST_ADDRESS=away)
+        with ranks(donor):
+            wait_until(lambda: "step 3 of 1" in donor.tail(), "group 0 trains", LONG_S)
+            joiner = started(second, 1, bus, tmp_path, None)
+            with ranks(joiner):
+                wait_until(lambda: "waits outside the job" in joiner.tail(), "it waits", LONG_S)
+                assert f"{away}:" in joiner.tail()
+                assert not events(tmp_path, "heal_failed")
+                second.ip(f"route add {away} via {BUS_IN_4}")
+                wait_until(lambda: " of 2" in joiner.tail(), "group 1 trains", LONG_S)
+                (tmp_path / "end").touch()
+                assert [one.wait(LONG_S) for one in (donor, joiner)] == [0, 0]
+    assert not events(tmp_path, "heal_failed")
+    assert "rolled back" not in donor.tail()
