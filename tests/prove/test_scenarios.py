@@ -95,6 +95,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
     }
     beneath_the_core = {
         "a host vanishes": "e2e/test_vanished_host.py",
+        "a joiner cannot connect to any rank with the job's state": "e2e/test_networks.py",
+        "a peer's gloo or store cannot be reached": "train/test_rollback_groups.py",
         "the replacement of a lost rank hangs before its first txn": "e2e/test_reforming.py",
         "a host is lost, and another one has spares for its group": "e2e/test_vanished_host.py",
         "a partition": "e2e/test_vanished_host.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -284,6 +285,22 @@ def test_abort_releases_configure_after_a_peer_died(
     wait_until(lambda: not _helper_threads(), "the helper thread to end", 10)
     with pytest.raises(GroupAborted):
         allreduce(group, torch.ones(1))
+    group.close()
+
+
+def test_configure_names_the_address_of_a_peer_that_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    server = store_server()
+    left = _leave_addresses(server)
+    for key, value in left.items():
+        server.set(f"new/{key}", value)
+    ((host, port),) = json.loads(left["fft/listeners/1"])["listeners"]
+    group, began = AbortableGroup(ProcessGroupGloo(MINUTE)), time.monotonic()
+    with pytest.raises(ConnectionError, match=rf"cannot reach .* at {host}:{port} from 127"):
+        configure(group, server.port, "new", 0, 2, LIMIT)
+    assert time.monotonic() - began < 10
     group.close()
 
 
