@@ -26,6 +26,7 @@ from fft.train.donors import wait_for_donor
 from fft.train.hangs import hung
 from fft.train.host import EngineHost
 from fft.train.settings import monitor_config
+from fft.train.torchft_diloco import refuse_dropping
 
 if TYPE_CHECKING:
     from fft.train.parts import Parts
@@ -56,6 +57,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     if parts.state.step is not None and settings.spec.ranks == "shards":
         parts.groups.refuse_unconnected()
     parts.state.refuse_unsendable()
+    for function in parts.state.users.values():  # complete by now, unlike at their registration
+        refuse_dropping(function)
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     spec, stage = settings.spec, parts.stage
     if stage is not None:

@@ -8,24 +8,44 @@ knows the fragments by the functions that they register for their state.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType
 from typing import Any
 
 from fft.util.errors import FftError
 
 
 def refuse_dropping(state_function: Callable[..., Any]) -> None:
-    """Raise FftError if it is that of a fragment whose bucketizer drops parameters."""
-    torchft = sys.modules.get("torchft.local_sgd")
-    if torchft is None:
+    """Check the DiLoCo fragment that ``state_function`` saves, if it is bound to one.
+
+    The function may be a user's closure over names that are bound later. Such empty cells are
+    skipped, so call this again when the state is complete.
+
+    Raises:
+        FftError: the bucketizer of the fragment drops parameters.
+    """
+    kind = getattr(sys.modules.get("torchft.local_sgd"), "_StreamingDiLoCoFragment", None)
+    if kind is None:  # not imported, or another thread is importing it
         return
-    for cell in getattr(state_function, "__closure__", None) or ():
-        fragment = cell.cell_contents
-        if isinstance(fragment, torchft._StreamingDiLoCoFragment) and fragment.use_bucketization:
-            _refuse(fragment)
+    for found in _bound(getattr(state_function, "__closure__", None) or ()):
+        # by type(): isinstance() asks a lazy proxy of the user for its class, which loads it
+        if issubclass(type(found), kind) and found.use_bucketization:
+            _refuse(found)
+
+
+def _bound(cells: Iterable[CellType]) -> Iterator[Any]:
+    """Yield the contents of the cells whose names are bound."""
+    for cell in cells:
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue
+        yield content
 
 
 def _refuse(fragment: Any) -> None:
+    if not fragment.original_parameters:
+        return
     names, tensors = zip(*fragment.original_parameters.items(), strict=True)
     size = tensors[0].element_size()
     done = packed([t.numel() for t in tensors], fragment.bucket_cap_mb // size)

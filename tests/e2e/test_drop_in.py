@@ -20,7 +20,7 @@ from torchft.optim import OptimizerWrapper
 
 from fft.trace.audit import audit_dir
 from fft.trace.report import incidents
-from fft.train.torchft_diloco import packed
+from fft.train.torchft_diloco import packed, refuse_dropping
 from fft.util.errors import FftError
 
 LOOP = Path(__file__).parents[2] / "examples" / "torchft_loop.py"
@@ -225,6 +225,67 @@ def test_a_diloco_of_torchft_that_would_drop_tensors_is_refused(tmp_path: Path) 
             DiLoCo(member.manager, [member.model], member.optimizer, outer,
                    bucket_cap_mb=1e-4, **settings)  # fmt: skip
         DiLoCo(member.manager, [_net(1)], member.optimizer, outer, bucket_cap_mb=1, **settings)
+
+
+def test_state_functions_may_close_over_names_bound_later(tmp_path: Path) -> None:
+    """The loop of torchft's README: the manager comes before the model that its functions save."""
+
+    def save() -> dict[str, Any]:
+        return {"model": model.state_dict()}
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+
+    with job(tmp_path / "traces", 1) as made:
+        own = {"state_dict": save, "load_state_dict": load, "register": False}
+        member = made.member("0", model=_net(0), **own)
+        model = member.model
+
+        def work(member: Member) -> None:
+            ddp = DistributedDataParallel(member.manager, model)
+            optimizer = OptimizerWrapper(member.manager, member.optimizer)
+            while member.manager.current_step() < 3:
+                optimizer.zero_grad()
+                ddp(torch.ones(4, 8)).square().mean().backward()
+                optimizer.step()
+
+        member.start(work).end()
+        assert member.error is None, repr(member.error)
+        assert member.manager.batches_committed() == 3
+
+
+def test_a_fragment_bound_after_its_function_is_checked_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    """A user's function saves a fragment, whose buckets get their size after the registration."""
+    with job(tmp_path / "traces", 1) as made:
+        member = made.member("0", **_state_functions(_net(0)))
+        member.manager.register_state_dict_fn("mine", lambda _: None, lambda: fragment)
+        fragment = object.__new__(_StreamingDiLoCoFragment)
+        fragment.use_bucketization, fragment.bucket_cap_mb = True, 4 * 100
+        fragment.original_parameters = {"a": torch.ones(60), "b": torch.ones(60)}
+        with pytest.raises(FftError, match=r"would never reduce 'b' and 0 more"):
+            member.manager.start_quorum()
+        fragment.bucket_cap_mb = 4 * 120
+        member.manager.start_quorum()
+
+
+def test_a_fragment_without_parameters_drops_nothing() -> None:
+    fragment = object.__new__(_StreamingDiLoCoFragment)
+    fragment.use_bucketization, fragment.original_parameters = True, {}
+    refuse_dropping(lambda: fragment)
+
+
+def test_an_object_in_a_closure_is_not_asked_for_its_class() -> None:
+    """A lazy proxy loads what it stands for when its class is asked for."""
+
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise AssertionError("it was asked for its class")
+
+    proxy = Proxy()
+    refuse_dropping(lambda: proxy)
 
 
 def test_diloco_runs_under_it(tmp_path: Path) -> None:
