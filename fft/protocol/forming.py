@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fft.messages.protocol import GroupEntry, Hello, RankEntry, Record, Standing
+from fft.messages.protocol import (
+    GroupEntry,
+    Hello,
+    Peer,
+    RankEntry,
+    Record,
+    Standing,
+    Token,
+)
 from fft.protocol import apart
 from fft.protocol.leases import Granted, granted
-from fft.protocol.state import Base, Config, Local, contributing, whole_groups
+from fft.protocol.state import (
+    Base,
+    Config,
+    Local,
+    contributing,
+    leavers,
+    member_peers,
+    whole_groups,
+)
 
 
 def base_of(s: Local, groups: list[list[Hello]]) -> Base:
@@ -26,6 +42,37 @@ def base_of(s: Local, groups: list[list[Hello]]) -> Base:
 def state_held(base: Base, groups: list[list[Hello]], world: int) -> bool:
     """Whether for every rank number some group holds the state of ``base``."""
     return all(any(g[r].lineage == base.lineage for g in groups) for r in range(world))
+
+
+def state_is_gone(s: Local, c: Config) -> bool:
+    """Whether every process that could hold the state of the head has ended or has lost it.
+
+    False where that is unknown. Asynchronous jobs are never judged: their groups hold the state
+    outside of the epoch, too.
+    """
+    if s.head is None or s.epoch is None or c.bound:
+        return False
+    silent = {p.rank for p in s.suspected - s.dead}
+    return any(rank not in silent and _is_gone(s, rank) for rank in c.ranks)
+
+
+def _is_gone(s: Local, rank: int) -> bool:
+    """The same, for ranks of one number, none of which is silent."""
+    assert s.head is not None
+    gone, left = s.dead, leavers(s)
+    said = {h.peer: h for (_, number), h in s.hellos.items() if number == rank}
+    living = (h for p, h in said.items() if p not in gone and p.group not in left)
+    if any(h.lineage == s.head.lineage for h in living):
+        return False
+    # Before the first commit of an epoch, a new process may bring the state that it began with.
+    has_committed = s.head.kind == "commit" or s.head.txn > 1
+    mates = [p for p in member_peers(s) if p.rank == rank and p.group not in left]
+    return all(has_committed if p in gone else p in said and _is_heard(s, p) for p in mates)
+
+
+def _is_heard(s: Local, peer: Peer) -> bool:
+    """Whether the newest word of a member is from after the end of its epoch."""
+    return peer in s.joining or s.stopped.get(peer, Token(0, 0)) >= s.token
 
 
 def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:

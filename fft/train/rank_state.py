@@ -78,6 +78,8 @@ class RankState:
         """What the source draws from; it knows what was drawn and not consumed."""
         self.position: Record | None = None
         """The record that the state on this rank is that of."""
+        self.lost: BaseException | None = None
+        """The error that left this state uncommitted, until a peer's state replaces it."""
         self.lineage, self.cursor = "", 0
         self.returned: tuple[int, ...] = ()
         """Of the checkpoint that was loaded, if one was."""
@@ -357,6 +359,7 @@ class RankState:
             self.step.load(payload["state"], keep_gradients)
         if self.source is not None:
             self.source.load(payload["data"], record.cursor * self._takers)
+        self.lost = None
 
     def close(self) -> None:
         """Take the hooks off the optimizers. Idempotent. (The source is closed before.)"""

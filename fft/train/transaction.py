@@ -144,11 +144,6 @@ class TransactionLoop:
                 raise FftError("the body of a txn must run inside `with txn:`")
             if txn.skipped and drawn.is_last:  # all know it now: no next txn is to tell them
                 return True
-        if not self.worker.has_begun:
-            logger.warning(
-                "this rank was asked to leave before its first txn: the loop has made no step, and "
-                "what is registered is as the script made it"
-            )
         self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
         return False
 
@@ -299,7 +294,8 @@ class Transaction:
         step: committed steps before this txn.
         contributes: whether what the body computes counts. A spare's does not, nor that of a group
             in the txn in which it joins: its weights are not those of the job before the end of it.
-        committed: after the body: whether the txn was committed; its data are consumed then.
+        committed: after the body: whether the txn was committed, and this rank has its update; its
+            data are consumed then. Where the update failed, the state of a peer comes first.
         skipped: after the body: whether it was committed without an optimizer step.
         inner_step: of groups that step alone: their steps since the last synchronisation; else 0.
     """
@@ -370,9 +366,8 @@ class Transaction:
             return True
         command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())
         if command is not None:
-            self.committed, self.skipped = True, command.skip
             loop.is_over = self._is_last and not command.skip
-            loop.worker.apply(command)
+            self.committed, self.skipped = loop.worker.apply(command), command.skip
             loop.look_for_output(self)
         return True
 

@@ -36,7 +36,7 @@ from fft.train.txn_quorums import ask_for
 from fft.train.updates import LoopUpdates
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
-from fft.util.errors import FftError, NoQuorum, TxnAborted
+from fft.util.errors import Drained, FftError, NoQuorum, NoState, TxnAborted
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,6 @@ class Worker:
         """The engine's last word: whoever asks for a txn after it hears it again."""
         self._torn: str | None = None
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
-        self._apply_error: BaseException | None = None
-        """Of the last commit, if its update failed here."""
         self._committed: tuple[Record, Record | None] | None = None  # and its epoch
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
@@ -125,12 +123,7 @@ class Worker:
             self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
-            facts = {"torn"} if self._torn is not None else set()
-            facts |= self._healer.facts(command) if isinstance(command, Heal) else set()
-            effects = self._job.thread.obeys(command, facts)
-            engine.take(command)
-            for effect in effects:
-                self._work[effect](command)
+            self._obey(engine, command)
             if isinstance(command, StartTxn) and self._job.thread.role == "computing":
                 self.is_first, self.has_begun = not self.has_begun, True
                 return command
@@ -138,6 +131,15 @@ class Worker:
                 return None
         self._stop(self._finish)
         return None
+
+    def _obey(self, engine: Engine, command: Command) -> None:
+        """Carry out a command between two transactions."""
+        facts = {"torn"} if self._torn is not None else set()
+        facts |= self._healer.facts(command) if isinstance(command, Heal) else set()
+        effects = self._job.thread.obeys(command, facts)
+        engine.take(command)
+        for effect in effects:
+            self._work[effect](command)
 
     def _refuse_txn(self, command: StartTxn) -> None:
         assert self._torn is not None
@@ -178,11 +180,36 @@ class Worker:
             raise TimeoutError(f"{limit}: {text}") from None
 
     def _stop(self, command: Finish) -> None:
-        """The engine's last word. Raises the error that it names, if it names one."""
+        """End, because the engine has ended.
+
+        Raises:
+            Exception: the error of an update that failed here, if no peer has given the state back.
+            FftError: the error that the engine names.
+            Drained: the job goes on without this rank, so that its script must not go on as after
+                the last step.
+        """
         self._finish = command
         self._leave_txn(command.error)
+        lost, local = self._state.lost, self._job.local
+        failed = None if isinstance(lost, TornState) else lost
+        if failed is not None and command.error in (None, "NoState", "NoEpoch"):
+            note = f"this update failed after its COMMIT, and the state is lost: {command.reason}"
+            if note not in getattr(failed, "__notes__", ()):
+                failed.add_note(note)
+            raise failed
         if command.error is not None:
-            raise error_of(command) from self._apply_error
+            raise error_of(command) from failed
+        if lost is not None:
+            raise NoState(f"{lost}; this rank has left before it had the state of a peer")
+        if local is not None and (local.epoch is None or self._job.peer in local.dead):
+            began = "" if self.has_begun else ": the loop has made no step"
+            logger.warning(
+                "%s leaves the job, which it was not in at the end%s. The process ends here; the "
+                "script does not go on behind its loop",
+                self._job.peer,
+                began,
+            )
+            raise Drained("this replica group was left out of the job")
 
     def _leave_txn(self, error: str | None = None) -> None:
         """Out: what the main thread does from now on is no step of the job's."""
@@ -248,7 +275,7 @@ class Worker:
             self._state.put_back()
         except TornState as error:  # it can be had from a peer
             logger.warning("%s; this rank fetches the state", error)
-            self._torn = text_of(error)
+            self._torn, self._state.lost = text_of(error), error
         local = self._job.local
         assert local is not None
         if self._quorums is not None and local.stuck:
@@ -256,7 +283,7 @@ class Worker:
                 self._quorums.pause()
         if (why := self._by_loop.why_torn(command.cause)) is not None:
             logger.error("%s This rank fetches the state", why)
-            self._torn = why
+            self._torn, self._state.lost = why, TornState(why)
         torn, self._torn = self._torn, None
         self._job.say(Restored(command.token, torn is not None, torn or ""))
 
@@ -302,7 +329,6 @@ class Worker:
 
     def _note_commit(self, record: Record, plan: StartTxn) -> None:
         manager = self._manager
-        self._apply_error = None
         manager._errored = None  # it came after the decision: the next reduction is one on all
         manager._commit_failures = 0
         self._by_loop.forget()
@@ -315,23 +341,51 @@ class Worker:
         if self._state.checks is not None:
             self._state.checks.committed()
 
-    def apply(self, command: Apply) -> None:
-        """Carry out a commit: step what is registered."""
+    def apply(self, command: Apply) -> bool:
+        """Carry out a commit: step what is registered.
+
+        Returns:
+            Whether this rank has the committed state. Where the update failed, this waits for the
+            state of a peer, so that no script sees a commit without its update. Groups that train
+            locally have no code of a script here, and get the state with their next transaction.
+
+        Raises:
+            Exception: the update's error, if no peer has the state; or that of ``on_commit``.
+        """
         updates = self._state.committed
         if command.skip:
-            self.skip(command)
-        elif self._update(command, updates.apply):
-            try:
-                updates.done()
-            except Exception as error:  # the user's own; what it was to change may be half changed
-                self._apply_failed(error)
-                raise
-            self.finish_apply()
+            return self.skip(command)
+        if not self._update(command, updates.apply):
+            return self._fetch_committed()
+        try:
+            updates.done()
+        except Exception as error:  # the user's own; what it was to change may be half changed
+            self._apply_failed(error)
+            raise
+        self.finish_apply()
+        return True
 
-    def skip(self, command: Apply) -> None:
-        """Carry out a commit without an optimizer step."""
-        if self._update(command, self._state.committed.skip):
-            self.finish_apply()
+    def skip(self, command: Apply) -> bool:
+        """Carry out a commit without an optimizer step. Returns and raises as `apply` does."""
+        if not self._update(command, self._state.committed.skip):
+            return self._fetch_committed()
+        self.finish_apply()
+        return True
+
+    def _fetch_committed(self) -> bool:
+        """Do what the engine asks until this rank has a committed state again.
+
+        The next transaction, if the engine begins one, is left to `begin`.
+        """
+        engine = self._job.engine
+        if self._state.synchronizer is not None or engine is None:
+            return False
+        while self._state.lost is not None:
+            command = self._wait(engine, None)
+            if isinstance(command, StartTxn):
+                return False
+            self._obey(engine, command)
+        return True
 
     def _update(self, command: Apply, update: Callable[[], None]) -> bool:
         """Whether ``update`` went well; else the state is torn, and the engine knows."""
@@ -373,7 +427,7 @@ class Worker:
         if local is None or not self._job.thread.leaves("applying", "apply_failed"):
             return
         self._by_loop.failed()
-        self._apply_error = error
+        self._state.lost = error
         self._job.post(ApplyFailed(local.token, text_of(error)))
         self._job.note_error(error)
 

@@ -227,6 +227,72 @@ def test_a_schedule_that_comes_with_the_fetched_state_was_stepped_by_nobody(tmp_
     assert parameters(members[0].model) == parameters(members[1].model)
 
 
+def _failing(failing: set[str], step: int, seen: list[tuple[str, int, int]]) -> Any:
+    """Work of a member whose update of ``step`` fails in the groups ``failing``.
+
+    ``seen`` gets (group, step, step of the schedule) for each transaction that it sees committed.
+    """
+
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+            with txn:
+                _loss(member, txn.batch).backward()
+                if txn.step == step and member.group in failing:
+                    member.optimizer.error = RuntimeError("half way")  # type: ignore[attr-defined]
+            if txn.committed:
+                seen.append((member.group, txn.step, member.schedule.last_epoch))
+
+    return work
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_update_that_fails_on_all_groups_raises_its_error_at_once(
+    tmp_path: Path, groups: int
+) -> None:
+    """No code after the transaction sees a commit whose update was not made."""
+    seen: list[tuple[str, int, int]] = []
+    work = _failing({"0", "1"}, 2, seen)
+    with job(tmp_path, groups) as made:
+        members = [made.member(str(g), optimizer=Moody) for g in range(groups)]
+        for member in members:
+            member.start(work)
+        for member in members:
+            member.end(15)  # the limit for an epoch is 20 s
+            assert isinstance(member.error, RuntimeError)
+            assert "half way" in str(member.error)
+            assert "no process holds the state of the job at step 3" in str(member.error.__notes__)
+    assert {step for _, step, _ in seen} == {0, 1}
+
+
+def test_update_that_fails_on_one_group_shows_the_state_of_its_peer_after_the_transaction(
+    tmp_path: Path,
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with job(tmp_path, 2) as made:
+        made.run(_failing({"1"}, 2, seen), optimizer=Moody)
+        made.audit()
+    assert sorted(seen) == [(g, step, step + 1) for g in "01" for step in range(STEPS)]
+
+
+def test_update_that_fails_with_the_last_commit_of_a_drained_group_raises_its_error(
+    tmp_path: Path,
+) -> None:
+    """A drain is no reason to go on behind the loop without the update of the last step."""
+
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=STEPS):
+            with txn:
+                _loss(member, txn.batch).backward()
+                if txn.step == 2:
+                    member.optimizer.error = RuntimeError("half way")  # type: ignore[attr-defined]
+                    member.manager.drain()
+
+    with job(tmp_path, 1) as made:
+        member = made.member("0", optimizer=Moody)
+        member.start(work).end()
+        assert isinstance(member.error, RuntimeError) and "half way" in str(member.error)
+
+
 # --- torchft's loop -------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ def test_an_error_of_the_script_is_not_tried_again_and_again(
 
 
 def test_an_update_that_fails_on_all_groups_ends_the_job_and_is_shown(tmp_path: Path) -> None:
-    """Nobody has the state then. It is not tried again from a checkpoint, either."""
+    """No group has the state then. The job does not start again from a checkpoint, either."""
     done = run(tmp_path, 2, "updates", "3", every=2)
     assert done.returncode == 1
     assert "ended with KeyError at" in done.stderr

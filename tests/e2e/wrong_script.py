@@ -33,7 +33,7 @@ def main() -> None:
         state_dict=None,
         min_replica_size=1 if sys.argv[1] == "once" else int(os.environ["NUM_REPLICA_GROUPS"]),
         init_sync=False,
-        timeouts={"quorum": 3.0},
+        timeouts={} if mistake == "updates" else {"quorum": 3.0},
     )
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, 1)
@@ -49,6 +49,8 @@ def main() -> None:
                 del optimizer.param_groups[0]["momentum"]
             with txn:
                 model(txn.batch).square().mean().backward()
+            if mistake == "updates" and txn.committed and txn.step >= step:
+                raise AssertionError("a commit without its update")
             if txn.committed and manager.current_step() == step:
                 if mistake == "averages":
                     manager.allreduce(torch.ones(1)).wait()

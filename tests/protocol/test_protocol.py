@@ -416,21 +416,36 @@ def test_apply_that_fails_after_commit_heals_that_rank_from_a_peer(ranks: int) -
     assert clean(job) == []
 
 
-def test_apply_that_fails_everywhere_leaves_nobody_with_the_state() -> None:
-    job = Job(2).until_running()
-    job.apply_fails = frozenset(job.nodes)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_apply_that_fails_everywhere_ends_the_job_at_once(ranks: int) -> None:
+    """One rank of each group is enough: nobody else has its shard."""
+    job = Job(2, ranks).until_running()
+    job.apply_fails = frozenset(n.peer for n in job.live() if n.peer.rank == ranks - 1)
     job.step()
-    assert job.head is not None
-    writer = job.nodes[job.head.by]
-    job.fire("quorum")
+    for node in job.nodes.values():
+        error, reason = error_of(node)
+        assert error == "NoState" and "the state of the job at step 1" in reason
+        assert "from a checkpoint if it has one; its name can stay" in reason
+
+
+def test_apply_that_fails_on_different_ranks_of_the_groups_heals_both() -> None:
+    job = Job(2, ranks=2).until_running()
+    job.apply_fails = frozenset({job.node("0", 0).peer, job.node("1", 1).peer})
+    job.step()
+    assert {str(peer): n for peer, n in job.fetches().items()} == {"0/0#1": 1, "1/1#1": 1}
+    job.step()
+    assert job.steps() == {2} and clean(job) == []
+
+
+def test_apply_that_fails_while_the_other_group_leaves_ends_at_once() -> None:
+    """The group that leaves with the commit gives its state to nobody."""
+    job = Job(2).until_running()
+    job.drain("1")
     job.settle()
-    error, reason = error_of(writer)
-    assert error == "NoState" and "of the job at step 1" in reason
-    assert "from a checkpoint if it has one; its name can stay" in reason
-    (other,) = (n for n in job.nodes.values() if n is not writer)
-    error, reason = error_of(other)
-    assert error == "NoEpoch" and reason.startswith(f"{writer.peer} gathers the acknowledgements")
-    assert "within 60 s; its own error says why" in reason
+    job.apply_fails = frozenset({job.node("0").peer})
+    job.step()
+    error, reason = error_of(job.node("0"))
+    assert error == "NoState" and "the state of the job at step 1" in reason
 
 
 def test_apply_that_fails_at_a_commit_that_ends_the_epoch_heals_in_the_next() -> None:

@@ -366,10 +366,28 @@ def newcomers_without_the_state() -> Job:
 
 
 def torn_everywhere() -> Job:
-    """Who gathers sees that the state is gone; the other one that it hears of no epoch."""
+    """No process has the state any more, so that all end without waiting for one."""
     job = Job(2).until_running()
     job.apply_fails = frozenset(job.nodes)
     job.step()
+    errors = [n.finished.error for n in job.nodes.values() if n.finished is not None]
+    assert errors == ["NoState", "NoState"]
+    return job
+
+
+def torn_beside_a_silent_group() -> Job:
+    """The silent group may have the state: the others wait for it until the quorum limit."""
+    job = Job(3).until_running()
+    silent = job.node("2")
+    job.apply_fails = frozenset(job.nodes) - {silent.peer}
+    job.compute()
+    job.crash(silent, tell=False)
+    job.settle()
+    for _ in range(2):
+        job.fire("vote_window")
+        job.fire("ack_window")
+        job.settle()
+    assert not any(n.finished for n in job.nodes.values()), "a silent process may have the state"
     job.fire("quorum")
     job.settle()
     errors = {n.finished.error for n in job.nodes.values() if n.finished is not None}
@@ -1013,6 +1031,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "too few ranks": too_few_ranks,
     "newcomers without the state": newcomers_without_the_state,
     "torn everywhere": torn_everywhere,
+    "torn beside a silent group": torn_beside_a_silent_group,
     "asked to leave with too few": asked_to_leave_with_too_few,
     "asked last to leave": asked_last_to_leave,
     "asked in its own process to leave": asked_in_its_own_process_to_leave,

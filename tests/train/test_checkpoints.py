@@ -50,7 +50,7 @@ from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
 from fft.train.state.serial import StateMismatch
-from fft.util.errors import FftError
+from fft.util.errors import Drained, FftError
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8
@@ -586,14 +586,15 @@ def place(tmp_path: Path) -> Path:
     return where
 
 
-def test_drain_before_the_first_step_reports_the_state(
+def test_drain_before_the_first_step_ends_the_process_in_its_loop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces")
     start.manager.drain()
-    start.train(Stream(), 5)
+    with pytest.raises(Drained):
+        start.train(Stream(), 5)
     assert start.losses == []
-    assert "asked to leave before its first txn: the loop has made no step" in caplog.text
+    assert "which it was not in at the end: the loop has made no step" in caplog.text
 
 
 def test_another_model_is_refused_before_anything_is_changed(place: Path, tmp_path: Path) -> None:

@@ -106,6 +106,18 @@ def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def stop_state_gone(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Out: no process has the state that the job stands at, and none can bring it."""
+    assert s.head is not None
+    yield Finish(
+        f"no process holds the state of the job at step {s.head.step} any more: each one that had "
+        "it has ended, or its update failed; start the job again, from a checkpoint if it has one; "
+        "its name can stay",
+        error="NoState",
+    )
+
+
+@action
 def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: replicas differ."""
     assert s.head is not None

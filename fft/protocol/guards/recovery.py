@@ -13,6 +13,7 @@ from fft.messages.protocol import (
     Suspect,
     Token,
 )
+from fft.protocol import forming
 from fft.protocol.apart import in_job
 from fft.protocol.forming import behind, next_epoch
 from fft.protocol.guards.base import guard, record_of
@@ -119,6 +120,12 @@ def nobody_reforms(s: Local, c: Config, event: Event) -> bool:
 def epoch_possible(s: Local, c: Config, event: Event) -> bool:
     """Enough whole groups are there, and together they hold the state."""
     return next_epoch(s, c) is not None
+
+
+@guard
+def state_is_gone(s: Local, c: Config, event: Event) -> bool:
+    """Every process that could hold the job's state has ended or has lost it."""
+    return forming.state_is_gone(s, c)
 
 
 @guard
