@@ -37,12 +37,18 @@ class Manifest:
 
     ``count`` reductions of ``bytes`` in total; ``shapes`` is a digest over (op, dtype, shape) of
     each in issue order; ``fingerprint`` is reserved for a digest of the reduced gradients.
+
+    ``data`` is a digest of the data that the rank has drawn, or None if it cannot be compared.
+    ``shard`` names the part of the data that the rank draws from; it is empty if all ranks draw
+    the same. Ranks of one shard must have equal ``data``.
     """
 
     count: Count = 0
     bytes: Count = 0
     shapes: str = ""
     fingerprint: str | None = None
+    data: str | None = None
+    shard: str = ""
 
 
 @dataclass(frozen=True, config=_CONFIG)

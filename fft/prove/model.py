@@ -932,6 +932,8 @@ class _Here:
             yield self.says("body reduces twice", spoilt, more, "misfit")
             other = Prepared(token, True, dataclasses.replace(reduced, shapes="y"))
             yield self.says("body reduces something else", spoilt, other, "misfit")
+            unlike = Prepared(token, True, dataclasses.replace(reduced, data="e"))
+            yield self.says("body has other data", spoilt, unlike, "misfit")
 
     def healing(self, nodes: list[Node]) -> Iterator[Act]:
         """Groups are rebuilt, and state is fetched from a member that is there."""
@@ -1134,5 +1136,5 @@ def _host(peer: Peer) -> str:
 
 
 _NO = frozenset({"says_no"})
-_REDUCED = Manifest(1, 4, "x"), Manifest(2, 8, "x")
+_REDUCED = Manifest(1, 4, "x", data="d"), Manifest(2, 8, "x", data="d")
 """What the bodies of rank 0, and of rank 1, reduce, but for those at fault."""

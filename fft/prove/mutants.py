@@ -119,6 +119,12 @@ def _counts_fit(s: Local, c: Config, event: Event) -> bool:
     return isinstance(event, Ballot) and len({v.manifest.count for v in event.votes}) == 1
 
 
+def _reductions_fit(s: Local, c: Config, event: Event) -> bool:
+    assert isinstance(event, Ballot)
+    bare = (replace(v, manifest=replace(v.manifest, data=None)) for v in event.votes)
+    return GUARDS["manifests_fit"](s, c, replace(event, votes=tuple(bare)))
+
+
 # --- skips ----------------------------------------------------------------------------------------
 
 
@@ -373,6 +379,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "validity",
         small(misfit=1),
         participant=planted({"manifests_fit": _counts_fit}),
+    ),
+    Mutant(
+        "data_not_compared",
+        "Votes commit though their ranks have drawn different data.",
+        "validity",
+        small(misfit=1),
+        participant=planted({"manifests_fit": _reductions_fit}),
     ),
     Mutant(
         "votes_counted_per_step",

@@ -28,6 +28,7 @@ from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
+from fft.train.data.source import Identify
 from fft.train.host import ShutDownAtExit
 from fft.train.lighthouse import Membership, construct
 from fft.train.parts import Parts
@@ -313,7 +314,12 @@ class ManagerFFT(TorchftInterface):
         return self._parts.groups.mesh()
 
     def transactions(
-        self, loader: Any, max_steps: int | None = None, replay_only: bool = False
+        self,
+        loader: Any,
+        max_steps: int | None = None,
+        replay_only: bool = False,
+        *,
+        identify: Identify | None = None,
     ) -> Iterator[Transaction]:
         """Yield transactions, the same batch again after a rollback, until drained or done.
 
@@ -323,9 +329,13 @@ class ManagerFFT(TorchftInterface):
                 ``state_dict``/``load_state_dict``, which every rank draws in full.
             max_steps: leave, with all groups, after this many committed steps.
             replay_only: take any iterable: no group can join later, and nothing can be resumed.
+            identify: batch → what identifies it, such as the sample ids in it. FFT compares it
+                between the ranks that draw the same items, instead of the content of the batch.
+                For loaders with random augmentation.
 
         Raises:
             DataError: ``loader`` could not be restored.
+            UnequalData: ranks that must draw the same items have drawn different ones.
             FftError: a registered model averages its gradients in a way that FFT cannot take over,
                 or a pipeline's schedule is not registered.
         """
@@ -335,7 +345,7 @@ class ManagerFFT(TorchftInterface):
             from fft.train import pipeline
 
             pipeline.refuse_forgotten(self._parts.groups.stages)
-        return self._parts.loop.run(loader, max_steps, replay_only)
+        return self._parts.loop.run(loader, max_steps, replay_only, identify)
 
     def atomic(self) -> AbstractContextManager[None]:
         """A section of the body that no rollback interrupts, such as the writing of a checkpoint.

@@ -17,7 +17,7 @@ from torchft.manager import Manager
 from fft.durable.manifest import Scope
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
-from fft.train.data.source import DataSource, Inputs, LeasedInputs, as_source
+from fft.train.data.source import DataSource, Identify, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
 from fft.train.periodic.shared_state import SharedState
 from fft.train.settings import Settings
@@ -74,8 +74,8 @@ class RankState:
         self.has_extra = False
         """Something is registered besides model, optimizer, schedule and scaler."""
         self.source: DataSource | None = None
-        self._loader: Any = None
-        """What the source draws from; it knows what was drawn and not consumed."""
+        self.loader: Any = None
+        """The loader that the source draws from; it knows what was drawn and not consumed."""
         self.position: Record | None = None
         """The record that the state on this rank is that of."""
         self.lost: BaseException | None = None
@@ -251,12 +251,14 @@ class RankState:
         rank = self._manager._group_rank if self._takers > 1 else 0
         return Inputs(source, self._takers, rank)
 
-    def open_source(self, loader: Any, replay_only: bool) -> DataSource:
+    def open_source(
+        self, loader: Any, replay_only: bool, identify: Identify | None = None
+    ) -> DataSource:
         """The data source of ``loader``, where the checkpoint says; the caller opens it."""
         if self._stage is not None:
             refuse_unconnected(self._stage, self.output, loader)
-        if self.source is None or self._loader is not loader or self.source.in_any_order:
-            self.source, self._loader = as_source(loader, replay_only), loader
+        if self.source is None or self.loader is not loader or self.source.in_any_order:
+            self.source, self.loader = as_source(loader, replay_only, identify), loader
         if self._resume_at is not None:
             self.source.load(self._resume_at, self.cursor * self._takers)
             self._resume_at = None

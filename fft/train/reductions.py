@@ -273,9 +273,10 @@ class ManifestBuilder:
         """What lay in the last tensor."""
         self._shapes.update(layout.encode())
 
-    def build(self) -> Manifest:
-        """The manifest so far."""
-        return Manifest(self._count, self._bytes, self._shapes.hexdigest())
+    def build(self, data: str | None = None, shard: str = "") -> Manifest:
+        """The manifest so far; with ``data``, the digest of the data drawn from ``shard``."""
+        shapes = self._shapes.hexdigest()
+        return Manifest(self._count, self._bytes, shapes, data=data, shard=shard)
 
 
 def _poison(tensor: torch.Tensor) -> None:

@@ -18,7 +18,8 @@ from fft.protocol.spec import FsmSpec
 from fft.train import accelerator
 from fft.train.body_failures import hopeless
 from fft.train.data.drawn import Drawn
-from fft.train.data.source import DataSource, Inputs, Superseded
+from fft.train.data.retries import Superseded
+from fft.train.data.source import ORDER_MEND, DataSource, Identify, Inputs, named
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
 from fft.train.left_loop import LeftLoop
@@ -28,12 +29,12 @@ from fft.train.rank_state import RankState
 from fft.train.reductions import TxnReductions
 from fft.train.stages.ending import end_stage, has_ended_with_its_data
 from fft.train.unsafe_places import guarded
-from fft.train.updates import misfit
+from fft.train.updates import misfit, unequal_data
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
 from fft.util.error_places import traceback_of_caller
-from fft.util.errors import DeviceLost, FftError, TxnAborted
+from fft.util.errors import DeviceLost, FftError, TxnAborted, UnequalData
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,13 @@ class TransactionLoop:
         self._is_periodic, self._has_stages = spec.is_periodic, bool(spec.stages)
         self.left_loop = LeftLoop()
 
-    def run(self, loader: Any, max_steps: int | None, replay_only: bool) -> Iterator[Transaction]:
+    def run(
+        self,
+        loader: Any,
+        max_steps: int | None,
+        replay_only: bool,
+        identify: Identify | None = None,
+    ) -> Iterator[Transaction]:
         """As ``ManagerFFT.transactions``."""
         manager, state = self._manager, self._state
         if state.step is None:
@@ -85,7 +92,7 @@ class TransactionLoop:
         self._reductions.raises = True
         self.left_loop.begun()
         state.resume()  # from a checkpoint, which says where the data go on
-        source = state.open_source(loader, replay_only)
+        source = state.open_source(loader, replay_only, identify)
         foreign = ForeignSteps(state, self._reductions)
         try:
             source.open()  # before there are process groups, whose sockets workers would have
@@ -132,6 +139,7 @@ class TransactionLoop:
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
             is_last, item = drawn.is_last or last_step, {"item": drawn.item}
+            self._voter.note_data(drawn)
             txn = Transaction(self, plan, drawn, is_last, item)
             if is_last:
                 self._voter.compare_now()
@@ -158,8 +166,10 @@ class TransactionLoop:
 
     def refuse_unlike_again(self, plan: StartTxn) -> None:
         """Raise if the groups keep reducing different things in this step: no replay mends that."""
-        cause, self.worker.rolled_back = misfit(self.worker.rolled_back), ""
-        if cause is None:
+        rolled_back, self.worker.rolled_back = self.worker.rolled_back, ""
+        if (unequal := unequal_data(rolled_back)) is not None:
+            raise self._unequal(plan, unequal)
+        if (cause := misfit(rolled_back)) is None:
             return
         error = FftError(
             f"{cause}: the bodies of the groups, or of the ranks of one, have not reduced the same "
@@ -170,6 +180,19 @@ class TransactionLoop:
         if why is not None:
             self.job.note_error(error)
             raise hopeless(why, error) from error
+
+    def _unequal(self, plan: StartTxn, cause: str) -> UnequalData:
+        """The error for ranks that have drawn different data; a replay would draw the same."""
+        error = UnequalData(
+            f"step {plan.step} was not committed: {cause}. Each rank was given "
+            f"{named(self._state.loader)}, and all ranks must draw the same items from it in the "
+            "same order. If each group, or each rank, passes a loader over its own share of the "
+            'data, call transactions(loader, sharded="group"), or "rank". If all pass the same '
+            "data, its order was not restored for a rank that joined, or the seeds differ. "
+            f"{ORDER_MEND}"
+        ).with_traceback(traceback_of_caller())
+        self.job.note_error(error)
+        return error
 
     def compare_now(self) -> None:
         """The txn is the last of the job: compare the replicas."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fft.protocol.equality import UNEQUAL_DATA
 from fft.util.errors import FftError
 
 _MISFIT, _SKIPPED = "the votes' manifests do not fit together", "the user skipped this step"
@@ -237,6 +238,11 @@ def misfit(cause: str) -> str | None:
     if _MISFIT not in cause or _SKIPPED in cause:
         return None
     return cause[cause.index(_MISFIT) :]
+
+
+def unequal_data(cause: str) -> str | None:
+    """The part of a rollback's cause that names ranks with different data; None: it has none."""
+    return cause[cause.index(UNEQUAL_DATA) :] if UNEQUAL_DATA in cause else None
 
 
 class LoopUpdates:

@@ -10,6 +10,7 @@ from torchft.manager import Manager
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Prepared
 from fft.protocol.main_thread import NO_FACTS
+from fft.train.data.drawn import Drawn
 from fft.train.healing import Healer
 from fft.train.injector import InjectedFault, Injector
 from fft.train.lighthouse import Quorums
@@ -48,15 +49,24 @@ class Voter:
         self._learners = learners
         self._has_learned = False
         """The body of this txn began before the state was there."""
+        self._data: str | None = None
+        """Digest of the data that this txn has drawn."""
+        self._shard = ""
+        """Name of the shard of the data that this rank draws from."""
         self._equality: str | None = None
         """Digest of the state that this txn began with, if it is to be compared."""
 
     def begin(self, step: int) -> None:
         """A txn begins that attempts ``step``."""
+        self._data, self._shard = None, ""
         self._has_learned = self._healer.learning is not None
         # of a learner the state is still on its way
         checks = None if self._has_learned else self._state.checks
         self._equality = None if checks is None else checks.digest(step)
+
+    def note_data(self, drawn: Drawn) -> None:
+        """Have the vote carry the digest of the data that this txn has drawn."""
+        self._data, self._shard = drawn.digest, drawn.shard
 
     def compare_now(self) -> None:
         """The txn is the last of the job: compare the replicas, though it may not be due."""
@@ -85,7 +95,7 @@ class Voter:
         # an inf on one rank, in its shard, is enough: the engine puts the ranks' words together
         skip = (error is None and self._state.updates.must_skip()) or skip
         cause = "" if error is None else text_of(error.original_exception)
-        manifest, digest = self._reductions.manifest.build(), self._equality
+        manifest, digest = self._reductions.manifest.build(self._data, self._shard), self._equality
         yes = error is None
         if yes:
             self._state.before_vote(plan, last, skip)

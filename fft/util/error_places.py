@@ -61,6 +61,8 @@ class Place:
     where: str
     operation: str
     text: str
+    item: str = ""
+    """Name of the item of the data that could not be loaded, if that is what failed."""
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -105,6 +107,7 @@ def place_of(error: BaseException) -> Place:
         where=_where(told),
         operation=_plain(str(getattr(told, "fft_place", "")))[:_LONGEST_MESSAGE],
         text=_cut(_plain("".join(traceback.format_exception(error)))),
+        item=_plain(str(getattr(told, "fft_item", "")))[:_LONGEST_MESSAGE],
     )
 
 

@@ -35,6 +35,10 @@ class UnlikeGroups(FftError):
     """The groups do not reduce the same gradients; the message says what each reduces."""
 
 
+class UnequalData(FftError):
+    """Ranks that must draw the same data have drawn different data; the message names the fix."""
+
+
 class OtherSettings(FftError):
     """This process is not set up as the job that it would join; the message says what differs."""
 

@@ -12,6 +12,7 @@ from stage import Job, Member, fetches, job
 from waiting import wait_until
 
 import fft
+from fft.util.errors import UnequalData
 
 GROUPS = RANKS = 2
 SAVED_AT = 3
@@ -107,4 +108,30 @@ def test_each_sample_comes_once_when_a_job_resumes_and_a_group_joins_it(
         assert drawn[::times] == list(range(begin, begin + len(drawn) // times))
         assert drawn[::times] == drawn[times - 1 :: times]
         assert {f[:2] for f in fetches(made.traces)} == {("1", 0), ("1", 1)}
+        made.audit()
+
+
+@pytest.mark.parametrize("odd", ["a group", "a rank of each group"])
+def test_ranks_that_draw_different_data_end_before_a_step(tmp_path: Path, odd: str) -> None:
+    class Odd(Counting):
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for item in super().__iter__():
+                yield item + 1
+
+    def is_odd(member: Member) -> bool:
+        return member.group == "1" if odd == "a group" else member.name.endswith(".1")
+
+    with job(tmp_path, GROUPS) as made:
+        for group in "01":
+            _start(made, group, lambda m: m.train(4, (Odd if is_odd(m) else Counting)()))
+        for member in made.members:
+            member.end()
+            assert isinstance(member.error, UnequalData), repr(member.error)
+            text = str(member.error)
+            assert "step 0 was not committed: the ranks have drawn different data (" in text
+            assert 'transactions(loader, sharded="group")' in text
+            assert not member.consumed
         made.audit()

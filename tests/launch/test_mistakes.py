@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from test_supervisor import at_work, record, supervised_children, trace, two_at_
 
 from fft.durable.plan import CheckpointError, UnfitCheckpoint
 from fft.launch import script_runner
-from fft.launch.supervisor.mistakes import Mistakes
+from fft.launch.supervisor.mistakes import Mistakes, is_the_scripts
 from fft.train.body_failures import BodyFailures
 from fft.train.reported import text_of
 from fft.train.state.serial import StateMismatch
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
-from fft.util.errors import NoState, OtherSettings, UnlikeGroups
+from fft.util.errors import NoState, OtherSettings, UnequalData, UnlikeGroups
 
 StartJob = Callable[..., AbstractContextManager[Job]]
 
@@ -54,6 +55,28 @@ def test_repeated_failure_before_the_first_commit_is_a_mistake() -> None:
     assert mistakes.ended("0", place(where="elsewhere.py:1 g"), False) is None
     assert mistakes.ended("0", place(KeyError), False) is None
     found = mistakes.ended("0", place(KeyError), False)
+    assert found is not None and found.ends == "job"
+
+
+def test_unequal_data_end_the_job_at_once_and_for_good() -> None:
+    found = Mistakes(["0", "1"], 2).ended("1", place(UnequalData), job_committed=True)
+    assert found is not None and found.ends == "job"
+    assert is_the_scripts(found.place), "a start from a checkpoint would draw the same"
+
+
+def test_an_item_that_cannot_be_loaded_ends_the_job() -> None:
+    permanent = replace(place(KeyError), item="item 7")
+    found = Mistakes(["0", "1"], 2).ended("1", permanent, job_committed=True)
+    assert found is not None and found.ends == "job"
+    assert found.reason == "item 7 of the data cannot be loaded"
+
+
+def test_an_item_behind_a_connection_ends_the_job_after_one_restart() -> None:
+    mistakes = Mistakes(["0", "1"], 2)
+    lost = replace(place(ConnectionError), item="item 7")
+    assert mistakes.ended("1", lost, job_committed=True) is None
+    assert mistakes.ended("1", replace(lost, item="item 9"), job_committed=True) is None
+    found = mistakes.ended("1", replace(lost, item="item 9"), job_committed=True)
     assert found is not None and found.ends == "job"
 
 

@@ -155,6 +155,32 @@ def test_ranks_of_a_group_may_reduce_unlike_numbers_of_tensors() -> None:
         assert GUARDS["manifests_fit"](node.local, config, ballot) is fit
 
 
+@pytest.mark.parametrize(
+    ("data", "fit"),
+    [
+        ([("", "d"), ("", "d"), ("", "d"), ("", "d")], True),
+        ([("", "d"), ("", "d"), ("", "d"), ("", "e")], False),
+        ([("", "d"), ("", "e"), ("", "d"), ("", "e")], False),
+        ([("", "d"), ("", None), ("", None), ("", "d")], True),
+        ([("0", "d"), ("0", "d"), ("1", "e"), ("1", "e")], True),
+        ([("0", "d"), ("0", "e"), ("1", "f"), ("1", "f")], False),
+        ([("", "d"), ("", "d"), ("1", "d"), ("1", "d")], False),
+    ],
+)
+def test_ranks_of_one_shard_must_have_drawn_the_same_data(
+    data: list[tuple[str, str | None]], fit: bool
+) -> None:
+    _, node = running()
+    peers = [Peer(group, rank, 1) for group in "01" for rank in (0, 1)]
+    votes = tuple(
+        Vote(peer, Manifest(1, 4, "a", data=digest, shard=shard))
+        for peer, (shard, digest) in zip(peers, data, strict=True)
+    )
+    ballot = Ballot(Token(1, 1), votes)
+    for name, answer in (("manifests_fit", fit), ("data_differ", not fit)):
+        assert GUARDS[name](node.local, node.participant.config, ballot) is answer
+
+
 def test_nobody_votes_for_another_or_from_outside() -> None:
     job, node = running()
     c = node.participant.config

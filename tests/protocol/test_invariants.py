@@ -240,6 +240,13 @@ def one_reduced_other_tensors_than_its_peer(h: History) -> None:
     change(h, B, enters("voting", FIRST), event(manifest=Manifest(1, 4, "other")))
 
 
+@breaks("validity", f"txn {FIRST} was committed though its ranks had drawn different data")
+def the_ranks_drew_different_data(h: History) -> None:
+    reduced = {"count": 1, "bytes": 4, "shapes": "x"}
+    for peer, data in ((A, "d"), (B, "e")):
+        change(h, peer, enters("voting", FIRST), event(manifest=Manifest(**reduced, data=data)))
+
+
 @breaks("skip", f"{B} takes txn {FIRST} for a step, against the votes")
 def a_skip_is_taken_for_a_step(h: History) -> str:
     change(h, B, enters("voting", FIRST), event(skip=True))

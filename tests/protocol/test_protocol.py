@@ -124,6 +124,18 @@ def test_votes_with_mismatched_manifests_cannot_commit() -> None:
     assert clean(job) == []
 
 
+def test_ranks_that_have_drawn_different_data_cannot_commit() -> None:
+    job = Job(2).until_running()
+    for node, data in zip(job.live(), ("d", "e"), strict=True):
+        assert node.txn is not None
+        job.post(node, Prepared(node.txn.token, True, Manifest(1, 4, "x", data=data)))
+    job.settle()
+    assert job.kinds() == ["epoch", "abort", "epoch"] and job.steps() == {0}
+    told = "the ranks have drawn different data (d on 0/0#1; e on 1/0#1)"
+    assert job.history[1].cause.endswith(told)
+    assert clean(job) == []
+
+
 def test_a_rank_without_reductions_cannot_vote_yes() -> None:
     job = Job(2).until_running()
     job.compute([job.node("0")], reductions=0)

@@ -130,6 +130,8 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "the same, on one rank of a group": "e2e/test_notice.py",
         "the same, while the bus is silent": "e2e/test_deadline.py",
         "four rollbacks in a row at one step": "e2e/test_culprit.py",
+        "ranks that draw different data": "e2e/test_ranks_data.py",
+        "an item of the data cannot be loaded": "train/test_equal_data.py",
     }
     page = FOLDER.parent.parent / "docs" / "explanation" / "faults.md"
     table = page.read_text(encoding="utf-8")

@@ -385,7 +385,10 @@ def test_a_worker_init_fn_finds_the_users_dataset(opened: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sampler": [1]}, "does not take sampler=: the order comes from the cursor"),
+        ({"batch_sampler": [[1]]}, r"takes no batch_sampler=: pass batch_size= and the order of"),
+        ({"sampler": [1, 2, 3]}, r"needs at least batch_size=4 sample indexes for one pass, and"),
+        ({"sampler": [1] * 4, "order": range}, "takes sampler= or order=, not both"),
+        ({"order": lambda n: [0, 1, 2, 99]}, r"has indexes from 0 to 99 in pass 0, and the data"),
         ({"generator": torch.Generator()}, "does not take generator=: the order comes from seed="),
         ({"workers": 2}, "does not take workers=: it takes num_workers, "),
     ],

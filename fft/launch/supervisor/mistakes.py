@@ -18,6 +18,8 @@ _UNLIKE = {
     "UnlikeGroups": "all groups must train the same model",
     "OtherSettings": "all groups must be set up alike",
 }
+_UNEQUAL_DATA = "UnequalData"
+"""The class of the error of ranks that have drawn different data."""
 _UNFIT = frozenset({"UnfitCheckpoint", "StateMismatch"})
 """What comes again in every group that is to begin with this checkpoint."""
 _NEVER_LOADED = frozenset({"SyntaxError", "ImportError"})
@@ -39,8 +41,15 @@ class Mistake:
 
 
 def is_the_scripts(error: Place | None) -> bool:
-    """Whether it is none of FFT's own, nor one of machine and network."""
-    return error is not None and not error.may_pass and "FftError" not in error.kinds
+    """Whether it is none of FFT's own, nor one of machine and network.
+
+    An item that could not be loaded again and again, and unequal data, come from the script's data.
+    """
+    if error is None:
+        return False
+    if error.item or error.type == _UNEQUAL_DATA:
+        return True
+    return not error.may_pass and "FftError" not in error.kinds
 
 
 class Mistakes:
@@ -62,6 +71,10 @@ class Mistakes:
         ``job_committed``: whether any step was committed, by whomever.
         """
         before = self._errors.pop(group, None)
+        if error is not None and error.type == _UNEQUAL_DATA:
+            return Mistake("job", "all ranks must draw the same data", error)
+        if error is not None and error.item:
+            return self._unreadable(group, error, before)
         if error is not None and job_committed and error.type == NotEnoughGroups.__name__:
             return Mistake("group", "the others have left, or have not come back in time", error)
         if error is None or error.may_pass or (job_committed and error.type == "SystemExit"):
@@ -83,6 +96,17 @@ class Mistakes:
             reason = f"group {group} failed in the same place again"
             return Mistake("group", reason, error)
         return None
+
+    def _unreadable(self, group: str, error: Place, before: Place | None) -> Mistake | None:
+        """The verdict on an item that a rank could not load in several attempts.
+
+        The item is due until it is consumed. An error of a machine gets one restart, since another
+        process or connection may help.
+        """
+        if error.may_pass and not (before is not None and before.item == error.item):
+            self._errors[group] = error
+            return None
+        return Mistake("job", f"{error.item} of the data cannot be loaded", error)
 
     def _before_the_first_commit(self, error: Place, again: bool, alike: int) -> str | None:
         if again:

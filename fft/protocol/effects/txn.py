@@ -9,6 +9,7 @@ from fft.messages.effects import Apply, CastVote, Effect, StartTxn
 from fft.messages.protocol import ApplyFailed, Ballot, Event, Fault, Prepared, Record, Token, Vote
 from fft.protocol.apart import own_lease
 from fft.protocol.effects.base import action
+from fft.protocol.equality import UNEQUAL_DATA, unequal_data
 from fft.protocol.flow import is_last, may_leave, seen
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -122,10 +123,18 @@ def note_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say which manifests do not fit together."""
+    """Name the manifests that do not fit together."""
     assert isinstance(event, Ballot)
     counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in event.votes)
     s.cause = f"the votes' manifests do not fit together ({counts})"[:1900]
+    return ()
+
+
+@action
+def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Name the ranks that have drawn different data."""
+    assert isinstance(event, Ballot)
+    s.cause = f"{UNEQUAL_DATA} ({unequal_data(event.votes)})"[:1900]
     return ()
 
 

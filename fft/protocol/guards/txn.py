@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fft.messages.protocol import Ballot, Decision, Event, Manifest, Prepared
-from fft.protocol.equality import differing, odd_ones
+from fft.protocol.equality import differing, odd_ones, unequal_data
 from fft.protocol.guards.base import guard, record_of
 from fft.protocol.state import Config, Local, committed, learners, member_peers
 
@@ -48,16 +50,25 @@ def all_voted(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def manifests_fit(s: Local, c: Config, event: Event) -> bool:
-    """Ranks of one number did the same reductions in every group.
+    """Ranks of one number did the same reductions in every group, on data that fit together.
 
-    Ranks of one group need not: they hold other parameters, such as stages of a pipeline.
+    Ranks of one group may reduce different tensors: they hold other parameters, such as stages of
+    a pipeline. All ranks that draw from one shard of the data must have drawn the same.
     """
     if not isinstance(event, Ballot):
         return False
     by_rank: dict[int, set[Manifest]] = {}
     for vote in event.votes:
-        by_rank.setdefault(vote.peer.rank, set()).add(vote.manifest)
-    return bool(by_rank) and all(len(ms) == 1 for ms in by_rank.values())
+        reduced = replace(vote.manifest, data=None, shard="")
+        by_rank.setdefault(vote.peer.rank, set()).add(reduced)
+    is_alike = bool(by_rank) and all(len(ms) == 1 for ms in by_rank.values())
+    return is_alike and not unequal_data(event.votes)
+
+
+@guard
+def data_differ(s: Local, c: Config, event: Event) -> bool:
+    """Ranks that draw from one shard of the data have drawn different data."""
+    return isinstance(event, Ballot) and bool(unequal_data(event.votes))
 
 
 @guard

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from fft.messages.protocol import Decision, Prepared, next_lineage
+from fft.messages.protocol import Decision, Manifest, Prepared, next_lineage
 from fft.protocol.invariants.claims import (
     Claim,
     Given,
@@ -62,11 +63,29 @@ def validity(move: Move) -> Iterator[Claim]:
         votes,
         f"txn {token} was committed though ranks of one number did different reductions",
         lambda *yes: (
-            len({(p.rank, y.manifest) for p, y in zip(voters, yes, strict=True)})
+            len({(p.rank, _reduced(y.manifest)) for p, y in zip(voters, yes, strict=True)})
             == len({p.rank for p in voters})
         ),
         needed=False,
     )
+    yield Given(
+        votes,
+        f"txn {token} was committed though its ranks had drawn different data",
+        lambda *yes: _data_fit([y.manifest for y in yes if y.manifest.data is not None]),
+        needed=False,
+    )
+
+
+def _reduced(manifest: Manifest) -> Manifest:
+    """The part of a manifest that ranks of one number have in common."""
+    return replace(manifest, data=None, shard="")
+
+
+def _data_fit(drawn: list[Manifest]) -> bool:
+    """Whether all ranks of a shard have equal digests, and either all ranks have one or none."""
+    shards = {m.shard for m in drawn}
+    alike = len({(m.shard, m.data) for m in drawn}) == len(shards)
+    return alike and ("" not in shards or len(shards) == 1)
 
 
 def exactly_once(move: Move) -> Iterator[Claim]:

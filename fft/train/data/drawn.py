@@ -39,6 +39,10 @@ class Drawn:
     """Number of the item of the data."""
     counted: Passes | str = NO_PASSES
     """Passes of the loader; or why there are none."""
+    digest: str | None = None
+    """Digest of the data that all ranks must draw alike; None: it cannot be compared."""
+    shard: str = ""
+    """Name of the shard that the data are drawn from; empty: all ranks draw the same data."""
 
     @property
     def passes(self) -> Passes:

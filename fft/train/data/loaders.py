@@ -9,15 +9,20 @@ are dropped, and requests that are not yet begun are not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+import logging
+from collections.abc import Callable, Iterable, Sized
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
+from fft.train.data.digests import digest_of
+from fft.train.data.retries import forbid_retry
 from fft.train.data.source import DataError, Due, same_data
 from fft.train.data.worker import (
     Answer,
@@ -28,7 +33,10 @@ from fft.train.data.worker import (
     Substreams,
     begin_worker,
     same,
+    seeded,
 )
+
+logger = logging.getLogger(__name__)
 
 _ENDING_S = 1.0
 """For a worker whose connection is closed to have ended."""
@@ -43,10 +51,13 @@ _OPTIONS = (
     "timeout",
 )
 _REFUSED = {
-    "sampler": "the order comes from the cursor; write the order into the dataset",
-    "batch_sampler": "the order comes from the cursor; write the order into the dataset",
+    "sampler": "a stream has no samples by index; open(first, step) decides the order",
+    "batch_sampler": "pass batch_size= and the order of the samples: sampler=, or "
+    "order=lambda data_epoch: [i for batch in batch_sampler for i in batch], where all batches "
+    "have batch_size samples and the order depends on data_epoch alone",
+    "order": "a stream has no samples by index; open(first, step) decides the order",
     "generator": "the order comes from seed=",
-    "in_order": "the order comes from the cursor",
+    "in_order": "items always come in order",
 }
 
 
@@ -125,6 +136,7 @@ class _Loader:
         self._make()  # torch checks the options
         self._schedule: _Schedule | None = None
         self._iterator: Any = None
+        self._fingerprint: str | None = None
 
     @property
     def _name(self) -> str:
@@ -178,6 +190,8 @@ class _Loader:
             try:
                 answer = Answer(*next(self._iterator))
             except BaseException as error:
+                if self._workers > 0 and isinstance(error, Exception):
+                    forbid_retry(error)  # new workers would inherit the sockets of the job
                 for worker, code in self._dead_workers(error).items():
                     error.add_note(f"{self._name}: worker {worker} has ended, exit code {code}")
                 self.close()  # what was under way is lost
@@ -209,6 +223,20 @@ class _Loader:
     def load(self, state: Any, first: int) -> None:
         same_data(self, self._identity, state)
 
+    def fingerprint(self, first: int, count: int) -> str | None:
+        """Digest of the settings, and of one sample where the dataset has samples.
+
+        A rank reads only its own items, so the items of two ranks cannot be compared.
+        """
+        if self._fingerprint is None:
+            identity = sorted(self._identity.items())
+            self._fingerprint = digest_of((self._name, identity, self._probe()))
+        return self._fingerprint
+
+    def _probe(self) -> str | None:
+        """Digest of a part of the data that all ranks can read; None: there is none."""
+        return None
+
     def close(self) -> None:
         """End the workers."""
         iterator, self._iterator, self._schedule = self._iterator, None, None
@@ -232,9 +260,17 @@ class CursorLoader(_Loader):
         batch_size: samples per item, that is, for one rank in one step.
         seed: equal on all ranks.
         passes: end after so many passes; None: never.
+        sampler: an iterable of sample indexes with ``len()``, such as torch's
+            ``WeightedRandomSampler``: the order of the samples in one pass, instead of a shuffled
+            one. It is iterated once for each pass, with the global generators, and its attribute
+            ``generator`` where it has one, seeded from (``seed``, number of the pass), and after
+            ``set_epoch`` where it has that. Its order must depend on nothing else.
+        order: the same as a function, number of the pass → sample indexes. It must return the same
+            on all ranks whenever it is called, and as many indexes in each pass.
         collate: another name of ``collate_fn``.
         collate_fn: list of samples → batch; default: torch's ``default_collate``.
-        shuffle: a random order; False: that of the dataset, in every pass.
+        shuffle: a random order; False: that of the dataset, in every pass. Without meaning where
+            ``sampler`` or ``order`` is given.
         drop_last: leave the last, incomplete batch of a pass out.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
@@ -257,6 +293,8 @@ class CursorLoader(_Loader):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         shuffle: bool = True,
         drop_last: bool = True,
+        sampler: Any | None = None,
+        order: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset):
@@ -264,13 +302,18 @@ class CursorLoader(_Loader):
                 f"a CursorLoader needs samples by index; {type(dataset).__name__} has none; "
                 "use fft.StreamLoader(open), where open(first, step) gives every step-th batch"
             )
+        if batch_size is None or options.get("batch_sampler") is not None:
+            raise DataError(
+                f"fft.CursorLoader takes no batch_sampler=: {_REFUSED['batch_sampler']}"
+            )
         least = batch_size if drop_last else 1
         if not isinstance(dataset, Sized) or batch_size < 1 or len(dataset) < least:
             raise DataError(
                 f"a CursorLoader needs a dataset with at least batch_size={batch_size} samples"
             )
-        order = _Order(len(dataset), batch_size, seed, shuffle, drop_last)
-        identity = {
+        own = order_of(sampler, order, seed)
+        made = _Order(len(dataset), batch_size, seed, shuffle, drop_last, own)
+        identity: dict[str, Any] = {
             "samples": len(dataset),
             "batch_size": batch_size,
             "seed": seed,
@@ -278,13 +321,31 @@ class CursorLoader(_Loader):
             "shuffle": shuffle,
             "drop_last": drop_last,
         }
-        items = None if passes is None else passes * order.batches
+        if own is not None:
+            identity["order"] = made.digest(0)
+        items = None if passes is None else passes * made.batches
         data = Samples(dataset, collate_fn or collate)
-        self.items_of_pass = order.batches
+        self._order = made
+        self.items_of_pass = made.batches
         """Batches of one pass over the dataset, those of all ranks of all groups together."""
-        self.indices = order.samples
+        self.indices = made.samples
         """Item number → sample indexes."""
-        super().__init__(data, seed, order.samples, items, identity, options)
+        super().__init__(data, seed, made.samples, items, identity, options)
+
+    def fingerprint(self, first: int, count: int) -> str | None:
+        """As `_Loader`'s, with the order of the pass that item ``first`` belongs to."""
+        common = super().fingerprint(first, count)
+        own = self._order.digest(first // self.items_of_pass)
+        return common if own is None or common is None else digest_of((common, own))
+
+    def _probe(self) -> str | None:
+        """Digest of the first sample of the dataset; None if it cannot be read twice alike."""
+        try:
+            found = {digest_of(self._reader.read_here(Request(0, 1, [0]))) for _ in range(2)}
+        except Exception as error:  # noqa: BLE001 - raised again where the sample is due
+            logger.debug("the first sample cannot be compared between ranks: %s", error)
+            return None
+        return found.pop() if len(found) == 1 else None
 
 
 class StreamLoader(_Loader):
@@ -324,26 +385,118 @@ class StreamLoader(_Loader):
 
 
 class _Order:
-    """Which samples make up which item. Pure."""
+    """Which samples make up which item. Pure.
+
+    Args:
+        own: number of the pass → sample indexes, in the place of a shuffled order.
+
+    Raises:
+        DataError: ``own`` gives too few indexes, or some that the dataset does not have.
+    """
 
     def __init__(
-        self, samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool
+        self,
+        samples: int,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        own: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._samples, self._batch_size = samples, batch_size
-        self._seed, self._shuffle = seed, shuffle
-        self.batches = samples // batch_size if drop_last else -(-samples // batch_size)
+        self._seed, self._shuffle, self._own = seed, shuffle, own
+        self._passes: dict[int, torch.Tensor] = {}
+        """Orders of the passes that are read, two at most: loading ahead reads across a border."""
+        self._digests: dict[int, str] = {}
+        self._length = samples if own is None else len(own(0))
+        self.batches = self._length // batch_size if drop_last else -(-self._length // batch_size)
         """Items of one pass."""
-        self._pass: tuple[int, torch.Tensor] | None = None
+        if self.batches < 1:
+            raise DataError(
+                f"the order of a CursorLoader needs at least batch_size={batch_size} sample "
+                f"indexes for one pass, and has {self._length}"
+            )
 
     def samples(self, number: int) -> list[int]:
         """Sample indexes of item ``number``."""
         which, place = divmod(number, self.batches)
         first = place * self._batch_size
-        end = min(first + self._batch_size, self._samples)
-        if not self._shuffle:
+        end = min(first + self._batch_size, self._length)
+        if self._own is None and not self._shuffle:
             return list(range(first, end))
-        if self._pass is None or self._pass[0] != which:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
-            self._pass = which, torch.randperm(self._samples, generator=generator)
-        found: list[int] = self._pass[1][first:end].tolist()
+        found: list[int] = self._pass(which)[first:end].tolist()
         return found
+
+    def digest(self, which: int) -> str | None:
+        """Digest of the order of pass ``which``; None if it follows from the settings."""
+        if self._own is None:
+            return None
+        if which not in self._digests:
+            self._digests = {which: digest_of(self._pass(which))}
+        return self._digests[which]
+
+    def _pass(self, which: int) -> torch.Tensor:
+        if which not in self._passes:
+            if len(self._passes) > 1:
+                del self._passes[min(self._passes)]
+            self._passes[which] = self._made(which)
+        return self._passes[which]
+
+    def _made(self, which: int) -> torch.Tensor:
+        if self._own is None:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + which)
+            return torch.randperm(self._samples, generator=generator)
+        made = self._own(which)
+        if len(made) != self._length:
+            raise DataError(
+                f"the order of a CursorLoader has {len(made)} sample indexes in pass {which}, and "
+                f"had {self._length} in pass 0; give all passes the same number"
+            )
+        if int(made.min()) < 0 or int(made.max()) >= self._samples:
+            raise DataError(
+                f"the order of a CursorLoader has indexes from {int(made.min())} to "
+                f"{int(made.max())} in pass {which}, and the dataset has {self._samples} samples"
+            )
+        return made
+
+
+def order_of(
+    sampler: Any | None, order: Callable[[int], Any] | None, seed: int
+) -> Callable[[int], torch.Tensor] | None:
+    """Number of the pass → sample indexes, as a tensor of int64; None: no order was given.
+
+    Raises:
+        DataError: both were given, or ``sampler`` gives a share of the data.
+    """
+    if sampler is None and order is None:
+        return None
+    if sampler is not None and order is not None:
+        raise DataError("fft.CursorLoader takes sampler= or order=, not both")
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "fft.CursorLoader takes no DistributedSampler: it divides the samples among the ranks "
+            "itself; leave it out"
+        )
+
+    def indexes(which: int) -> torch.Tensor:
+        with seeded(f"{seed}/order", which):
+            found = _drawn(sampler, seed, which) if order is None else order(which)
+            is_array = isinstance(found, torch.Tensor | np.ndarray)
+            return torch.as_tensor(found if is_array else list(found), dtype=torch.int64)
+
+    return indexes
+
+
+def _drawn(sampler: Any, seed: int, which: int) -> Iterable[int]:
+    """The indexes that ``sampler`` gives in pass ``which``."""
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(which)
+    if not hasattr(sampler, "generator"):
+        return list(sampler)
+    before = sampler.generator
+    sampler.generator = torch.Generator().manual_seed(seed * 1_000_003 + which)
+    try:
+        return list(sampler)
+    finally:
+        sampler.generator = before

@@ -13,22 +13,33 @@ Touches only the loader it is given; everything runs on the thread that trains, 
 from __future__ import annotations
 
 import copy
+import logging
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from fft.messages.effects import StartTxn
+from fft.train.data.digests import combined, digest_of
 from fft.train.data.drawn import ALONE, NO_PASSES, Drawn, Passes
-from fft.util.errors import FftError
+from fft.train.data.retries import forbid_retry, retried
+from fft.util.errors import FftError, UnequalData
+
+logger = logging.getLogger(__name__)
+
+Identify = Callable[[Any], Any]
+"""Batch → what identifies it, such as its sample ids."""
+ORDER_MEND = (
+    "Give transactions() a loader whose state restores the order, such as fft.CursorLoader or "
+    "fft.StreamLoader. If only random augmentation differs, pass "
+    "identify=lambda batch: <the ids in it>, which is then compared instead of the content"
+)
+_STATE, _NEXT = "loader_state", "next_digests"
+"""Keys of what a `StreamSource` exports."""
 
 
 class DataError(FftError):
     """The loader cannot give the items that the cursor asks for."""
-
-
-class Superseded(Exception):
-    """The txn that an item was waited for is rolled back: nobody needs it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,7 @@ class ItemsSource:
 
     def __init__(self, items: Sequence[Any]) -> None:
         self._items = items
+        self._digest: str | None = None
 
     def open(self) -> None:
         """Nothing to start."""
@@ -101,6 +113,15 @@ class ItemsSource:
     def load(self, state: Any, first: int) -> None:
         same_data(self, {"items": len(self._items)}, state)
 
+    def fingerprint(self, first: int, count: int) -> str | None:
+        """Digest of the length and the first item."""
+        if self._digest is None and len(self._items) > 0:
+            try:
+                self._digest = digest_of((len(self._items), self._items[0]))
+            except Exception as error:  # noqa: BLE001 - raised where the item is taken
+                logger.debug("the first item cannot be compared: %s", error)
+        return self._digest
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -111,17 +132,28 @@ class StreamSource:
     Items that were drawn but not committed stay here, so that a replay sees the same objects.
     The loader must give the same items in the same order on every rank, and have
     ``state_dict`` / ``load_state_dict`` so that a joining group can continue where the others are.
+    Both are verified: the votes carry digests of the items, and a state carries the digests of
+    the items that were drawn after it.
+
+    Args:
+        loader: an iterable of batches.
+        identify: batch → what identifies it; None: its content.
     """
 
     in_any_order = False
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, identify: Identify | None = None) -> None:
         self._loader = loader
+        self._identify = identify
         self._iterator: Iterator[Any] | None = None
         self._start: int | None = None
         self._items: list[Any] = []
         self._states: list[Any] = []
         """Loader state before each of ``_items``."""
+        self._digests: list[str] = []
+        """One for each of ``_items``."""
+        self._expected: list[str] = []
+        """Digests of the next items, as drawn by the process that exported the loaded state."""
 
     def open(self) -> None:
         """Nothing to start: the first item is drawn when its txn begins."""
@@ -131,39 +163,73 @@ class StreamSource:
         if self._iterator is None:
             self._iterator = iter(self._loader)
         while len(self._items) < count:
-            state = self._state()
+            state, number = self._state(), first + len(self._items)
             try:
                 item = next(self._iterator)
             except StopIteration:
                 return False
             except Exception as error:
-                number = first + len(self._items)
-                error.add_note(f"while item {number} of {_named(self._loader)} was drawn")
+                error.add_note(f"while item {number} of {named(self._loader)} was drawn")
+                self._put_back(state, error)
                 raise
+            digest = self._digest(item, number)
             self._states.append(state)
             self._items.append(item)
+            self._digests.append(digest)
         return True
+
+    def fingerprint(self, first: int, count: int) -> str | None:
+        """Digest of the items ``first`` … ``first + count - 1``, which must be drawn already."""
+        self._forget(first)
+        return combined(self._digests[:count])
+
+    def _put_back(self, state: Any, error: Exception) -> None:
+        """Return the loader to ``state``, so that the item whose loading failed can be drawn again.
+
+        An iterator that has raised ends, or goes on behind the item, depending on its class.
+        """
+        if isinstance(self._loader, _Stateful):
+            self._loader.load_state_dict(copy.deepcopy(state))
+            self._iterator = None
+        else:
+            forbid_retry(error)
+
+    def _digest(self, item: Any, number: int) -> str:
+        """The digest of item ``number``. Raises UnequalData: it is not the item that was due."""
+        digest = digest_of(item, self._identify)
+        if self._expected and (expected := self._expected.pop(0)) != digest:
+            raise UnequalData(
+                f"{named(self._loader)} does not continue with the same items after "
+                f"load_state_dict: item {number} has digest {digest} here, and had {expected} in "
+                "the process that saved the state, so items would be trained twice or never. "
+                f"{ORDER_MEND}"
+            )
+        return digest
 
     def take(self, due: Due) -> Any:
         if not self.holds(due.first, due.number - due.first + 1):
             raise DataError(
-                f"item {due.number} is needed, but {_named(self._loader)} ends before it"
+                f"item {due.number} is needed, but {named(self._loader)} ends before it"
             )
         return self._items[due.number - due.first]
 
     def export(self, first: int) -> Any:
         self._forget(first)
-        return self._states[0] if self._states else self._state()
+        state = self._states[0] if self._states else self._state()
+        return {_STATE: state, _NEXT: list(self._digests)}
 
     def load(self, state: Any, first: int) -> None:
         if not isinstance(self._loader, _Stateful):
             raise DataError(
-                f"{_named(self._loader)} has no load_state_dict, so a group that joins cannot "
+                f"{named(self._loader)} has no load_state_dict, so a group that joins cannot "
                 "continue at the common cursor; use fft.CursorLoader or a stateful loader"
             )
+        self._expected = []
+        if isinstance(state, dict) and set(state) == {_STATE, _NEXT}:
+            self._expected, state = list(state[_NEXT]), state[_STATE]
         self._loader.load_state_dict(copy.deepcopy(state))
         self._iterator, self._start = None, first
-        self._items, self._states = [], []
+        self._items, self._states, self._digests = [], [], []
 
     def close(self) -> None:
         """Nothing to end: the loader is the user's."""
@@ -173,14 +239,14 @@ class StreamSource:
         if self._start is None:
             if first > 0 and not isinstance(self._loader, _Stateful):
                 raise DataError(
-                    f"the job continues at item {first}, but {_named(self._loader)} can only begin "
+                    f"the job continues at item {first}, but {named(self._loader)} can only begin "
                     "at its first; use fft.CursorLoader or a stateful loader"
                 )
             self._start = first
         done = first - self._start
         if not 0 <= done <= len(self._items):
             raise DataError(f"item {first} is needed, but this loader is at {self._start}")
-        del self._items[:done], self._states[:done]
+        del self._items[:done], self._states[:done], self._digests[:done]
         self._start = first
 
     def _state(self) -> Any:
@@ -189,8 +255,12 @@ class StreamSource:
         return None
 
 
-def as_source(loader: Any, replay_only: bool = False) -> DataSource:
+def as_source(
+    loader: Any, replay_only: bool = False, identify: Identify | None = None
+) -> DataSource:
     """The source for what the user passed to ``transactions``.
+
+    ``identify``: as of `StreamSource`.
 
     Raises:
         DataError: it cannot be restored, and ``replay_only`` does not say that it need not.
@@ -198,32 +268,71 @@ def as_source(loader: Any, replay_only: bool = False) -> DataSource:
     if isinstance(loader, DataSource):
         return loader
     if isinstance(loader, _Stateful):
-        return StreamSource(loader)
+        return StreamSource(loader, identify)
     if isinstance(loader, Sequence) and not isinstance(loader, str | bytes):
+        if isinstance(loader, list | tuple) and any(map(_is_loader, loader)):
+            raise DataError(f"transactions() was given {named(loader)} of loaders; {_ONE_LOADER}")
         return ItemsSource(loader)
+    if isinstance(loader, zip | enumerate | map):
+        raise DataError(f"transactions() was given {named(loader)}; {_ONE_LOADER}")
     if replay_only:
-        return StreamSource(loader)
+        return StreamSource(loader, identify)
     raise DataError(
-        f"transactions() was given {_named(loader)}, which has no state_dict and load_state_dict: "
+        f"transactions() was given {named(loader)}, which has no state_dict and load_state_dict: "
         "neither a group that joins nor a job that resumes could continue at its item. Pass "
         f"{_mend(loader)}; or a stateful loader, such as torchdata's StatefulDataLoader; or "
         "replay_only=True, if no group will join and the job will not be resumed"
     )
 
 
+_ONE_LOADER = (
+    "a rollback and a group that joins need one loader whose position can be restored. Put the "
+    "datasets together, as torch.utils.data.StackDataset(first, second) or ConcatDataset does, and "
+    "pass one fft.CursorLoader over the result. txn.step counts the steps"
+)
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether ``value`` is a loader, and no batch."""
+    return isinstance(value, DataSource) or (
+        hasattr(value, "dataset") and hasattr(value, "batch_sampler")
+    )
+
+
 def _mend(loader: Any) -> str:
-    """What to write in the place of ``loader``."""
+    """The expression to write in the place of ``loader``."""
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
         return "fft.CursorLoader(dataset, batch_size), fft.StreamLoader(open)"
     if not isinstance(dataset, Sized):
         return "fft.StreamLoader(open), where open(first, step) gives every step-th batch"
     size = getattr(loader, "batch_size", None) or "batch_size"
-    workers = getattr(loader, "num_workers", 0)
-    return f"fft.CursorLoader(dataset, {size}, num_workers={workers}, …), which takes its arguments"
+    options = [f"num_workers={getattr(loader, 'num_workers', 0)}", *_order_options(loader)]
+    return (
+        f"fft.CursorLoader(dataset, {size}, {', '.join(options)}, …), which takes the arguments of "
+        "torch's DataLoader"
+    )
 
 
-def _named(loader: Any) -> str:
+def _order_options(loader: Any) -> list[str]:
+    """Arguments for a CursorLoader that keep the order of a DataLoader."""
+    sampler: Any = getattr(loader, "sampler", None)
+    own = type(sampler).__name__
+    options = [] if getattr(loader, "drop_last", True) else ["drop_last=False"]
+    if getattr(loader, "batch_size", 1) is None:  # a batch sampler of the user's
+        return ["order=lambda data_epoch: [i for batch in batch_sampler for i in batch]"]
+    if own == "SequentialSampler":
+        return ["shuffle=False", *options]
+    if own == "RandomSampler":
+        of_dataset = not sampler.replacement and sampler.num_samples == len(loader.dataset)
+        return options if of_dataset else ["sampler=sampler", *options]
+    if own == "DistributedSampler":  # the cursor divides the items among the ranks
+        return options if sampler.shuffle else ["shuffle=False", *options]
+    return options if sampler is None else ["sampler=sampler", *options]
+
+
+def named(loader: Any) -> str:
+    """The class of ``loader`` for messages."""
     return f"a {type(loader).__module__}.{type(loader).__qualname__}".replace("builtins.", "")
 
 
@@ -235,13 +344,13 @@ def same_data(source: object, mine: dict[str, Any], theirs: Any) -> None:
     """
     if not isinstance(theirs, dict) or set(theirs) != set(mine):
         raise DataError(
-            f"this rank has {_named(source)}, the others have another kind of loader; "
+            f"this rank has {named(source)}, the others have another kind of loader; "
             "give all groups the same"
         )
     for name, value in mine.items():
         if theirs[name] != value:
             raise DataError(
-                f"{_named(source)}: {name} is {value!r} here and {theirs[name]!r} where the state "
+                f"{named(source)}: {name} is {value!r} here and {theirs[name]!r} where the state "
                 "came from, another group or a checkpoint; give all the same data"
             )
 
@@ -269,12 +378,20 @@ class Inputs:
         ranks = self._ranks
         first, count = plan.cursor * ranks, plan.participants * ranks
         number = first + (plan.index or 0) * ranks + self._rank
-        try:
+
+        def take() -> tuple[bool, Any] | None:
             # One txn ahead, so that at the end of the data all groups leave with one commit.
             is_last = not self._source.holds(first, 2 * count)
             if is_last and not self._source.holds(first, count):
                 return None
-            batch = copied(self._source.take(Due(first, number, count)))
+            return is_last, copied(self._source.take(Due(first, number, count)))
+
+        try:
+            if (taken := retried(take, f"item {number}")) is None:
+                return None
+            is_last, batch = taken
+            fingerprint = getattr(self._source, "fingerprint", None)
+            digest = None if fingerprint is None else fingerprint(first, count)
         except Exception as error:
             error.add_note(self._due(plan, number))
             raise
@@ -282,7 +399,7 @@ class Inputs:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
         waited_ms, passes = self._waited_s * 1e3, self._passes(plan, is_last)
-        return Drawn(batch, is_last, waited_ms, plan.slice, number, passes)
+        return Drawn(batch, is_last, waited_ms, plan.slice, number, passes, digest)
 
     def _passes(self, plan: StartTxn, is_last: bool) -> Passes | str:
         """As of `Drawn`. What is left at the end of the data, too little for all groups, is over
@@ -351,7 +468,8 @@ class LeasedInputs:
         began, ranks = time.monotonic(), self._ranks
         number = (lease * self._steps + position) * ranks + self._rank
         try:
-            batch = copied(self._source.take(Due(0, number, ranks)))
+            due = Due(0, number, ranks)
+            batch = retried(lambda: copied(self._source.take(due)), f"item {number}")
         except Exception as error:
             error.add_note(
                 f"as rank {self._rank} of its group was to get its batch for step {position} of "

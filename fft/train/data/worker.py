@@ -146,8 +146,7 @@ class Reader(Dataset[Any]):
     def read_here(self, request: Request) -> Any:
         """The batch, read by the calling thread, whose generators are put back afterwards."""
         assert request.number is not None
-        with _kept_generators():
-            _seed(self._seed, request.number)
+        with seeded(self._seed, request.number):
             return self._read(request)
 
     def _wanted(self, number: int) -> bool:
@@ -220,7 +219,15 @@ def same(answer: Any) -> Any:
     return answer
 
 
-def _seed(seed: int, number: int) -> None:
+@contextmanager
+def seeded(seed: int | str, number: int) -> Iterator[None]:
+    """Seed the global generators from (``seed``, ``number``), and restore them at the end."""
+    with _kept_generators():
+        _seed(seed, number)
+        yield
+
+
+def _seed(seed: int | str, number: int) -> None:
     """Seed the global generators for one item. Not CUDA's: samples are read on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     mixed = int.from_bytes(digest, "little")

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fft.trace.inputs import ENTRY
-from fft.train.data.source import DataError, Due, Superseded, as_source
+from fft.train.data.retries import Superseded
+from fft.train.data.source import DataError, Due, as_source
 from fft.train.stages.link import JOIN_S, LOST, Stranger, cut, greet, key_of, parts_of, place
 from fft.util.errors import FftError
 

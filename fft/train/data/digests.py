@@ -1,0 +1,105 @@
+"""Digests of batches, so that ranks that must draw the same data can compare what they drew.
+
+A digest covers types, shapes and values. Tensors and arrays of up to `WHOLE_BYTES` are read in
+full; of a larger one `SAMPLES` evenly spaced elements are read, so the cost is bounded whatever the
+size of a batch. Objects of unknown classes count by the name of their class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+WHOLE_BYTES = 64 * 1024
+"""Bytes of a tensor or an array that is read in full."""
+SAMPLES = 2048
+"""Elements that are read of a larger one."""
+_PLAIN = (bool, int, float, complex, type(None), np.generic)
+_DEPTH = 16
+"""Levels of nested containers that are read."""
+
+
+def digest_of(batch: Any, identify: Callable[[Any], Any] | None = None) -> str:
+    """Digest of ``batch``, equal in all processes that hold equal data.
+
+    Args:
+        batch: tensors, arrays, strings and numbers in any nesting of containers.
+        identify: ``batch`` → what identifies it, such as its sample ids; None: the whole batch.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    _add(digest.update, batch if identify is None else identify(batch), _DEPTH)
+    return digest.hexdigest()
+
+
+def combined(digests: list[str]) -> str:
+    """One digest of several, in their order."""
+    return hashlib.blake2b("/".join(digests).encode(), digest_size=8).hexdigest()
+
+
+def _add(put: Callable[[bytes], None], value: Any, depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        _add_tensor(put, value)
+    elif isinstance(value, np.ndarray):
+        _add_array(put, value)
+    elif isinstance(value, _PLAIN):
+        put(f"{type(value).__name__}:{value!r};".encode())
+    elif isinstance(value, str | bytes | bytearray | memoryview):
+        data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+        put(f"{type(value).__name__}:{len(data)};".encode())
+        put(data)
+    else:
+        _add_parts(put, value, depth)
+
+
+def _add_parts(put: Callable[[bytes], None], value: Any, depth: int) -> None:
+    put(f"{type(value).__qualname__};".encode())
+    if depth == 0:
+        return
+    if isinstance(value, Mapping):
+        parts: list[Any] = [part for item in value.items() for part in item]
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return
+    put(f"{len(parts)};".encode())
+    for part in parts:
+        _add(put, part, depth - 1)
+
+
+def _add_tensor(put: Callable[[bytes], None], tensor: torch.Tensor) -> None:
+    put(f"tensor:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return
+    with torch.no_grad():
+        values = tensor.detach()
+        if values.numel() * values.element_size() > WHOLE_BYTES:
+            places = torch.arange(0, values.numel(), _stride(values.numel()), device=values.device)
+            values = values[torch.unravel_index(places, values.shape)]
+        values = values.reshape(-1).resolve_conj().resolve_neg().contiguous().cpu()
+        # a copy of another dtype would not keep the bits, and numpy has no bfloat16
+        put(values.view(torch.uint8).numpy().tobytes())
+
+
+def _add_array(put: Callable[[bytes], None], array: np.ndarray[Any, Any]) -> None:
+    put(f"array:{array.dtype}:{array.shape};".encode())
+    if array.dtype.hasobject:
+        return
+    if array.nbytes > WHOLE_BYTES:
+        put(np.ascontiguousarray(array.flat[:: _stride(array.size)]).tobytes())
+    else:
+        put(array.tobytes())
+
+
+def _stride(elements: int) -> int:
+    """The distance between two sampled elements: odd, so that it meets all columns of a row."""
+    return -(-elements // SAMPLES) | 1

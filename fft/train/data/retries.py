@@ -1,0 +1,74 @@
+"""Repeats the loading of an item that has failed: a network or a file system may recover."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from fft.util.error_places import may_pass
+from fft.util.errors import FftError
+
+
+class Superseded(Exception):
+    """The txn that an item was waited for is rolled back, so the item is not needed any more."""
+
+
+PAUSES_S = (0.1, 0.5, 2.0)
+"""Waits before further attempts after an error of a network or a file system."""
+PAUSES_OF_OTHERS_S = (0.1,)
+"""Waits after any other error, which is likely to be permanent."""
+_PERMANENT = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def forbid_retry(error: Exception) -> None:
+    """Mark ``error``: another attempt could load another item, or harm the process."""
+    error.fft_retry = False  # type: ignore[attr-defined]
+
+
+def retried(load: Callable[[], T], item: str) -> T:
+    """Call ``load``, and call it again after errors that may pass. Blocks for at most 2.6 s more.
+
+    Args:
+        load: loads the item; can be called again after it has raised.
+        item: its name for messages.
+
+    Raises:
+        Exception: the error of the last attempt, with notes on the attempts. Its attribute
+            ``fft_item`` names the item.
+    """
+    attempt = 1
+    while True:
+        try:
+            return load()
+        except (FftError, Superseded):
+            raise
+        except Exception as error:
+            pauses = PAUSES_S if _of_a_machine(error) else PAUSES_OF_OTHERS_S
+            is_over = attempt > len(pauses) or not getattr(error, "fft_retry", True)
+            if is_over:
+                error.fft_item = item  # type: ignore[attr-defined]
+                if attempt > 1:
+                    error.add_note(f"{item} could not be loaded in {attempt} attempts")
+                raise
+            logger.warning(
+                "%s could not be loaded (%s: %s); attempt %d follows in %g s",
+                item,
+                type(error).__name__,
+                error,
+                attempt + 1,
+                pauses[attempt - 1],
+            )
+            time.sleep(pauses[attempt - 1])
+            attempt += 1
+
+
+def _of_a_machine(error: Exception) -> bool:
+    """Whether a network or a file system has failed, which may recover."""
+    is_os_error = isinstance(error, OSError) and not isinstance(error, _PERMANENT)
+    return is_os_error or may_pass(error)

@@ -1,0 +1,356 @@
+"""Digests of drawn data, orders of samples, and attempts at items whose loading fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import fft
+from fft.messages.effects import StartTxn
+from fft.messages.protocol import Token
+from fft.train.data import retries
+from fft.train.data.digests import digest_of
+from fft.train.data.drawn import Drawn
+from fft.train.data.source import DataError, Inputs, StreamSource, as_source
+from fft.util.errors import UnequalData
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(retries, "PAUSES_OF_OTHERS_S", (0.0,))
+
+
+def drawn(inputs: Inputs, cursor: int, index: int = 0, participants: int = 1) -> Drawn:
+    plan = StartTxn(Token(1, 1), cursor, "lineage", cursor, index, participants, ("0",), 0)
+    found = inputs.draw(plan)
+    assert found is not None
+    return found
+
+
+class Counter:
+    """A stateful loader of tensors ``[n + offset]`` for n below 100."""
+
+    def __init__(self, offset: int = 0, moves_on: bool = True) -> None:
+        self.position, self.offset, self.moves_on = 0, offset, moves_on
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.position < 100:
+            self.position += 1
+            yield torch.tensor([self.position - 1 + self.offset])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+        self.offset += not self.moves_on
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    name: str
+
+
+def _batches() -> list[Any]:
+    large = torch.arange(100_000, dtype=torch.float32).reshape(100, 1000)
+    other = large.clone()
+    other[50:] += 1
+    return [
+        torch.zeros(3),
+        torch.zeros(3, dtype=torch.float64),
+        torch.zeros(1, 3),
+        torch.tensor([0.0, 0.0, 1.0]),
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.tensor(2.0),
+        torch.zeros(0),
+        large,
+        other,
+        other.t(),
+        large.numpy(),
+        other.numpy(),
+        {"x": 1},
+        {"x": 2},
+        [1, 2],
+        (1, 2),
+        [[1], 2],
+        "ab",
+        b"ab",
+        Batch(torch.zeros(2), "a"),
+        Batch(torch.zeros(2), "b"),
+        np.arange(3),
+        None,
+        1,
+        1.0,
+        True,
+    ]
+
+
+def test_digests_differ_where_batches_do_and_only_there() -> None:
+    digests = [digest_of(batch) for batch in _batches()]
+    assert len(set(digests)) == len(digests)
+    assert digests == [digest_of(batch) for batch in _batches()]
+
+
+def test_digest_of_an_object_without_known_content_is_that_of_its_class() -> None:
+    assert digest_of([object()]) == digest_of([object()]) != digest_of([threading_lock()])
+
+
+def threading_lock() -> object:
+    import threading
+
+    return threading.Lock()
+
+
+def test_digest_compares_only_what_identifies_a_batch() -> None:
+    first, again = [torch.tensor(7), torch.rand(3)], [torch.tensor(7), torch.rand(3)]
+    assert digest_of(first) != digest_of(again)
+    assert digest_of(first, lambda batch: batch[0]) == digest_of(again, lambda batch: batch[0])
+
+
+# --- equal draws ----------------------------------------------------------------------------------
+
+
+def test_ranks_with_equal_streams_bring_equal_digests_and_others_do_not() -> None:
+    digests = [
+        [drawn(Inputs(as_source(Counter(offset)), 2, rank), 0, group, 2).digest for rank in (0, 1)]
+        for group, offset in enumerate((0, 0, 1))
+    ]
+    assert digests[0][0] == digests[0][1] == digests[1][0] == digests[1][1] != digests[2][0]
+
+
+def test_lists_and_cursor_loaders_over_different_data_bring_different_digests() -> None:
+    def loaders(offset: int) -> list[Any]:
+        data = [torch.tensor([float(n + offset)]) for n in range(8)]
+        return [data, fft.CursorLoader(data, 2), fft.CursorLoader(data, 2, seed=offset)]
+
+    mine, equal, other = (
+        [drawn(Inputs(as_source(loader), 1, 0), 0).digest for loader in loaders(offset)]
+        for offset in (0, 0, 1)
+    )
+    assert mine == equal and all(a != b for a, b in zip(mine, other, strict=True))
+    assert len(set(mine)) == 2, "the seed of the two loaders is the same"
+
+
+def test_a_dataset_with_random_samples_is_not_compared_by_its_first_sample() -> None:
+    generator = np.random.default_rng()
+
+    class Noisy(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return generator.random()
+
+    digests = {drawn(Inputs(fft.CursorLoader(Noisy(), 2), 1, 0), 0).digest for _ in range(3)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("identify", [None, lambda batch: batch])
+def test_a_loader_whose_state_does_not_restore_the_order_is_refused(identify: Any) -> None:
+    source, joiner = StreamSource(Counter(), identify), StreamSource(Counter(moves_on=False))
+    source.take(fft.Due(0, 3, 4))
+    joiner.load(source.export(2), 2)
+    with pytest.raises(UnequalData, match=r"Counter does not continue with .* item 2 has digest"):
+        joiner.take(fft.Due(2, 2, 4))
+
+
+def test_a_loader_whose_state_restores_the_order_goes_on() -> None:
+    source, joiner = StreamSource(Counter()), StreamSource(Counter())
+    source.take(fft.Due(0, 3, 4))
+    joiner.load(source.export(2), 2)
+    assert [int(joiner.take(fft.Due(2, n, 4))) for n in range(2, 8)] == list(range(2, 8))
+
+
+# --- attempts -------------------------------------------------------------------------------------
+
+
+class Fails(Counter):
+    """Its items 3 and 5 cannot be read the first ``times`` times."""
+
+    def __init__(self, error: Exception, times: int) -> None:
+        super().__init__()
+        self.error, self.left = error, dict.fromkeys((3, 5), times)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for item in super().__iter__():
+            self.fail(int(item))
+            yield item
+
+    def fail(self, item: int) -> None:
+        if self.left.get(item, 0) > 0:
+            self.left[item] -= 1
+            raise self.error
+
+
+class FailingData(Fails, torch.utils.data.Dataset[int]):
+    """The same as a dataset; its workers count for themselves."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        self.fail(index)
+        return index
+
+
+def _loaders() -> dict[str, Callable[[Exception, int], Any]]:
+    return {
+        "stream": Fails,
+        "main thread": lambda e, n: fft.CursorLoader(FailingData(e, n), 1, shuffle=False),
+        "worker": lambda e, n: fft.CursorLoader(FailingData(e, n), 1, shuffle=False, num_workers=1),
+    }
+
+
+@pytest.mark.parametrize("kind", _loaders())
+@pytest.mark.parametrize(
+    ("error", "times"), [(ConnectionError("reset"), 3), (ValueError("once"), 1)]
+)
+def test_an_error_that_passes_costs_no_item(kind: str, error: Exception, times: int) -> None:
+    source = as_source(_loaders()[kind](error, times))
+    try:
+        got = [int(drawn(Inputs(source, 1, 0), cursor).batch) for cursor in range(8)]
+    finally:
+        source.close()
+    assert got == list(range(8))
+
+
+@pytest.mark.parametrize("kind", _loaders())
+@pytest.mark.parametrize(
+    ("error", "attempts"), [(ConnectionError("reset"), 4), (ValueError("never"), 2)]
+)
+def test_a_permanent_error_names_the_item_after_some_attempts(
+    kind: str, error: Exception, attempts: int
+) -> None:
+    source = as_source(_loaders()[kind](error, 99))
+    try:
+        with pytest.raises(type(error)) as caught:
+            for cursor in range(8):
+                drawn(Inputs(source, 1, 0), cursor)
+    finally:
+        source.close()
+    number = 2 if kind == "stream" else 3  # a stream is drawn one txn ahead
+    assert caught.value.fft_item == f"item {number}"  # type: ignore[attr-defined]
+    notes = "\n".join(caught.value.__notes__)
+    assert f"item {number} could not be loaded in {attempts} attempts" in notes
+
+
+def test_a_loader_without_a_state_is_not_asked_again() -> None:
+    def batches() -> Iterator[int]:
+        yield 0
+        raise ConnectionError("reset")
+
+    with pytest.raises(ConnectionError, match="reset"):
+        drawn(Inputs(as_source(batches(), replay_only=True), 1, 0), 0)
+
+
+# --- orders ---------------------------------------------------------------------------------------
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([0.0, 1.0, 2.0, 3.0] * 4, 12)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_weighted_sampler_gives_the_same_order_wherever_it_is_read(workers: int) -> None:
+    data = list(range(16))
+    loader = fft.CursorLoader(data, 4, sampler=weighted(), num_workers=workers)
+    again = fft.CursorLoader(data, 4, sampler=weighted())
+    assert loader.items_of_pass == 3
+    try:
+        taken = [loader.take(fft.Due(n, n, 1)).tolist() for n in range(6)]
+    finally:
+        loader.close()
+    assert (
+        taken
+        == [again[n].tolist() for n in (0, 1, 2, 3, 4, 5)]
+        == [again.indices(n) for n in range(6)]
+    )
+    assert not {0, 4, 8, 12} & {i for batch in taken for i in batch}, "their weight is 0"
+    assert taken[:3] != taken[3:], "each pass has its own order"
+    assert fft.CursorLoader(data, 4, sampler=weighted(), seed=1)[0].tolist() != taken[0]
+
+
+def test_an_order_by_length_is_kept() -> None:
+    lengths = torch.tensor([5, 1, 4, 2, 8, 7, 3, 6])
+
+    def by_length(data_epoch: int) -> torch.Tensor:
+        groups = lengths.argsort().reshape(-1, 2)
+        return groups[torch.randperm(len(groups))].reshape(-1)  # FFT seeds the generators
+
+    loader = fft.CursorLoader(list(range(8)), 2, order=by_length)
+    batches = [sorted(lengths[loader.indices(n)].tolist()) for n in range(4)]
+    assert sorted(batches) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [loader.indices(n) for n in range(8)] == [
+        fft.CursorLoader(list(range(8)), 2, order=by_length).indices(n) for n in range(8)
+    ]
+
+
+def test_an_order_that_changes_is_refused_in_a_resumed_job() -> None:
+    loader = fft.CursorLoader(list(range(16)), 4, sampler=weighted())
+    other = fft.CursorLoader(list(range(16)), 4, sampler=WeightedRandomSampler([1.0] * 16, 12))
+    with pytest.raises(DataError, match=r"order is .* here and"):
+        other.load(loader.export(0), 0)
+
+
+def test_ranks_whose_orders_differ_in_a_later_pass_bring_different_digests() -> None:
+    def order(data_epoch: int, rank: int) -> list[int]:
+        return [*range(7), 7 - data_epoch * rank]
+
+    loaders = [
+        fft.CursorLoader(list(range(8)), 2, order=lambda n, rank=rank: order(n, rank))
+        for rank in (0, 1)
+    ]
+    assert len({loader.fingerprint(0, 1) for loader in loaders}) == 1
+    assert len({loader.fingerprint(4, 1) for loader in loaders}) == 2
+
+
+def test_an_order_with_another_length_in_a_later_pass_is_refused() -> None:
+    loader = fft.CursorLoader(list(range(8)), 2, order=lambda n: range(8 - 2 * n))
+    with pytest.raises(DataError, match="has 6 sample indexes in pass 1, and had 8 in pass 0"):
+        loader.indices(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: DataLoader(d, 4, sampler=weighted()), "drop_last=False"),
+        (lambda d: DataLoader(d, 4, sampler=weighted(), drop_last=True), "sampler=sampler, …)"),
+        (lambda d: DataLoader(d, 4, shuffle=True, drop_last=True), "4, num_workers=0, …)"),
+        (lambda d: DataLoader(d, 4), "shuffle=False, drop_last=False, …)"),
+        (
+            lambda d: DataLoader(d, 4, drop_last=True, sampler=DistributedSampler(d, 2, 0)),
+            "4, num_workers=0, …)",
+        ),
+        (
+            lambda d: DataLoader(d, batch_sampler=[[0, 1], [2, 3]]),
+            "order=lambda data_epoch: [i for batch in batch_sampler for i in batch], …)",
+        ),
+        (lambda d: zip(d, d, strict=True), "StackDataset(first, second)"),
+        (lambda d: zip(fft.CursorLoader(d, 4), d, strict=False), "StackDataset(first, second)"),
+        (lambda d: [fft.CursorLoader(d, 4), fft.CursorLoader(d, 4)], "a list of loaders; a roll"),
+        (lambda d: enumerate(d), "txn.step counts the steps"),
+    ],
+)
+def test_refusals_show_how_to_keep_the_order(make: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        as_source(make(list(range(16))))
+    assert words in str(caught.value)
+
+
+def test_a_sampler_that_gives_a_share_of_the_data_is_refused() -> None:
+    data = list(range(16))
+    with pytest.raises(DataError, match="takes no DistributedSampler"):
+        fft.CursorLoader(data, 4, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type]
+    assert fft.CursorLoader(data, 4, sampler=SequentialSampler(data)).indices(0) == [0, 1, 2, 3]
