@@ -47,6 +47,10 @@ class Reductions(Protocol):
     def num_participants(self) -> int:
         """How many groups' gradients count in this txn."""
 
+    @property
+    def is_in_txn(self) -> bool:
+        """Whether a transaction is open, so that gradients can be reduced."""
+
     def reduce_gradients(
         self, tensor: torch.Tensor, layout: str, op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> Work:
@@ -297,6 +301,14 @@ class Reducer:
 
     def _check(self, nested: bool) -> None:
         """Refuse a backward whose gradients could not be reduced as they are."""
+        if not self._manager.is_in_txn:
+            raise FftError(
+                f"backward() of a {type(self._model).__name__} outside of a transaction: "
+                "sync_gradients(model) reduces its gradients across the groups, and no group takes "
+                "part in that here. Move the call into the step function (`with txn:`); for "
+                "gradients of this rank alone use torch.autograd.grad(), or backward() within "
+                "`with manager.no_sync():` and zero_grad() after it"
+            )
         if torch.is_grad_enabled():
             self._refused = (
                 "backward(create_graph=True): averaging across the groups would drop the graph of "

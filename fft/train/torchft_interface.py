@@ -166,6 +166,11 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Groups whose gradients count in the present txn."""
         return int(self._participating_replica_world_size)
 
+    @property
+    def is_in_txn(self) -> bool:
+        """Whether a transaction is open on this rank, in which gradients can be reduced."""
+        return self._parts.worker.txn is not None
+
     def participating_rank(self) -> int | None:
         """Index of this group among the participating groups; None: a spare."""
         rank: int | None = self._participating_replica_rank
@@ -197,9 +202,6 @@ class TorchftInterface(Manager):  # type: ignore[misc]
         """Leave the job and end every thread, socket and file of this manager. Idempotent.
 
         Called when the interpreter exits, if it was not before.
-
-        Raises:
-            FftError: the loop over ``transactions`` was left by `break` inside of a body.
         """
         atexit.unregister(self._at_exit)
         self._parts.close()

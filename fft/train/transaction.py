@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torchft.manager import Manager
 
@@ -207,7 +207,6 @@ class TransactionLoop:
     @guarded
     def open_body(self) -> None:
         """A body begins."""
-        self.left_loop.forget()
         self.worker.has_reported = False
         self._state.updates.opened()
         # not before: by `txn.step` users unfreeze what it says is due
@@ -252,7 +251,6 @@ class TransactionLoop:
         try:
             accelerator.refuse_lost(error)
         except DeviceLost as lost:
-            self.left_loop.forget()  # it is raised here
             self.job.note_error(lost)
             raise
 
@@ -275,9 +273,20 @@ class TransactionLoop:
         if batch and batch not in getattr(error, "__notes__", ()):
             error.add_note(batch)
         if why is not None:
-            self.left_loop.forget()  # it is raised here
             self.job.note_error(error)
             raise hopeless(why, error) from error
+
+    def refuse_undone(self, plan: StartTxn, drawn: Drawn | None, mistake: FftError) -> NoReturn:
+        """Raise BodyKeepsFailing for a step function that ended without an exception too early.
+
+        A replay of the same batch ends the same way. And no error can be raised later where the
+        script has left its loop: Python ignores what an iterator raises when it is dropped.
+        """
+        mistake = mistake.with_traceback(traceback_of_caller())
+        if drawn is not None and (batch := drawn.in_words(plan.step, self.job.peer)):
+            mistake.add_note(batch)
+        self.job.note_error(mistake)
+        raise hopeless(f"no replay of step {plan.step} can end otherwise", mistake) from mistake
 
     def look_for_output(self, txn: Transaction) -> None:
         """See that the next stage, where there is one, has something of the committed ``txn``."""
@@ -290,9 +299,11 @@ class TransactionLoop:
             return None
         if self._reductions.manifest.empty and self._min_reductions:
             return FftError(
-                "the body has ended without reducing a gradient across the groups (`continue`? no "
-                "backward()? no sync_gradients(model)?): a body must come to its backward() for "
-                "every batch; multiply the loss by 0 where one is not to count"
+                "the body has ended without reducing a gradient across the groups (`break`, "
+                "`continue` or `return` inside `with txn:`? no backward()? no "
+                "sync_gradients(model)?): a body must come to its backward() for every batch. "
+                "Leave the loop between two transactions, and multiply the loss by 0 where a "
+                "batch must not count"
             )
         if (mistake := self._state.updates.scheduled_in_body()) is not None:
             return mistake
@@ -384,9 +395,7 @@ class Transaction:
             return loop.unwound(self._plan, self._drawn, error)
         if (mistake := loop.left_undone()) is not None:
             loop.worker.body_unwound()
-            loop.left_loop.note(mistake)
-            loop.body_failed(self._plan, self._drawn, mistake)
-            return True
+            loop.refuse_undone(self._plan, self._drawn, mistake)
         command = loop.worker.prepare(last=self._is_last, consumes=self._consumption())
         if command is not None:
             loop.is_over = self._is_last and not command.skip

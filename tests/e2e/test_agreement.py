@@ -505,46 +505,53 @@ def test_gradients_dropped_after_backward_are_a_mistake(tmp_path: Path) -> None:
     assert "no registered optimizer has one" in _fails(tmp_path, body)
 
 
-def test_a_loop_that_is_left_inside_a_body_says_so_at_the_shutdown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["break", "continue", "return"])
+def test_step_function_left_before_backward_raises_in_the_loop(tmp_path: Path, how: str) -> None:
+    """Python ignores what an iterator raises when a loop drops it, so the error comes before."""
+    tries: list[int] = []
+
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=3):
             with txn:
+                tries.append(txn.step)
                 if txn.step == 1:
-                    break
+                    if how == "break":
+                        break
+                    if how == "continue":
+                        continue
+                    return
                 _loss(member, txn.batch).backward()
-        with pytest.raises(FftError, match=r"`break`.*without reducing a gradient") as caught:
-            member.manager.shutdown()
-        assert place_of(caught.value).where.split(":")[0] == __file__
 
-    with job(tmp_path, 1) as made:
+    with job(tmp_path, 1) as made, pytest.raises(BodyKeepsFailing) as caught:
         made.run(work)
+    assert tries == [0, 1], "a replay would end the same way"
+    place = place_of(caught.value)
+    assert place.type == "FftError" and place.where.split(":")[0] == __file__
+    assert "`break`" in place.message and "Leave the loop between two" in place.text
 
 
-def test_a_loop_that_is_left_inside_a_body_says_so_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A script need not call shutdown(); one that leaves its loop between two txns is told of
-    nothing."""
-    told: list[list[str]] = []
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_backward_outside_of_a_transaction_is_refused(tmp_path: Path, when: str) -> None:
+    def evaluate(member: Member, now: str) -> None:
+        if now == when:
+            with pytest.raises(FftError, match=r"backward\(\) of a Noisy outside of a transaction"):
+                _loss(member, torch.arange(4)).backward()
+            with member.manager.no_sync():
+                _loss(member, torch.arange(4)).backward()
+            member.optimizer.zero_grad()
 
     def work(member: Member) -> None:
-        for inside in (False, True):
-            for txn in member.manager.transactions(_loader(), max_steps=9):
-                with txn:
-                    if inside:
-                        break
-                    _loss(member, txn.batch).backward()
-                break
-            told.append([r.getMessage() for r in caplog.records if "was left" in r.message])
-        with suppress(FftError):
-            member.manager.shutdown()
+        evaluate(member, "before")
+        for txn in member.manager.transactions(_loader(), max_steps=2):
+            with txn:
+                _loss(member, txn.batch).backward()
+            evaluate(member, "between")
+        evaluate(member, "after")
 
-    with job(tmp_path, 1) as made:
-        made.run(work)
-    assert told[0] == []
-    (text,) = told[1]
-    assert "`break`" in text and "without reducing a gradient" in text
-    assert text.endswith(" work") and f"at {__file__}:" in text
+    with job(tmp_path, 2) as made:
+        members = made.run(work)
+        made.audit()
+    assert parameters(members[0].model) == parameters(members[1].model)
 
 
 def test_a_mistake_is_placed_at_the_with_statement(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from forged import nth_note, rewrite
 from stage import Member, Numbers, aborts, batch_of, job, notes, parameters
 
 import fft
+from fft.messages.protocol import Death, encode
 from fft.trace.audit import audit_dir, trace_files
+from fft.util.errors import Drained
 
 STEPS = 3
 """Of each loop."""
@@ -127,3 +129,27 @@ def test_faults_in_loops_that_follow_each_other_change_no_bit(order: str, tmp_pa
         tmp_path / "clean", loops, faults=False
     )
     assert len(aborts(tmp_path / "faulty")) == len(loops)
+
+
+def test_evicted_rank_does_not_run_the_code_behind_its_loop(tmp_path: Path) -> None:
+    """The job goes on without it: what its script saves there would be an old model."""
+    behind: list[str] = []
+
+    def work(member: Member) -> None:
+        for txn in member.manager.transactions(_loader(), max_steps=9):
+            with txn:
+                _loss(member, txn.batch).backward()
+            if txn.committed and txn.step == 2 and member.group == "1":
+                me = member.manager._parts.job
+                config = me.engine.participant.config  # type: ignore[union-attr]
+                evicted = Death("1", 0, config.pid, config.host, "operator", "evicted")
+                me.bus.broadcast(encode(evicted))
+                member.manager.drain()  # as the supervisor's SIGTERM does
+        behind.append(member.group)
+
+    with job(tmp_path, 2) as made:
+        members = [made.member(str(group)).start(work) for group in range(2)]
+        for member in members:
+            member.end()
+    assert [type(member.error) for member in members] == [type(None), Drained]
+    assert behind == ["0"]

@@ -75,19 +75,23 @@ class InnerTransaction(Transaction):
         return True
 
     def _left_undone(self) -> Exception | None:
-        """What a body that has ended well has left undone, placed at its ``with``; or reported."""
+        """The error that the step function has reported, if it ended without an exception.
+
+        Raises BodyKeepsFailing if it ended too early, or stepped a scheduler.
+        """
         updates = self._periodic.state.updates
         if self._loop.worker.has_reported and (reported := self._loop.reported) is not None:
             return reported  # not of a reduction that is made beside this step
         mistake = updates.scheduled_in_body()
         if mistake is None and not updates.have_gradients:
             mistake = FftError(
-                "no registered optimizer has a gradient at the end of the body (no backward()? "
-                "zero_grad() after it?): the step would change nothing"
+                "no registered optimizer has a gradient at the end of the body (`break`, "
+                "`continue` or `return` inside `with txn:`? no backward()? zero_grad() after it?): "
+                "the step would change nothing. Leave the loop between two transactions"
             )
         if mistake is not None:
-            self._loop.left_loop.note(mistake)
-        return mistake
+            self._loop.refuse_undone(self._plan, self._drawn, mistake)
+        return None
 
     def _commit(self) -> None:
         state = self._periodic.state
