@@ -182,7 +182,7 @@ class Healer:
         moves_on = state.has_extra and state.synchronizer is None  # else it computes nothing
         may = self._learners == "always" or (self._learners == "auto" and not moves_on)
         own = state.step is not None and self._exchange.transfer is not None
-        own = own and not self._manager._user_state_dicts and state.lost is None
+        own = own and not self._manager._user_state_dicts
         return late and may and own and (state.source is None or state.source.in_any_order)
 
     def _begin_to_learn(self, command: Heal) -> None:

@@ -328,8 +328,9 @@ class Transaction:
         step: committed steps before this txn.
         contributes: whether what the body computes counts. A spare's does not, nor that of a group
             in the txn in which it joins: its weights are not those of the job before the end of it.
-        committed: after the body: whether the txn was committed, and this rank has its update; its
-            data are consumed then. Where the update failed, the state of a peer comes first.
+        committed: after the body: whether the txn was committed and this rank has made its update.
+            A rank whose update failed fetches the state of a peer before its next transaction;
+            that state has the step, and what the peer's script has done after it.
         skipped: after the body: whether it was committed without an optimizer step.
         inner_step: of groups that step alone: their steps since the last synchronisation; else 0.
     """

@@ -123,7 +123,12 @@ class Worker:
             self._job.note("no_optimizer_step", {"step": self._by_loop.missed})
         while self._finish is None:
             command = self._wait(engine, limit)
-            self._obey(engine, command)
+            facts = {"torn"} if self._torn is not None else set()
+            facts |= self._healer.facts(command) if isinstance(command, Heal) else set()
+            effects = self._job.thread.obeys(command, facts)
+            engine.take(command)
+            for effect in effects:
+                self._work[effect](command)
             if isinstance(command, StartTxn) and self._job.thread.role == "computing":
                 self.is_first, self.has_begun = not self.has_begun, True
                 return command
@@ -131,15 +136,6 @@ class Worker:
                 return None
         self._stop(self._finish)
         return None
-
-    def _obey(self, engine: Engine, command: Command) -> None:
-        """Carry out a command between two transactions."""
-        facts = {"torn"} if self._torn is not None else set()
-        facts |= self._healer.facts(command) if isinstance(command, Heal) else set()
-        effects = self._job.thread.obeys(command, facts)
-        engine.take(command)
-        for effect in effects:
-            self._work[effect](command)
 
     def _refuse_txn(self, command: StartTxn) -> None:
         assert self._torn is not None
@@ -345,18 +341,17 @@ class Worker:
         """Carry out a commit: step what is registered.
 
         Returns:
-            Whether this rank has the committed state. Where the update failed, this waits for the
-            state of a peer, so that no script sees a commit without its update. Groups that train
-            locally have no code of a script here, and get the state with their next transaction.
+            Whether the update succeeded. If it failed, `begin` has this rank fetch the state of a
+            peer, or raises the update's error if no peer has it.
 
         Raises:
-            Exception: the update's error, if no peer has the state; or that of ``on_commit``.
+            Exception: the error of a function of ``on_commit``.
         """
         updates = self._state.committed
         if command.skip:
             return self.skip(command)
         if not self._update(command, updates.apply):
-            return self._fetch_committed()
+            return False
         try:
             updates.done()
         except Exception as error:  # the user's own; what it was to change may be half changed
@@ -366,25 +361,10 @@ class Worker:
         return True
 
     def skip(self, command: Apply) -> bool:
-        """Carry out a commit without an optimizer step. Returns and raises as `apply` does."""
+        """Carry out a commit without an optimizer step. Returns whether that succeeded."""
         if not self._update(command, self._state.committed.skip):
-            return self._fetch_committed()
-        self.finish_apply()
-        return True
-
-    def _fetch_committed(self) -> bool:
-        """Do what the engine asks until this rank has a committed state again.
-
-        The next transaction, if the engine begins one, is left to `begin`.
-        """
-        engine = self._job.engine
-        if self._state.synchronizer is not None or engine is None:
             return False
-        while self._state.lost is not None:
-            command = self._wait(engine, None)
-            if isinstance(command, StartTxn):
-                return False
-            self._obey(engine, command)
+        self.finish_apply()
         return True
 
     def _update(self, command: Apply, update: Callable[[], None]) -> bool:

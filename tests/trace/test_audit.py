@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fft.cli import app
 from fft.messages.fault_plans import FaultPlan
-from fft.messages.protocol import Event, Fault, Peer, Prepared, Token
+from fft.messages.protocol import Applied, Event, Fault, Healed, Peer, Prepared, Token
 from fft.prove.cluster import Node
 from fft.trace import audit, ends, flow
 from fft.trace.audit import NO_END, AuditError, audit_dir, read_lines
@@ -70,6 +70,32 @@ def test_invariant_without_checks_is_not_reported_as_ok(tmp_path: Path, digest: 
     else:
         assert "ok, 3 digests compared" in lines["replicas_equal"]
         assert lines["divergence"].endswith("6 checks  ok")
+
+
+@pytest.mark.parametrize("diverges", ["update", "epoch", "neither"])
+def test_audit_compares_the_states_of_an_epoch_apart_from_those_of_updates(
+    tmp_path: Path, diverges: str
+) -> None:
+    """Between the two a script may change the state, which has another digest then."""
+
+    class Diverging(TracedJob):
+        def post(self, node: Node, event: Event) -> None:
+            kind = {Applied: "update", Healed: "epoch"}.get(type(event))
+            is_other = node.peer.group == "1" and node.local.step == 2 and kind == diverges
+            self.digest = "others" if is_other else "equal"
+            super().post(node, event)
+
+    job = Diverging(tmp_path, owes=True)
+    for _ in range(2):
+        job.step()
+    job.fail(next(iter(job.nodes.values())), "boom")
+    for _ in range(2):
+        job.step()
+    job.close()
+    report = audit_dir(tmp_path)
+    (finding,) = (f for f in report.findings if f.name == "replicas_equal")
+    assert report.ok == (diverges == "neither") and bool(finding.violation) != report.ok
+    assert report.ok or "the state of 1/0#1" in str(finding.violation) + report.render()
 
 
 @pytest.mark.parametrize("silent", [(), ("1",), ("0", "1")], ids=str)

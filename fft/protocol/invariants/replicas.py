@@ -59,7 +59,9 @@ def replicas_equal(move: Move) -> Iterator[Claim]:
             f"at step {after.step} the state of {move.peer} (digest {event.digest}) differs from "
             "another's ({was}) although their lineage is equal"
         )
-        yield Same(("digest", after.lineage, move.peer.rank), event.digest, text)
+        # Between the two, a script may change the state, equally on all groups.
+        moment = "update" if isinstance(event, Applied) else "epoch"
+        yield Same(("digest", moment, after.lineage, move.peer.rank), event.digest, text)
 
 
 def divergence(move: Move) -> Iterator[Claim]:
