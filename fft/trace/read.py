@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from fft.trace.clocks import Clocks
 from fft.trace.format import chain
 from fft.util.errors import FftError
 
@@ -135,10 +136,17 @@ def trace_files(directory: str | Path) -> list[Path]:
 def read_lines(
     directory: str | Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True
 ) -> list[dict[str, Any]]:
-    """All transitions and notes of a run, by wall clock; of a long one, those to ``keep``.
+    """Return the transitions and notes of a run that ``keep`` accepts, in the order of time.
 
-    Raises ``AuditError`` if there is no trace.
+    Their ``wall`` is the common time of all processes (`fft.trace.clocks`). Raises ``AuditError``
+    if there is no trace.
     """
-    found = (line for path in trace_files(directory) for _, line in TraceFile(path).lines())
-    lines = [line for line in found if line["kind"] != "header" and keep(line)]
-    return sorted(lines, key=lambda line: line["wall"])
+    clocks, lines = Clocks(), list[dict[str, Any]]()
+    for path in trace_files(directory):
+        for _, line in TraceFile(path).lines():
+            if line["kind"] in ("transition", "note"):
+                clocks.take(line)
+            if line["kind"] != "header" and keep(line):
+                lines.append(line)
+    timed = [{**line, "wall": clocks.at(line)} for line in lines]
+    return sorted(timed, key=lambda line: float(line["wall"]))

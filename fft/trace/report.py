@@ -1,7 +1,7 @@
 """What the faults of a run cost, out of its traces: one row a rollback or membership change; and
 where each error of a rank's own came from.
 
-Reads trace files only. Times are wall clock of one host, in milliseconds.
+Reads trace files only. Times are in milliseconds, on one clock for all hosts (`fft.trace.clocks`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from fft.messages.fault_plans import FaultPlan, in_words, load_plan
 from fft.trace.checkpoint_notes import CheckpointNotes
+from fft.trace.clocks import Clocks, who_of
 from fft.trace.format import scope_folders
 from fft.trace.read import Trace, read_lines, read_trace, trace_files
 from fft.trace.starts import start_after
@@ -282,11 +283,13 @@ def _ms(value: float | None) -> str:
 
 
 def _lines(traces: Iterable[Trace]) -> Iterable[_Line]:
-    for trace in traces:
-        for _, record in trace.lines:
-            if record["kind"] in ("transition", "note"):
-                who = (record["group"], record["rank"], record["inc"])
-                yield _Line(record["wall"], who, record)
+    records = [record for trace in traces for _, record in trace.lines]
+    records = [record for record in records if record["kind"] in ("transition", "note")]
+    clocks = Clocks()
+    for record in records:
+        clocks.take(record)
+    for record in records:
+        yield _Line(clocks.at(record), who_of(record), record)
 
 
 def _ends(lines: list[_Line]) -> list[_End]:

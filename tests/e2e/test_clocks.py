@@ -1,0 +1,56 @@
+"""A report of hosts whose clocks differ is that of hosts whose clocks agree."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forged import rewrite
+from stage import Member, job
+
+import fft
+from fft.trace.audit import audit_dir
+from fft.trace.read import read_lines
+from fft.trace.report import incidents
+
+STEPS = 8
+FEW_MS = 60.0
+"""For the time that records are under way, on a busy machine."""
+
+
+def _fail_once(member: Member, txn: fft.Transaction) -> None:
+    if (member.group, txn.step) == ("1", 4) and not vars(member).get("has_failed"):
+        member.has_failed = True  # type: ignore[attr-defined]
+        raise RuntimeError("once")
+
+
+def _jumping(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """A clock that is set right when two thirds of the lines are written."""
+    late = record["step"] >= 6 if "step" in record else False
+    return [{**record, "wall": record["wall"] + (0 if late else 900)}]
+
+
+def _behind(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**record, "wall": record["wall"] - 900}]
+
+
+def test_report_does_not_depend_on_the_clock_of_a_host(tmp_path: Path) -> None:
+    with job(tmp_path / "right", 2) as one:
+        one.run(lambda member: member.train(STEPS, body=_fail_once))
+    right = incidents(tmp_path / "right")
+    assert "RuntimeError: once" in right[0].noticed
+    assert right[0].rolled_back_ms is not None and right[0].next_commit_ms is not None
+    for change in (_behind, _jumping):
+        traces = shutil.copytree(tmp_path / "right", tmp_path / change.__name__)
+        for path in traces.glob("g1*.jsonl"):
+            rewrite(path, change)
+        wrong = incidents(traces)
+        assert [(i.fault, i.noticed) for i in right] == [(i.fault, i.noticed) for i in wrong]
+        for a, b in zip(right, wrong, strict=True):
+            assert b.rolled_back_ms == pytest.approx(a.rolled_back_ms, abs=FEW_MS)
+            assert b.next_commit_ms == pytest.approx(a.next_commit_ms, abs=FEW_MS)
+        assert audit_dir(traces).ok
+        times = [line["wall"] for line in read_lines(traces)]
+        assert max(times) - min(times) < 300
