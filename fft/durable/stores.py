@@ -14,7 +14,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol
@@ -28,6 +29,10 @@ PARTIAL = ".partial-"
 REMOVED = "removed-"
 """Begins, in the place of an attempt, the name of what is being removed."""
 _CHUNK = 4 * 1024 * 1024
+_PASSING = frozenset({errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT})
+"""Errors of network file systems that do not last: a handle that another host made stale."""
+_PAUSES_S = (0.05, 0.5, 2.0)
+"""Between the attempts at one operation."""
 _WRITERS = ".writers.lock"
 """Shared by all processes of jobs that take checkpoints."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -201,11 +206,11 @@ class LocalStore:
         try:
             yield new
             _sync(new)
-            new.rename(target)
+            _rename(new, target)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
-        _sync(target.parent)
+        _sync_folder(target.parent)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[Path]:
@@ -215,12 +220,12 @@ class LocalStore:
         target = self._root / new
         aside = self._aside(new) if target.exists() else None
         try:
-            (self._root / old).rename(target)
+            _rename(self._root / old, target)
         except BaseException:
             if aside is not None:
-                aside.rename(target)
+                _rename(aside, target)
             raise
-        _sync(self._root)
+        _sync_folder(self._root)
         if aside is not None:
             try:
                 shutil.rmtree(aside)
@@ -231,8 +236,8 @@ class LocalStore:
         """Let a directory have a name by which it is not found; half of it must not pass for it."""
         gone = self._root / f"{directory.partition('.')[0]}{PARTIAL}{REMOVED}{os.getpid()}"
         shutil.rmtree(gone, ignore_errors=True)
-        (self._root / directory).rename(gone)
-        _sync(self._root)
+        _rename(self._root / directory, gone)
+        _sync_folder(self._root)
         return gone
 
     def remove(self, directory: str) -> None:
@@ -386,6 +391,51 @@ def _locked(file: IO[str], operation: int) -> bool:
             raise
         return False
     return True
+
+
+def _rename(old: Path, new: Path) -> None:
+    """Rename ``old`` to ``new``, which is not there, or is a file that ``old`` replaces.
+
+    After an error that may pass it is tried again. A network file system may have renamed it all
+    the same, which shows by ``old`` being gone.
+    """
+    is_again = False
+
+    def rename() -> None:
+        nonlocal is_again
+        try:
+            old.rename(new)
+        except FileNotFoundError:
+            if not (is_again and new.exists()):
+                raise
+        except OSError:
+            is_again = True
+            raise
+
+    _tried_again(rename)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a directory durable; an error that may pass is tried again.
+
+    This must not be done for the data of a file: after an error the kernel may have dropped them.
+    """
+    _tried_again(lambda: _sync(path))
+
+
+def _tried_again(work: Callable[[], None]) -> None:
+    """Carry out ``work``, and again after an error that passes on network file systems."""
+    for pause_s in _PAUSES_S:
+        try:
+            work()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            logger.warning("%s; it is tried again in %g s", error, pause_s)
+            time.sleep(pause_s)
+        else:
+            return
+    work()
 
 
 def _sync(path: Path) -> None:

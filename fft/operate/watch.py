@@ -219,7 +219,7 @@ def _groups(watch: JobModel) -> Table:
     table = Table()
     for name in ("group", "state", "pace", "processes"):
         table.add_column(name, no_wrap=True)
-    table.add_column("last word", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("last word", overflow="fold", ratio=1)
     for row in watch.rows():
         pids = ", ".join(f"{r.pid}@{r.host}" for _, r in sorted(row.ranks.items()))
         pace = Text(watch.pace(row.group), style="yellow")
@@ -231,7 +231,7 @@ def _decisions(watch: JobModel) -> Table:
     table = Table(title="last decisions", title_justify="left")
     for name in ("record", "kind", "epoch.txn", "step", "by"):
         table.add_column(name, no_wrap=True)
-    table.add_column("cause", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("cause", overflow="fold", ratio=1)
     for record in reversed(watch.decisions):
         cause = f"group {', '.join(record.leavers)} leaves" if record.leavers else record.cause
         place = f"{record.epoch}.{record.txn}"

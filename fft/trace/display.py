@@ -16,8 +16,6 @@ from rich.text import Text
 
 from fft.trace.tail import JobView
 
-_FAULT_CHARS = 60  # of a fault's text in a plain line
-
 
 @dataclass(frozen=True)
 class Row:
@@ -50,7 +48,9 @@ def row_of(view: JobView, group: str, doing: str) -> Row:
     first = ranks[0]
     fault = next((rank.fault for rank in ranks if rank.fault), "")
     step = min(rank.step for rank in ranks)
-    return Row(group, doing, first.state, first.epoch, step, first.loss, fault)
+    fetches = next((rank.fetches for rank in ranks if rank.fetches), "")
+    state = f"{first.state} ({fetches})" if fetches else first.state
+    return Row(group, doing, state, first.epoch, step, first.loss, fault)
 
 
 class Display(Protocol):
@@ -74,7 +74,7 @@ class LiveDisplay:
         table = Table(title=title, title_justify="left")
         for head in ("group", "processes", "state", "epoch", "step", "loss"):
             table.add_column(head, no_wrap=True)
-        table.add_column("last fault", overflow="ellipsis", no_wrap=True, ratio=1)
+        table.add_column("last fault", overflow="fold", ratio=1)
         for row in snapshot.rows:
             numbers = (str(row.epoch), str(row.step), _loss(row.loss))
             table.add_row(row.group, row.doing, row.state, *numbers, Text(row.fault))
@@ -117,7 +117,7 @@ class PlainDisplay:
         self._printed = snapshot
         parts = [f"{snapshot.elapsed:6.1f} s  faults {snapshot.fired}/{snapshot.planned}"]
         for row in snapshot.rows:
-            fault = f" [{row.fault[:_FAULT_CHARS]}]" if row.fault else ""
+            fault = f" [{row.fault}]" if row.fault else ""
             place = f"{row.state} epoch {row.epoch} step {row.step} loss {_loss(row.loss)}"
             parts.append(f"g{row.group} {row.doing}: {place}{fault}")
         line = "  |  ".join(parts)

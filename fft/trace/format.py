@@ -22,6 +22,8 @@ keeps. Where each commit ends an epoch, each record is a run of its own."""
 DIGESTS = "digests"
 """In ``owes`` of a header: whether each commit and each heal of the process has a digest."""
 
+FETCHING = "fetching"
+"""A note of a fetch that takes long: bytes that have arrived, those of the whole, seconds left."""
 NO_REFORM = "no_reform"
 """A note: since the header, the ranks of this group can be replaced no more."""
 
@@ -40,6 +42,12 @@ def inner_folder(directory: Path, group: str, store: str) -> Path:
     """Where the ranks of one life of a group trace their own scope."""
     name = f"g{group}-{store}"
     return directory / INNER / "".join(ch if ch.isalnum() or ch in "-_." else "_" for ch in name)
+
+
+def progress_in_words(got: int, total: int, left_s: float) -> str:
+    """Return how much of a state has arrived: ``1.2 of 8.0 GiB, 35 s left``."""
+    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    return f"{got / size:.1f} of {total / size:.1f} {unit}, {left_s:.0f} s left"
 
 
 def chain(previous: str, body: str) -> str:

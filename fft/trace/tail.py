@@ -20,7 +20,7 @@ from fft.messages.protocol import Peer
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
-from fft.trace.format import NO_REFORM, scope_folders
+from fft.trace.format import FETCHING, NO_REFORM, progress_in_words, scope_folders
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 
@@ -37,6 +37,8 @@ class RankView:
     loss: float | None = None
     commits: int = 0
     fault: str = ""
+    fetches: str = ""
+    """How much of the state it has fetched, if that takes long."""
     waits: str = ""
     """For whom, and why, as it said last."""
     role: Role = "joining"
@@ -250,7 +252,7 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         if isinstance(state, str) and role is not None:
             was = view.role
             view.commits += role in COMMITTING and role != was
-            view.state, view.role = state, role
+            view.state, view.role, view.fetches = state, role, ""
             # an asynchronous job does not wait at its end for who stands apart
             view.leaves |= role == "last_commit" or (was, role) == ("apart", "terminal")
         members = record.get("members")
@@ -261,6 +263,9 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         view.loss = float(data["loss"])
     elif record.get("note") == NO_REFORM:
         view.reforms = False
+    elif record.get("note") == FETCHING and isinstance(left := data.get("left_s"), int | float):
+        got, total = _number(data.get("bytes")), _number(data.get("total"))
+        view.fetches = progress_in_words(got, total, left)
     elif record.get("note") == "inject":
         view.fault = f"planned: {data.get('name')}"
 

@@ -6,7 +6,8 @@ Touches process groups, the checkpoint transport and the state; tells the engine
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torchft.manager import Manager
 
 from fft.messages.effects import Heal, StartTxn
 from fft.messages.protocol import Connected, Healed, HealFailed, Record
+from fft.trace.format import FETCHING, progress_in_words
 from fft.train.epoch_groups import EpochGroups
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
@@ -25,16 +27,57 @@ from fft.util.errors import CannotMeet, FftError, UnlikeGroups
 
 logger = logging.getLogger(__name__)
 
+_NOTED_EVERY_S = 1.0
+_LOGGED_EVERY_S = 10.0
 _STOP_LEARNING_S = 5.0
 """For a fetch that is wanted no longer to end."""
+
+
+class FetchProgress:
+    """Reports the progress of a fetch that takes long, in the log and in the trace."""
+
+    def __init__(
+        self,
+        note: Callable[[str, dict[str, Any]], None],
+        source: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``source``: the group whose state is fetched."""
+        self._note, self._source, self._clock = note, source, clock
+        self._began = clock()
+        self._next_note = self._began + _NOTED_EVERY_S
+        self._next_line = self._began + _LOGGED_EVERY_S
+
+    def __call__(self, got: int, total: int) -> None:
+        """Report that ``got`` of ``total`` bytes have arrived, unless it was done just before."""
+        if (now := self._clock()) < self._next_note:
+            return
+        self._next_note = now + _NOTED_EVERY_S
+        left_s = (now - self._began) * (total - got) / got
+        self._note(FETCHING, {"bytes": got, "total": total, "left_s": round(left_s, 1)})
+        if now >= self._next_line:
+            self._next_line = now + _LOGGED_EVERY_S
+            text = "fetching the state of group %s: %s"
+            logger.warning(text, self._source, progress_in_words(got, total, left_s))
 
 
 class StateExchange:
     """Gives this rank's state to a peer, and fetches a peer's."""
 
-    def __init__(self, manager: Manager, state: RankState, transfer: StateTransfer | None) -> None:
-        """``transfer``: our own checkpoint transport; None: the user has given another one."""
+    def __init__(
+        self,
+        manager: Manager,
+        state: RankState,
+        transfer: StateTransfer | None,
+        note: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        """
+        Args:
+            transfer: our own checkpoint transport; None: the user has given another one.
+            note: writes a note to the trace.
+        """
         self._manager = manager
+        self._note = note
         self._state = state
         self.transfer = transfer
         self._served: Record | None = None
@@ -76,6 +119,9 @@ class StateExchange:
         manager, record = self._manager, command.record
         entry = record.members[command.fetch_from].entry(manager._group_rank)
         self.bind(record)
+        if self.transfer is not None:
+            source = record.members[command.fetch_from].group
+            self.transfer.on_progress = FetchProgress(self._note, source)
         payload = cast(
             "dict[str, Any]",
             manager._checkpoint_transport.recv_checkpoint(

@@ -488,3 +488,38 @@ def test_a_name_of_an_attempt_tells_the_life_of_its_bus() -> None:
     )
     assert one != other and life_of(one) == life_of(other) != life_of(elsewhere)
     assert life_of("a1") == ""
+
+
+def _failing_once(number: int, carries_out: bool) -> Callable[[Path, Path], Path]:
+    """`Path.rename` that fails at its first call, as on NFS, before or after it is carried out."""
+    plain, failed = Path.rename, []
+
+    def rename(old: Path, new: Path) -> Path:
+        if failed:
+            return plain(old, new)
+        failed.append(old)
+        if carries_out:
+            plain(old, new)
+        raise OSError(number, os.strerror(number), str(old))
+
+    return rename
+
+
+@pytest.mark.parametrize("carries_out", [False, True])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EBUSY])
+def test_rename_that_fails_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, carries_out: bool
+) -> None:
+    store = LocalStore(tmp_path)
+    directory = written(store, 4, "a")
+    monkeypatch.setattr(Path, "rename", _failing_once(number, carries_out))
+    Checkpoints(store).publish(directory, manifest_of(store, directory, "a", 4))
+    assert Checkpoints(store).verify(4).attempt == "a"
+
+
+def test_rename_that_fails_by_another_error_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "rename", _failing_once(errno.EIO, False))
+    with pytest.raises(OSError, match="Input/output error"):
+        LocalStore(tmp_path).write("file", b"data")

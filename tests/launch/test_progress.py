@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Peer
 from fft.protocol.load import load_spec
 from fft.prove.simulator.run import run_seed
-from fft.trace.display import LiveDisplay, PlainDisplay, Snapshot, open_display, row_of
-from fft.trace.tail import Injected, JobView, RankView, TraceTail
+from fft.trace.display import LiveDisplay, PlainDisplay, Row, Snapshot, open_display, row_of
+from fft.trace.format import FETCHING
+from fft.trace.tail import Injected, JobView, RankView, TraceTail, _update
+from fft.train.healing import FetchProgress
 
 
 def line(**fields: Any) -> bytes:
@@ -310,3 +313,30 @@ def test_the_rollbacks_since_the_last_commit_are_known(tmp_path: Path) -> None:
     (one,) = tail.poll().history.run
     assert (one.n, one.step, one.named) == (3, 4, {("1", 0)})
     tail.close()
+
+
+def test_progress_of_a_long_fetch_is_shown_until_it_ends(tmp_path: Path) -> None:
+    clock, notes = [0.0], list[dict[str, Any]]()
+    progress = FetchProgress(lambda _, data: notes.append(data), "0", lambda: clock[0])
+    for clock[0], mib in ((0.5, 10), (2.0, 20), (2.5, 25), (12.0, 60)):
+        progress(mib * 2**20, 100 * 2**20)
+    assert [(note["bytes"] // 2**20, note["left_s"]) for note in notes] == [(20, 8.0), (60, 8.0)]
+    view = RankView(1, state="HEALING")
+    _update(view, {"kind": "note", "note": FETCHING, "data": notes[0]})
+    job = JobView(ranks={("1", 0): view})
+    assert row_of(job, "1", "running").state == "HEALING (20.0 of 100.0 MiB, 8 s left)"
+    _update(view, {"kind": "transition", "to": "NORMAL", "roles": ["healing", "training"]})
+    assert row_of(job, "1", "running").state == "NORMAL"
+
+
+def test_cause_in_the_progress_view_is_not_cut_off() -> None:
+    cause = "TransferError: " + "the address " * 20 + "10.0.0.1:4711"
+    for display in (PlainDisplay, LiveDisplay):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=display is LiveDisplay, width=120)
+        shown = display(console)
+        shown.show(Snapshot(1.0, [Row("0", "running", fault=cause)], 0, 0))
+        shown.close()
+        assert cause.replace(" ", "") in re.sub(
+            r"[^\w.:]|\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()
+        )

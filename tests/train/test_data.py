@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.drawn import Drawn
 from fft.train.data.source import DataError, Due, Inputs, StreamSource, as_source
+from fft.util.errors import FftError
 
 
 class Stream:
@@ -265,3 +268,12 @@ def test_the_wait_for_the_input_of_a_step_is_that_of_all_its_attempts() -> None:
     inputs = Inputs(as_source([torch.zeros(8) for _ in range(9)]), 1, 0)
     first, again = (drawn(inputs, plan(3, 0, 1, step=7)).waited_ms for _ in range(2))
     assert 0 < first < again
+
+
+def test_long_temporary_folder_is_named_before_workers_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    with pytest.raises(FftError, match="TMPDIR is too long for worker processes"):
+        fft.CursorLoader(list(range(8)), batch_size=2, num_workers=1)
+    fft.CursorLoader(list(range(8)), batch_size=2)

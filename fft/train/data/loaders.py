@@ -35,6 +35,7 @@ from fft.train.data.worker import (
     same,
     seeded,
 )
+from fft.util.temp_dir import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,8 @@ class _Loader:
                 why = _REFUSED.get(name, f"it takes {', '.join(_OPTIONS)}")
                 raise DataError(f"{self._name} does not take {name}=: {why}")
         workers = options.get("num_workers", 0)
+        if workers:
+            refuse_long_temp_dir(f"{self._name} with num_workers={workers}")
         self._items = items
         self._identity = identity
         self._window = torch.zeros(2, dtype=torch.int64) if workers > 0 else None

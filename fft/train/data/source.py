@@ -24,6 +24,7 @@ from fft.train.data.digests import combined, digest_of
 from fft.train.data.drawn import ALONE, NO_PASSES, Drawn, Passes
 from fft.train.data.retries import forbid_retry, retried
 from fft.util.errors import FftError, UnequalData
+from fft.util.temp_dir import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +268,8 @@ def as_source(
     """
     if isinstance(loader, DataSource):
         return loader
+    if workers := getattr(loader, "num_workers", 0):
+        refuse_long_temp_dir(f"{named(loader)} with num_workers={workers}")
     if isinstance(loader, _Stateful):
         return StreamSource(loader, identify)
     if isinstance(loader, Sequence) and not isinstance(loader, str | bytes):

@@ -113,6 +113,8 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
     ) -> None:
         self.about = ""
         """What the state belongs to; sender and receiver must agree. Set it before either."""
+        self.on_progress: Callable[[int, int], None] = lambda _got, _total: None
+        """Called by the receiver with the bytes so far and those of the whole state."""
         self._key = token.key("fft1", "transfer") if token else derive(b"", "fft1", "transfer")
         self._timeout = timeout.total_seconds()
         self._max_bytes = max_bytes
@@ -320,7 +322,8 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
             if not status.startswith("200 "):
                 raise TransferError(f"the peer says: {status[:200]}")
             hashed = self._answer_mac(server, what, nonce)
-            return _FrameReader(connection, rest, hashed, deadline).all(self._max_bytes)
+            frames = _FrameReader(connection, rest, hashed, deadline)
+            return frames.all(self._max_bytes, self.on_progress)
 
     @contextmanager
     def _connected(self, address: tuple[str, int], deadline: float) -> Iterator[socket.socket]:
@@ -495,8 +498,8 @@ class _FrameReader:
         self._hashed = hashed
         self._deadline = deadline
 
-    def all(self, limit: int) -> bytearray:
-        """The bytes of all frames. Raises `TransferError`."""
+    def all(self, limit: int, on_progress: Callable[[int, int], None]) -> bytearray:
+        """Return the bytes of all frames. Raises `TransferError`."""
         first = bytearray(_TOTAL.size)
         self._frame(memoryview(first))
         (total,) = _TOTAL.unpack(first)
@@ -506,6 +509,7 @@ class _FrameReader:
         with memoryview(data) as view:
             while at < total:
                 at += self._frame(view[at:])
+                on_progress(at, total)
         return data
 
     def _frame(self, target: memoryview) -> int:
