@@ -1,14 +1,22 @@
-"""This rank's part of a tensor, what it holds, and how often it was edited. Reads tensors only."""
+"""This rank's part of a tensor, the plain tensors that hold its bits, and how often it was edited.
+
+Reads and copies the tensors that it is given.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``tensor``, sharing memory, without autograd history."""
-    return _part(tensor).detach()
+    return part_of(tensor).detach()
 
 
 def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -20,9 +28,38 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def is_composite(part: torch.Tensor) -> bool:
+    """Whether ``part`` is of a tensor subclass that keeps its bits in other tensors."""
+    return is_traceable_wrapper_subclass(part) and not isinstance(part, DTensor)
+
+
+def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that hold the bits of this rank's part of ``tensor``, sharing memory."""
+    part: Any = part_of(tensor)
+    if is_composite(part):
+        for name in part.__tensor_flatten__()[0]:
+            yield from leaves_of(getattr(part, name))
+    else:
+        yield part.detach()
+
+
+def bits_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A copy of the bits of this rank's part of ``tensor``, for `put_bits`."""
+    return [leaf.clone() for leaf in leaves_of(tensor)]
+
+
+def put_bits(tensor: torch.Tensor, bits: Sequence[torch.Tensor]) -> None:
+    """Write what `bits_of` returned back into ``tensor``. Needs ``torch.no_grad()``."""
+    for leaf, value in zip(leaves_of(tensor), bits, strict=True):
+        leaf.copy_(value)
+
+
 def edit_count(tensor: torch.Tensor) -> int:
     """torch's count of edits in place of this rank's part, whichever view they go through."""
-    return _part(tensor)._version
+    part = part_of(tensor)
+    if is_composite(part):
+        return part._version + sum(leaf._version for leaf in leaves_of(part))
+    return part._version
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -30,6 +67,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-def _part(tensor: torch.Tensor) -> torch.Tensor:
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``tensor`` itself, with the class that it has."""
     # to_local() and detach() of a DTensor go through its dispatcher, 50 times slower
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part

@@ -19,6 +19,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.data.source import DataSource, Identify, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
+from fft.train.local_tensors import bits_of, put_bits
 from fft.train.periodic.shared_state import SharedState
 from fft.train.settings import Settings
 from fft.train.stages.input import refuse_unconnected
@@ -71,6 +72,8 @@ class RankState:
         self.inner: InnerScope | None = None
         """Of groups of several ranks that do."""
         self.checks: EqualityChecks | None = None
+        self._entries_checked: int | None = None
+        """Entries of optimizer states at the last look for what cannot be sent; None: none yet."""
         self.has_extra = False
         """Something is registered besides model, optimizer, schedule and scaler."""
         self.source: DataSource | None = None
@@ -121,7 +124,9 @@ class RankState:
         self.updates.close()
         self.updates = updates
         self.models = models
+        self._entries_checked = None
         self.step = StepState(models, optimizers, schedulers, others, generators, self.pipelines)
+        self.step.refuse_replaced_parameters()
         self.synchronizer = None
         self.checks = EqualityChecks(self.step.fingerprint, self._check_every)
         if self._injector is not None:
@@ -200,13 +205,13 @@ class RankState:
         """Put buffers and random generators back at the end: what runs in it is no step."""
         assert self.step is not None, "asked before"
         rng = capture_random(self.step.generators)
-        buffers = [(b, b.clone()) for model in self.models for b in model.buffers()]
+        buffers = [(b, bits_of(b)) for model in self.models for b in model.buffers()]
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                for buffer, bits in buffers:
+                    put_bits(buffer, bits)
             for put_back in rng:
                 put_back()
 
@@ -228,14 +233,21 @@ class RankState:
         return self.shared.digest(buffers=False)
 
     def refuse_unsendable(self) -> None:
-        """Raise FftError now, else it shows when somebody joins, and stops the others."""
-        if self.step is not None:
-            try:
-                self.step.export()
-            except TypeError as error:
-                raise FftError(
-                    f"what is registered cannot be sent to a group that joins: {error}"
-                ) from error
+        """Raise FftError if a joiner could not get what is registered, before it asks for it.
+
+        Looks at the optimizer states again after each update that has added entries to them.
+        """
+        if self.step is None or self._entries_checked == (count := self.step.count_entries()):
+            return
+        try:
+            self.step.export()
+            if self.synchronizer is not None:
+                self.synchronizer.shared.export()
+        except TypeError as error:
+            raise FftError(
+                f"what is registered cannot be sent to a group that joins: {error}"
+            ) from error
+        self._entries_checked = count
 
     # --- data ---
 

@@ -116,6 +116,8 @@ class Worker:
         """
         engine = self._job.engine or self._join()
         self.finish_apply()
+        if self._finish is None:
+            self._state.refuse_unsendable()
         self._state.before_next()
         # noticed late: by a second optimizer, after the first one was counted
         self._torn = self._by_loop.take_torn() or self._torn

@@ -21,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from fft.train.buckets import fill
-from fft.train.state.serial import StateMismatch, spread_as
+from fft.train.state.composite import StateMismatch
+from fft.train.state.serial import spread_as
 from fft.util.errors import FftError
 
 ONE_EACH = 64 / 2**20

@@ -20,7 +20,7 @@ from fft.launch import script_runner
 from fft.launch.supervisor.mistakes import Mistakes, is_the_scripts
 from fft.train.body_failures import BodyFailures
 from fft.train.reported import text_of
-from fft.train.state.serial import StateMismatch
+from fft.train.state.composite import StateMismatch
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of
 from fft.util.errors import NoState, OtherSettings, UnequalData, UnlikeGroups
 

@@ -49,7 +49,7 @@ from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.threads import NAME, Threads
 from fft.train.checkpoint.writer import Attempt, RankWriter, decline
 from fft.train.data.source import DataError
-from fft.train.state.serial import StateMismatch
+from fft.train.state.composite import StateMismatch
 from fft.util.errors import Drained, FftError
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -679,12 +679,29 @@ def test_a_rate_that_the_next_body_sets_is_not_in_the_checkpoint(
     assert tree["state"]["optimizers"][0]["param_groups"][0]["lr"] == 3.5
 
 
-def test_unserializable_optimizer_state_fails_only_the_checkpoint(
+def test_optimizer_state_that_cannot_be_sent_ends_the_job_after_the_first_step(
+    tmp_path: Path,
+) -> None:
+    """Each group that joined would stop the others; the state exists since the first update."""
+    start = Start(tmp_path / "traces")
+    odd = start.model[0].weight
+    start.manager.on_commit(lambda: start.optimizer.state[odd].update(odd=object()))
+    with pytest.raises(FftError, match=r"a group that joins: .*\[model0.0.weight\]\[odd\]"):
+        start.train(Stream(), 5)
+    assert start.manager.current_step() == 1
+
+
+def test_unserializable_late_optimizer_state_fails_only_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
     odd, heard = start.model[0].weight, reports(start)
-    start.manager.on_commit(lambda: start.optimizer.state[odd].update(odd=object()))
+
+    def change() -> None:
+        if start.manager.current_step() > 1:
+            start.optimizer.state[odd].update(odd=object())
+
+    start.manager.on_commit(change)
     start.train(Stream(), 5)
     assert start.manager.current_step() == 5
     assert [(word.step, word.outcome) for word in heard] == [(4, "failed"), (5, "failed")]

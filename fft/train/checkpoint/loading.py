@@ -21,11 +21,13 @@ from fft.durable.plan import CheckpointError, Checkpointing, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.rank_file import UnreadableFile, from_json, read_tensors, unpacked
 from fft.train.checkpoint.resharding import resharded
+from fft.train.local_tensors import same_bits
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
 from fft.train.stages.scope import StageScope
+from fft.train.state.composite import StateMismatch
 from fft.train.state.random_states import load_random
-from fft.train.state.serial import StateMismatch
+from fft.train.state.serial import spread_as
 from fft.train.state.step_state import StepState
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ class Loader:
                 _load_alone(tree["state"], own, state.step, state.synchronizer)
         for key, load in loads.items():
             try:
-                load(tree["user"][key])
+                load(spread_as(tree["user"][key], None, f"state_dict of {key!r}"))
             except Exception as error:  # the script's own
                 error.add_note(f"while it loaded {key!r} of a checkpoint at {self._plan.place}")
                 raise
@@ -262,9 +264,22 @@ def completed(
         return {**found, "buffers": buffers}
     logger.warning("only a model was imported: optimizers, schedules and the rest begin anew")
     mine, tensors = step.export(), dict(found["parameters"])
+    for alias, name in step.aliases().items():
+        if alias in tensors:
+            value: torch.Tensor = tensors.pop(alias)
+            _refuse_untied(alias, value, name, tensors.setdefault(name, value))
     own = step.export_buffers()
     theirs = {name: tensors.pop(name) for name in own if name in tensors}
     return {**mine, "parameters": tensors, "buffers": theirs}
+
+
+def _refuse_untied(alias: str, value: torch.Tensor, name: str, other: torch.Tensor) -> None:
+    """Raise StateMismatch unless two names of one tensor that is here came with the same values."""
+    if value.shape != other.shape or value.dtype != other.dtype or not same_bits(value, other):
+        raise StateMismatch(
+            f"{alias} and {name} are one tensor here, and two with different values came: tie them "
+            "in the checkpoint, or untie them in the model"
+        )
 
 
 def _stands(manifest: Manifest, at: Scope, ranks: int, state: RankState) -> Loaded:

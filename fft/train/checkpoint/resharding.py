@@ -15,6 +15,7 @@ from fft.durable.plan import CheckpointError, UnfitCheckpoint
 from fft.train.checkpoint.snapshot import Layout, layout_of
 from fft.train.local_tensors import local_of
 from fft.train.rank_state import RankState
+from fft.train.state.composite import CLASS, is_marked
 
 Part = tuple[Layout, torch.Tensor]
 
@@ -68,6 +69,9 @@ def unsharded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def joined(name: str, values: Sequence[Any]) -> Any:
         local = [each["state"]["parameters"][name] for each in trees]
         known = [each.get(name) for each in layouts]
+        marked = [value for value in values if is_marked(value)]
+        if marked and known[0] is not None and len(trees) > 1:
+            _refuse_marked(name, marked[0])
         is_part = isinstance(values[0], torch.Tensor) and values[0].shape == local[0].shape
         if not is_part or known[0] is None or values[0].dim() == 0:
             return values[0]
@@ -112,6 +116,8 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
     def mine(name: str, value: Any) -> Any:
         tensor = names.get(name)
         layout = None if tensor is None else layout_of(tensor)
+        if layout is not None and is_marked(value):
+            _refuse_marked(name, value)
         if tensor is None or layout is None or not isinstance(value, torch.Tensor):
             return value
         if tuple(value.shape) != layout.shape or value.dim() == 0:
@@ -132,6 +138,14 @@ def resharded(trees: Sequence[Mapping[str, Any]], state: RankState) -> dict[str,
     ]
     taken = optimizers if found["optimizers"] is not None else None
     return {**whole, "state": {**found, "parameters": parameters, "optimizers": taken}}
+
+
+def _refuse_marked(name: str, value: Mapping[str, Any]) -> None:
+    kind = f"of class {value[CLASS]}" if CLASS in value else "in another layout than the parameter"
+    raise UnfitCheckpoint(
+        f"{name} has a tensor {kind}, and the parts of such tensors are not put together: resume "
+        "with as many ranks"
+    )
 
 
 def _layouts(tree: Mapping[str, Any]) -> dict[str, Layout]:

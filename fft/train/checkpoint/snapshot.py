@@ -23,6 +23,7 @@ from fft.train.local_tensors import edit_count, local_of
 from fft.train.rank_state import RankState
 from fft.train.state.random_states import export_random
 from fft.train.state.serial import merged, plain
+from fft.train.state.step_state import export_parameters
 from fft.util.errors import FftError
 
 PARAMETERS = "state.parameters."
@@ -88,7 +89,8 @@ class Snapshot:
         if state.synchronizer is not None:  # what groups share is no parameter of a model
             self._late = {name: t for name, t in live.items() if name.startswith(LATE)}
         early = self._early(at_once)
-        live |= {f"{PARAMETERS}{name}": local_of(self._watched[name]) for name in early}
+        parameters = export_parameters({name: self._watched[name] for name in early})
+        live |= packed({"state": {"parameters": parameters}})[1]
         now = {name: tensor for name, tensor in live.items() if name not in self._late}
         self._targets = {n: staging.like(n, tensor).copy_(tensor) for n, tensor in now.items()}
         self._staging = staging
@@ -223,6 +225,7 @@ def _tree_of(
     if step is None:
         return found | {"state": None}, {}
     names = step.sharded_names()
+    found["aliases"] = step.aliases()
     if state.synchronizer is None:
         return found | {"state": step.export_changing()}, names
     assert state.shared is not None, "there is a step"

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fft.train.local_tensors import local_of
+from fft.train.state.composite import StateMismatch, refuse_composite
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.serial import (
-    StateMismatch,
     check_optimizer,
     export_optimizer,
     feed,
@@ -84,6 +84,7 @@ class SharedState:
     ) -> None:
         self._step = step
         self._names = step.names()
+        refuse_composite(list(self._names.items()), "averaging the parameters of groups")
         self.fragments = _fragments(modules, self._names)
         _refuse_unfit_outer(self.fragments, optimizers)
         self._optimizers = list(optimizers)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fft.train.local_tensors import bits_of, put_bits
+
 
 @dataclass
 class Buffer:
@@ -16,15 +18,15 @@ class Buffer:
     module: nn.Module
     name: str
     tensor: torch.Tensor | None
-    value: torch.Tensor | None
+    bits: list[torch.Tensor]
+    """A copy; empty where there is no tensor."""
 
 
 def capture_buffers(modules: Sequence[nn.Module]) -> Iterator[Buffer]:
     """What is in them now: tensors, and copies of these."""
     for module in modules:
         for name, tensor in module._buffers.items():
-            value = None if tensor is None else tensor.detach().clone()
-            yield Buffer(module, name, tensor, value)
+            yield Buffer(module, name, tensor, [] if tensor is None else bits_of(tensor))
 
 
 def restore_buffers(saved: list[Buffer]) -> None:
@@ -38,5 +40,5 @@ def restore_buffers(saved: list[Buffer]) -> None:
     with torch.no_grad():
         for entry in saved:
             entry.module._buffers[entry.name] = entry.tensor
-            if entry.tensor is not None and entry.value is not None:
-                entry.tensor.copy_(entry.value)
+            if entry.tensor is not None:
+                put_bits(entry.tensor, entry.bits)

@@ -14,15 +14,22 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fft.train.local_tensors import like, local_of
+from fft.train.local_tensors import leaves_of, like
+from fft.train.state.composite import (
+    StateMismatch,
+    check_beside,
+    exported,
+    exported_beside,
+    is_marked,
+    put_beside,
+    rebuilt,
+    refuse_marks,
+    refuse_misfit,
+    refuse_other_class,
+)
 from fft.train.state.fingerprint import fingerprint
-from fft.util.errors import FftError
 
 _PLAIN = (str, bytes, bool, int, float, type(None))
-
-
-class StateMismatch(FftError):
-    """A state does not fit this rank's model or optimizer; names the first place that differs."""
 
 
 def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -64,9 +71,11 @@ def export_entries(
     state: dict[str, Any] = {}
     for parameter, values in list(optimizer.state.items()):  # a look at it may add an entry
         name = by_id[id(parameter)]
-        for key, value in values.items():
-            _refuse_other_layout(parameter, value, f"{place}.state[{name}][{key}]")
-        state[name] = {k: plain(v, f"{place}.state[{name}][{k}]") for k, v in values.items()}
+        state[name] = {
+            k: plain(exported_beside(parameter, v, at), at, has_marks=True)
+            for k, v in values.items()
+            for at in (f"{place}.state[{name}][{k}]",)
+        }
     return state
 
 
@@ -82,16 +91,10 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__qualname__
 
 
-def _refuse_other_layout(parameter: torch.Tensor, value: object, place: str) -> None:
-    if not isinstance(value, DTensor):
-        return
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        raise TypeError(f"{place} is sharded otherwise than its parameter; it cannot be exported")
-
-
 def load_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
+    """Take over what `export_optimizer` gave and `check_optimizer` accepted."""
     for group, hyper in zip(optimizer.param_groups, values["param_groups"], strict=True):
         # a state of an older torch may lack a setting that is here
         newer = {k: group[k] for k in optimizer.defaults if k in group and k not in hyper}
@@ -115,25 +118,13 @@ def _put_value(
     mine: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, group: Mapping[str, Any]
 ) -> None:
     """Set one entry of a parameter's optimizer state, in place where it exists."""
-    if not isinstance(value, torch.Tensor):
-        mine[key] = copy.deepcopy(value)
-    elif isinstance(mine.get(key), torch.Tensor):
-        local_of(mine[key]).copy_(value)
-    elif key == "step":
+    here = mine.get(key)
+    if key == "step" and isinstance(value, torch.Tensor) and not isinstance(here, torch.Tensor):
         # torch keeps the step count on the CPU unless the kernel itself reads it
         on_device = group.get("capturable") or group.get("fused")
         mine[key] = value.to(parameter.device if on_device else "cpu", copy=True)
-    elif isinstance(parameter, DTensor) and value.shape == local_of(parameter).shape:
-        mine[key] = DTensor.from_local(
-            value.to(parameter.device, copy=True),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
     else:
-        mine[key] = value.to(parameter.device, copy=True)
+        mine[key] = put_beside(here, value, parameter, key)
 
 
 # -- does it fit?
@@ -152,20 +143,10 @@ def same_count(place: str, got: Sequence[Any], mine: Sequence[Any]) -> None:
         raise StateMismatch(f"{place}: {len(got)} came, {len(mine)} are here")
 
 
-def same_tensor(place: str, got: object, mine: torch.Tensor) -> None:
-    local = local_of(mine)
-    if not isinstance(got, torch.Tensor):
-        raise StateMismatch(f"{place}: {type(got).__name__} came, a tensor is here")
-    for what in ("shape", "dtype"):
-        theirs, ours = getattr(got, what), getattr(local, what)
-        if theirs != ours:
-            raise StateMismatch(f"{place}: {what} {theirs} came, {ours} is here")
-
-
 def same_tensors(place: str, got: Mapping[str, Any], mine: Mapping[str, torch.Tensor]) -> None:
     same_names(place, got, mine)
     for name, tensor in mine.items():
-        same_tensor(f"{place}[{name}]", got[name], tensor)
+        refuse_misfit(f"{place}[{name}]", got[name], tensor)
 
 
 def check_optimizer(
@@ -185,23 +166,28 @@ def check_optimizer(
             raise StateMismatch(f"{place}.state: {name!r} came, not a parameter of it here")
         mine = optimizer.state.get(names[name], {})
         for key, value in entries.items():
-            if isinstance(mine.get(key), torch.Tensor):
-                same_tensor(f"{place}.state[{name}][{key}]", value, mine[key])
+            check_beside(f"{place}.state[{name}][{key}]", value, mine.get(key), names[name])
 
 
 # -- plain data
 
 
-def plain(value: Any, place: str) -> Any:
-    """`value` in types that load with weights_only=True."""
+def plain(value: Any, place: str, has_marks: bool = False) -> Any:
+    """`value` in types that load with weights_only=True; ``has_marks``: of tensors taken apart.
+
+    Raises TypeError: something in it is neither plain nor a tensor; names the place.
+    """
     if isinstance(value, torch.Tensor):
-        return local_of(value)
+        return value if has_marks else exported(value, place)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
-        return {plain(k, place): plain(v, f"{place}[{k!r}]") for k, v in value.items()}
+        if not has_marks:
+            refuse_marks(value, place)
+        pairs = value.items()
+        return {plain(k, place): plain(v, f"{place}[{k!r}]", has_marks) for k, v in pairs}
     if isinstance(value, (list, tuple)):
-        items = [plain(v, f"{place}[{i}]") for i, v in enumerate(value)]
+        items = [plain(v, f"{place}[{i}]", has_marks) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
@@ -225,13 +211,20 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spread_as(value: Any, mine: Any, place: str) -> Any:
-    """Plain data ``value`` for an object whose ``state_dict`` gives ``mine`` now: where that has a
-    DTensor, `plain` has made the part of this rank of one that is spread in the same way.
+    """Plain data ``value`` for an object whose ``state_dict`` gives ``mine`` now.
 
-    Raises StateMismatch: the part has another shape or type than here.
+    Where ``mine`` has a DTensor, `plain` has made this rank's part of one with the same layout. A
+    tensor subclass is rebuilt, on the device of the one that is here.
+
+    Raises StateMismatch: the part has another class, shape or type than here.
     """
+    if is_marked(value):
+        if isinstance(mine, torch.Tensor):
+            refuse_other_class(place, value, mine)
+        made = rebuilt(value, mine.device if isinstance(mine, torch.Tensor) else "cpu", place)
+        return like(mine, made) if isinstance(mine, DTensor) else made
     if isinstance(mine, DTensor) and isinstance(value, torch.Tensor):
-        same_tensor(place, value, mine)
+        refuse_misfit(place, value, mine)
         return like(mine, value)
     if isinstance(value, Mapping) and isinstance(mine, Mapping):
         return {k: spread_as(v, mine.get(k), f"{place}[{k!r}]") for k, v in value.items()}
@@ -243,6 +236,7 @@ def spread_as(value: Any, mine: Any, place: str) -> Any:
 
 
 def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in plain data, with their places."""
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, Mapping):
@@ -251,6 +245,29 @@ def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for i, inner in enumerate(value):
             yield from tensors_of(inner, f"{place}[{i}]")
+
+
+def without_tensors(value: Any) -> Any:
+    """Plain data ``value`` with None in the place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return {key: without_tensors(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_tensors(inner) for inner in value]
+    return value
+
+
+def leaves_in(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors of this rank in ``value`` and its containers, by the order of keys."""
+    if isinstance(value, torch.Tensor):
+        yield from leaves_of(value)
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            yield from leaves_in(value[key])
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from leaves_in(inner)
 
 
 def feed(hasher: Any, value: Any) -> None:

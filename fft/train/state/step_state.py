@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
-from fft.train.local_tensors import edit_count, local_of, same_bits
+from fft.train.local_tensors import bits_of, edit_count, leaves_of, put_bits, same_bits
 from fft.train.state.buffers import Buffer, capture_buffers, restore_buffers
+from fft.train.state.composite import copy_into, exported
 from fft.train.state.fingerprint import fingerprint
 from fft.train.state.random_states import capture_random
 from fft.train.state.serial import (
@@ -31,6 +34,7 @@ from fft.train.state.serial import (
     export_settings,
     feed,
     hyper_of,
+    leaves_in,
     load_optimizer,
     merged,
     plain,
@@ -40,9 +44,12 @@ from fft.train.state.serial import (
     same_tensors,
     spread_as,
     tensors_of,
+    without_tensors,
 )
 from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
 from fft.util.errors import FftError
+
+logger = logging.getLogger(__name__)
 
 
 class TornState(FftError):
@@ -69,8 +76,8 @@ class Rewindable(Protocol):
 
 @dataclass
 class _Capture:
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Copies of those that a body may change."""
+    parameters: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """Copies of the bits of those that a body may change."""
     versions: dict[str, int] = field(default_factory=dict)
     """Of all parameters: torch's counts of edits in place."""
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
@@ -135,7 +142,7 @@ class StepState:
         for pipeline in self._pipelines:
             pipeline.capture()
         self._captured = _Capture(
-            parameters={name: local_of(self._parameters[name]).clone() for name in kept},
+            parameters={name: bits_of(self._parameters[name]) for name in kept},
             versions={name: edit_count(p) for name, p in self._parameters.items()},
             modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
@@ -154,8 +161,10 @@ class StepState:
             return
         found = self._edits(saved)
         if self._edited is None:  # all are kept, so that edits past torch's counts are seen, too
-            local = {name: local_of(self._parameters[name]) for name in saved.parameters}
-            found |= {n for n, value in saved.parameters.items() if not same_bits(value, local[n])}
+            for name, bits in saved.parameters.items():
+                now = leaves_of(self._parameters[name])
+                if not all(same_bits(a, b) for a, b in zip(bits, now, strict=True)):
+                    found.add(name)
         self._edited = found | (self._edited or set())
 
     def _edits(self, saved: _Capture) -> set[str]:
@@ -181,7 +190,7 @@ class StepState:
         lost = self._edits(saved) - set(saved.parameters)
         with torch.no_grad():
             for name, value in saved.parameters.items():
-                local_of(self._parameters[name]).copy_(value)
+                put_bits(self._parameters[name], value)
         saved.versions = {name: edit_count(p) for name, p in self._parameters.items()}
         for module, mode in saved.modes:
             module.training = mode
@@ -269,7 +278,7 @@ class StepState:
     def export_lasting(self, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The part of `export` that lasts until the next update, by `names`. Any thread."""
         return {
-            "parameters": {name: local_of(p) for name, p in names.items()},
+            "parameters": export_parameters(names),
             "optimizers": [
                 {"state": export_entries(optimizer, names, f"optimizers[{i}]")}
                 for i, optimizer in enumerate(self._optimizers)
@@ -290,19 +299,31 @@ class StepState:
         extra = self._spread(state["extra"])
         with torch.no_grad():
             for name, parameter in names.items():
-                local_of(parameter).copy_(state["parameters"][name])
+                copy_into(parameter, state["parameters"][name])
             for name, buffer in self._buffers().items():
-                local_of(buffer).copy_(state["buffers"][name])
+                copy_into(buffer, state["buffers"][name])
             for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
                 load_optimizer(optimizer, names, values)
         for scheduler, values in zip(self._schedulers, state["lr_schedulers"], strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
         for name, values in extra.items():
             self._extra[name].load_state_dict(values)
+        self._warn_of_partial_loads(state["extra"])
         if not keep_gradients:
             self._drop_gradients()
         self.forget()
         return sum(tensor.nbytes for _, tensor in tensors_of(state, ""))
+
+    def _warn_of_partial_loads(self, came: Mapping[str, Any]) -> None:
+        """Warn of ``extra`` that has not become what came, so that it differs from the sender's."""
+        for name, values in came.items():
+            now = plain(self._extra[name].state_dict(), f"extra[{name}]")
+            if _digest_of(now) != _digest_of(values):
+                logger.warning(
+                    "extra[%r] is not what came: its state_dict() gives something else after "
+                    "load_state_dict() than before it was sent; this group differs from the others",
+                    name,
+                )
 
     def digest(self, buffers: bool = True) -> str:
         """Blake2b (128 bit, hex) over this rank's parameters, optimizer state and buffers; of
@@ -312,7 +333,7 @@ class StepState:
         names = self.sharded_names()
         hasher = hashlib.blake2b(digest_size=16)
         parts: dict[str, object] = {
-            "parameters": {name: local_of(p) for name, p in names.items()},
+            "parameters": export_parameters(names),
             "buffers": self.export_buffers() if buffers else {},
             "optimizers": [
                 export_entries(o, names, f"optimizers[{i}]") for i, o in enumerate(self._optimizers)
@@ -326,11 +347,10 @@ class StepState:
         (`fft.train.state.fingerprint`)."""
         reshard(self._models)
         names = self._parameters or self.names()
-        tensors: list[torch.Tensor] = [local_of(p) for p in names.values()]
+        tensors = [leaf for parameter in names.values() for leaf in leaves_of(parameter)]
         for optimizer in self._optimizers:
             for parameter in names.values():
-                state = optimizer.state.get(parameter, {})
-                tensors += [local_of(v) for _, v in sorted(state.items()) if torch.is_tensor(v)]
+                tensors += leaves_in(optimizer.state.get(parameter, {}))
         return fingerprint(tensors)
 
     def progress(self) -> dict[str, Any]:
@@ -379,9 +399,63 @@ class StepState:
         extra = ((name, tensors_of(s.state_dict(), "")) for name, s in self._extra.items())
         return next((n for n, ts in extra if any(isinstance(t, DTensor) for _, t in ts)), None)
 
+    def compared_digests(self) -> dict[str, str]:
+        """Digests of what all groups should have in common and no comparison of replicas covers.
+
+        One for each ``extra``, of this rank's part where it is sharded, and one for the buffers of
+        each name, but for the statistics of normalisations, which belong to a group.
+
+        Raises TypeError: something in it is neither plain nor a tensor; names the place.
+        """
+        found = {
+            f"extra[{name!r}]": _digest_of(plain(each.state_dict(), f"extra[{name}]"))
+            for name, each in self._extra.items()
+        }
+        buffers: dict[str, list[torch.Tensor]] = {}
+        for module in (module for model in self._models for module in model.modules()):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(module, _NormBase):
+                    buffers.setdefault(f"buffers {name!r}", []).extend(leaves_of(buffer))
+        return found | {name: _digest_of(tensors) for name, tensors in buffers.items()}
+
     def has_extra(self, thing: object) -> bool:
         """Whether it is registered by a name of the user's."""
         return any(thing is each for each in self._extra.values())
+
+    def count_entries(self) -> int:
+        """Number of parameters for which an optimizer keeps state, over all optimizers."""
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def refuse_replaced_parameters(self) -> None:
+        """Raise FftError if an optimizer steps parameters that the models had before they changed.
+
+        `fully_shard`, ``load_state_dict(assign=True)`` and some conversions put new parameters into
+        a module. An optimizer made before that steps the old ones, and the model never changes.
+        """
+        named = {id(p): (n, p) for m in self._models for n, p in m.named_parameters()}
+        stepped = {id(p): p for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        idle = [(n, p) for key, (n, p) in named.items() if key not in stepped and p.requires_grad]
+        lost = [p for key, p in stepped.items() if key not in named]
+        for name, parameter in idle:
+            twins = [p for p in lost if p.shape == parameter.shape]
+            is_sharded = isinstance(parameter, DTensor)
+            were_plain = is_sharded and any(not isinstance(p, DTensor) for p in twins)
+            if not (were_plain or (twins and len(lost) == len(stepped))):
+                continue
+            cause = "fully_shard()" if were_plain else "a call such as load_state_dict(assign=True)"
+            raise FftError(
+                f"{name} of the model is in no registered optimizer, but an optimizer has a "
+                f"parameter of its shape {tuple(parameter.shape)} that is in no model: {cause} has "
+                "put new parameters into the model after the optimizer was made; make the "
+                "optimizer after it"
+            )
+
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors in the optimizers: what they step, and what they keep for it."""
+        for optimizer in self._optimizers:
+            yield from (p for group in optimizer.param_groups for p in group["params"])
+            for entries in optimizer.state.values():
+                yield from (value for value in entries.values() if torch.is_tensor(value))
 
     def parameters(self) -> list[torch.Tensor]:
         """All that is registered."""
@@ -401,6 +475,17 @@ class StepState:
                     found[f"optimizer{i}.{j}"] = parameter
         return found
 
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters and shared buffers, each with the name in the state."""
+        found: dict[str, str] = {}
+        for i, model in enumerate(self._models):
+            for listed in (model.named_parameters, model.named_buffers):
+                first = {id(tensor): name for name, tensor in listed()}
+                for name, tensor in listed(remove_duplicate=False):
+                    if (known := first[id(tensor)]) != name:
+                        found[f"model{i}.{name}"] = f"model{i}.{known}"
+        return found
+
     def sharded_names(self) -> dict[str, torch.Tensor]:
         """As `names`, of modules that are sharded again: an evaluation leaves them gathered."""
         reshard(self._models)
@@ -413,9 +498,9 @@ class StepState:
             for name, buffer in model.named_buffers()
         }
 
-    def export_buffers(self) -> dict[str, torch.Tensor]:
-        """This rank's part of them, by name: the live ones."""
-        return {name: local_of(buffer) for name, buffer in self._buffers().items()}
+    def export_buffers(self) -> dict[str, Any]:
+        """This rank's part of them, by name, in the form of `exported`: the live tensors."""
+        return {name: exported(b, f"buffers[{name}]") for name, b in self._buffers().items()}
 
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         """Raise StateMismatch if names, shapes or dtypes of what was exported are others here."""
@@ -431,6 +516,20 @@ class StepState:
             zip(self._optimizers, state["optimizers"], strict=True)
         ):
             check_optimizer(f"optimizers[{i}]", optimizer, names, values)
+
+
+def _digest_of(state: Any) -> str:
+    """Digest of plain data, the same on every device."""
+    found = list(tensors_of(state, ""))
+    places = [f"{place} {t.dtype} {tuple(t.shape)}" for place, t in found]
+    hasher = hashlib.blake2b(fingerprint(t for _, t in found).encode(), digest_size=8)
+    feed(hasher, [places, without_tensors(state)])
+    return hasher.hexdigest()
+
+
+def export_parameters(names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """This rank's part of the parameters, in the form of `exported`: the live tensors."""
+    return {name: exported(p, f"parameters[{name}]") for name, p in names.items()}
 
 
 def _capture_grad_mode() -> Callable[[], None]:

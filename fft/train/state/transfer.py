@@ -81,6 +81,10 @@ class _Nothing(TransferError):
     """A connection that ended before a word: a joiner looked whether this rank can be reached."""
 
 
+class UnloadableState(TransferError):
+    """A state came whole, and holds something that cannot be loaded without running code."""
+
+
 class _Refused(Exception):
     """A request that is not answered with a state: HTTP status and reason."""
 
@@ -303,7 +307,7 @@ class StateTransfer(CheckpointTransport[Any]):  # type: ignore[misc]
         try:
             return _streaming_load(_Reader(data), weights_only=True)  # type: ignore[arg-type]
         except Exception as error:
-            raise TransferError(
+            raise UnloadableState(
                 f"state of step {step} from {metadata} cannot be loaded without running code: "
                 f"{str(error)[:500]}. Keep tensors, containers and plain values in state_dict, or "
                 "allow the type by torch.serialization.add_safe_globals"
