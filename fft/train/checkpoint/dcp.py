@@ -1,9 +1,10 @@
 """To and from ``torch.distributed.checkpoint``: so that a user can leave, or come. In one process.
 
 Exported are whole tensors under the names that torch's own functions use: ``model.<name>`` for
-parameters and buffers (``model0``, ``model1``, … of several), ``optimizer.state.<name>.<key>``. All
-the rest, and how the tensors were sharded, is JSON in the tensor ``fft``, by which an import
-restores the checkpoint. Of what others have written, an import takes ``model``.
+parameters and buffers (``model0``, ``model1``, … of several), tied ones under each of their names,
+and ``optimizer.state.<name>.<key>``. All the rest, and how the tensors were sharded, is JSON in the
+tensor ``fft``, by which an import restores the checkpoint. Of any other checkpoint, an import takes
+``model`` alone.
 
 torch's format has a pickle in it (``.metadata``): import only what you trust.
 """
@@ -29,6 +30,7 @@ from fft.messages.protocol import lineage_of
 from fft.train.checkpoint.loading import tree_of
 from fft.train.checkpoint.rank_file import from_json, packed, to_json, unpacked, write_rank
 from fft.train.checkpoint.resharding import part_of, unsharded
+from fft.train.state.composite import CLASS, is_marked
 
 WRITER = "import"
 """In the place of the group that wrote an imported checkpoint."""
@@ -51,12 +53,24 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
     ranks = range(manifest.ranks)
     trees = [tree_of(checkpoints, manifest, manifest.writer, rank) for rank in ranks]
     whole, own = unsharded(trees), trees[0]["own"]
-    models: dict[str, torch.Tensor] = {**whole["state"]["parameters"], **own.get("buffers", {})}
+    models: dict[str, Any] = {**whole["state"]["parameters"], **own.get("buffers", {})}
     if strays := [name for name in models if not name.startswith("model")]:
         raise CheckpointError(f"{strays[0]} is in no registered model, so it has no name to go by")
-    rest = {
+    if marked := [name for name, value in models.items() if is_marked(value)]:
+        raise CheckpointError(
+            f"{marked[0]} is of a tensor subclass, {models[marked[0]][CLASS]}, which torch's "
+            "format takes apart in its own way: export from a script that has the model"
+        )
+    aliases = {alias: name for alias, name in trees[0].get("aliases", {}).items() if name in models}
+    models |= {alias: models[name] for alias, name in aliases.items()}
+    rest: dict[str, Any] = {
         "manifest": {name: manifest.model_dump(mode="json")[name] for name in _KEPT},
         "parameters": sorted(whole["state"]["parameters"]),
+        "aliases": aliases,
+        "marked": [
+            {name: kept for name, entries in each["state"].items() if (kept := _marked(entries))}
+            for each in whole["state"]["optimizers"]
+        ],
         "layouts": [tree["layouts"] for tree in trees],
         "optimizers": [
             {name: value for name, value in each.items() if name != "state"}
@@ -73,6 +87,8 @@ def export_dcp(checkpoints: Checkpoints, step: int, target: Path) -> int:
         several = len(whole["state"]["optimizers"]) > 1
         for name, entries in optimizer["state"].items():
             for key, value in entries.items():
+                if is_marked(value):
+                    continue
                 public = f"optimizer{i if several else ''}.state.{_bare(name, models)}.{key}"
                 found[public] = torch.as_tensor(value)
     save(found, storage_writer=FileSystemWriter(target), no_dist=True)
@@ -134,6 +150,7 @@ def _write_again(
     says, several = rest["manifest"], len(rest["optimizers"]) > 1
     public = {n: t for n, t in tensors.items() if n.startswith("model")}
     models = {(f"model0.{n[6:]}" if n.startswith("model.") else n): t for n, t in public.items()}
+    models = {n: t for n, t in models.items() if n not in rest.get("aliases", {})}
     trees = []
     for rank in range(says["ranks"]):
         layouts = rest["layouts"][rank]
@@ -149,6 +166,8 @@ def _write_again(
                     name = bare if bare in models else f"model0.{bare}"
                     entries = optimizer["state"].setdefault(name, {})
                     entries[key] = part_of(value, layouts.get(name), models[name].shape)
+            for name, entries in rest.get("marked", [{}] * len(optimizers))[i].items():
+                optimizer["state"].setdefault(name, {}).update(entries)
         state = {
             "parameters": {
                 name: part_of(models[name], layouts.get(name), models[name].shape)
@@ -161,6 +180,7 @@ def _write_again(
             name: tensor for name, tensor in models.items() if name not in rest["parameters"]
         }
         tree = {"own": {"buffers": buffers}, "user": {}, "data": rest["data"], "layouts": layouts}
+        tree["aliases"] = rest.get("aliases", {})
         trees.append({**tree, "state": state})
     return _write(checkpoints, trees, says)
 
@@ -190,6 +210,11 @@ def _write(
     )
     checkpoints.publish(directory, manifest)
     return manifest
+
+
+def _marked(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of an optimizer state that are more than their bits: torch's format has no name."""
+    return {key: value for key, value in entries.items() if is_marked(value)}
 
 
 def _bare(name: str, models: Mapping[str, Any]) -> str:
