@@ -126,7 +126,10 @@ def verify(
                 manifest = checkpoints.verify(each)
                 text = f"step-{each}: whole, {len(manifest.files)} files, {manifest.size} bytes"
             except DamagedCheckpoint as error:
-                bad, text = bad + 1, f"DAMAGED: {error}"
+                if all(entry.step != each for entry in checkpoints.found()):
+                    text = f"step-{each}: removed while this command ran"
+                else:
+                    bad, text = bad + 1, f"DAMAGED: {error}"
             sys.stdout.write(text + "\n")
         if not steps:
             sys.stdout.write(f"no checkpoint at {place}\n")

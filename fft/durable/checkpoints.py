@@ -2,6 +2,9 @@
 
 Reads and writes files by the store. Nothing here knows what is in them.
 
+Jobs publish, replace and remove checkpoints while others read. A reader that finds a problem
+therefore looks again, and reports the problem only if the store has not changed in between.
+
 A checkpoint is there from the moment when its manifest is, which is written last, into the
 directory of the attempt. That it gets its own name then may be cut off at any point: it is read
 under the attempt's name then. Of two whole ones of a step, the later counts.
@@ -32,6 +35,9 @@ from fft.util.errors import FftError
 
 logger = logging.getLogger(__name__)
 
+_LOOKS = 20
+"""At most; each further look follows a change by a writer, which makes one every few seconds."""
+
 
 class Passed(FftError):
     """The same job has published a checkpoint of a later step meanwhile."""
@@ -58,14 +64,29 @@ class Checkpoints:
     def found(self) -> list[Found]:
         """All of them by step, and what is unfinished. Reads manifests, and no other file."""
         entries = self._looked_at()
-        newest = {e.step: e for e in entries if e.manifest is not None}
-        entries = [_surplus(e) if e.manifest and e is not newest[e.step] else e for e in entries]
+        whole = {e.step: e for e in entries if e.manifest is not None}
+        entries = [
+            _surplus(e) if e.step in whole and e is not whole[e.step] else e for e in entries
+        ]
         return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
 
     def _looked_at(self) -> list[Found]:
-        """All directories, the newest last: of a step the one that was written last."""
-        names = filter(_is_ours, self.store.directories())
-        return sorted((self._look(name) for name in names), key=_age)
+        """Return all directories by age, as they were at one moment: of a step the newest last."""
+        for _ in range(_LOOKS):
+            names = self._names()
+            entries = [self._look(name) for name in names]
+            if self._is_settled(names, [e for e in entries if e.manifest is None]):
+                break
+        return sorted(entries, key=_age)
+
+    def _names(self) -> list[str]:
+        return list(filter(_is_ours, self.store.directories()))
+
+    def _is_settled(self, names: Sequence[str], problems: Sequence[Found]) -> bool:
+        """Whether ``problems``, found in ``names``, are no effect of a write in between."""
+        return not problems or (
+            all(self._look(entry.name) == entry for entry in problems) and self._names() == names
+        )
 
     def _look(self, name: str) -> Found:
         step = step_of(name)
@@ -120,8 +141,16 @@ class Checkpoints:
 
     def verify(self, step: int) -> Manifest:
         """Read every file of the checkpoint of ``step``. Raises DamagedCheckpoint."""
-        manifest = self.manifest(step)
-        return self._verified(self.directory(manifest), manifest)
+        for _ in range(_LOOKS):
+            names, manifest = self._names(), self.manifest(step)
+            name = self.directory(manifest)
+            try:
+                return self._verified(name, manifest)
+            except DamagedCheckpoint as error:
+                damage = error
+            if self._is_settled(names, [Found(name, step, manifest, None)]):
+                break
+        raise damage
 
     def _verified(self, name: str, manifest: Manifest) -> Manifest:
         for file in manifest.files:
@@ -136,16 +165,21 @@ class Checkpoints:
 
     def newest(self) -> tuple[Manifest | None, list[str]]:
         """The newest that verifies, if one does; and what is wrong with those that are newer."""
-        problems: list[str] = []
-        for entry in reversed([e for e in self._looked_at() if e.step is not None]):
-            if entry.manifest is None:
-                problems.append(str(entry.problem))
-                continue
-            try:
-                return self._verified(entry.name, entry.manifest), problems
-            except DamagedCheckpoint as error:
-                problems.append(str(error))
-        return None, problems
+        for _ in range(_LOOKS):
+            names, problems, damaged = self._names(), list[str](), list[Found]()
+            whole: Manifest | None = None
+            for entry in reversed([e for e in self._looked_at() if e.step is not None]):
+                try:
+                    if entry.manifest is None:
+                        raise DamagedCheckpoint(str(entry.problem))
+                    whole = self._verified(entry.name, entry.manifest)
+                    break
+                except DamagedCheckpoint as error:
+                    problems.append(str(error))
+                    damaged.append(entry)
+            if self._is_settled(names, damaged):
+                break
+        return whole, problems
 
     # --- writing ---
 
@@ -277,10 +311,12 @@ class Checkpoints:
         return list(names)
 
 
-def _age(entry: Found) -> tuple[int, float, bool]:
-    """Of two whole ones of a step, the later counts: the job may have begun anew before it."""
+def _age(entry: Found) -> tuple[int, bool, float, bool]:
+    """Sort key. Of two whole ones of a step, the later counts: the job may have begun anew before
+    it. One without a manifest counts least: an object store copies it from another directory."""
     written = 0.0 if entry.manifest is None else entry.manifest.written_at
-    return (entry.step or 0, written, entry.name == name_of(entry.step or 0))
+    is_named = entry.name == name_of(entry.step or 0)
+    return (entry.step or 0, entry.manifest is not None, written, is_named)
 
 
 def _surplus(entry: Found) -> Found:

@@ -234,7 +234,9 @@ class LocalStore:
 
     def _aside(self, directory: str) -> Path:
         """Let a directory have a name by which it is not found; half of it must not pass for it."""
-        gone = self._root / f"{directory.partition('.')[0]}{PARTIAL}{REMOVED}{os.getpid()}"
+        step, _, attempt = directory.partition(PARTIAL)
+        name = f"{step}{PARTIAL}{REMOVED}{os.getpid()}"
+        gone = self._root / (f"{name}-{attempt}" if attempt else name)
         shutil.rmtree(gone, ignore_errors=True)
         _rename(self._root / directory, gone)
         _sync_folder(self._root)
@@ -244,7 +246,9 @@ class LocalStore:
         place = self._root / directory
         if not place.exists():
             return
-        shutil.rmtree(place if PARTIAL in directory else self._aside(directory))
+        # readers must not take an attempt that has its manifest for whole while its files go
+        is_aside = directory.partition(PARTIAL)[2].startswith(REMOVED)
+        shutil.rmtree(place if is_aside else self._aside(directory))
 
 
 class UrlStore:
