@@ -145,6 +145,8 @@ class StartTxn:
     leases."""
     next_cursor: int = 0
     """The cursor once the txn is committed."""
+    contributors: tuple[str, ...] = ()
+    """Groups whose gradients count, in the order of their slices."""
 
     @property
     def slice(self) -> int | None:

@@ -52,7 +52,8 @@ class Owed:
         self.ranks = config["world"] if samples == "per_rank" else 1
         """Of a group, that take an item of the data each; 1: all take the same."""
         self.begins_at = head["start"]["step"], head["start"]["cursor"]
-        self._rank = config["me"][1] if samples == "per_rank" else 0
+        self.rank = config["me"][1]
+        self._rank = self.rank if samples == "per_rank" else 0
 
     def item(self, number: int) -> int:
         """Of the data, that the rank takes of a slice with an item for each rank that takes one."""
@@ -111,6 +112,8 @@ class Given:
     def __init__(self) -> None:
         self.offered: dict[str, list[Runs]] = {}
         """Group → of each of its processes, and of what they made anew or had of a checkpoint."""
+        self.shards: dict[tuple[str, int], Items] = {}
+        """(shard, rank) → the slices of the shard that were consumed, counted from its begin."""
         self.taken: dict[tuple[str, str], Runs] = {}
         """(group, trace) → what the txns were computed on that it applied."""
 
@@ -157,6 +160,8 @@ class Inputs:
             self._loops.append((Token(*data["from"]), data["runs"]))
         elif name in (CONSUMED, ENTRY):
             self._told.append(_Told(name, data, Token(*data["token"]), place))
+            if "shard" in data and data["slice"] is not None and self._owed is not None:
+                self._take(data["shard"], data["item"], self._owed.rank, place)
 
     def move(self, move: Move, weigh: Weigh) -> None:
         """One move. ``weigh`` gets what the traces of all ranks must say alike."""
@@ -240,7 +245,59 @@ class Inputs:
         if name == ENTRY:
             at = (self._group, self._name)
             self._given.taken.setdefault(at, Runs()).add(data["version"], number)
-        elif not owed.is_periodic:
+        elif not owed.is_periodic and "shard" not in data:
             item, due = data.get("item"), owed.item(number)
             has = f"{text}this rank has item {item} of the data in it, and not {due}"
             self.finding.expect(item == due, has, place)
+
+    def _take(self, shard: str, item: int, rank: int, place: str) -> None:
+        """A slice of a shard is consumed, by one txn of the rank."""
+        items = self._given.shards.setdefault((shard, rank), Items())
+        items.traces.add(self._name)
+        text = f"slice {item} of shard {shard} is consumed by rank {rank} in two txns"
+        self.finding.expect(items.add(item), text, place)
+
+
+class Items:
+    """Numbers of consumed items, as ranges."""
+
+    def __init__(self) -> None:
+        self.ranges: list[range] = []
+        """Disjoint, in ascending order."""
+        self.traces: set[str] = set()
+        """Names of the traces that they are in."""
+
+    def add(self, item: int) -> bool:
+        """Add an item. Whether it was not there."""
+        if any(item in each for each in self.ranges):
+            return False
+        kept = [r for r in self.ranges if item not in (r.start - 1, r.stop)]
+        start, stop = item, item + 1
+        for near in self.ranges:
+            if near not in kept:
+                start, stop = min(start, near.start), max(stop, near.stop)
+        self.ranges = sorted([*kept, range(start, stop)], key=lambda r: r.start)
+        return True
+
+    def missing(self) -> list[int]:
+        """Items between the first and the last one that are not there."""
+        pairs = zip(self.ranges, self.ranges[1:], strict=False)
+        return [number for one, other in pairs for number in range(one.stop, other.start)]
+
+
+def judge_shards(finding: Finding, given: Given) -> list[str]:
+    """Judge that no slice of a shard was left out. Returns what each shard has consumed.
+
+    A process that is killed between a commit and its note leaves one slice without a note.
+    """
+    told: dict[str, str] = {}
+    for (shard, rank), items in sorted(given.shards.items()):
+        missing = items.missing()
+        text = (
+            f"rank {rank} of shard {shard} has {len(missing)} slices without a note, the first "
+            f"{missing[:5]}, and {len(items.traces)} processes have traced it"
+        )
+        finding.expect(len(missing) < len(items.traces), text, f"shard {shard}")
+        first, last = items.ranges[0].start, items.ranges[-1].stop - 1
+        told[shard] = f"slices {first} to {last} of shard {shard}"
+    return list(told.values())

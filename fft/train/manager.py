@@ -28,6 +28,7 @@ from fft.messages.protocol import Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train import torch_ddp
 from fft.train.buckets import BUCKET_MB, CommHook
+from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.host import ShutDownAtExit
 from fft.train.lighthouse import Membership, construct
@@ -320,6 +321,7 @@ class ManagerFFT(TorchftInterface):
         replay_only: bool = False,
         *,
         identify: Identify | None = None,
+        sharded: Sharded | None = None,
     ) -> Iterator[Transaction]:
         """Yield transactions, the same batch again after a rollback, until drained or done.
 
@@ -332,6 +334,9 @@ class ManagerFFT(TorchftInterface):
             identify: batch → what identifies it, such as the sample ids in it. FFT compares it
                 between the ranks that draw the same items, instead of the content of the batch.
                 For loaders with random augmentation.
+            sharded: ``"group"``: each group passes a stateful loader over its own share of the
+                data, from which each of its ranks takes its item; ``"rank"``: each rank does. The
+                default is that all ranks pass the whole data.
 
         Raises:
             DataError: ``loader`` could not be restored.
@@ -345,7 +350,7 @@ class ManagerFFT(TorchftInterface):
             from fft.train import pipeline
 
             pipeline.refuse_forgotten(self._parts.groups.stages)
-        return self._parts.loop.run(loader, max_steps, replay_only, identify)
+        return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
 
     def atomic(self) -> AbstractContextManager[None]:
         """A section of the body that no rollback interrupts, such as the writing of a checkpoint.

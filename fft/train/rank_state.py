@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torchft.manager import Manager
 
+from fft.bus.base import ErrorBus
 from fft.durable.manifest import Scope
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
+from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, Shelf
 from fft.train.data.source import DataSource, Identify, Inputs, LeasedInputs, as_source
 from fft.train.injector import Injector
 from fft.train.local_tensors import bits_of, put_bits
@@ -256,23 +258,54 @@ class RankState:
         rank = self._manager._group_rank if self._takers > 1 else 0
         return LeasedInputs(source, steps, self._takers, rank)
 
-    def inputs_from(self, source: DataSource) -> Inputs:
+    def shard_of(
+        self, loader: Any, kind: Sharded, group: str, bus: ErrorBus, identify: Identify | None
+    ) -> ShardedSource:
+        """The source of a loader over a share of the data. Raises FftError: the job has none."""
+        if self.synchronizer is not None or self._stage is not None:
+            raise FftError(
+                f"transactions(loader, sharded={kind!r}): this job hands out its data by leases, "
+                "or from stage to stage; pass a loader over the whole data, and leave sharded= out"
+            )
+        if kind == "rank" and self._takers == 1 < self._manager._group_world_size:
+            raise FftError(
+                "transactions(loader, sharded='rank'): all ranks of a group take the same batch "
+                "with this spec; pass sharded='group'"
+            )
+        rank = self._manager._group_rank
+        shelf = Shelf(bus.read, bus.write)
+        return ShardedSource(loader, kind, group, rank, self._takers, shelf, identify)
+
+    def consumed(self, plan: StartTxn) -> None:
+        """The txn of ``plan`` is committed."""
+        if isinstance(self.source, ShardedSource):
+            self.source.committed(plan)
+
+    def inputs_from(self, source: DataSource) -> Inputs | ShardedInputs:
         """What this rank takes of it."""
+        if isinstance(source, ShardedSource):
+            return ShardedInputs(source)
         if self.output is not None:
             self.output.draws_from(source)
         rank = self._manager._group_rank if self._takers > 1 else 0
         return Inputs(source, self._takers, rank)
 
     def open_source(
-        self, loader: Any, replay_only: bool, identify: Identify | None = None
+        self,
+        loader: Any,
+        replay_only: bool,
+        identify: Identify | None = None,
+        sharded: Callable[[Any], ShardedSource] | None = None,
     ) -> DataSource:
         """The data source of ``loader``, where the checkpoint says; the caller opens it."""
         if self._stage is not None:
             refuse_unconnected(self._stage, self.output, loader)
         if self.source is None or self.loader is not loader or self.source.in_any_order:
-            self.source, self.loader = as_source(loader, replay_only, identify), loader
+            made = as_source(loader, replay_only, identify) if sharded is None else sharded(loader)
+            self.source, self.loader = made, loader
         if self._resume_at is not None:
-            self.source.load(self._resume_at, self.cursor * self._takers)
+            resume = getattr(self.source, "resume", self.source.load)
+            resume(self._resume_at, self.cursor * self._takers)
             self._resume_at = None
         return self.source
 
@@ -280,6 +313,8 @@ class RankState:
         """Of the data source, where the state stands; None: there is none."""
         if self.source is None or self.position is None:
             return None
+        if isinstance(self.source, ShardedSource):
+            return self.source.export_all()
         return self.source.export(self.position.cursor * self._takers)
 
     @property

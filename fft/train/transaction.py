@@ -7,7 +7,7 @@ are `fft.train.worker`'s.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -19,6 +19,7 @@ from fft.train import accelerator
 from fft.train.body_failures import hopeless
 from fft.train.data.drawn import Drawn
 from fft.train.data.retries import Superseded
+from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource
 from fft.train.data.source import ORDER_MEND, DataSource, Identify, Inputs, named
 from fft.train.foreign_steps import ForeignSteps
 from fft.train.interrupt import Interrupted
@@ -73,6 +74,7 @@ class TransactionLoop:
         max_steps: int | None,
         replay_only: bool,
         identify: Identify | None = None,
+        sharded: Sharded | None = None,
     ) -> Iterator[Transaction]:
         """As ``ManagerFFT.transactions``."""
         manager, state = self._manager, self._state
@@ -92,7 +94,7 @@ class TransactionLoop:
         self._reductions.raises = True
         self.left_loop.begun()
         state.resume()  # from a checkpoint, which says where the data go on
-        source = state.open_source(loader, replay_only, identify)
+        source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
         foreign = ForeignSteps(state, self._reductions)
         try:
             source.open()  # before there are process groups, whose sockets workers would have
@@ -116,8 +118,17 @@ class TransactionLoop:
             foreign.close()
             state.close_source()
 
+    def _shards(
+        self, kind: Sharded | None, identify: Identify | None
+    ) -> Callable[[Any], ShardedSource] | None:
+        """Return a factory of sources for loaders over a share of the data, if they have one."""
+        if kind is None:
+            return None
+        job, state = self.job, self._state
+        return lambda loader: state.shard_of(loader, kind, job.peer.group, job.bus, identify)
+
     def _txns(
-        self, source: DataSource, inputs: Inputs, max_steps: int | None
+        self, source: DataSource, inputs: Inputs | ShardedInputs, max_steps: int | None
     ) -> Generator[Transaction, None, bool]:
         """Those that share a step with all groups. Returns whether this one is still in the job:
         nothing is left to do, and no commit was the last."""
@@ -138,7 +149,7 @@ class TransactionLoop:
                 output.make(but=drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
-            is_last, item = drawn.is_last or last_step, {"item": drawn.item}
+            is_last, item = drawn.is_last or last_step, _place(drawn)
             self._voter.note_data(drawn)
             txn = Transaction(self, plan, drawn, is_last, item)
             if is_last:
@@ -150,6 +161,8 @@ class TransactionLoop:
                 raise
             if not txn.closed:
                 raise FftError("the body of a txn must run inside `with txn:`")
+            if txn.committed and drawn.is_last:
+                self._state.updates.lengths.data_ended()
             if txn.skipped and drawn.is_last:  # all know it now: no next txn is to tell them
                 return True
         self.is_over |= has_ended_with_its_data(self.job, self._manager._step, max_steps)
@@ -320,6 +333,11 @@ class TransactionLoop:
         return None
 
 
+def _place(drawn: Drawn) -> dict[str, Any]:
+    """The place of a batch in the data, for the trace."""
+    return {"item": drawn.item} | ({"shard": drawn.shard} if drawn.shard else {})
+
+
 class Transaction:
     """One attempt at one step. ``with txn:`` runs the body; leaving it votes and decides.
 
@@ -341,7 +359,7 @@ class Transaction:
         plan: StartTxn,
         drawn: Drawn,
         last: bool,
-        consumes: dict[str, int],
+        consumes: dict[str, Any],
     ) -> None:
         """``consumes``: what the trace tells of its data besides which slice they are."""
         self.batch = drawn.batch
@@ -366,6 +384,15 @@ class Transaction:
     def ends_pass(self) -> bool:
         """Whether this txn, if committed, ends one. Raises FftError, as `passes` does."""
         return self._drawn.passes.after > self._drawn.passes.before
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the data that is consumed once this txn commits: from 0 to 1.
+
+        It is the same on all ranks, also where groups leave or join, so a learning rate may follow
+        it. Raises FftError if the loader has no end, or if groups read different data.
+        """
+        return self._drawn.progress
 
     def log(self, **metrics: float) -> None:
         """Put figures of this attempt into the trace."""

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from fft.protocol.equality import UNEQUAL_DATA
+from fft.train.schedules import ScheduleLengths
 from fft.util.errors import FftError
 
 _MISFIT, _SKIPPED = "the votes' manifests do not fit together", "the user skipped this step"
@@ -41,6 +42,7 @@ class Updates:
     ) -> None:
         self._optimizers = list(optimizers)
         self._schedulers = list(schedulers)
+        self.lengths = ScheduleLengths(self._schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         for each in self._optimizers:
             _refuse_unfit(each)
@@ -147,6 +149,7 @@ class Updates:
                 self._scaler.update()
             for scheduler in self._schedulers:
                 scheduler.step()
+            self.lengths.stepped()
             self._left_at = self._epochs_now()
         finally:
             self._is_mine = False

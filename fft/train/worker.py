@@ -332,6 +332,7 @@ class Worker:
         self._by_loop.forget()
         self._committed = record, self._job.local.epoch if self._job.local else None
         self._state.stands_at(record)
+        self._state.consumed(plan)
         self.body_failures.committed()
         self._watchers.committed(record.step, len(plan.members) * self._job.world)
         if self._state.step is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -135,3 +135,46 @@ def test_ranks_that_draw_different_data_end_before_a_step(tmp_path: Path, odd: s
             assert 'transactions(loader, sharded="group")' in text
             assert not member.consumed
         made.audit()
+
+
+@pytest.mark.parametrize("kind", ["group", "rank"])
+def test_each_sample_of_a_shard_comes_once_when_a_job_resumes(
+    tmp_path: Path, kind: Literal["group", "rank"]
+) -> None:
+    """A sample is numbered by its shard: that of group 1 begins at 1000, that of its rank 1 at
+    1100."""
+    saved: dict[str, dict[str, Any]] = {}
+
+    class Shard(Counting):
+        def __init__(self, member: Member) -> None:
+            super().__init__()
+            group, _, rank = member.name.partition(".")
+            self.begin = 1000 * int(group) + (100 * int(rank) if kind == "rank" else 0)
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for item in super().__iter__():
+                yield item + self.begin
+
+    def work(member: Member, steps: int) -> None:
+        member.train(steps, Shard(member), save, sharded=kind)
+
+    def save(member: Member, txn: fft.Transaction) -> None:
+        if txn.step == SAVED_AT:
+            saved.setdefault(member.name, member.manager.state_dict())
+
+    def resumed(member: Member) -> None:
+        member.manager.load_state_dict(saved[member.name])
+        work(member, SAVED_AT + 2)
+
+    drawn: list[list[int]] = []
+    for name, begin in (("first", lambda m: work(m, SAVED_AT + 1)), ("second", resumed)):
+        with job(tmp_path / name, GROUPS) as made:
+            members = [member for group in "01" for member in _start(made, group, begin)]
+            drawn.append(_end(members))
+            made.audit()
+    begins = [0, 100, 1000, 1100] if kind == "rank" else [0, 1000]
+    each = SAMPLES * (1 if kind == "rank" else RANKS)
+    steps = [range(SAVED_AT + 1), range(SAVED_AT, SAVED_AT + 2)]
+    for found, taken in zip(drawn, steps, strict=True):
+        numbers = range(taken.start * each, taken.stop * each)
+        assert found == [begin + n for begin in begins for n in numbers]

@@ -158,7 +158,7 @@ def test_a_dataset_with_random_samples_is_not_compared_by_its_first_sample() -> 
 
 
 @pytest.mark.parametrize("identify", [None, lambda batch: batch])
-def test_a_loader_whose_state_does_not_restore_the_order_is_refused(identify: Any) -> None:
+def test_loader_that_does_not_restore_its_order_is_refused(identify: Any) -> None:
     source, joiner = StreamSource(Counter(), identify), StreamSource(Counter(moves_on=False))
     source.take(fft.Due(0, 3, 4))
     joiner.load(source.export(2), 2)
@@ -166,7 +166,7 @@ def test_a_loader_whose_state_does_not_restore_the_order_is_refused(identify: An
         joiner.take(fft.Due(2, 2, 4))
 
 
-def test_a_loader_whose_state_restores_the_order_goes_on() -> None:
+def test_loader_that_restores_its_order_continues() -> None:
     source, joiner = StreamSource(Counter()), StreamSource(Counter())
     source.take(fft.Due(0, 3, 4))
     joiner.load(source.export(2), 2)
@@ -304,7 +304,7 @@ def test_an_order_that_changes_is_refused_in_a_resumed_job() -> None:
         other.load(loader.export(0), 0)
 
 
-def test_ranks_whose_orders_differ_in_a_later_pass_bring_different_digests() -> None:
+def test_orders_that_differ_in_a_later_pass_give_different_digests() -> None:
     def order(data_epoch: int, rank: int) -> list[int]:
         return [*range(7), 7 - data_epoch * rank]
 

@@ -44,6 +44,19 @@ class Drawn:
     shard: str = ""
     """Name of the shard that the data are drawn from; empty: all ranks draw the same data."""
 
+    consumed: float | None = None
+    """Fraction of the data that is consumed with this txn; None: they have no known end."""
+
+    @property
+    def progress(self) -> float:
+        """`consumed`. Raises FftError if there is none."""
+        if self.consumed is None:
+            raise FftError(
+                "txn.progress is for data with an end that all groups share: give transactions() a "
+                "list, an fft.CursorLoader with passes=, or an fft.StreamLoader with items="
+            )
+        return self.consumed
+
     @property
     def passes(self) -> Passes:
         """Raises FftError: the data have none."""

@@ -125,7 +125,8 @@ class _Loader:
         workers = options.get("num_workers", 0)
         if workers:
             refuse_long_temp_dir(f"{self._name} with num_workers={workers}")
-        self._items = items
+        self._items = self.items_in_all = items
+        """Number of items, on all ranks and in all passes; None: without end."""
         self._identity = identity
         self._window = torch.zeros(2, dtype=torch.int64) if workers > 0 else None
         if self._window is not None:

@@ -114,6 +114,11 @@ class ItemsSource:
     def load(self, state: Any, first: int) -> None:
         same_data(self, {"items": len(self._items)}, state)
 
+    @property
+    def items_in_all(self) -> int:
+        """Number of items."""
+        return len(self._items)
+
     def fingerprint(self, first: int, count: int) -> str | None:
         """Digest of the length and the first item."""
         if self._digest is None and len(self._items) > 0:
@@ -177,6 +182,19 @@ class StreamSource:
             self._states.append(state)
             self._items.append(item)
             self._digests.append(digest)
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the loader is being read."""
+        return self._iterator is not None
+
+    def skip(self, first: int, end: int) -> bool:
+        """Draw the items ``first`` … ``end - 1`` and drop them. False: the loader ends before."""
+        for number in range(first, end):
+            if not self.holds(number, 1):
+                return False
+            self._forget(number + 1)
         return True
 
     def fingerprint(self, first: int, count: int) -> str | None:
@@ -402,7 +420,24 @@ class Inputs:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
         waited_ms, passes = self._waited_s * 1e3, self._passes(plan, is_last)
-        return Drawn(batch, is_last, waited_ms, plan.slice, number, passes, digest)
+        return Drawn(
+            batch,
+            is_last,
+            waited_ms,
+            plan.slice,
+            number,
+            passes,
+            digest,
+            consumed=self._consumed(plan, is_last),
+        )
+
+    def _consumed(self, plan: StartTxn, is_last: bool) -> float | None:
+        """As of `Drawn`. Items that are too few for another txn count as consumed."""
+        total = getattr(self._source, "items_in_all", None)
+        if total is None:
+            return None
+        done = plan.next_cursor * self._ranks / total
+        return 1.0 if is_last else min(1.0, done)
 
     def _passes(self, plan: StartTxn, is_last: bool) -> Passes | str:
         """As of `Drawn`. What is left at the end of the data, too little for all groups, is over

@@ -1,0 +1,324 @@
+"""Loaders over a share of the data: each group, or each rank, draws from a shard of its own.
+
+Every rank counts how many slices each group has consumed; the counts are part of the job's state.
+The loader of a shard is only in the processes of its group, so its state is published on the bus
+from time to time, with the count that it belongs to. A process that comes back loads the newest
+published state, and draws the items again that its group has consumed since.
+
+Main thread, between two bodies.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fft.bus.base import BusError
+from fft.messages.effects import StartTxn
+from fft.train.data.batch_copy import copied
+from fft.train.data.drawn import Drawn
+from fft.train.data.retries import retried
+from fft.train.data.source import DataError, DataSource, Due, Identify, StreamSource, named
+from fft.train.state.serial import plain
+
+logger = logging.getLogger(__name__)
+
+Sharded = Literal["group", "rank"]
+NO_PASSES = (
+    "are for data that all groups share: of a sharded loader FFT knows no length; count them in "
+    "the loader"
+)
+PUBLISH_S = 1.0
+"""Time between two publications of a state."""
+LONGEST_STATE = 4 * 1024 * 1024
+"""Bytes of a state that is published."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Where the states of the shards are published.
+
+    Attributes:
+        read: name → the published bytes, or None.
+        write: publishes bytes under a name.
+    """
+
+    read: Callable[[str], bytes | None]
+    write: Callable[[str, bytes], None]
+
+
+class ShardedSource:
+    """The loader of one shard as a `DataSource` of its group.
+
+    Args:
+        loader: has ``state_dict`` and ``load_state_dict``, and gives the batches of this shard.
+        kind: whose shard it is: that of the ``group``, whose ranks all draw the same and take an
+            item each, or that of the ``rank``.
+        group: the replica group of this process.
+        rank, ranks: number of this rank, and of the ranks of a group that take items of their own.
+        shelf: where states are published.
+        identify: as of `StreamSource`.
+
+    Raises:
+        DataError: ``loader`` has no state, or divides the data by itself.
+    """
+
+    in_any_order = False
+
+    def __init__(
+        self,
+        loader: Any,
+        kind: Sharded,
+        group: str,
+        rank: int,
+        ranks: int,
+        shelf: Shelf,
+        identify: Identify | None = None,
+    ) -> None:
+        _refuse_unfit(loader, kind)
+        self.kind, self.shard = kind, group if kind == "group" else f"{group}/{rank}"
+        self.positions: dict[str, int] = {}
+        """Slices that each group has consumed."""
+        self._loader, self._group, self._shelf = loader, group, shelf
+        self._rank, self._takers = rank, ranks if kind == "group" else 1
+        """Number of this rank, and items of a slice."""
+        self._ranks = ranks
+        self._publishes = kind == "rank" or rank == 0
+        self._published_at = -PUBLISH_S
+        self._identify = identify
+        self._stream = StreamSource(loader, identify)
+
+    @property
+    def _first(self) -> int:
+        """Number in the shard of the first item that is not consumed."""
+        return self.positions.get(self._group, 0) * self._takers
+
+    def draw(self, plan: StartTxn) -> tuple[Any, bool, int, str | None] | None:
+        """The batch for ``plan``, whether it is the last, the number of its slice in the shard, and
+        a digest of what all ranks of the shard must draw alike. None: the shard has ended."""
+        first, count = self._first, self._takers
+        self._refuse_missing(plan)
+        self._publish()
+        is_last = not self._stream.holds(first, 2 * count)
+        if is_last and not self._stream.holds(first, count):
+            return None
+        number = first + (self._rank if count > 1 else 0)
+        batch = copied(self._stream.take(Due(first, number, count)))
+        return batch, is_last, first // count, self._stream.fingerprint(first, count)
+
+    def committed(self, plan: StartTxn) -> None:
+        """The txn of ``plan`` is committed, and consumes a slice of each group that contributes."""
+        for group in plan.members:
+            self.positions.setdefault(group, 0)
+        for group in plan.contributors:
+            self.positions[group] += 1
+
+    def _publish(self) -> None:
+        """Publish the state of this shard, unless that was done a moment ago."""
+        now = time.monotonic()
+        if not self._publishes or now - self._published_at < PUBLISH_S:
+            return
+        buffer = io.BytesIO()
+        torch.save(plain(self._own(), f"state of {named(self._loader)}"), buffer)
+        self._published_at = now
+        if buffer.tell() <= LONGEST_STATE:
+            try:
+                self._shelf.write(_key(self.shard), buffer.getvalue())
+            except BusError as error:  # the engine notices if the bus is gone
+                logger.warning("the state of shard %s was not published: %s", self.shard, error)
+            return
+        self._publishes = False
+        logger.warning(
+            "the state of %s has %d bytes, and at most %d are published: a process that replaces "
+            "this one draws the items of its shard again from the beginning",
+            named(self._loader),
+            buffer.tell(),
+            LONGEST_STATE,
+        )
+
+    def _own(self) -> dict[str, Any]:
+        """The state of this shard."""
+        position = self.positions.get(self._group, 0)
+        return {"position": position, "state": self._stream.export(self._first)}
+
+    def _published(self, shard: str) -> dict[str, Any] | None:
+        """The newest published state of ``shard``."""
+        if (found := self._shelf.read(_key(shard))) is None:
+            return None
+        state: dict[str, Any] = torch.load(io.BytesIO(found), weights_only=True)
+        return state
+
+    # --- DataSource ---
+
+    def open(self) -> None:
+        """Nothing to start: the first item is drawn when its txn begins."""
+
+    def holds(self, first: int, count: int) -> bool:
+        raise NotImplementedError("a shard is drawn by draw()")
+
+    def take(self, due: Due) -> Any:
+        raise NotImplementedError("a shard is drawn by draw()")
+
+    def export(self, first: int) -> Any:
+        """The counts of all shards, and the state of this one."""
+        return self._header() | {"states": {self.shard: self._own()}}
+
+    def export_all(self) -> Any:
+        """The counts and the newest published states of all shards, for a checkpoint."""
+        states = {self.shard: self._own()}
+        for group in self.positions:
+            shard = group if self.kind == "group" else f"{group}/{self._rank}"
+            if shard not in states and (found := self._published(shard)) is not None:
+                states[shard] = found
+        return self._header() | {"states": states}
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "sharded": self.kind,
+            "ranks": self._ranks,
+            "positions": dict(self.positions),
+        }
+
+    def load(self, state: Any, first: int) -> None:
+        """Take over the counts, and continue this shard where its group stands."""
+        self._refuse_other(state)
+        was = self._first
+        self.positions = dict(state["positions"])
+        if self._group not in self.positions and self.positions and self._resumes:
+            raise DataError(
+                f"the checkpoint has the shards of the groups {', '.join(sorted(self.positions))}, "
+                f"and this is group {self._group!r}: its share would overlap with theirs. "
+                f"{_RESHARD}"
+            )
+        if self._stream.is_open and was <= self._first:  # this process has drawn it
+            self._skip(was)
+        else:
+            self._restore(state["states"].get(self.shard))
+
+    def resume(self, state: Any, first: int) -> None:
+        """As `load`, from a checkpoint: the groups must be those that wrote it."""
+        self._resumes = True
+        try:
+            self.load(state, first)
+        finally:
+            self._expected = set(self.positions)
+            self._resumes = False
+
+    _resumes = False
+    _expected: frozenset[str] | set[str] = frozenset()
+    """Groups whose shards the checkpoint has that this job resumes from."""
+
+    def _refuse_missing(self, plan: StartTxn) -> None:
+        expected, self._expected = self._expected, frozenset()
+        if missing := sorted(set(expected) - set(plan.members)):
+            raise DataError(
+                f"the checkpoint has the shards of the groups {', '.join(sorted(expected))}, and "
+                f"this job begins without {', '.join(missing)}, whose data would never be trained. "
+                f"{_RESHARD}"
+            )
+
+    def _restore(self, given: dict[str, Any] | None) -> None:
+        """Continue at the count of this group from the newest state that is not beyond it."""
+        position = self.positions.get(self._group, 0)
+        states = [s for s in (given, self._published(self.shard)) if s is not None]
+        fitting = [s for s in states if s["position"] <= position]
+        begun = max(fitting, key=lambda s: int(s["position"]), default=None)
+        if begun is not None:
+            self._stream.load(begun["state"], begun["position"] * self._takers)
+        elif self._stream.is_open:
+            raise DataError(
+                f"no state of shard {self.shard} is known, and {named(self._loader)} has been read "
+                "in this process: start the group again"
+            )
+        at = begun["position"] if begun is not None else 0
+        self._skip(at * self._takers)
+        logger.info("shard %s continues at slice %d, from slice %d", self.shard, position, at)
+
+    def _skip(self, first: int) -> None:
+        """Drop the items from ``first`` on that the group has consumed."""
+        if not self._stream.skip(first, self._first):
+            raise DataError(
+                f"shard {self.shard} ends before item {self._first}, and its group has consumed "
+                f"that many: {named(self._loader)} gives fewer items than before"
+            )
+
+    def _refuse_other(self, state: Any) -> None:
+        """Raise DataError if ``state`` is that of data that are divided otherwise."""
+        is_sharded = isinstance(state, dict) and "sharded" in state
+        theirs = f"sharded={state['sharded']!r}" if is_sharded else "a loader that is not sharded"
+        if not is_sharded or state["sharded"] != self.kind:
+            raise DataError(
+                f"transactions() was given sharded={self.kind!r}, and the state comes from {theirs}"
+            )
+        if state["ranks"] != self._ranks:
+            raise DataError(
+                f"the state comes from groups of {state['ranks']} ranks, and this group has "
+                f"{self._ranks}: the shards are others. {_RESHARD}"
+            )
+
+    def close(self) -> None:
+        """Warn if shards are not consumed alike: some data were trained less often than others."""
+        if self.positions and len(set(self.positions.values())) > 1:
+            told = ", ".join(f"{g}: {n}" for g, n in sorted(self.positions.items()))
+            logger.warning(
+                "the shards of the groups are not consumed alike (slices by group: %s): a group "
+                "that was away has not trained its shard meanwhile, and no other group did",
+                told,
+            )
+
+
+class ShardedInputs:
+    """What one rank takes from its shard, txn by txn."""
+
+    def __init__(self, source: ShardedSource) -> None:
+        self._source = source
+        self._step, self._waited_s = -1, 0.0
+
+    def draw(self, plan: StartTxn) -> Drawn | None:
+        """The input for ``plan``; None: the shard has ended. Outside of bodies."""
+        began, source = time.monotonic(), self._source
+        item = f"an item of shard {source.shard}"
+        try:
+            if (taken := retried(lambda: source.draw(plan), item)) is None:
+                return None
+        except Exception as error:
+            error.add_note(f"shard {source.shard} was to give the batch of step {plan.step}")
+            raise
+        batch, is_last, number, digest = taken
+        if plan.step != self._step:
+            self._step, self._waited_s = plan.step, 0.0
+        self._waited_s += time.monotonic() - began
+        waited_ms = self._waited_s * 1e3
+        return Drawn(batch, is_last, waited_ms, plan.slice, number, NO_PASSES, digest, source.shard)
+
+
+_RESHARD = (
+    "The shards of a loader cannot be divided anew: resume with the groups and ranks that wrote "
+    "the state, or use fft.StreamLoader or fft.CursorLoader, which divide the data among any number"
+)
+
+
+def _key(shard: str) -> str:
+    return f"shard/{shard}"
+
+
+def _refuse_unfit(loader: Any, kind: object) -> None:
+    if kind not in ("group", "rank"):
+        raise DataError(f"sharded={kind!r}: expected 'group' or 'rank'")
+    if isinstance(loader, DataSource):
+        raise DataError(
+            f"{named(loader)} with sharded={kind!r}: it divides the data among the groups itself. "
+            "Give it the whole data, and leave sharded= out"
+        )
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        raise DataError(
+            f"{named(loader)} with sharded={kind!r} has no state_dict and load_state_dict: a group "
+            "that comes back could not continue its shard. Pass a stateful loader, such as "
+            "torchdata's StatefulDataLoader, or fft.StreamLoader over the whole data"
+        )
