@@ -92,6 +92,21 @@ class TraceReport:
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class FetchReport:
+    """A rank fetches the state of a peer: ``got`` of ``total`` bytes have arrived, and the rest
+    takes about ``left`` seconds."""
+
+    group: Name
+    rank: Count
+    inc: Count
+    got: Count
+    total: Count
+    left: Seconds
+    v: Literal[1] = 1
+    type: Literal["fetching"] = "fetching"
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Mark:
     """A listener's message to itself: when it arrives, all earlier messages have arrived."""
 
@@ -100,7 +115,7 @@ class Mark:
     type: Literal["mark"] = "mark"
 
 
-Report = SpeedReport | HeldReport | CheckpointReport | TraceReport | Mark
+Report = SpeedReport | HeldReport | CheckpointReport | TraceReport | FetchReport | Mark
 
 
 KEPT = ("report/published", "report/failed", "report/too_often", "report/trace")

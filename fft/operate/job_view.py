@@ -13,9 +13,17 @@ from typing import Any
 
 from fft.health.detectors.straggler import Stragglers
 from fft.messages.commands import COMMANDS, Command, command_to_json
-from fft.messages.progress import CheckpointReport, HeldReport, Report, SpeedReport, TraceReport
+from fft.messages.progress import (
+    CheckpointReport,
+    FetchReport,
+    HeldReport,
+    Report,
+    SpeedReport,
+    TraceReport,
+)
 from fft.messages.protocol import BusMessage, Death, Drain, Join, Leave, Peer, Record, Suspect
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, CheckpointNotes
+from fft.trace.format import progress_in_words
 
 _RATE_COMMITS = 20  # over so many commits the rate of steps is taken
 _STALE_S = 10.0  # after so long without a commit there is no rate
@@ -73,6 +81,7 @@ class JobModel:
     _gaps: dict[str, str] = field(default_factory=dict)
     """Rank → why its trace could not be written."""
     _held: dict[tuple[str, int], HeldReport] = field(default_factory=dict)
+    _fetches: dict[tuple[str, int], FetchReport] = field(default_factory=dict)
     _groups: dict[str, dict[int, RankSeen]] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
     _commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_COMMITS))
@@ -98,10 +107,13 @@ class JobModel:
         match word:
             case HeldReport():
                 self._held[(word.group, word.rank)] = word
+            case FetchReport():
+                self._fetches[(word.group, word.rank)] = word
             case CheckpointReport() | TraceReport():
                 self._take_report(word)
             case SpeedReport():
                 self._held.pop((word.group, word.rank), None)
+                self._fetches.pop((word.group, word.rank), None)
                 if word.scope is not None:
                     self.scopes[word.scope] = max(word.step, self.scopes.get(word.scope, 0))
                 rank = f"{word.group}/{word.rank}"
@@ -140,6 +152,15 @@ class JobModel:
             f"group {group} rank {rank} is held: step {word.step} waits until scope "
             f"{word.scope} has taken {word.needed} slices of the data; it has taken {word.cursor}"
             for (group, rank), word in sorted(self._held.items())
+        ]
+
+    def fetches(self) -> list[str]:
+        """The ranks that are fetching the state for long, and how far each is."""
+        return [
+            f"group {group} rank {rank} is fetching the state: "
+            f"{progress_in_words(word.got, word.total, word.left)}"
+            for (group, rank), word in sorted(self._fetches.items())
+            if word.got < word.total
         ]
 
     def newest_checkpoint(self) -> int | None:
@@ -248,7 +269,7 @@ def event_of(word: BusMessage | Record | Command | Report) -> dict[str, Any] | N
         case Death() | Suspect():
             where = {"group": word.group, "rank": word.rank, "pid": word.pid, "host": word.host}
             return {"event": word.type, **where, "by": word.by, "cause": word.cause}
-        case HeldReport() | CheckpointReport() | TraceReport():
+        case HeldReport() | CheckpointReport() | TraceReport() | FetchReport():
             return {"event": word.type, **asdict(word)}
         case Drain():
             return {"event": "drain", "groups": list(word.groups), "by": word.by}

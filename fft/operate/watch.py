@@ -196,7 +196,9 @@ def render(watch: JobModel, url: str, now: float) -> RenderableType:
         parts.insert(1, Text(", ".join(steps_of)))
     if (newest := watch.newest_checkpoint()) is not None:
         parts.append(Text(f"newest checkpoint: step {newest}"))
-    parts += [Text(text, style="yellow") for text in (*watch.held(), *watch.troubles())]
+    parts += [
+        Text(text, style="yellow") for text in (*watch.held(), *watch.fetches(), *watch.troubles())
+    ]
     if watch.lost:
         parts.insert(0, Text(f"the bus is lost, trying again: {watch.lost}", style="bold red"))
     if watch.decisions:

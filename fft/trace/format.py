@@ -24,6 +24,8 @@ DIGESTS = "digests"
 
 FETCHING = "fetching"
 """A note of a fetch that takes long: bytes that have arrived, those of the whole, seconds left."""
+UNREACHABLE = "unreachable"
+"""A note of a joiner that waits outside the epoch: which addresses it cannot connect to."""
 NO_REFORM = "no_reform"
 """A note: since the header, the ranks of this group can be replaced no more."""
 

@@ -20,7 +20,7 @@ from fft.messages.protocol import Peer
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
-from fft.trace.format import FETCHING, NO_REFORM, progress_in_words, scope_folders
+from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 
@@ -263,6 +263,8 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         view.loss = float(data["loss"])
     elif record.get("note") == NO_REFORM:
         view.reforms = False
+    elif record.get("note") == UNREACHABLE:
+        view.fault = str(data.get("why"))
     elif record.get("note") == FETCHING and isinstance(left := data.get("left_s"), int | float):
         got, total = _number(data.get("bytes")), _number(data.get("total"))
         view.fetches = progress_in_words(got, total, left)

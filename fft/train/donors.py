@@ -22,6 +22,7 @@ from fft.messages.commands import RollCall, fresh_id
 from fft.messages.protocol import Peer, RankEntry
 from fft.operate.client import JobClient, OperatorError
 from fft.protocol.timeouts import bus_operation
+from fft.trace.format import UNREACHABLE
 from fft.util.errors import NoState
 from fft.util.pidfd import is_there
 
@@ -82,7 +83,7 @@ def _wait(
             raise NoState(f"{text}. It waited for {limit_s:g} s")
         if why != told:
             logger.error("%s", text)
-            note("unreachable", {"why": why})
+            note(UNREACHABLE, {"why": why})
             told = why
         time.sleep(_AGAIN_S)  # nothing reports that a firewall was opened
 

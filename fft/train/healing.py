@@ -15,7 +15,7 @@ from torchft.manager import Manager
 
 from fft.messages.effects import Heal, StartTxn
 from fft.messages.protocol import Connected, Healed, HealFailed, Record
-from fft.trace.format import FETCHING, progress_in_words
+from fft.trace.format import progress_in_words
 from fft.train.epoch_groups import EpochGroups
 from fft.train.participation import Participation
 from fft.train.rank_state import RankState
@@ -38,12 +38,16 @@ class FetchProgress:
 
     def __init__(
         self,
-        note: Callable[[str, dict[str, Any]], None],
+        tell: Callable[[int, int, float], None],
         source: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``source``: the group whose state is fetched."""
-        self._note, self._source, self._clock = note, source, clock
+        """
+        Args:
+            tell: takes the bytes so far, those of the whole state, and the seconds left.
+            source: the group whose state is fetched.
+        """
+        self._tell, self._source, self._clock = tell, source, clock
         self._began = clock()
         self._next_note = self._began + _NOTED_EVERY_S
         self._next_line = self._began + _LOGGED_EVERY_S
@@ -54,7 +58,7 @@ class FetchProgress:
             return
         self._next_note = now + _NOTED_EVERY_S
         left_s = (now - self._began) * (total - got) / got
-        self._note(FETCHING, {"bytes": got, "total": total, "left_s": round(left_s, 1)})
+        self._tell(got, total, left_s)
         if now >= self._next_line:
             self._next_line = now + _LOGGED_EVERY_S
             text = "fetching the state of group %s: %s"
@@ -69,15 +73,15 @@ class StateExchange:
         manager: Manager,
         state: RankState,
         transfer: StateTransfer | None,
-        note: Callable[[str, dict[str, Any]], None],
+        tell: Callable[[int, int, float], None],
     ) -> None:
         """
         Args:
             transfer: our own checkpoint transport; None: the user has given another one.
-            note: writes a note to the trace.
+            tell: as of `FetchProgress`.
         """
         self._manager = manager
-        self._note = note
+        self._tell = tell
         self._state = state
         self.transfer = transfer
         self._served: Record | None = None
@@ -121,7 +125,7 @@ class StateExchange:
         self.bind(record)
         if self.transfer is not None:
             source = record.members[command.fetch_from].group
-            self.transfer.on_progress = FetchProgress(self._note, source)
+            self.transfer.on_progress = FetchProgress(self._tell, source)
         payload = cast(
             "dict[str, Any]",
             manager._checkpoint_transport.recv_checkpoint(

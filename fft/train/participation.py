@@ -13,7 +13,7 @@ from typing import Any
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 from fft.engine.loop import Engine
-from fft.messages.progress import TraceReport, fitting
+from fft.messages.progress import FetchReport, TraceReport, fitting
 from fft.messages.protocol import (
     Connected,
     Event,
@@ -28,7 +28,7 @@ from fft.messages.protocol import (
 from fft.protocol.main_thread import NO_FACTS
 from fft.protocol.state import Local
 from fft.trace.checkpoint_notes import report_of
-from fft.trace.format import NO_REFORM
+from fft.trace.format import FETCHING, NO_REFORM
 from fft.trace.writer import TraceWriter
 from fft.train.main_thread import MainThread
 from fft.train.place_log import PlaceLog
@@ -91,6 +91,13 @@ class Participation:
         self.note(name, data)
         if self.reporter is not None and (report := report_of(self.peer, name, data)) is not None:
             self.reporter.say(report)
+
+    def tell_fetch(self, got: int, total: int, left_s: float) -> None:
+        """Trace and report that ``got`` of the ``total`` bytes of a peer's state have arrived."""
+        left_s = round(left_s, 1)
+        self.note(FETCHING, {"bytes": got, "total": total, "left_s": left_s})
+        if self.reporter is not None:
+            self.reporter.say(FetchReport(*self.peer, got, total, left_s))
 
     def report_to(self, reporter: ProgressReporter) -> None:
         """From now on who watches the job hears of it also by ``reporter``, which says no more when

@@ -71,7 +71,7 @@ class Parts:
         self.commands = OperatorCommands(self.job, self.injector)
         self.reductions = TxnReductions(manager, self.watchers, self.injector)
         self.state = RankState(manager, self.injector, settings, self.stage)
-        self.exchange = StateExchange(manager, self.state, transfer, self.job.note)
+        self.exchange = StateExchange(manager, self.state, transfer, self.job.tell_fetch)
         self.checkpointer = self._make_checkpointer(manager)
         self.inner = self._make_inner(manager)
         host, margin_s = EngineHost(manager, self), limits["drain_margin"].seconds

@@ -317,7 +317,11 @@ def test_the_rollbacks_since_the_last_commit_are_known(tmp_path: Path) -> None:
 
 def test_progress_of_a_long_fetch_is_shown_until_it_ends(tmp_path: Path) -> None:
     clock, notes = [0.0], list[dict[str, Any]]()
-    progress = FetchProgress(lambda _, data: notes.append(data), "0", lambda: clock[0])
+
+    def tell(got: int, total: int, left_s: float) -> None:
+        notes.append({"bytes": got, "total": total, "left_s": left_s})
+
+    progress = FetchProgress(tell, "0", lambda: clock[0])
     for clock[0], mib in ((0.5, 10), (2.0, 20), (2.5, 25), (12.0, 60)):
         progress(mib * 2**20, 100 * 2**20)
     assert [(note["bytes"] // 2**20, note["left_s"]) for note in notes] == [(20, 8.0), (60, 8.0)]

@@ -29,7 +29,15 @@ from fft.messages.commands import (
     encode_answer,
     encode_command,
 )
-from fft.messages.progress import CheckpointReport, HeldReport, SpeedReport, TraceReport
+from fft.messages.progress import (
+    CheckpointReport,
+    FetchReport,
+    HeldReport,
+    SpeedReport,
+    TraceReport,
+    decode_report,
+    encode_report,
+)
 from fft.messages.protocol import (
     Death,
     Drain,
@@ -507,6 +515,21 @@ def test_stage_scopes_show_which_scope_holds_another() -> None:
     watch.see(SpeedReport("1", 0, 1, 6, 0.1, "stage0"), 2.0)
     assert watch.held() == []
     assert watch.scopes == {"stage0": 6, "stage1": 4}
+
+
+def test_watch_shows_a_long_fetch_until_its_rank_commits() -> None:
+    watch, file = JobModel(), io.StringIO()
+    watch.begin(None, Record(1, "epoch", 1, 0, 0, "x", 0, 0, Peer("0", 0, 1), _two_groups()))
+    report = FetchReport("1", 0, 1, 3 * 2**29, 2**33, 35.0)
+    assert decode_report(encode_report(report)) == report
+    watch.see(report, 1.0)
+    Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
+    assert "group 1 rank 0 is fetching the state: 1.5 of 8.0 GiB, 35 s left" in file.getvalue()
+    line = event_of(report)
+    assert line is not None
+    assert (line["event"], line["got"]) == ("fetching", 3 * 2**29)
+    watch.see(SpeedReport("1", 0, 1, 6, 0.1), 2.0)
+    assert watch.fetches() == []
 
 
 def test_watch_shows_checkpoint_and_trace_failures() -> None:
