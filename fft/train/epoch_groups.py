@@ -5,14 +5,20 @@ Touches torch's process groups; abort may come from any thread, the rest is the 
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
 
@@ -21,6 +27,11 @@ from fft.messages.protocol import Peer, Record
 from fft.train.process_group import AbortableGroup, GroupAborted
 from fft.train.process_group.shard import ShardGroup
 from fft.util.errors import CannotMeet, FftError, UnlikeGroups
+
+logger = logging.getLogger(__name__)
+
+_DIGESTS = "\x1f"
+"""Separates what a member reduces from its digests, in its note."""
 
 
 class EpochGroups:
@@ -55,6 +66,8 @@ class EpochGroups:
         """It was aborted since it was built."""
         self.shard_apart = False
         """It is not built for the job's epochs, but for those of the group's own scope."""
+        self._warned_of: set[str] = set()
+        """Places of foreign process groups that a warning has named."""
         self._put_off: str | None = None
         """The cause of an abort of the shard group that waits for the next txn; None: none."""
 
@@ -142,6 +155,31 @@ class EpochGroups:
                 "--ranks 1, and more groups"
             )
 
+    def refuse_foreign(self, models: Sequence[nn.Module], others: Iterable[torch.Tensor]) -> None:
+        """Raise FftError if the models, or DTensors among ``others``, use a foreign process group.
+
+        FFT cannot abort a collective of a group that it has not made: after a fault on one rank,
+        its mates would wait in it for that group's own timeout. Two-dimensional meshes, for which
+        there is no other way, get a warning.
+        """
+        for place, group, is_only in _groups_used(models, others):
+            if group.size() < 2 or (self.shard is not None and group is self.shard.pg):
+                continue
+            text = (
+                f"{place} communicates over the process group {group.group_name!r} of "
+                f"{group.size()} ranks, which FFT cannot abort: after a fault on one rank the "
+                "others would wait in it until its own timeout"
+            )
+            if is_only:
+                raise FftError(
+                    f"{text}; pass shard_pg=fft.ShardProcessGroupGloo() (of NCCL on GPUs) to "
+                    "ManagerFFT, and build the model on manager.shard_mesh()"
+                )
+            if place not in self._warned_of:
+                self._warned_of.add(place)
+                logger.warning("%s; keep that timeout short", text)
+            return
+
     @property
     def can_meet(self) -> bool:
         """Whether the ranks of this replica group can tell each other where they stand."""
@@ -170,8 +208,12 @@ class EpochGroups:
             self._configure_shard(f"boot/{start}", 0)
         return self.shard.pg
 
-    def configure(self, command: Heal, models: str) -> None:
-        """Build both for the epoch of ``command``; ``models``: in words, what is reduced here.
+    def configure(self, command: Heal, models: str, digests: Mapping[str, str] | None) -> None:
+        """Build both for the epoch of ``command``.
+
+        Args:
+            models: what is reduced here, in words.
+            digests: of state that the members compare, by name; None: this one does not.
 
         Raises:
             UnlikeGroups: other groups reduce something else, and this rank is wrong, or all are.
@@ -191,6 +233,8 @@ class EpochGroups:
             name = f"{record.n}"
             shard = manager._executor.submit(self._configure_shard, name, record.epoch)
         self.replicate.note = models
+        if digests is not None:
+            self.replicate.note += _DIGESTS + json.dumps(digests)
         self.replicate.configure(
             f"{members[0].store}/fft/{record.n}.{record.epoch}/{rank}",
             self._peer.group,
@@ -241,8 +285,9 @@ class EpochGroups:
 
         Who has the job's state is right, and goes on without whoever differs.
         """
-        mine, record = self.replicate.note, command.record
-        unlike = {r: note for r, note in self.replicate.notes.items() if note != mine}
+        mine, record = self.replicate.note.partition(_DIGESTS)[0], command.record
+        notes = {r: note.partition(_DIGESTS)[0] for r, note in self.replicate.notes.items()}
+        unlike = {r: note for r, note in notes.items() if note != mine}
         if not unlike:
             return
         held = [entry.entry(self._manager._group_rank).current for entry in record.members]
@@ -254,6 +299,26 @@ class EpochGroups:
         )
         is_right = held[command.index] and not all(held)
         raise RuntimeError(text) if is_right else UnlikeGroups(text)
+
+    def unlike(self, command: Heal) -> dict[str, str] | None:
+        """Names of the digests that differ from another group's, each with that group.
+
+        Compares what the members brought to `configure`. None: this member, or all others, brought
+        no digests.
+        """
+        own = self.replicate.note.partition(_DIGESTS)[2]
+        theirs = {i: n.partition(_DIGESTS)[2] for i, n in sorted(self.replicate.notes.items())}
+        theirs.pop(command.index, None)
+        if not own or not any(theirs.values()):
+            return None
+        found: dict[str, str] = {}
+        mine: dict[str, str] = json.loads(own)
+        for index, text in theirs.items():
+            its = json.loads(text) if text else mine
+            for name in mine.keys() | its.keys():
+                if mine.get(name) != its.get(name):
+                    found.setdefault(name, command.record.members[index].group)
+        return found
 
     def _configure_shard(self, name: str, epoch: int) -> None:
         assert self.shard is not None
@@ -269,6 +334,34 @@ class EpochGroups:
             None,
             timeout=self._manager._quorum_timeout,
         )
+
+
+def _groups_used(
+    models: Sequence[nn.Module], others: Iterable[torch.Tensor]
+) -> Iterator[tuple[str, Any, bool]]:
+    """Places that use a process group of torch's, the group, and whether it is their only one."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for model in models:
+        tensors += [*model.named_parameters(), *model.named_buffers()]
+        for name, module in model.named_modules():
+            place = f"module {name!r} ({type(module).__name__}) of the model"
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    yield from _groups_of(place, group.mesh_info.mesh)
+            if isinstance(module, nn.SyncBatchNorm | FullyShardedDataParallel):
+                own = module.process_group or _world.default_pg
+                if isinstance(own, torch.distributed.ProcessGroup):
+                    yield place, own, True
+    tensors += [("state of an optimizer", tensor) for tensor in others]
+    for place, tensor in tensors:
+        if isinstance(tensor, DTensor):
+            yield from _groups_of(place, tensor.device_mesh)
+
+
+def _groups_of(place: str, mesh: DeviceMesh) -> Iterator[tuple[str, Any, bool]]:
+    is_only = mesh._get_root_mesh().ndim == 1
+    for dimension in range(mesh.ndim):
+        yield place, mesh.get_group(dimension), is_only
 
 
 class _Shard(AbortableGroup):

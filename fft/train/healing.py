@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,8 @@ from fft.train.rank_state import RankState
 from fft.train.reported import text_of
 from fft.train.settings import Learners
 from fft.train.state.learning import Learning
-from fft.train.state.transfer import StateTransfer, Unreachable
+from fft.train.state.transfer import StateTransfer, UnloadableState, Unreachable
+from fft.util.error_places import fingerprint, may_pass
 from fft.util.errors import CannotMeet, FftError, UnlikeGroups
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,14 @@ class FetchProgress:
             self._next_line = now + _LOGGED_EVERY_S
             text = "fetching the state of group %s: %s"
             logger.warning(text, self._source, progress_in_words(got, total, left_s))
+
+
+class Unexportable(FftError):
+    """This rank cannot export its state, and would stop every joiner again."""
+
+
+_COMES_AGAIN = (UnlikeGroups, CannotMeet, Unexportable, UnloadableState)
+"""Errors that would fail the next epoch, too, so that they end this process."""
 
 
 class StateExchange:
@@ -169,6 +178,10 @@ class Healer:
         """Where the last fetch could not connect; empty: it could."""
         self.learning: Learning | None = None
         """The fetch that is under way beside the body."""
+        self._compared: list[int] = []
+        """Steps of the epochs in which ``extra`` and buffers were compared with another group's."""
+        self._export_error: Hashable = None
+        """Fingerprint of the error by which the last export failed; None: it did not fail."""
 
     def facts(self, command: Heal) -> set[str]:
         """What the main thread's table asks of ``command``."""
@@ -182,9 +195,10 @@ class Healer:
         touched = False
         self._exchange.withdraw()  # before the groups meet: from then on peers may ask
         try:
-            self._groups.configure(command, models)
+            self._groups.configure(command, models, self._to_compare(command))
+            self._warn_of_unlike(command)
             if command.send_to:
-                self._exchange.send(command)
+                self._send(command)
             size, source = 0, ""
             if self._job.thread.awaits("connected"):
                 self._begin_to_learn(command)
@@ -199,8 +213,7 @@ class Healer:
             self._job.say(HealFailed(epoch, text_of(error), torn=touched))
             self._job.note_error(error)
             # What does not fit in here, or this where it is, would only stop the others again.
-            is_out_of_place = isinstance(error, UnlikeGroups | CannotMeet)
-            if touched or is_out_of_place or self._is_cut_off(error):
+            if touched or isinstance(error, _COMES_AGAIN) or self._is_cut_off(error):
                 raise
             return
         self._healed(command.record, size, source)
@@ -215,6 +228,51 @@ class Healer:
         if isinstance(error, Unreachable):
             self._unreached = error.where
         return bool(self._unreached) and self._unreached == before
+
+    def _to_compare(self, command: Heal) -> dict[str, str] | None:
+        """Digests of ``extra`` and buffers, until they were compared twice: at the start of the job
+        and after the first fault. Not in every epoch, since that reads all of it."""
+        step, compared = self._state.step, self._compared
+        is_due = not compared or (len(compared) == 1 and command.record.step > compared[0])
+        steps_together = self._state.synchronizer is None
+        if step is None or command.fetch_from is not None or not (is_due and steps_together):
+            return None
+        try:
+            return step.compared_digests()
+        except TypeError:
+            return None  # an export raises it, too, and ends this rank where it must
+
+    def _warn_of_unlike(self, command: Heal) -> None:
+        """Warn of ``extra`` and buffers that differ between groups that hold the job's state."""
+        if (unlike := self._groups.unlike(command)) is None:
+            return
+        self._compared.append(command.record.step)
+        for name, group in sorted(unlike.items()):
+            logger.warning(
+                "%s of group %s and of group %s differ at step %d, and a group that joins takes "
+                "them over from another one: change them by what all groups have in common, such "
+                "as the result of manager.allreduce(), or keep them out of the registered state",
+                name,
+                self._job.peer.group,
+                group,
+                command.record.step,
+            )
+            self._job.note("unlike_state", {"name": name, "group": group})
+
+    def _send(self, command: Heal) -> None:
+        """Serve the state. Raises Unexportable if that fails by the same error as the last time."""
+        try:
+            self._exchange.send(command)
+        except Exception as error:
+            this = None if may_pass(error) else fingerprint(error)
+            again, self._export_error = this == self._export_error, this
+            if this is None or not again:
+                raise
+            raise Unexportable(
+                f"the state of this rank cannot be sent to a group that joins; twice in a row: "
+                f"{text_of(error)}. Keep tensors, containers and plain values in what is registered"
+            ) from error
+        self._export_error = None
 
     def _healed(self, record: Record, size: int, source: str) -> None:
         self._state.stands_at(record)
@@ -264,7 +322,7 @@ class Healer:
             logger.warning("no state for epoch %d: %s", record.epoch, error)
             self._job.say(HealFailed(record.epoch, text_of(error), torn=touched))
             self._job.note_error(error)
-            if touched or self._is_cut_off(error):
+            if touched or isinstance(error, UnloadableState) or self._is_cut_off(error):
                 raise
             return False
         self._healed(record, size, learning.source)

@@ -54,8 +54,12 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     job, watchers, settings = parts.job, parts.watchers, parts.settings
     parts.state.resume()
     config = _config(manager, parts)
-    if parts.state.step is not None and settings.spec.ranks == "shards":
-        parts.groups.refuse_unconnected()
+    if parts.state.step is not None:
+        # again, since the models may have been sharded after register()
+        parts.state.step.refuse_replaced_parameters()
+        parts.groups.refuse_foreign(parts.state.models, parts.state.step.optimizer_tensors())
+        if settings.spec.ranks == "shards":
+            parts.groups.refuse_unconnected()
     parts.state.refuse_unsendable()
     for function in parts.state.users.values():  # complete by now, unlike at their registration
         refuse_dropping(function)

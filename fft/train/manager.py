@@ -188,6 +188,10 @@ class ManagerFFT(TorchftInterface):
                 ``scaler.unscale_(optimizer)`` to clip; the transaction does the rest. Where any
                 rank finds an inf or NaN, the step is skipped on all: the scale backs off, no
                 optimizer and no scheduler is stepped.
+
+        Raises:
+            FftError: the models or optimizers use a process group that FFT cannot abort, or an
+                optimizer was made before `fully_shard` replaced the parameters that it steps.
         """
         if isinstance(model, torch.optim.Optimizer) or isinstance(optimizer, nn.Module):
             raise FftError("register(model, optimizer, …): the model comes first")
@@ -197,7 +201,10 @@ class ManagerFFT(TorchftInterface):
         schedulers = [] if lr_scheduler is None else [lr_scheduler]
         if isinstance(lr_scheduler, Sequence):
             schedulers = list(lr_scheduler)
-        self._parts.state.register(models, optimizers, schedulers, extra or {}, generators, scaler)
+        state, groups = self._parts.state, self._parts.groups
+        state.register(models, optimizers, schedulers, extra or {}, generators, scaler)
+        assert state.step is not None, "registered just now"
+        groups.refuse_foreign(models, state.step.optimizer_tensors())
 
     def sync_gradients(
         self,

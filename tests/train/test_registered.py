@@ -1,0 +1,133 @@
+"""What `register` refuses: replaced parameters, and process groups that FFT cannot abort."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchft import ProcessGroupGloo
+
+from fft.train.epoch_groups import EpochGroups
+from fft.train.process_group import ShardProcessGroupGloo, StepState
+from fft.util.errors import FftError
+
+
+@pytest.fixture
+def shard() -> Iterator[ShardProcessGroupGloo]:
+    """A group whose collectives return at once."""
+    group = ShardProcessGroupGloo()
+    group.be_alone(0, 2)
+    yield group
+    group.unregister()
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4, bias=False)
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    StepState([model], [optimizer]).refuse_replaced_parameters()
+
+
+def test_optimizer_made_before_fully_shard_is_refused_with_that_cause(
+    shard: ShardProcessGroupGloo,
+) -> None:
+    model = nn.Sequential(linear(), linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model[1], mesh=shard.mesh())  # the other one is still stepped
+    with pytest.raises(
+        FftError, match=r"1.weight of the model.*fully_shard\(\) has put new"
+    ) as raised:
+        check(model, optimizer)
+    assert "make the optimizer after it" in str(raised.value)
+    check(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_optimizer_made_before_an_assigning_load_is_refused() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.load_state_dict({"weight": torch.ones(4, 4)}, assign=True)
+    with pytest.raises(FftError, match="load_state_dict"):
+        check(model, optimizer)
+
+
+def test_parameters_outside_of_models_and_frozen_ones_are_accepted() -> None:
+    model, temperature = nn.Sequential(linear(), linear()), nn.Parameter(torch.ones(4, 4))
+    model[1].weight.requires_grad_(False)
+    check(model, torch.optim.SGD([model[0].weight, temperature], lr=0.1))
+    check(model, torch.optim.SGD([model[0].weight], lr=0.1))
+
+
+def groups(shard: ShardProcessGroupGloo | None) -> EpochGroups:
+    nobody: Any = None
+    made = EpochGroups(nobody, nobody, "", ProcessGroupGloo(), None, alone=True)
+    if shard is not None:
+        vars(made)["shard"] = SimpleNamespace(pg=shard)
+    return made
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_model_on_the_shard_group_of_the_manager_is_accepted(
+    shard: ShardProcessGroupGloo,
+) -> None:
+    model = fully_shard(linear(), mesh=shard.mesh())
+    groups(shard).refuse_foreign([model], [])
+
+
+def test_model_on_another_process_group_is_refused_with_the_fix(
+    shard: ShardProcessGroupGloo, world: None
+) -> None:
+    model = nn.Sequential(fully_shard(linear(), mesh=init_device_mesh("cpu", (4,))))
+    for own in (shard, None):
+        with pytest.raises(FftError, match=r"module '0'.*of 4 ranks.*manager.shard_mesh\(\)"):
+            groups(own).refuse_foreign([model], [])
+
+
+def on(mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def test_buffers_and_optimizer_tensors_on_another_process_group_are_refused(world: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = linear()
+    with pytest.raises(FftError, match="state of an optimizer"):
+        groups(None).refuse_foreign([model], [on(mesh)])
+    model.register_buffer("table", on(mesh))
+    with pytest.raises(FftError, match="table"):
+        groups(None).refuse_foreign([model], [])
+    batch_norm = nn.Sequential(nn.SyncBatchNorm(4))  # over the default group
+    with pytest.raises(FftError, match="SyncBatchNorm"):
+        groups(None).refuse_foreign([batch_norm], [])
+
+
+def test_meshes_of_two_dimensions_are_warned_of_once(
+    world: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`shard_mesh()` has one dimension, so that a refusal would leave no way."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = fully_shard(linear(), mesh=mesh["shard"])
+    made = groups(None)
+    with caplog.at_level(logging.WARNING):
+        made.refuse_foreign([model], [])
+        made.refuse_foreign([model], [])
+    assert caplog.text.count("which FFT cannot abort") == 1
+
+
+def test_groups_of_one_rank_are_accepted(world: None) -> None:
+    groups(None).refuse_foreign([linear()], [on(init_device_mesh("cpu", (1,)))])
