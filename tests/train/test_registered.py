@@ -70,7 +70,7 @@ def test_parameters_outside_of_models_and_frozen_ones_are_accepted() -> None:
 
 def groups(shard: ShardProcessGroupGloo | None) -> EpochGroups:
     nobody: Any = None
-    made = EpochGroups(nobody, nobody, "", ProcessGroupGloo(), None, alone=True)
+    made = EpochGroups(nobody, nobody, "", ProcessGroupGloo(), None, alone=True, address="")
     if shard is not None:
         vars(made)["shard"] = SimpleNamespace(pg=shard)
     return made
