@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
 from functools import partial
@@ -215,7 +216,11 @@ def run(
     with _interrupts() as interrupts, plain_errors():
         from fft.launch.resuming import Resumptions, begun, held
         from fft.launch.supervisor import RunConfig
+        from fft.launch.trace_directory import refuse_launcher
         from fft.messages.fault_plans import FaultPlan, load_plan
+
+        if not join:
+            refuse_launcher()
 
         config = RunConfig(
             script=[str(script), *(arguments or [])],
@@ -248,7 +253,7 @@ def run(
             config = begun(config, join)
             total = config.groups_in_all
             plan = load_plan(faults, total, ranks) if faults else FaultPlan(faults=[])
-            verdict, config = Resumptions(supervise, _say).run(config, plan, traces)
+            verdict, config = Resumptions(supervise, _say, join).run(config, plan, traces)
         _tell(verdict, config)  # a further signal cuts nothing of it
 
 
@@ -296,12 +301,14 @@ def _supervise(
     from fft.launch.services import Services, in_words, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.display import open_display
+    from fft.util.new_file import claimed
     from fft.util.remove_after_death import vanishing
 
     token = JobToken.from_env()
     services: Services | Joined
     if serve is None:
-        services = Joined.from_env().entered(token)
+        assert config.bus_url is not None  # `begun` has found it
+        services = replace(Joined.from_env(), bus_url=config.bus_url)
     else:
         bus, cluster, lighthouse = serve
         token = token or JobToken.fresh()
@@ -315,10 +322,12 @@ def _supervise(
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)
         interrupts.go_to(supervisor.interrupt)
-        path = config.trace_dir / "job.token"  # for who wants to say something to the job
         with ExitStack() as undo:
             reach = services.settings()
-            if token is not None:
+            if named := os.environ.get("FFT_TOKEN_FILE"):
+                reach["FFT_TOKEN_FILE"] = named
+            elif token is not None:
+                path = claimed(config.trace_dir / "job.token")  # other hosts may share the folder
                 token.save(path)
                 undo.enter_context(vanishing(path))
                 reach["FFT_TOKEN_FILE"] = str(path)

@@ -22,6 +22,7 @@ from typing import IO, Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from fft.util.errors import FftError
+from fft.util.file_lock import locked
 from fft.util.full_disk import is_disk_full
 
 PARTIAL = ".partial-"
@@ -35,8 +36,6 @@ _PAUSES_S = (0.05, 0.5, 2.0)
 """Between the attempts at one operation."""
 _WRITERS = ".writers.lock"
 """Shared by all processes of jobs that take checkpoints."""
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What some file systems say to a lock."""
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class LocalStore:
     def hold(self) -> Iterator[None]:
         with (self._root / ".job.lock").open("a") as file:
             try:
-                locks = _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks = locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreError(
                     f"another job keeps its checkpoints in {self._root}, and runs: end it first, "
@@ -147,7 +146,7 @@ class LocalStore:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         with self._writers_file() as file:
-            _locked(file, fcntl.LOCK_SH)  # nobody has it for longer than a look
+            locked(file, fcntl.LOCK_SH)  # nobody has it for longer than a look
             try:
                 yield
             finally:
@@ -164,7 +163,7 @@ class LocalStore:
     def is_at_work(self) -> bool | None:
         try:
             with (self._root / _WRITERS).open("r+") as file:
-                return False if _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB) else None
+                return False if locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB) else None
         except FileNotFoundError:
             return False
         except BlockingIOError:
@@ -384,17 +383,6 @@ def digest_of(file: BinaryIO) -> str:
     while chunk := file.read(_CHUNK):
         hasher.update(chunk)
     return hasher.hexdigest()
-
-
-def _locked(file: IO[str], operation: int) -> bool:
-    """Whether it is; not on a file system that has no locks. Raises OSError."""
-    try:
-        fcntl.flock(file, operation)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def _rename(old: Path, new: Path) -> None:

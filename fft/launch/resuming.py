@@ -15,28 +15,34 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from fft.bus.token import JobToken
 from fft.durable.checkpoints import Checkpoints
 from fft.durable.choice import choose
 from fft.durable.manifest import name_of
 from fft.durable.plan import CheckpointError, Checkpointing
 from fft.durable.stores import NoRoom, open_store
 from fft.launch.compiled import compile_cache
-from fft.launch.supervisor import JobOutcome, RunConfig
+from fft.launch.supervisor import JobOutcome, Joined, RunConfig
+from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.trace.report import save_plan
-from fft.trace.starts import start_folder
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
-    """Keep the place of the checkpoints for this job; ``joins``: it may be running already.
+    """Hold the directory of the traces and the place of the checkpoints for this job.
+
+    ``joins``: the job may be running already.
 
     Gives ``config`` with the place of what its processes compile. Raises StoreError: no checkpoints
     can be kept there, or another job keeps its own there; SupervisorError.
     """
+    config.check()
     with ExitStack() as undo:
+        job = Joined.from_env().bus_url.rpartition("/")[2] if joins else None
+        undo.enter_context(held_traces(config.trace_dir, job))
         if config.checkpoint is not None:
             store = open_store(str(config.checkpoint.place))
             try:
@@ -53,28 +59,32 @@ def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
 
 
 def begun(config: RunConfig, joins: bool = False) -> RunConfig:
-    """``config`` with the checkpoint that the job begins with, and a folder for its traces.
+    """Return ``config`` with all that is chosen when a start begins.
 
-    ``joins``: the job may be running already, and have checkpoints. Raises CheckpointError,
-    SupervisorError.
+    This is the checkpoint to begin with, the folder for the traces, and the start on the bus.
+
+    Args:
+        joins: the bus is served elsewhere; the job may be running already, and have checkpoints.
+
+    Raises:
+        CheckpointError: there is no checkpoint to begin with.
+        SupervisorError: the job cannot be started as asked.
+        BusError: the bus of the job to join cannot be reached.
     """
-    plan = config.checkpoint
-    if plan is None or (joins and plan.resume is False):
-        config.check()
-        return config
-    store = open_store(str(plan.place))
-    manifest = choose(Checkpoints(store), plan.resume)
-    if not joins:
-        _clear(Checkpoints(store))
-    folder = config.trace_dir
-    if plan.resume is not False:
-        folder = start_folder(folder)
-        if manifest is None:
+    config.check()
+    plan, step = config.checkpoint, None
+    if plan is not None and not (joins and plan.resume is False):
+        store = open_store(str(plan.place))
+        manifest = choose(Checkpoints(store), plan.resume)
+        if not joins:
+            _clear(Checkpoints(store))
+        if plan.resume is not False and manifest is None:
             logger.warning("no checkpoint at %s yet: the job begins at its start", store.url)
-    step = None if manifest is None else manifest.step
-    found = replace(config, resume_step=step, trace_dir=folder)
-    found.check()
-    return found
+        step = None if manifest is None else manifest.step
+    bus_url = Joined.from_env().entered(JobToken.from_env()).bus_url if joins else None
+    start = None if bus_url is None else bus_url.rpartition("/")[2]
+    folder = folder_for(config.trace_dir, start)
+    return replace(config, resume_step=step, trace_dir=folder, bus_url=bus_url)
 
 
 def _clear(checkpoints: Checkpoints) -> None:
@@ -127,10 +137,14 @@ class Resumptions:
     """
 
     def __init__(
-        self, run: Callable[[RunConfig, FaultPlan], JobOutcome], say: Callable[[str], object]
+        self,
+        run: Callable[[RunConfig, FaultPlan], JobOutcome],
+        say: Callable[[str], object],
+        joins: bool = False,
     ) -> None:
         self._run = run
         self._say = say
+        self._joins = joins
         self._in_vain = 0
         """Starts in a row that have got no further."""
         self._errors: frozenset[tuple[str, str]] = frozenset()
@@ -160,7 +174,8 @@ class Resumptions:
             self._errors = found.errors
             for line in found.lines:
                 self._say(line)
-            again = begun(replace(config, checkpoint=_resuming(given), trace_dir=traces))
+            resuming = replace(config, checkpoint=_resuming(given), trace_dir=traces)
+            again = begun(resuming, self._joins)
             is_stuck = again.resume_step == config.resume_step
             self._in_vain = self._in_vain + 1 if is_stuck else 0
             if self._in_vain > config.max_restarts:

@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fft.bus import ErrorBus, open_job_bus
 from fft.bus.base import HEAD
@@ -48,10 +47,6 @@ class JobStart:
     """Of its bus."""
     number: int
     """From 1."""
-
-    def place_in(self, traces: str | Path) -> Path:
-        """Where its traces go in ``traces``: not between those of an earlier job."""
-        return Path(traces) if self.number == 1 else Path(traces, f"start{self.number}")
 
 
 def enter(

@@ -5,9 +5,14 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from fft.util.names import in_file_name
+
+_MARK = ".start-of-"
+"""A file of this prefix in a folder names the start of a job whose traces are there."""
+
 
 def start_folder(root: Path) -> Path:
-    """Where the traces of the next start go: ``root``, if it has none yet."""
+    """Return the folder for the traces of the next start: ``root``, if that has none yet."""
     if not any(root.glob("*.jsonl")) and not (root / "start2").exists():
         return root
     for number in itertools.count(2):
@@ -15,6 +20,34 @@ def start_folder(root: Path) -> Path:
         if not any(folder.glob("*.jsonl")) and not (root / f"start{number + 1}").exists():
             return folder
     raise AssertionError("there is always a number")
+
+
+def folder_of(root: Path, start: str) -> Path:
+    """Return the folder in ``root`` for the traces of one start of a job, and mark it.
+
+    All processes of a start get the same folder, on all hosts that share ``root``. The caller
+    makes sure that no process of another job writes to ``root`` meanwhile.
+
+    Args:
+        root: the directory of all starts; made if absent.
+        start: name of the start on the bus, such as ``job-7f4d.start2``.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    mark = _MARK + in_file_name(start)
+    if (found := _marked(root, mark)) is not None:
+        return found
+    folder = start_folder(root)
+    if (found := _marked(root, mark)) is not None:  # by another process of this start meanwhile
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / mark).touch()
+    return folder
+
+
+def _marked(root: Path, mark: str) -> Path | None:
+    return next((folder for folder in start_folders(root) if (folder / mark).exists()), None)
 
 
 def start_folders(root: Path) -> list[Path]:

@@ -27,6 +27,7 @@ from fft.protocol.participant import Outcome
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Local
 from fft.trace.format import FORMAT, chain, where
+from fft.util.errors import FftError
 from fft.util.full_disk import is_disk_full
 from fft.util.names import in_file_name
 
@@ -80,7 +81,9 @@ def header(spec: FsmSpec, config: Config, local: Local, **more: Any) -> dict[str
 class TraceWriter:
     """Appends records to one participant's file. Thread-safe; ``close`` ends it.
 
-    Raises OSError if the file cannot be made, for another reason than a full disk.
+    Raises:
+        FftError: the file exists; it is the trace of another job.
+        OSError: the file cannot be made, for another reason than a full disk.
 
     Args:
         directory: made if absent. None: nothing is written (and nothing can be audited).
@@ -108,10 +111,15 @@ class TraceWriter:
         self._lock = threading.Lock()
         if directory is not None:
             self.path = trace_path(directory, peer)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, flags, 0o644)
+            except FileExistsError as error:
+                raise FftError(
+                    f"{self.path} is the trace of another job: expected a new file; give each job "
+                    "a directory of its own (trace_dir=, FFT_TRACE_DIR, or --trace-dir)"
+                ) from error
             except OSError as error:
                 if not is_disk_full(error):
                     raise

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from torchft.process_group import ProcessGroup
 
 from fft.bus import open_job_bus
 from fft.bus.addresses import own_address
-from fft.operate.entering import enter
+from fft.operate.entering import JobStart, enter
+from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.epoch_groups import EpochGroups
@@ -32,6 +35,7 @@ from fft.train.transaction import TransactionLoop
 from fft.train.voting import Voter
 from fft.train.watchers import Watchers
 from fft.train.worker import Worker
+from fft.util.full_disk import is_disk_full
 
 if TYPE_CHECKING:
     from fft.train.torchft_interface import TorchftInterface
@@ -54,7 +58,7 @@ class Parts:
         self.limits = limits = settings.timeout_table(manager)
         operation_s = limits["bus_operation"].seconds
         start = enter(settings.bus_url, settings.token, operation_s)
-        traces = start.place_in(settings.trace_dir) if settings.trace_dir is not None else None
+        traces = _traces_of(start, settings)
         self.settings = settings = replace(settings, bus_url=start.url, trace_dir=traces)
         bus = open_job_bus(settings.bus_url, settings.token, operation_s)
         undo.callback(bus.close)
@@ -181,3 +185,20 @@ class Parts:
 def _is_failing() -> bool:
     """Whether an exception is on its way out of the script, or has ended it."""
     return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+
+
+def _traces_of(start: JobStart, settings: Settings) -> Path | None:
+    """Return the folder for the traces of this start of the job; None: none are written.
+
+    A child of `fft run` gets its folder from there. Other processes look for it themselves, so that
+    a second job never writes between the traces of the first.
+    """
+    root = settings.trace_dir
+    if root is None or "FFT_GROUP" in os.environ:
+        return root
+    try:
+        return folder_of(root, start.url.rpartition("/")[2])
+    except OSError as error:
+        if is_disk_full(error):  # training does not depend on its trace
+            return root
+        raise

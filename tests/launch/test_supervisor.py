@@ -486,12 +486,6 @@ def test_a_job_that_makes_no_sense_is_refused(
         RunConfig(**{**good, **changes}).check()
 
 
-def test_a_used_trace_directory_is_refused(stage: Stage, tmp_path: Path) -> None:
-    (tmp_path / "g0r0i1.jsonl").write_text("")
-    with pytest.raises(SupervisorError, match="name a fresh --trace-dir"):
-        RunConfig([str(stage.script)], 1, 1, tmp_path).check()
-
-
 # --- commands of operators ---------------------------------------------------------------
 
 

@@ -58,6 +58,8 @@ class RunConfig:
     then as the spec says."""
     compiled: Path | None = None
     """Where processes keep what inductor compiles; None: as their environment says."""
+    bus_url: str | None = None
+    """The bus of the start that this process joins; None: it serves the bus itself."""
     take_over: bool = False
     """Have another supervisor of these groups hand them over; else it is left alone."""
 
@@ -103,10 +105,6 @@ class RunConfig:
             raise SupervisorError("--spares must be at least 0")
         if self.reform_window is not None and not 0 <= self.reform_window < math.inf:
             raise SupervisorError("--reform-window must be a number of seconds, at least 0")
-        if any(self.trace_dir.glob("*.jsonl")):
-            raise SupervisorError(
-                f"{self.trace_dir} holds the traces of an earlier run; name a fresh --trace-dir"
-            )
 
     @property
     def groups_in_all(self) -> int:

@@ -20,6 +20,7 @@ from fft.launch.supervisor.claims import Loss
 from fft.messages.commands import Evict
 from fft.trace.tail import JobView
 from fft.util.error_places import Place
+from fft.util.new_file import claimed
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class Group:
         with ExitStack() as undo:
             undo.callback(self._undo_start)
             for rank in range(self.ranks):
-                log = logs / f"g{self.name}r{rank}-{self.starts}.log"
+                log = claimed(logs / f"g{self.name}r{rank}-{self.starts}.log")
                 self.children.append(self._own(make(rank, log), rank, log))
             undo.pop_all()
         return self.children
@@ -209,8 +210,7 @@ class Group:
 
         Raises OSError.
         """
-        tries = 2 + sum(child.rank == lost.rank for child in self.lost)
-        log = logs / f"g{self.name}r{lost.rank}-{self.starts}.{tries}.log"
+        log = claimed(logs / f"g{self.name}r{lost.rank}-{self.starts}.log")
         child = self._own(start(log), lost.rank, log)
         self.lost.append(lost)
         self.children[self.children.index(lost)] = child

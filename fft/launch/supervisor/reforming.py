@@ -17,6 +17,7 @@ from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.spares import GROUP, Spares
 from fft.trace.tail import JobView
+from fft.util.new_file import claimed
 
 SUCCESSOR = "FFT_SUCCESSOR"
 """Set in the environment of a process that comes for a lost one, whose group lives."""
@@ -40,7 +41,8 @@ class Reforming:
         self.spares = Spares(config.spares, self._start_spare)
 
     def _start_spare(self, number: int, role_fd: int) -> Child:
-        env, log = {"FFT_ROLE_FD": str(role_fd)}, self._launcher.logs / f"spare-{number}.log"
+        env = {"FFT_ROLE_FD": str(role_fd)}
+        log = claimed(self._launcher.logs / f"spare-{number}.log")
         return self._launcher.start_one(GROUP, number, 1, env, log, (role_fd,))
 
     def is_waited_for(self, lost: Child) -> bool:
