@@ -31,7 +31,7 @@ from forked import Forked
 
 from fft.launch import script_runner
 from fft.launch.supervisor import children
-from fft.util.die_with_parent import PR_SET_PDEATHSIG
+from fft.util.die_with_parent import PR_SET_PDEATHSIG, ignore_warnings
 
 PR_SET_CHILD_SUBREAPER = 36
 LONGEST = 1 << 17
@@ -161,6 +161,8 @@ class _Rank:
 def _fork_ranks(line: socket.socket, supervisor: int) -> None:
     """Until the supervisor has ended; does not return."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ignore_warnings()  # as `tied` does for a new rank
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a test may send it to all processes of the job
     code = 1
     try:
         while True:
@@ -203,6 +205,7 @@ def _be_rank(supervisor: int, task: Any, descriptors: Sequence[int]) -> None:
     code = 1
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getppid() != supervisor:
             os._exit(1)
         _give(descriptors, wanted)

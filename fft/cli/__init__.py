@@ -2,7 +2,8 @@
 and the commands on specs and traces load no torch.
 
 This is the only room that takes signal handlers of the process (`run`, `serve`, `watch`) and that
-ends it with an exit code: 0 good, 1 the job or the audit failed, 2 bad input.
+ends it with an exit code: 0 good, 1 the job or the audit failed, 2 bad input. `run` has more
+(`fft.launch.exit_status`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import typer
 
 from fft.cli import checkpoints, operate, prove, run, specs, traces
+from fft.launch.exit_status import IN_WORDS
 
 app = typer.Typer(
     help="Fast Fault Tolerance: every PyTorch training step is a transaction.",
@@ -19,7 +21,7 @@ app = typer.Typer(
 )
 # `fft --help` lists them in this order.
 app.command()(run.serve)
-app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.command(context_settings={"allow_interspersed_args": False}, epilog=IN_WORDS)(run.run)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.command()(traces.audit)
 app.command()(traces.report)

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -98,40 +99,89 @@ _TAKE_OVER = Annotated[
 ]
 
 
+_WITH_PARENT = Annotated[
+    bool, typer.Option("--with-parent", help="End when the process that started this one ends.")
+]
+
+
 def _calm_lighthouse() -> None:
     """Keep torchft's lighthouse from logging each request. Before torchft is imported."""
     os.environ.setdefault("RUST_LOG", "error")
 
 
+_KILLS = (signal.SIGINT, signal.SIGTERM)
+"""Signals of which the first one drains the job, and a second one kills it."""
+_WARNS = (signal.SIGUSR1, signal.SIGHUP)
+"""Signals that drain the job and never kill it: a scheduler's warning, and a lost terminal."""
+_SAME_S = 2.0
+"""A second SIGTERM within this time is taken for the first: a scheduler may send it twice, to the
+process and to the whole step."""
+
+
 class Interrupts:
-    """SIGINT and SIGTERM, from before there is anybody to be told of them."""
+    """Passes signals on to the supervisor; keeps those that come before there is one."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self.output = os.devnull
+        """File that standard output and error go to when the terminal is lost."""
         self._tell: Callable[[], None] | None = None
+        self._drains = False
+        self._first: tuple[int, float] | None = None
+        """The first signal of those that may kill, and when it came, on the monotonic clock."""
+        self._kills = False
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def go_to(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` for each that came, and for each that comes."""
+        """Call ``tell`` once to drain and a second time to kill, also for earlier signals."""
         self._tell = tell
-        for _ in range(self._count):
+        for _ in range(self._drains + self._kills):
             tell()
 
     def take(self, number: int, _frame: FrameType | None) -> None:
-        """The handler. A second signal, while nobody is told yet, ends the process."""
-        self._count += 1
+        """Handle a signal. One that kills ends this process if there is no supervisor yet."""
+        if number == signal.SIGHUP:
+            self._leave_terminal()
+        if self._is_repeated(number):
+            self._kills = True
+            if self._tell is None:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+                os._exit(128 + number)  # as PID 1, which no signal ends by default
+        elif self._drains:
+            return
+        self._drains = True
         if self._tell is not None:
             self._tell()
-        elif self._count > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
         else:
             sys.stderr.write("fft: interrupted; what is being started is ended first\n")
+
+    def _is_repeated(self, number: int) -> bool:
+        """Whether this is the second signal of those that may kill."""
+        if number not in _KILLS:
+            return False
+        now = time.monotonic()
+        if self._first is None:
+            self._first = number, now
+            return False
+        first, at = self._first
+        return first != signal.SIGTERM or number != signal.SIGTERM or now > at + _SAME_S
+
+    def _leave_terminal(self) -> None:
+        """Write to a file from now on: writes to a lost terminal fail, which would end the job."""
+        if self._terminals:
+            file = os.open(self.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            for fd in self._terminals:
+                os.dup2(file, fd)
+            os.close(file)
+            self._terminals = []
 
 
 @contextmanager
 def _interrupts() -> Iterator[Interrupts]:
     made = Interrupts()
-    previous = {n: signal.signal(n, made.take) for n in (signal.SIGINT, signal.SIGTERM)}
+    # an ignored SIGHUP stays ignored: the command runs under nohup
+    taken = [n for n in (*_KILLS, *_WARNS) if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {n: signal.signal(n, made.take) for n in taken}
     try:
         yield made
     finally:
@@ -152,10 +202,14 @@ def serve(
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     lighthouse: _LIGHTHOUSE = True,
+    with_parent: _WITH_PARENT = False,
 ) -> None:
-    """Serve bus and lighthouse, print how to reach them, run until SIGINT or SIGTERM."""
+    """Serve bus and lighthouse, print how to reach them, run until SIGINT, SIGTERM or SIGHUP."""
     from fft.launch.services import handed_over, serve_forever, start_services
+    from fft.util.die_with_parent import end_with_parent
 
+    if with_parent:
+        end_with_parent(signal.SIGTERM)
     _calm_lighthouse()
     with plain_errors(), handed_over(token_file) as path:
         services = start_services(
@@ -212,7 +266,10 @@ def run(
     resume: _RESUME = False,
     auto_resume: _AUTO_RESUME = True,
 ) -> None:
-    """Run SCRIPT as groups x ranks processes; restart what dies; SIGTERM drains."""
+    """Run SCRIPT as groups x ranks processes; restart what dies.
+
+    SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP drain the job; a second SIGINT or SIGTERM kills it.
+    """
     with _interrupts() as interrupts, plain_errors():
         from fft.launch.resuming import Resumptions, begun, held
         from fft.launch.supervisor import RunConfig
@@ -221,6 +278,8 @@ def run(
 
         if not join:
             refuse_launcher()
+            if groups == 0:
+                raise FftError("--groups 0, a host of spares only, needs --join")
 
         config = RunConfig(
             script=[str(script), *(arguments or [])],
@@ -265,7 +324,7 @@ def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
     if config.checkpoint is not None:
         _say(about_newest(config.checkpoint, verdict))
     sys.stdout.write(f"traces and logs: {config.trace_dir}\n")
-    raise typer.Exit(0 if verdict.ok else 1)
+    raise typer.Exit(int(verdict.exit_status))
 
 
 def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
@@ -321,6 +380,7 @@ def _supervise(
     try:
         display = open_display(Console()) if progress else None
         supervisor = Supervisor(config, plan, services, display, token)
+        interrupts.output = str(config.trace_dir / "fft-run.log")
         interrupts.go_to(supervisor.interrupt)
         with ExitStack() as undo:
             reach = services.settings()

@@ -274,6 +274,9 @@ class _Announcer:
 
 def main() -> None:
     """What ``python -m fft.health.monitor`` runs."""
+    # A scheduler may send these to all processes of a step; the monitor ends with its trainer.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     control = sys.stdin.fileno()
     if len(sys.argv) != 1 or os.isatty(control):
         raise SystemExit(

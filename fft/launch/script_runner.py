@@ -12,10 +12,14 @@ import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 LAST_WORDS = "fft-last-words"
 """What the memory behind the descriptor is called."""
+
+LOADED_TORCH = b"loaded torch"
+"""Written there when a script that has loaded torch ends well."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -31,6 +35,7 @@ def main() -> None:
     from types import ModuleType
 
     _survive_a_full_disk()
+    had_torch = "torch" in sys.modules
     del sys.argv[0]
     path = os.path.abspath(sys.argv[0])
     if role := os.environ.pop("FFT_ROLE_FD", ""):
@@ -42,10 +47,12 @@ def main() -> None:
         __file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__
     )
     sys.modules["__main__"] = module
+    is_good = False
     try:
         with open(path, "rb") as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+        is_good = True
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -60,6 +67,11 @@ def main() -> None:
             raise
         sys.excepthook(type(error), error, trace)
         sys.exit(1)
+    finally:
+        is_torchs = "torch" in sys.modules and not had_torch
+        if is_good and is_torchs and paper is not None and os.getpid() == owner:
+            with suppress(OSError):  # the script has closed it
+                os.write(paper, LOADED_TORCH)
 
 
 def _await_role(number: int, path: str) -> None:

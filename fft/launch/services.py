@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from fft.bus.addresses import advertised_address, joined
@@ -26,7 +26,7 @@ from fft.util.errors import FftError
 from fft.util.remove_after_death import vanishing
 
 _FREE_S = 5.0  # for a lighthouse to let go of its port
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 T = TypeVar("T")
 
 
@@ -229,7 +229,9 @@ def handed_over(
 
 
 def serve_forever(services: Services, token_file: Path | None = None) -> None:
-    """Print the announcement as one line, then wait for SIGINT or SIGTERM and end them.
+    """Print the announcement as one line, then wait for SIGINT, SIGTERM or SIGHUP and end them.
+
+    SIGUSR1 is ignored: a scheduler may send it to all processes of a step as a warning.
 
     ``token_file`` is announced too: whoever may read it can take part in the job. For the main
     thread of a program of its own: it takes the two signals.
@@ -239,7 +241,9 @@ def serve_forever(services: Services, token_file: Path | None = None) -> None:
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         ended.set()
 
-    previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    ends = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # as nohup has it
+    previous: dict[int, Any] = {number: signal.signal(number, on_signal) for number in ends}
+    previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         handed = f" FFT_TOKEN_FILE={token_file}" if token_file else ""
         sys.stdout.write(f"{services.announcement()}{handed}\n")

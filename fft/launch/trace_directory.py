@@ -20,6 +20,7 @@ from typing import IO, Any
 from fft.launch.supervisor import SupervisorError
 from fft.trace.starts import folder_of, start_folder
 from fft.util.file_lock import locked
+from fft.util.full_disk import is_disk_full
 
 _LOCK = ".job.lock"
 _SETTLE_S = 2.0
@@ -128,10 +129,13 @@ def _shares(file: IO[str]) -> bool:
 
 
 def _write(file: IO[str], job: str | None) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(json.dumps({"job": job, "pid": os.getpid(), "host": socket.gethostname()}))
-    file.flush()
+    text = json.dumps({"job": job, "pid": os.getpid(), "host": socket.gethostname()})
+    try:
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), text.encode())
+    except OSError as error:  # on a full disk others only miss who holds the lock
+        if not is_disk_full(error):
+            raise
 
 
 def _read(file: IO[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fft.protocol.roles import COMMITTING, Role
 from fft.trace.blame import History
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.format import FETCHING, NO_REFORM, UNREACHABLE, progress_in_words, scope_folders
+from fft.trace.inputs import LOOP
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 
@@ -47,6 +48,10 @@ class RankView:
     """Its group may lose other ranks, and go on with others in their places."""
     leaves: bool = False
     """On purpose: its group was asked to, or its last step has come."""
+    asked: bool = False
+    """Its group was asked to leave."""
+    loop: str = ""
+    """Which loop runs its transactions: FFT's own, or one of torchft's kind."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,8 @@ class TraceTail:
             self.view.gone = max(self.view.gone, step)
             known = self.view.ranks[key] = RankView(inc=inc, fault=fault)
         if inc == known.inc:
-            known.leaves |= _is_asked(_mapping(record.get("event")), key[0])
+            known.asked |= _is_asked(_mapping(record.get("event")), key[0])
+            known.leaves |= known.asked
             _update(known, record)
 
     def _take_command(self, record: dict[str, Any]) -> None:
@@ -261,6 +267,8 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         _take_cause(view, record)
     elif record.get("note") == "metrics" and isinstance(data.get("loss"), (int, float)):
         view.loss = float(data["loss"])
+    elif record.get("note") == LOOP:
+        view.loop = str(data.get("runs", ""))
     elif record.get("note") == NO_REFORM:
         view.reforms = False
     elif record.get("note") == UNREACHABLE:

@@ -82,7 +82,7 @@ class TraceWriter:
     """Appends records to one participant's file. Thread-safe; ``close`` ends it.
 
     Raises:
-        FftError: the file exists; it is the trace of another job.
+        FftError: the file has lines: it is the trace of another job.
         OSError: the file cannot be made, for another reason than a full disk.
 
     Args:
@@ -111,20 +111,26 @@ class TraceWriter:
         self._lock = threading.Lock()
         if directory is not None:
             self.path = trace_path(directory, peer)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, flags, 0o644)
-            except FileExistsError as error:
-                raise FftError(
-                    f"{self.path} is the trace of another job: expected a new file; give each job "
-                    "a directory of its own (trace_dir=, FFT_TRACE_DIR, or --trace-dir)"
-                ) from error
             except OSError as error:
                 if not is_disk_full(error):
                     raise
                 logger.error("no trace: %s; training continues, and cannot be audited", error)
                 self._problem = str(error)
+            else:
+                self._refuse_used(self._fd)
+
+    def _refuse_used(self, fd: int) -> None:
+        """Raise FftError if the file has lines: then it is the trace of another job."""
+        if os.fstat(fd).st_size:
+            self.close()
+            raise FftError(
+                f"{self.path} is the trace of another job: expected a new file; give each job "
+                "a directory of its own (trace_dir=, FFT_TRACE_DIR, or --trace-dir)"
+            )
 
     def on_lost(self, hear: Callable[[str], None]) -> None:
         """Call ``hear`` with the reason when lines begin to be lost, or at once if they are.

@@ -123,6 +123,16 @@ class Interrupter:
 
     # --- the main thread ---
 
+    @property
+    def signal_name(self) -> str:
+        """Name of the signal that unwinds a body."""
+        return self._number.name
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another handler has taken the signal, so that nothing is unwound any more."""
+        return not self._closed and signal.getsignal(self._number) != self._handle
+
     @guarded
     def enter(self) -> None:
         """A body begins."""

@@ -28,6 +28,8 @@ from fft.train.watchers import Watchers
 
 _FRAMES = 4
 """Calls of the main thread that are named when it is too late to leave with a commit."""
+_TORCHRUN_S = 30.0
+"""From SIGTERM to SIGKILL by torchrun (``PContext.close``)."""
 _LONGEST_CAUSE = 1500
 """Characters that the others are told; a message has its limits."""
 
@@ -90,10 +92,15 @@ class Leaving:
         signal.signal(number, handle)
 
     def as_the_environment_says(self, drain_on: Callable[..., None], group: str, rank: int) -> None:
-        """Listen to the signal and the notices that the environment names."""
-        name = os.environ.get("FFT_DRAIN_SIGNAL")
+        """Listen to the signal and the notices that the environment names.
+
+        torchrun ends its processes by SIGTERM, so that is the signal there if none is named.
+        """
+        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "FFT_GROUP" not in os.environ
+        name = os.environ.get("FFT_DRAIN_SIGNAL", "SIGTERM" if is_torchrun else "")
+        within = drain_within() or (_TORCHRUN_S if is_torchrun else None)
         if name and threading.current_thread() is threading.main_thread():
-            drain_on(signal.Signals[name], within=drain_within())
+            drain_on(signal.Signals[name], within=within)
         if notice := os.environ.get("FFT_NOTICE"):
             drain_on(source_of(notice, group, rank))
 

@@ -120,6 +120,8 @@ def read_settings(
     interval = interval_from(progress_interval)
     wanted = called.arguments["min_replica_size"]
     directory = trace_dir or os.environ.get("FFT_TRACE_DIR")
+    if not called.arguments.get("replica_id") and (group := os.environ.get("REPLICA_GROUP_ID")):
+        called.arguments["replica_id"] = group
     alone: Alone | None = None
     if not url:
         alone = Alone(called)

@@ -67,6 +67,7 @@ class TransactionLoop:
         """0, if a body may end without one."""
         self._is_periodic, self._has_stages = spec.is_periodic, bool(spec.stages)
         self.left_loop = LeftLoop()
+        self._warned_of_signal = False
 
     def run(
         self,
@@ -227,6 +228,14 @@ class TransactionLoop:
         interrupter, engine = self._watchers.interrupter, self.job.engine
         if interrupter is None or engine is None:
             return
+        if interrupter.is_replaced and not self._warned_of_signal:
+            self._warned_of_signal = True
+            logger.warning(
+                "the handler of %s was replaced after the first transaction: a rollback can no "
+                "longer interrupt the step function, and waits until it ends. Install your handler "
+                "before the first transaction; FFT then calls it for signals that are not FFT's",
+                interrupter.signal_name,
+            )
         interrupter.enter()
         if engine.superseded():  # rolled back before there was anything to unwind
             interrupter.request("rolled back before it began")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,8 @@ def vanishing(path: Path) -> Iterator[None]:
 
 def main() -> None:
     """Wait for the end of standard input, then remove what is there."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # sent to a whole step
+        signal.signal(number, signal.SIG_IGN)
     path, device, inode = sys.argv[1:]
     while os.read(0, 4096):
         pass

@@ -88,7 +88,7 @@ class Host:
     def end(self) -> None:
         """Drain it."""
         self.process.signal(signal.SIGTERM)
-        assert self.process.wait(LONG_S) == 0
+        assert self.process.wait(LONG_S) == 75, self.process.tail()
 
 
 @contextmanager

@@ -24,7 +24,17 @@ from fft.messages.fault_plans import FaultPlan
 WAIT_S = 30.0
 
 ACTOR = """
-import json, os, signal, socket, subprocess, sys
+import json, os, pathlib, signal, socket, subprocess, sys
+
+def leave():
+    # as `shutdown()` does: the trace that the test writes for this rank ends
+    name = f"g{os.environ['REPLICA_GROUP_ID']}r{os.environ['RANK']}i*.jsonl"
+    traces = pathlib.Path(os.environ["FFT_TRACE_DIR"]).glob(name)
+    if newest := max(traces, key=lambda path: int(path.stem.rpartition("i")[2]), default=None):
+        end = {"kind": "transition", "to": "EXIT", "roles": ["leaving", "terminal"]}
+        with newest.open("a") as file:
+            file.write(json.dumps(end) + "\\n")
+
 
 stage = socket.socket(socket.AF_UNIX)
 stage.connect(os.environ["STAGE"])
@@ -37,7 +47,11 @@ say(pid=os.getpid(), env=dict(os.environ), argv=sys.argv)
 for line in stage.makefile():
     order, _, rest = line.strip().partition(" ")
     if order == "exit":
+        if rest == "0":
+            leave()
         sys.exit(int(rest))
+    elif order == "vanish":  # in the middle of the job
+        os._exit(0)
     elif order == "print":
         print(rest)
         say(printed=rest)

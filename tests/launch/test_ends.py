@@ -7,10 +7,12 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from forked_run import fft
 from supervisor_stage import Job, Stage
 from test_supervisor import at_work, record, trace, two_at_work
 from waiting import wait_until
@@ -18,6 +20,7 @@ from waiting import wait_until
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
 from fft.durable.plan import Checkpointing
+from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.ending import last_epoch
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
@@ -287,3 +290,101 @@ def test_members_of_an_older_epoch_need_not_leave(bus: ErrorBus) -> None:
     """Group 1 has come since, and trains on; only the list of the epoch with it is late."""
     show(bus, formed(1, "0"), left(2, "0"))
     assert last_epoch(bus) is None
+
+
+@pytest.mark.parametrize("how", ["vanishes", "shuts down", "the loop is torchft's"])
+def test_exit_0_in_the_middle_of_the_job_is_a_loss(
+    run_job: StartJob, stage: Stage, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that shuts down is lost only if the others go on, and in FFT's own loop."""
+    with run_job(groups=2, ranks=2) as job:
+        actors = stage.enter(4)
+        loop = "torchft" if how == "the loop is torchft's" else "transactions"
+        for group, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            trace(job, group, rank, 1, at_work(5, 1, ["0", "1"]))
+            note = record(kind="note", note="loop", data={"runs": loop}, step=5)
+            trace(job, group, rank, 1, note)
+        actors["1", "1"].order("vanish" if how == "vanishes" else "exit 0")
+        actors["1", "1"].gone()
+        if how != "vanishes":
+            for rank in (0, 1):
+                trace(job, 0, rank, 1, at_work(6, 1, ["0", "1"]))
+        if loop == "torchft":
+            actors["1", "0"].order("exit 0")
+            actors["1", "0"].gone()
+            again = {}
+        else:
+            actors["1", "0"].gone()
+            again = stage.enter(2)
+        assert {place[0] for place in again} == ({"1"} if again else set())
+        for actor in (actors["0", "0"], actors["0", "1"], *again.values()):
+            actor.order("exit 0")
+        verdict = job.verdict()
+    text = "group 1 rank 1 (pid"
+    assert verdict.ok
+    assert (text in caplog.text) == bool(again)
+    if again:
+        assert "ended with exit status 0 in the middle of the job" in caplog.text
+        assert "at step 5" in caplog.text
+        assert caplog.text.count("in the middle of the job") == 1
+
+
+def test_death_is_reported_at_once_with_signal_and_step(
+    run_job: StartJob, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        os.kill(actors["1", "0"].pid, signal.SIGKILL)
+        again = stage.enter(1)["1", "0"]
+        pid = actors["1", "0"].pid
+        text = f"group 1 rank 0 (pid {pid}) died: SIGKILL, possibly out of memory"
+        assert text in caplog.text and "at step 5; its log: " in caplog.text
+        again.order("raise cut")
+        third = stage.enter(1)["1", "0"]
+        assert "ended with ConnectionError at" in caplog.text
+        assert "before its first transaction" in caplog.text
+        third.order("exit 0")
+        actors["0", "0"].order("exit 0")
+        assert job.verdict().exit_status == ExitStatus.COMPLETE
+
+
+@pytest.mark.parametrize("how", ["interrupted", "drained", "one drained", "given up", "failed"])
+def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, how: str) -> None:
+    with run_job(groups=2, ranks=1, max_restarts=0) as job:
+        actors = two_at_work(job, stage, 5)
+        if how == "interrupted":
+            job.supervisor.interrupt()
+            for actor in actors.values():
+                assert actor.says() == {"heard": "sigterm"}
+        for group in {"drained": (0, 1), "one drained": (1,)}.get(how, ()):
+            event = {"type": "drain", "groups": [str(group)], "by": "me"}
+            trace(job, group, 0, 1, record(kind="transition", event=event, step=5))
+        for group in {"given up": (1,), "failed": (0, 1)}.get(how, ()):
+            os.kill(actors[str(group), "0"].pid, signal.SIGKILL)
+            actors[str(group), "0"].gone()
+        for group in "01":
+            with suppress(OSError):  # it was killed
+                actors[group, "0"].order("exit 0")
+        status = job.verdict().exit_status
+    assert (
+        status
+        == {
+            "interrupted": ExitStatus.DRAINED,
+            "drained": ExitStatus.DRAINED,
+            "one drained": ExitStatus.FEWER_GROUPS,
+            "given up": ExitStatus.FEWER_GROUPS,
+            "failed": ExitStatus.FAILED,
+        }[how]
+    )
+
+
+@pytest.mark.multiprocess
+def test_run_fails_if_no_rank_begins_a_transaction(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("import torch\ntorch.nn.Linear(2, 1)(torch.ones(2)).sum().backward()\n")
+    command = ["run", "--groups", "2", "--no-progress", "--no-lighthouse"]
+    command += ["--trace-dir", str(tmp_path / "traces"), str(script)]
+    done = fft(*command, folder=tmp_path, within=60.0, new_ranks=True)
+    assert done.returncode == ExitStatus.FAILED
+    assert "no rank began a transaction" in done.stderr
+    assert "manager.transactions(loader)" in done.stderr

@@ -44,7 +44,7 @@ def test_before_anything_is_started(tmp_path: Path, script: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, said
+    assert process.returncode == 75, said
     assert "fft: interrupted before anything was started" in said
     assert not list(tmp_path.glob("runs/*/logs/*.log"))
 
@@ -60,7 +60,7 @@ def test_while_the_ranks_load(tmp_path: Path, script: Path) -> None:
 
         wait_until(lambda: len(loading()) == 4, "all ranks load", LIMIT_S)
         job.signal(signal.SIGTERM)
-        assert job.wait(LIMIT_S) == 0, job.tail()
+        assert job.wait(LIMIT_S) == 75, job.tail()
     for group in "01":
         assert f"fft: group {group} was asked to end while it started" in job.stderr_text
     assert not any(psutil.pid_exists(int(pid)) for pid in loading())

@@ -16,6 +16,7 @@ from checkpoint_files import manifest_of, published, written
 from forked import Forked
 from refused_calls import refuse
 
+from fft.bus import serve_tcp
 from fft.durable.plan import Checkpointing
 from fft.durable.stores import NoRoom, open_store
 from fft.launch.resuming import Resumptions, begun, held
@@ -121,7 +122,7 @@ def test_a_fault_that_has_fired_does_not_fire_again_in_the_next_start(tmp_path: 
 
 
 def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the first of a new job, and one that goes on by itself; a host that joins removes
     nothing."""
@@ -130,7 +131,9 @@ def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
     attempt = written(store, 3)
     assert store.directories() == [attempt]
     resuming = replace(job.config, checkpoint=Checkpointing(tmp_path / "checkpoints", resume=True))
-    begun(resuming, joins=True)
+    with serve_tcp() as server:
+        monkeypatch.setenv("FFT_BUS", server.url)
+        begun(resuming, joins=True)
     with store.at_work():
         begun(job.config)
     assert store.directories() == [attempt]

@@ -89,6 +89,8 @@ def test_children_get_their_places_and_a_good_end_is_good(
             assert env["TORCHFT_LIGHTHOUSE"].startswith("http://127.0.0.1:")
             assert env["FFT_TRACE_DIR"] == str(tmp_path / "run")
             assert env["FFT_DRAIN_SIGNAL"] == "SIGTERM" and env["OMP_NUM_THREADS"]
+            assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == (env["RANK"], "2")
+            assert env["GROUP_RANK"] == "0" and env["TORCHELASTIC_RUN_ID"]
             assert env["FFT_DRAIN_WITHIN"] == "60.0"  # the default of --drain-timeout
             assert "FFT_FAULTS" not in env and "FFT_INJECT" not in env
         ports = {actor.place: actor.env["MASTER_PORT"] for actor in actors.values()}
@@ -469,7 +471,7 @@ def test_group_without_state_restarts_while_others_hold_it(run_job: StartJob, st
     ("changes", "mend"),
     [
         ({"script": ["none.py"]}, "give the path of a Python file"),
-        ({"groups": 0}, "--groups and --ranks must be at least 1"),
+        ({"groups": 0}, "--groups 0 is a host of spares only"),
         ({"min_groups": 3}, "--min-groups must be from 1 to 2"),
         ({"min_steps": 5}, "give both or none"),
         ({"first_group": -1}, "--first-group must be at least 0"),

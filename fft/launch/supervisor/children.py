@@ -59,6 +59,12 @@ class Child:
         """Once its death is told: another process takes its place, while its mates live."""
         self.was_asked = False
         """It was sent SIGTERM."""
+        self.was_killed = False
+        """It was sent SIGKILL from here."""
+        self.left_early = False
+        """It ended with exit status 0 in the middle of the job."""
+        self.loaded_torch = False
+        """Once it is reaped: it ended well, and torch was loaded."""
         self.last_words: Place | None = None
         """Once it is reaped: the error of its own by which it ended."""
         self._death_mutex = DeathMutex() if supported() else None
@@ -108,12 +114,19 @@ class Child:
         self.code = self._process.wait()
         if self.code > 0:
             self.last_words = _read(self._paper)
+        elif self.code == 0:
+            self.loaded_torch = os.pread(self._paper, 16, 0) == script_runner.LOADED_TORCH
         os.close(self._paper)
         os.close(self.fd)
         if self._death_mutex is not None:
             self._death_mutex.close()
             self._death_mutex = None  # its page goes with it, which has a descriptor of its own
         return self.code
+
+    @property
+    def has_failed(self) -> bool:
+        """Once it is reaped: whether it was lost, and not at its own end."""
+        return self.code != 0 or self.left_early
 
     @property
     def failed_by_itself(self) -> bool:
@@ -129,6 +142,7 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal; a child that is already dead is left alone."""
         self.was_asked |= number == signal.SIGTERM
+        self.was_killed |= number == signal.SIGKILL
         pidfd.send(self.fd, number)
 
     @property

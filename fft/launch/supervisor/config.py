@@ -80,9 +80,14 @@ class RunConfig:
         if not self.script or not Path(self.script[0]).is_file():
             named = self.script[0] if self.script else ""
             raise SupervisorError(f"no script at {named!r}; give the path of a Python file")
-        if self.groups < 1 or self.ranks < 1:
+        if self.groups == 0 and not (self.spares >= self.ranks > 0 and self.all_groups):
+            raise SupervisorError(
+                "--groups 0 is a host of spares only: give --join, --all-groups, and at least as "
+                f"many --spares as a group has ranks ({self.ranks}); found {self.spares}"
+            )
+        if self.groups < 0 or self.ranks < 1:
             raise SupervisorError("--groups and --ranks must be at least 1")
-        if not 1 <= self.min_groups <= self.groups:
+        if self.groups and not 1 <= self.min_groups <= self.groups:
             raise SupervisorError(f"--min-groups must be from 1 to {self.groups}, the --groups")
         if self.first_group < 0:
             raise SupervisorError("--first-group must be at least 0")

@@ -109,7 +109,7 @@ class Group:
     @property
     def finished(self) -> bool:
         """Whether all ranks of the last start ended by their own word."""
-        return bool(self.children) and all(child.code == 0 for child in self.children)
+        return bool(self.children) and not any(child.has_failed for child in self.children)
 
     @property
     def last_words(self) -> Place | None:
@@ -184,6 +184,9 @@ class Group:
         self.children, self.lost, self.replaced = [], [], {}
         self._place = {
             "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "GROUP_RANK": "0",  # as torchrun numbers hosts: all ranks of a group are on one
+            "TORCHELASTIC_RUN_ID": f"fft-{self.name}",
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             # whose store is served here: init_process_group() shall not serve another there
@@ -203,7 +206,7 @@ class Group:
 
     def place(self, rank: int) -> dict[str, str]:
         """What tells a process that it is this rank of the present start."""
-        return {**self._place, "RANK": str(rank)}
+        return {**self._place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
     def replace(self, lost: Child, inc: int, logs: Path, start: Callable[[Path], Child]) -> Child:
         """``start`` a process, given its log, for the rank that was ``lost``, as ``inc``.

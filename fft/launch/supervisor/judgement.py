@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.children import Child, cause_of
 from fft.launch.supervisor.groups import Group
 from fft.launch.supervisor.mistakes import Mistake, is_the_scripts
@@ -13,6 +14,12 @@ from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
 from fft.trace.ends import about_no_state
 from fft.trace.tail import JobView
 from fft.util.errors import NotEnoughGroups
+
+NO_TRANSACTIONS = (
+    "the groups train alone, without each other and without fault tolerance: use "
+    "fft.ManagerFFT with `for txn in manager.transactions(loader)`, or in a torchft loop (see the "
+    "quick start); for one process group without FFT use torchrun"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,15 @@ class JobOutcome:
     """Traces could not be written, nor could be asked how many steps were committed."""
     errors: frozenset[tuple[str, str]] = frozenset()
     """Of the script, by which groups have ended."""
+    status: ExitStatus | None = None
+    """None: COMPLETE or FAILED, as ``ok`` says."""
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """What `fft run` exits with."""
+        if self.status is not None:
+            return self.status
+        return ExitStatus.COMPLETE if self.ok else ExitStatus.FAILED
 
 
 @dataclass
@@ -49,6 +65,10 @@ class Judgement:
     """What else there is to say."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Errors whose traceback is among what there is to say."""
+    given_up: list[str] = field(default_factory=list)
+    """Problems that cost the job one group, and are no reason why it has not ended well."""
+    is_plan_through: bool = False
+    """The supervisor has drained the job, because its fault plan is finished."""
     asked_to_end: bool = False
     """By a signal to the supervisor."""
     hopeless: bool = False
@@ -104,12 +124,14 @@ class Judgement:
 
         ``is_over``: all groups have left with one commit. ``unfinished``: of the fault plan.
         """
-        lines, remarks = self._ends(view, is_over)
+        lines, excused, remarks = self._ends(view, is_over)
         words = [child.last_words for group in self.groups for child in group.children]
         was_needed = any(w is not None and w.type == NotEnoughGroups.__name__ for w in words)
         early = filter(None, (_left_early(group, view, was_needed) for group in self.groups))
         if not lines and unfinished:
             lines = [f"the fault plan was not finished: {unfinished}"]
+        if idle := self._no_transactions(view):
+            lines = [idle, *lines]
         if self.asked_to_end and view.committed:
             remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
         elif self.asked_to_end and not (lines or remarks):
@@ -126,24 +148,61 @@ class Judgement:
             failed=view.checkpoints.last_failure,
             is_stale=view.is_stale,
             errors=frozenset(w.signature for w in words if w is not None and is_the_scripts(w)),
+            status=self._status(view, [line for line in lines if line not in excused]),
         )
+
+    def _status(self, view: JobView, problems: Sequence[str]) -> ExitStatus | None:
+        """Choose the exit status; None: whether there are problems decides.
+
+        ``problems``: without those that only cost the job one of its groups.
+        """
+        if problems or self.is_plan_through:
+            return None
+        if self.asked_to_end:
+            return ExitStatus.DRAINED
+        ended = [group for group in self.groups if group.finished]
+        drained = [group for group in ended if _was_asked(group, view)]
+        if ended and len(drained) == len(ended):
+            return ExitStatus.DRAINED
+        lost = [group for group in self.groups if group.given_up or _is_evicted(group)]
+        if ended and (lost or (drained and not self.plan.faults)):
+            return ExitStatus.FEWER_GROUPS
+        return None
+
+    def _no_transactions(self, view: JobView) -> str | None:
+        """Describe a job whose ranks have trained without FFT; None: it is no such job."""
+        names = {group.name for group in self.groups}
+        joined = any(name in names for name, _ in view.ranks)
+        trained = any(c.loaded_torch for group in self.groups for c in group.children)
+        if joined or view.gaps or self.asked_to_end or not trained:
+            return None
+        return f"no rank began a transaction, so {NO_TRANSACTIONS}"
 
     def _took_part(self, group: Group, view: JobView) -> bool:
         """Whether the group, or another one here, has seen the job; else it was never let in."""
         committed = any(rank.commits for rank in view.of(group.name))
         return committed or any(other.finished for other in self.groups)
 
-    def _ends(self, view: JobView, is_over: bool) -> tuple[list[str], list[str]]:
-        """Problems and remarks, with those that are in how the processes ended."""
+    def _ends(self, view: JobView, is_over: bool) -> tuple[list[str], set[str], list[str]]:
+        """Collect problems and remarks, with those that are in how the processes ended.
+
+        Returns:
+            The problems; those of them that concern only groups that were given up; the remarks.
+        """
         lines, remarks = list(self.problems), list[str]()
+        excused = set(self.given_up)
         for group in self.groups:
             if group.evicted or self.hopeless:  # as asked; or it is said already
                 continue
-            failed = [child for child in group.children if child.code != 0]
+            failed = [child for child in group.children if child.has_failed]
             # who died by itself says more than who was ended with it
             failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
             for child in failed[:1]:
-                if child.ended_as_asked and not _has_joined(group, child.rank, view):
+                # a scheduler may have sent SIGTERM to all processes of the step
+                was_asked = child.ended_as_asked or (
+                    self.asked_to_end and child.code == -signal.SIGTERM
+                )
+                if was_asked and not _has_joined(group, child.rank, view):
                     self.remarks.append(f"group {group.name} was asked to end while it started")
                 elif child.came_too_late and group.why_not_back in self.remarks:
                     continue  # it is said already
@@ -151,11 +210,12 @@ class Judgement:
                     remarks.append(f"group {group.name} came back when the job was over")
                 elif not is_over or child.failed_by_itself:
                     lines.append(child.verdict(self.shown))
+                    excused |= {lines[-1]} if group.given_up else set()
                 else:
                     remarks.append(_cut_short(child))
         if remarks and self.has_services and not any(group.finished for group in self.groups):
             lines.append("no group ended by itself after the last step")
-        return lines, [*self.remarks, *remarks]
+        return lines, excused, [*self.remarks, *remarks]
 
     def _is_ours(self, fault: AnyFault) -> bool:
         """Whether it happens on this host, so that its traces tell."""
@@ -194,6 +254,16 @@ def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
         "go together, and groups leave together by manager.drain(). Does the script call "
         f"sys.exit(), or leave its loop? its log: {logs}"
     )
+
+
+def _was_asked(group: Group, view: JobView) -> bool:
+    """Whether the group left because it was drained: by an operator, a signal or a notice."""
+    return any(rank.asked for rank in view.of(group.name))
+
+
+def _is_evicted(group: Group) -> bool:
+    """Whether the group was evicted for good, and not taken over by another supervisor."""
+    return group.evicted and group.loss is None
 
 
 def _cut_short(child: Child) -> str:

@@ -24,6 +24,7 @@ from functools import partial
 from fft.bus import BusError
 from fft.bus.token import JobToken
 from fft.health.hosts import Process
+from fft.launch.exit_status import ExitStatus
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.adopting import Adopter
 from fft.launch.supervisor.children import Child, cause_of, reap_all
@@ -31,6 +32,7 @@ from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.commands import is_anothers, why_refused
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
+from fft.launch.supervisor.deaths import Deaths
 from fft.launch.supervisor.ending import last_on
 from fft.launch.supervisor.fault_plan_watch import PlanWatch, return_step
 from fft.launch.supervisor.groups import Group, why_not_started
@@ -41,6 +43,7 @@ from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links
 from fft.launch.supervisor.losses import ALL_DIED, loss_of
 from fft.launch.supervisor.mistakes import Mistake, Mistakes
+from fft.launch.supervisor.orphans import Orphans
 from fft.launch.supervisor.reforming import Reforming
 from fft.launch.supervisor.screen import snapshot
 from fft.messages.commands import (
@@ -107,6 +110,8 @@ class Supervisor:
         serves = not isinstance(services, Joined)
         self._links = Links(token, config.host_limit, lambda: self._wake(b"?"), serves)
         self._mistakes = Mistakes(names, config.groups_in_all)
+        self._deaths = Deaths()
+        self._orphans = Orphans()
         self._judgement = Judgement(self._groups.values(), plan, serves)
         self._over = False
         """All who had the state have left, or ended, well: nobody is started again."""
@@ -146,7 +151,8 @@ class Supervisor:
             self._links.open(self._services.bus_url)
             self._links.claims.take(self._groups, self._config.take_over, lambda: self._interrupted)
             if self._interrupted:
-                return JobOutcome(True, ("interrupted before anything was started",))
+                text = "interrupted before anything was started"
+                return JobOutcome(True, (text,), status=ExitStatus.DRAINED)
             for group in self._groups.values():
                 self._start(group)
             self._adopter.start()
@@ -166,7 +172,8 @@ class Supervisor:
 
     def _going_on(self) -> bool:
         groups = self._groups.values()
-        return any(group.living or group.restart_at is not None for group in groups)
+        waits = self._config.groups == 0 and not self._is_ending  # a host of spares only
+        return waits or any(group.living or group.restart_at is not None for group in groups)
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -180,6 +187,7 @@ class Supervisor:
                 self._on_death(key.data)
             elif key.fileobj is self._hangs.socket:
                 for message in self._hangs.take(self._living()):
+                    self._deaths.suspected[message.pid] = message.cause
                     self._links.broadcast(message)
             else:
                 self._on_interrupts(self._wake_out.recv(64).count(b"!"))
@@ -194,6 +202,7 @@ class Supervisor:
             self._look_after(spare)
         self._adopt()
         self._check_deadlines()
+        self._orphans.reap(child.pid for child in (*self._living(), *self._reforming.spares))
         self._links.beat_for(tuple(Process(c.group, c.rank, c.pid) for c in self._living()))
 
     def _poll(self, is_sure: bool = False) -> JobView:
@@ -211,11 +220,14 @@ class Supervisor:
         for group in self._groups.values():
             if group.return_at_step is not None and view.step >= group.return_at_step:
                 group.return_at_step, group.restart_at = None, time.monotonic()
+        self._look_for_early_ends(view)
+        self._deaths.warn_of_idle(self._groups.values(), view)
         if self._drain_until is None:
             going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
             self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
             self._look_whether_over()
         if self._watch is not None and self._drain_until is None and self._watch.due(view):
+            self._judgement.is_plan_through = True
             self._drain("the fault plan is finished", forward=False)
         if self._display is not None:
             self._display.show(snapshot(self._groups.values(), view, self._began, self._plan))
@@ -312,7 +324,8 @@ class Supervisor:
         if not child.alive:
             return
         code = child.exit_code()
-        if code != 0:
+        child.left_early = code == 0 and self._deaths.is_early(child, self._groups, self._poll())
+        if code != 0 or child.left_early:
             self._tell_dead(child, cause_of(code), by_itself=True)
         self._selector.unregister(child.fd)
         child.reap()
@@ -320,17 +333,39 @@ class Supervisor:
             self._reforming.spares.ended(child)
             return
         group = self._groups[child.group]
+        if child.has_failed and not self._is_ending:
+            self._deaths.tell(child, group, self._poll())
         if code < 0 and child.is_replaced and group.living and self._replace(group, child):
             return
-        if code != 0:
-            for mate in group.living:
-                # it may have died of its own just now, and then it is that which peers shall hear
-                died = mate.dies_within(0)
-                ended = f"SIGKILL by the supervisor, because rank {child.rank} died"
-                self._tell_dead(mate, cause_of(mate.exit_code()) if died else ended)
-                mate.signal(signal.SIGKILL)
+        if child.has_failed:
+            self._end_mates(child, group)
         if not group.living:
             self._on_group_down(group)
+
+    def _end_mates(self, lost: Child, group: Group) -> None:
+        """End the rest of the group of a rank that was lost, and is not replaced."""
+        for mate in group.living:
+            # it may have died of its own just now, and then it is that which peers shall hear
+            died = mate.dies_within(0)
+            ended = f"SIGKILL by the supervisor, because rank {lost.rank} died"
+            self._tell_dead(mate, cause_of(mate.exit_code()) if died else ended)
+            mate.signal(signal.SIGKILL)
+
+    def _look_for_early_ends(self, view: JobView) -> None:
+        """Start groups again of which a rank has left the loop while the others go on."""
+        for group in self._groups.values():
+            early = [
+                child for child in group.children if self._deaths.has_been_left(child, group, view)
+            ]
+            if not early or group.evicted or not group.is_to_go_on or self._is_ending:
+                continue
+            for child in early:
+                child.left_early = True
+                self._deaths.tell(child, group, view)
+            if group.living:
+                self._end_mates(early[0], group)
+            elif group.restart_at is None:
+                self._on_group_down(group)
 
     def _tell_dead(self, child: Child, cause: str, by_itself: bool = False) -> None:
         """``by_itself``: nobody here has ended it."""
@@ -412,6 +447,7 @@ class Supervisor:
     def _give_up(self, group: Group, *problem: str) -> None:
         group.given_up = True
         self._judgement.problems.extend(problem)
+        self._judgement.given_up.extend(problem)
         given_up = sum(other.given_up for other in self._groups.values())
         needed = self._tail.view.min_groups
         if 0 < self._config.groups_in_all - given_up < needed:
@@ -445,6 +481,7 @@ class Supervisor:
         waiting = any(
             group.living and not self._has_committed(group) for group in self._groups.values()
         )
+        waiting |= self._config.groups == 0
         if self._over or not (waiting or at_once):
             return
         if now < self._look_over_at and not at_once:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.queues import Queue
+from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -114,6 +115,10 @@ class Substreams:
             close()
 
 
+_TERM_S = 30.0
+"""From SIGTERM to the end of a worker; longer than a drain should take."""
+
+
 class Reader(Dataset[Any]):
     """The dataset that torch's loader sees: answers requests.
 
@@ -172,6 +177,7 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_later)
     info = get_worker_info()
     assert info is not None and isinstance(info.dataset, Reader)
     # What user code expects there. It is frozen.
@@ -180,6 +186,18 @@ def begin_worker(users: Callable[[int], None] | None, worker: int) -> None:
     Queue._on_queue_feeder_error = _instead_of_what_cannot_be_sent  # type: ignore[attr-defined]
     if users is not None:
         users(worker)
+
+
+def _end_later(_number: int, _frame: FrameType | None) -> None:
+    """Handle SIGTERM in a worker: end it after the time for a drain.
+
+    A scheduler may send SIGTERM to all processes of a step. The trainer needs its data to commit
+    once more, and ends its workers itself then. Python ends by SIGTERM what it could not end
+    otherwise, so the signal must have an effect.
+    """
+    timer = threading.Timer(_TERM_S, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
 
 
 def _end_now() -> None:

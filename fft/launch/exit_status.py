@@ -1,0 +1,28 @@
+"""Exit statuses of `fft run`: what a scheduler does next depends on them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """How a job, or the part of it on this host, has ended."""
+
+    COMPLETE = 0
+    """The work is done, with all groups."""
+    FAILED = 1
+    """The work is not done, and starting the job again may not help."""
+    REFUSED = 2
+    """The job was not started as asked, or the arguments are wrong."""
+    FEWER_GROUPS = 3
+    """The work is done, but a group was drained, evicted or given up before the end."""
+    DRAINED = 75
+    """The job was drained or preempted before its end: start it again to resume. This is
+    ``EX_TEMPFAIL`` of ``sysexits.h``."""
+
+
+IN_WORDS = (
+    "Exit status: 0 complete; 1 failed; 2 not started (wrong arguments, or a directory in use); "
+    "3 complete, but with fewer groups; 75 drained or preempted, so start it again to resume."
+)
+"""The end of `fft run --help`."""

@@ -1,0 +1,126 @@
+"""Reports how ranks die, at once and with the step; finds ranks that end too early or never begin.
+
+Reads the view of the traces, and the memory maps of children. Writes to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.groups import Group
+from fft.launch.supervisor.judgement import NO_TRANSACTIONS
+from fft.trace.inputs import TRANSACTIONS
+from fft.trace.tail import JobView, RankView
+
+_IDLE_S = 60.0
+"""From the import of torch until a missing first transaction is reported: data takes its time."""
+_LOOK_S = 5.0
+"""Between two looks whether torch is loaded."""
+_TORCH = "libtorch"
+
+logger = logging.getLogger(__name__)
+
+
+class Deaths:
+    """The deaths of one job's ranks, as its supervisor sees them."""
+
+    def __init__(self) -> None:
+        self.suspected: dict[int, str] = {}
+        """Processes that were reported to hang, by pid, and why."""
+        self._told: set[tuple[str, int, str]] = set()
+        self._look_at: float | None = time.monotonic()
+        self._loaded_at: float | None = None
+
+    def is_early(self, child: Child, groups: Mapping[str, Group], view: JobView) -> bool:
+        """Whether a child that ended with exit status 0 was in the middle of the job.
+
+        It was if it took part and did not leave: neither with a commit, nor by `shutdown()`.
+        Whether one that called `shutdown()` was at its end shows only when others go on; see
+        `has_been_left`.
+        """
+        group = groups.get(child.group)
+        if group is None or not group.is_to_go_on:
+            return False
+        seen = _seen(child, group, view)
+        return seen is not None and seen.role != "joining" and not _has_left(seen)
+
+    def has_been_left(self, child: Child, group: Group, view: JobView) -> bool:
+        """Whether a child left FFT's own loop by `shutdown()`, and others have committed since."""
+        if child.code != 0 or child.left_early or child not in group.children:
+            return False
+        seen = _seen(child, group, view)
+        if seen is None or seen.leaves or seen.loop != TRANSACTIONS:
+            return False
+        return view.reached(child.rank) > seen.step
+
+    def tell(self, child: Child, group: Group, view: JobView) -> None:
+        """Log how a rank was lost; the same rank and cause once."""
+        cause = self._cause(child, group, view)
+        key = (child.group, child.rank, cause.partition(";")[0])
+        if child.was_killed or key in self._told:
+            return
+        self._told.add(key)
+        seen = _seen(child, group, view)
+        where = "before its first transaction" if seen is None else f"at step {seen.step}"
+        logger.warning(
+            "group %s rank %d (pid %d) %s %s; its log: %s",
+            *(child.group, child.rank, child.pid, cause, where, child.log),
+        )
+
+    def _cause(self, child: Child, group: Group, view: JobView) -> str:
+        if child.left_early:
+            return "ended with exit status 0 in the middle of the job, which is a loss:"
+        if child.last_words is not None:
+            return f"ended with {child.last_words.short()}"
+        text = f"died: {cause_of(child.code)}"
+        if child.code != -signal.SIGKILL:
+            return text
+        if (why := self.suspected.get(child.pid)) is not None:
+            return f"{text} by its monitor, because it hung ({why})"
+        seen = _seen(child, group, view)
+        if seen is not None and seen.fault.startswith("planned: "):
+            return f"{text}, an injected fault"
+        return f"{text}, possibly out of memory (see `dmesg`)"
+
+    def warn_of_idle(self, groups: Iterable[Group], view: JobView) -> None:
+        """Log once if no rank begins a transaction though torch has been loaded for a while."""
+        now = time.monotonic()
+        if self._look_at is None or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        if view.ranks or view.gaps:
+            self._look_at = None
+        elif self._loaded_at is None:
+            children = (child for group in groups for child in group.living)
+            self._loaded_at = now if any(map(_has_torch, children)) else None
+        elif now > self._loaded_at + _IDLE_S:
+            self._look_at = None
+            logger.warning(
+                "no rank has begun a transaction in the %.0f s since torch was loaded. If the "
+                "script still prepares its data or model, ignore this; otherwise %s",
+                _IDLE_S,
+                NO_TRANSACTIONS,
+            )
+
+
+def _seen(child: Child, group: Group, view: JobView) -> RankView | None:
+    """Return what the traces tell of this process; None: it has not joined, or they have gaps."""
+    seen = view.since(group.name, group.incs_before).get(child.rank)
+    has_gap = seen is not None and view.gaps.get((group.name, child.rank)) == seen.inc
+    return None if has_gap else seen
+
+
+def _has_left(seen: RankView) -> bool:
+    return seen.leaves or seen.role == "terminal"
+
+
+def _has_torch(child: Child) -> bool:
+    try:
+        return _TORCH in Path(f"/proc/{child.pid}/maps").read_text()
+    except OSError:  # it has just ended
+        return False

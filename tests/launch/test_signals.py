@@ -1,0 +1,135 @@
+"""Signals to `fft run` and to the processes of its job: which ones drain, kill, or do nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from forked_run import running
+from waiting import wait_until
+
+from fft.cli.run import Interrupts
+from fft.trace.resumed import audit_job
+
+LIMIT_S = 60.0
+SCRIPT = """
+import sys, time, torch, torchft, fft
+from pathlib import Path
+torch.set_num_threads(1)
+manager = fft.ManagerFFT(
+    pg=torchft.ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1
+)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+manager.register(model, torch.optim.SGD(model.parameters(), lr=0.01))
+manager.sync_gradients(model)
+dataset = torch.utils.data.TensorDataset(torch.randn(256, 4))
+loader = fft.CursorLoader(dataset, batch_size=2, num_workers=1)
+for txn in manager.transactions(loader, max_steps=100000):
+    with txn:
+        time.sleep(0.01)
+        model(txn.batch[0]).sum().backward()
+manager.shutdown()
+print("left after step", manager.current_step(), flush=True)
+"""
+
+
+def told(numbers: list[signal.Signals], monkeypatch: pytest.MonkeyPatch, gap_s: float) -> int:
+    """How often the supervisor is told: once to drain, a second time to kill."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    calls: list[None] = []
+    interrupts = Interrupts()
+    interrupts.go_to(lambda: calls.append(None))
+    for number in numbers:
+        interrupts.take(number, None)
+        now[0] += gap_s
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "gap_s", "times"),
+    [
+        ([signal.SIGUSR1], 0, 1),
+        ([signal.SIGHUP], 0, 1),
+        ([signal.SIGUSR1, signal.SIGTERM], 60, 1),  # the warning, and then the time limit
+        ([signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], 60, 2),
+        ([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], 60, 1),
+        ([signal.SIGTERM, signal.SIGTERM], 0.5, 1),  # to the process, and to the whole step
+        ([signal.SIGTERM, signal.SIGTERM], 5, 2),
+        ([signal.SIGINT, signal.SIGINT], 0.1, 2),
+        ([signal.SIGINT, signal.SIGTERM], 0.1, 2),
+    ],
+)
+def test_first_signal_drains_and_second_that_may_kill_kills(
+    numbers: list[signal.Signals], gap_s: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told(numbers, monkeypatch, gap_s) == times
+
+
+def test_signals_before_the_supervisor_are_passed_on_once() -> None:
+    interrupts, calls = Interrupts(), list[None]()
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        interrupts.take(number, None)
+    interrupts.go_to(lambda: calls.append(None))
+    assert len(calls) == 1
+
+
+def test_lost_terminal_sends_output_to_a_file(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from fft.cli.run import Interrupts\n"
+        "made = Interrupts(); made.output = sys.argv[1]\n"
+        "signal.signal(signal.SIGHUP, made.take)\n"
+        "print('here', flush=True); signal.pause()\n"
+        "print('after', flush=True)\n"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "log")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    assert b"here" in os.read(ours, 100)
+    os.close(ours)  # the terminal is gone
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(LIMIT_S) == 0
+    assert "after" in (tmp_path / "log").read_text()
+
+
+def test_signals_to_all_processes_of_a_step_are_one_clean_drain(tmp_path: Path) -> None:
+    """The processes are ranks, their monitors, workers of their data, and helpers of `fft run`."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    traces = tmp_path / "traces"
+    command = ["run", "--groups", "2", "--no-progress", "--no-lighthouse"]
+    with running(*command, "--trace-dir", str(traces), str(script), folder=tmp_path) as job:
+
+        def committed() -> bool:
+            found = [path.read_text() for path in traces.glob("*.jsonl")]
+            return len(found) == 2 and all('"note":"consumed"' in text for text in found)
+
+        wait_until(committed, "both groups have committed a step", LIMIT_S)
+        tree = psutil.Process(job.pid).children(recursive=True)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            job.signal(number)
+            for process in tree:
+                with suppress(psutil.NoSuchProcess):  # it has left by the first signal
+                    process.send_signal(number)
+        code = job.wait(LIMIT_S)
+    assert code == 75, job.tail()
+    logs = [log.read_text() for log in sorted((traces / "logs").iterdir())]
+    assert len(logs) == 2 and all("left after step" in text for text in logs), logs
+    audit = audit_job(traces)
+    assert audit.ok, audit.render()
+    assert not any('"on":"suspect"' in path.read_text() for path in traces.glob("*.jsonl"))
+    assert not (traces / "job.token").exists()
