@@ -27,6 +27,9 @@ from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.trace.report import save_plan
 
+_STARTS = 3
+"""Starts in a row that die at the same step by the same signal: no accident."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -149,6 +152,8 @@ class Resumptions:
         """Starts in a row that have got no further."""
         self._errors: frozenset[tuple[str, str]] = frozenset()
         """Of the script, that have ended the start before."""
+        self._died: dict[tuple[str, str], int] = {}
+        """Deaths by which starts in a row have ended, and how many starts."""
 
     def run(self, config: RunConfig, plan: FaultPlan, traces: Path) -> tuple[JobOutcome, RunConfig]:
         """All starts. The outcome of the last, and what that was asked to do.
@@ -172,6 +177,11 @@ class Resumptions:
                 self._say("two starts in a row have ended by the same error of the script")
                 return found, config
             self._errors = found.errors
+            self._died = {death: self._died.get(death, 0) + 1 for death in found.deaths}
+            if max(self._died.values(), default=0) == _STARTS:
+                place, cause = max(self._died, key=lambda death: self._died[death])
+                self._say(f"{_STARTS} starts in a row have died at {place} by {cause}")
+                return found, config
             for line in found.lines:
                 self._say(line)
             resuming = replace(config, checkpoint=_resuming(given), trace_dir=traces)

@@ -87,6 +87,8 @@ class JobView:
     """Steps of the checkpoint that the job has begun with."""
     is_stale: bool = False
     """There are gaps, and the registers could not be read, which tell how far the job is."""
+    cursor: int = 0
+    """The position in the data of the newest record, in items."""
     min_groups: int = 1
     """Without so many groups nothing can be committed: ``min_replica_size`` of the script."""
     has_stages: bool = False
@@ -201,7 +203,9 @@ class TraceTail:
         if not isinstance(record, dict):
             return
         if name not in self._of_stages:  # one register has one history
-            self.view.history.take(_mapping(_mapping(record.get("event")).get("record")))
+            newest = _mapping(_mapping(record.get("event")).get("record"))
+            self.view.history.take(newest)
+            self.view.cursor = max(self.view.cursor, _number(newest.get("cursor")))
         if record.get("note") == "inject":
             self._take_injection(key[0], record, _mapping(record.get("data")))
         elif record.get("note") == "command":

@@ -388,3 +388,70 @@ def test_run_fails_if_no_rank_begins_a_transaction(tmp_path: Path) -> None:
     assert done.returncode == ExitStatus.FAILED
     assert "no rank began a transaction" in done.stderr
     assert "manager.transactions(loader)" in done.stderr
+
+
+def test_deaths_at_one_step_end_the_job_in_the_third_round(run_job: StartJob, stage: Stage) -> None:
+    with run_job(groups=2, ranks=1) as job:
+        actors = two_at_work(job, stage, 5)
+        victim = actors["1", "0"]
+        for inc in (2, 3, 4):
+            victim.order("print item 77 kills me")
+            assert victim.says()
+            os.kill(victim.pid, signal.SIGSEGV)
+            victim.gone()
+            if inc < 4:
+                victim = stage.enter(1)["1", "0"]
+                trace(job, 1, 0, inc, at_work(5, inc, ["0", "1"]))
+        verdict = job.verdict()
+    assert verdict.exit_status == ExitStatus.FAILED
+    assert "3 processes died at step 5" in verdict.lines[0]
+    assert "group 1 rank 0 by SIGSEGV" in verdict.lines[0]
+    assert verdict.lines[0].endswith("item 77 kills me; the job was ended")
+
+
+def test_processes_that_die_together_are_one_round(run_job: StartJob, stage: Stage) -> None:
+    """As with their host, or by the kernel where memory is short."""
+    with run_job(groups=4, ranks=1) as job:
+        actors = stage.enter(4)
+        for group in range(4):
+            trace(job, group, 0, 1, at_work(5, 1, ["0", "1", "2", "3"]))
+        for group in "123":
+            os.kill(actors[group, "0"].pid, signal.SIGKILL)
+        again = stage.enter(3)
+        for actor in (actors["0", "0"], *again.values()):
+            actor.order("exit 0")
+        assert job.verdict().exit_status == ExitStatus.COMPLETE
+
+
+def test_mismatched_collectives_end_the_job_with_the_line_that_tells(
+    run_job: StartJob, stage: Stage
+) -> None:
+    line = "what():  [enforce fail] Is there a distributed collective mismatch in your code?"
+    with run_job(groups=2, ranks=2) as job:
+        actors = stage.enter(4)
+        for group, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            trace(job, group, rank, 1, at_work(5, 1, ["0", "1"]))
+        for group in "01":
+            actor = actors[group, "1"]
+            actor.order(f"print {line}")
+            assert actor.says()
+            os.kill(actor.pid, signal.SIGABRT)
+        verdict = job.verdict()
+    assert verdict.exit_status == ExitStatus.FAILED
+    assert "2 processes died at step 5" in verdict.lines[0]
+    assert "the ranks of a group called different collectives" in verdict.lines[0]
+    assert line in verdict.lines[0]
+
+
+def test_lost_shard_without_a_holder_is_resumed_at_once(run_job: StartJob, stage: Stage) -> None:
+    """No successor is started for it: no group could give it the state."""
+    with run_job(groups=2, ranks=2, checkpoint=Checkpointing("checkpoints", 2)) as job:
+        actors = stage.enter(4)
+        header = record(kind="header", reforms=True)
+        for group, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            trace(job, group, rank, 1, header, at_work(5, 1, ["0", "1"]))
+        for group in "01":
+            os.kill(actors[group, "1"].pid, signal.SIGKILL)
+        verdict = job.verdict()
+    assert verdict.lost is not None
+    assert verdict.deaths == {("step 5", "SIGKILL")}

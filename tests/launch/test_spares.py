@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from supervisor_stage import Stage
+from test_supervisor import at_work, record, trace
 from waiting import wait_until
 
 from fft.launch import script_runner
@@ -178,3 +179,30 @@ def test_spares_that_have_ended_in_vain_count_only_in_a_row(
         for child in children:
             assert child.dies_within(WAIT_S)
             child.reap()
+
+
+def test_next_spare_is_called_for_a_successor_that_took_no_part(
+    run_job: Any, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its group is started again as a whole."""
+    monkeypatch.setattr(spares_module, "_REFILL_S", 600.0)
+    with run_job(groups=2, ranks=2, spares=2) as job:
+        actors = stage.enter(4)
+        spares = job.supervisor._reforming.spares
+        wait_until(lambda: spares.ready == 2, "the spares have loaded everything")
+        for group, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            header = record(kind="header", reforms=True)
+            trace(job, group, rank, 1, header, at_work(5, 1, ["0", "1"]))
+        view = job.supervisor._tail.view
+        wait_until(lambda: len(view.ranks) == 4, "the supervisor has read the traces")
+        lost = actors["1", "1"]
+        for _ in range(2):
+            os.kill(lost.pid, signal.SIGKILL)
+            lost.gone()
+            (lost,) = stage.enter(1).values()
+            assert lost.place == ("1", "1")
+        os.kill(lost.pid, signal.SIGKILL)  # no spare is left: the group is started again
+        actors["1", "0"].gone()
+        for actor in (*stage.enter(2).values(), actors["0", "0"], actors["0", "1"]):
+            actor.order("exit 0")
+        assert job.verdict().ok

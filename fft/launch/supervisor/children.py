@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 _REAP_S = 10.0  # how long a SIGKILLed child may take to vanish before we say so
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
+_LONGEST_LINE = 300
+MISMATCH = re.compile(r"collective mismatch|Mismatch between collective", re.IGNORECASE)
+"""What gloo and torch write if the ranks of a group call different collectives."""
+_TELLING = re.compile(rf"{MISMATCH.pattern}|what\(\):|fatal|out of memory|error", re.IGNORECASE)
 _LONGEST_WORDS = 256 * 1024
 
 
@@ -53,6 +58,7 @@ class Child:
         self.rank = rank
         self.start = start
         self.log = log
+        self.began = time.monotonic()
         self.code: int | None = None
         self.told_dead = False
         self.is_replaced = False
@@ -169,6 +175,12 @@ class Child:
         if words is None or words.type == "SystemExit":
             return self._last_lines()
         return words.text.rstrip()
+
+    def decisive_line(self) -> str:
+        """The line of its log that most likely tells why it died; empty if there is none."""
+        lines = [line.strip() for line in _tail(self.log) if line.strip()]
+        telling = [line for line in lines if _TELLING.search(line)]
+        return (telling or lines or [""])[-1][:_LONGEST_LINE]
 
     def _last_lines(self) -> str:
         return "\n".join(f"    {line}" for line in _tail(self.log))

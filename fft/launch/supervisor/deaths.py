@@ -10,8 +10,9 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.children import MISMATCH, Child, cause_of
 from fft.launch.supervisor.groups import Group
 from fft.launch.supervisor.judgement import NO_TRANSACTIONS
 from fft.trace.inputs import TRANSACTIONS
@@ -26,12 +27,38 @@ _TORCH = "libtorch"
 logger = logging.getLogger(__name__)
 
 
+_ROUNDS = 3
+"""Deaths at one step without a commit in between, each of a process that was started after the one
+before had died, that are no accident."""
+
+
+class Death(NamedTuple):
+    """A death that neither the supervisor, nor a monitor, nor an injected fault explains."""
+
+    group: str
+    rank: int
+    cause: str
+    item: int
+    """The position in the data of the step."""
+    line: str
+    """The decisive line of its log."""
+    log: Path
+    began: float
+    """When the process was started, and when it died, on the monotonic clock."""
+    died: float
+
+    def __str__(self) -> str:
+        return f"group {self.group} rank {self.rank} by {self.cause}"
+
+
 class Deaths:
     """The deaths of one job's ranks, as its supervisor sees them."""
 
     def __init__(self) -> None:
         self.suspected: dict[int, str] = {}
         """Processes that were reported to hang, by pid, and why."""
+        self._at: dict[int, list[Death]] = {}
+        """Deaths that nothing explains, by the step of the job."""
         self._told: set[tuple[str, int, str]] = set()
         self._look_at: float | None = time.monotonic()
         self._loaded_at: float | None = None
@@ -60,6 +87,7 @@ class Deaths:
 
     def tell(self, child: Child, group: Group, view: JobView) -> None:
         """Log how a rank was lost; the same rank and cause once."""
+        self._note(child, group, view)
         cause = self._cause(child, group, view)
         key = (child.group, child.rank, cause.partition(";")[0])
         if child.was_killed or key in self._told:
@@ -71,6 +99,53 @@ class Deaths:
             "group %s rank %d (pid %d) %s %s; its log: %s",
             *(child.group, child.rank, child.pid, cause, where, child.log),
         )
+
+    def _note(self, child: Child, group: Group, view: JobView) -> None:
+        seen = _seen(child, group, view)
+        is_injected = seen is not None and seen.fault.startswith("planned: ")
+        is_known = child.was_killed or child.pid in self.suspected or child.was_asked
+        is_odd = child.left_early or (child.code or 0) < 0
+        if seen is None or is_known or is_injected or not is_odd:
+            return
+        cause = "exit status 0" if child.left_early else cause_of(child.code)
+        line, now = child.decisive_line(), time.monotonic()
+        who = child.group, child.rank, cause
+        death = Death(*who, view.cursor, line, child.log, child.began, now)
+        self._at.setdefault(view.step, []).append(death)
+
+    def signatures(self, view: JobView) -> frozenset[tuple[str, str]]:
+        """Step and cause of the deaths at the last step, to compare with the next start's."""
+        return frozenset((f"step {view.step}", d.cause) for d in self._at.get(view.step, ()))
+
+    def about(self, view: JobView) -> str | None:
+        """Describe the deaths at the step that the job has come to; None: there were none."""
+        deaths = self._at.get(view.step)
+        if not deaths:
+            return None
+        count = "1 process" if len(deaths) == 1 else f"{len(deaths)} processes"
+        who = ", ".join(map(str, deaths))
+        text = f"{count} died at step {view.step} (data from item {deaths[0].item}): {who}"
+        telling = next((d for d in deaths if MISMATCH.search(d.line)), deaths[-1])
+        if MISMATCH.search(telling.line):
+            text += "; the ranks of a group called different collectives"
+        if telling.line:
+            text += (
+                f". The log of group {telling.group} rank {telling.rank} ({telling.log}) "
+                f"ends with: {telling.line}"
+            )
+        return text
+
+    def verdict(self, view: JobView) -> str | None:
+        """Return why further restarts are in vain; None: they may help."""
+        deaths = self._at.get(view.step, [])
+        mismatched = {d.group for d in deaths if MISMATCH.search(d.line)}
+        rounds, until = 0, 0.0
+        for death in deaths:  # those that die together, as with their host, are one round
+            if death.began > until:
+                rounds, until = rounds + 1, death.died
+        if rounds < _ROUNDS and len(mismatched) < 2:
+            return None
+        return self.about(view)
 
     def _cause(self, child: Child, group: Group, view: JobView) -> str:
         if child.left_early:

@@ -40,12 +40,14 @@ class JobOutcome:
     """Traces could not be written, nor could be asked how many steps were committed."""
     errors: frozenset[tuple[str, str]] = frozenset()
     """Of the script, by which groups have ended."""
+    deaths: frozenset[tuple[str, str]] = frozenset()
+    """Step and cause of the deaths by which the state was lost."""
     status: ExitStatus | None = None
     """None: COMPLETE or FAILED, as ``ok`` says."""
 
     @property
     def exit_status(self) -> ExitStatus:
-        """What `fft run` exits with."""
+        """The exit status of `fft run`."""
         if self.status is not None:
             return self.status
         return ExitStatus.COMPLETE if self.ok else ExitStatus.FAILED

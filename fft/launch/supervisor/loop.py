@@ -41,7 +41,7 @@ from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import JobOutcome, Judgement
 from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links
-from fft.launch.supervisor.losses import ALL_DIED, loss_of
+from fft.launch.supervisor.losses import ALL_DIED, loss_of, lost_shard
 from fft.launch.supervisor.mistakes import Mistake, Mistakes
 from fft.launch.supervisor.orphans import Orphans
 from fft.launch.supervisor.reforming import Reforming
@@ -164,7 +164,10 @@ class Supervisor:
             unfinished = None if self._watch is None else self._watch.unfinished(view)
             outcome = self._judgement.outcome(view, self._over, unfinished)
             lost = self._lost if self._config.can_resume else None
-            return replace(outcome, lost=lost, fired=frozenset(view.injected))
+            if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
+                outcome = replace(outcome, lines=(about, *outcome.lines))
+            deaths = self._deaths.signatures(view) if lost else frozenset()
+            return replace(outcome, lost=lost, fired=frozenset(view.injected), deaths=deaths)
         finally:
             self._end()
 
@@ -334,7 +337,14 @@ class Supervisor:
             return
         group = self._groups[child.group]
         if child.has_failed and not self._is_ending:
-            self._deaths.tell(child, group, self._poll())
+            view = self._poll()
+            self._deaths.tell(child, group, view)
+            if (verdict := self._deaths.verdict(view)) is not None:
+                self._judgement.problems.append(
+                    f"{verdict}; {self._judgement.what_ended} was ended"
+                )
+                self._judgement.hopeless = True
+                self._end_in_vain("ranks die at the same step again", in_order=False)
         if code < 0 and child.is_replaced and group.living and self._replace(group, child):
             return
         if child.has_failed:
@@ -374,7 +384,9 @@ class Supervisor:
         child.told_dead = True
         goes_on = by_itself and not self._is_ending
         group, view = self._groups[child.group], self._tail.view
-        child.is_replaced = goes_on and self._reforming.may_replace(group, child, view)
+        child.is_replaced = goes_on and self._reforming.may_replace(
+            group, child, view, self._groups.values()
+        )
         who = (child.group, child.rank, child.pid, socket.gethostname(), "supervisor", cause)
         self._links.broadcast(Death(*who, replaced=self._reforming.is_waited_for(child)))
 
@@ -431,12 +443,27 @@ class Supervisor:
         """After ``group`` ended: end the others if none has the state, nor can get it."""
         loss = loss_of(group, self._groups.values(), self._config, self._tail.view)
         if loss is None:
+            self._say_what_nobody_holds(group)
             return
         if loss == ALL_DIED:  # perhaps with the last step
             self._look_whether_over(at_once=True)
         if not self._over:
             self._lost = loss
             self._end_in_vain(loss, in_order=not self._config.can_resume)
+
+    def _say_what_nobody_holds(self, group: Group) -> None:
+        """Log that ``group`` is started again though no process can give it the state."""
+        view, groups = self._tail.view, self._groups.values()
+        is_whole = self._config.groups_in_all == len(groups)
+        if not is_whole or not view.committed or any(each.finished for each in groups):
+            return
+        if (rank := lost_shard(groups, view)) is not None:
+            logger.warning(
+                "no living process has the state of rank %d at step %d: group %s is started again, "
+                "but unless the script loads that state itself, the job ends with NoState; give "
+                "--checkpoint to go on from a checkpoint",
+                *(rank, view.step, group.name),
+            )
 
     def _end_in_vain(self, reason: str, in_order: bool) -> None:
         """Nobody can go on: end all, those who do not leave in time by force. ``in_order``: there

@@ -26,6 +26,8 @@ def loss_of(
     is_clear = view.committed and not any(group.finished for group in groups)
     if config.can_resume and is_clear and not any(_has_joined(g, view) for g in living):
         return ALL_DIED
+    if config.can_resume and is_clear and (shard := lost_shard(groups, view)) is not None:
+        return f"no process has the state of rank {shard} any more: it was lost in all groups"
     stops = {NoState.__name__, *((InDoubt.__name__,) if config.can_resume else ())}
     words = ended.last_words
     if words is None or words.type not in stops:
@@ -33,6 +35,24 @@ def loss_of(
     if any(view.committed_since(group.name, group.known_incs) for group in living):
         return None
     return NOBODY_HAS_IT
+
+
+def lost_shard(groups: Collection[Group], view: JobView) -> int | None:
+    """Return a rank whose part of the state no living process holds; None: there is none.
+
+    ``groups``: all groups of the job.
+    """
+    for rank in range(max((group.ranks for group in groups), default=0)):
+        if not any(holds(group, rank, view) for group in groups):
+            return rank
+    return None
+
+
+def holds(group: Group, rank: int, view: JobView) -> bool:
+    """Whether a living process of ``group`` has been in the job as ``rank``."""
+    seen = view.since(group.name, group.incs_before).get(rank)
+    lives = any(child.rank == rank and not child.told_dead for child in group.living)
+    return lives and seen is not None and seen.role != "joining"
 
 
 def _has_joined(group: Group, view: JobView) -> bool:

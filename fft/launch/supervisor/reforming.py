@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +15,13 @@ from fft.launch.supervisor.children import Child, cause_of
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.launching import Launcher
+from fft.launch.supervisor.losses import holds
 from fft.launch.supervisor.spares import GROUP, Spares
 from fft.trace.tail import JobView
 from fft.util.new_file import claimed
 
+_MOST_CALLED = 3
+"""Successors in one start of a group that may be lost before they take part."""
 SUCCESSOR = "FFT_SUCCESSOR"
 """Set in the environment of a process that comes for a lost one, whose group lives."""
 
@@ -51,12 +54,18 @@ class Reforming:
         may_wait = self.spares.ready > 0 if window is None else window > 0
         return lost.is_replaced and may_wait
 
-    def may_replace(self, group: Group, lost: Child, view: JobView) -> bool:
+    def may_replace(
+        self, group: Group, lost: Child, view: JobView, groups: Collection[Group]
+    ) -> bool:
         """Whether a process may come for ``lost`` while others of its group live.
 
-        Not if it ended before it had committed, which its successor would, too; nor if nobody is
-        left who has.
+        Not if it ended before it had committed, because its successor would do the same; nor if no
+        other rank of its group, or no other group, can give the state. ``groups``: those here.
         """
+        others = [other for other in groups if other is not group]
+        is_whole = self._config.groups_in_all == len(groups)
+        if is_whole and not any(holds(other, lost.rank, view) for other in others):
+            return False
         if not self._config.reform or self._config.groups_in_all < 2 or not group.is_to_go_on:
             return False
         ranks = view.of(group.name)
@@ -65,7 +74,13 @@ class Reforming:
         now = view.since(group.name, group.incs_before)
         settled = {rank for rank in now if now[rank].commits > 0}
         mates = {c.rank for c in group.living if c is not lost and not c.told_dead}
-        return lost.rank in settled and bool(mates & settled)
+        is_next = self._may_call_next(group, lost) and lost.rank not in now
+        return (lost.rank in settled or is_next) and bool(mates & settled)
+
+    def _may_call_next(self, group: Group, lost: Child) -> bool:
+        """Whether another spare may take the place of a successor, which took no part yet."""
+        called = sum(child.rank == lost.rank for child in group.lost)
+        return lost in self._coming and self.spares.ready > 0 and called < _MOST_CALLED
 
     def late(self, groups: Mapping[str, Group], view: JobView) -> Iterator[tuple[Child, str]]:
         """Spares and successors that hang, each once, and what to say of it."""
@@ -120,6 +135,7 @@ class Reforming:
         except (OSError, RuntimeError) as error:  # the latter: torch's, of the group's store
             logger.error("%s", why_not_started(group, error))
             return None
+        self._coming.pop(lost, None)
         self._coming[child] = time.monotonic()
         logger.warning(
             "group %s lost rank %d (pid %d, %s): pid %d is to take its place; its other ranks run "
