@@ -93,7 +93,9 @@ def folder_for(root: Path, start: str | None) -> Path:
         return folder_of(root, start)
     folder = start_folder(root)
     if folder != root:
-        logger.warning("%s holds the traces of an earlier run; those of this one: %s", root, folder)
+        logger.warning(
+            "%s holds the traces of an earlier start; this one writes to %s", root, folder
+        )
     return folder
 
 

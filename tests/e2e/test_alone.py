@@ -127,3 +127,15 @@ def test_the_example_runs_by_plain_python() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "running alone" in done.stderr
+
+
+def test_replica_group_id_names_the_group_without_replica_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REPLICA_GROUP_ID", "7")
+    for given, expected in (({}, "7"), ({"replica_id": "mine"}, "mine")):
+        manager = manager_of(**given)
+        try:
+            assert manager._parts.job.peer.group == expected
+        finally:
+            manager.shutdown()

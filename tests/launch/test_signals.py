@@ -17,6 +17,7 @@ from waiting import wait_until
 
 from fft.cli.run import Interrupts
 from fft.trace.resumed import audit_job
+from fft.train.leaving import Leaving
 
 LIMIT_S = 60.0
 SCRIPT = """
@@ -134,3 +135,73 @@ def test_signals_to_all_processes_of_a_step_are_one_clean_drain(tmp_path: Path) 
     assert audit.ok, audit.render()
     assert not any('"on":"suspect"' in path.read_text() for path in traces.glob("*.jsonl"))
     assert not (traces / "job.token").exists()
+
+
+def test_serve_with_parent_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'fft.cli', 'serve', '--no-lighthouse',"
+        " '--with-parent'])\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = psutil.Process(int(parent.stdout.readline()))
+    token = Path(parent.stdout.readline().rpartition("=")[2].strip())  # it serves
+    assert token.exists()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    server.wait(LIMIT_S)
+    wait_until(lambda: not token.exists(), "it has ended in good order")
+
+
+ORPHANS = """
+import ctypes, os, time
+from fft.launch.supervisor import orphans
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+orphans._LOOK_S = orphans._OWN_S = 0.0
+made = orphans.Orphans()
+made._is_init = True
+own = os.fork()
+if own == 0:
+    if os.fork() == 0:
+        os._exit(0)
+    os._exit(0)
+until = time.monotonic() + 30
+while len(found := orphans._zombies()) < 2:
+    assert time.monotonic() < until
+made.reap([own])
+made.reap([own])
+assert orphans._zombies() == {own}, orphans._zombies()
+"""
+
+
+def test_pid_1_reaps_orphans_and_leaves_its_own_children_alone() -> None:
+    subprocess.run([sys.executable, "-c", ORPHANS], check=True, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x"}, [(signal.SIGTERM, 30.0)]),
+        ({"TORCHELASTIC_RUN_ID": "x", "FFT_DRAIN_SIGNAL": ""}, []),
+        ({"TORCHELASTIC_RUN_ID": "x", "FFT_DRAIN_WITHIN": "9"}, [(signal.SIGTERM, 9.0)]),
+        ({"TORCHELASTIC_RUN_ID": "x", "FFT_GROUP": "0"}, []),
+        ({}, []),
+    ],
+)
+def test_sigterm_drains_by_default_under_torchrun(
+    env: dict[str, str],
+    expected: list[tuple[signal.Signals, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "FFT_DRAIN_SIGNAL", "FFT_DRAIN_WITHIN", "FFT_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    asked: list[tuple[signal.Signals, float]] = []
+    leaving = object.__new__(Leaving)
+    leaving.as_the_environment_says(lambda n, within: asked.append((n, within)), "0", 0)
+    assert asked == expected

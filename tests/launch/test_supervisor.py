@@ -17,9 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from supervisor_stage import WAIT_S, Actor, Job, Stage
+from supervisor_stage import WAIT_S, Actor, Job, Stage, running
+from waiting import wait_until
 
 from fft.bus import open_bus
+from fft.launch.exit_status import ExitStatus
 from fft.launch.services import ServiceError
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError
 from fft.launch.supervisor.groups import Pauses
@@ -623,4 +625,28 @@ def test_services_are_restarted_only_for_a_job_that_allows_it(
         word = "accepted: armed for step 0" if injectable else "refused: it runs without --inj"
         assert f"the supervisor {word}" in said.text
         actor.order("exit 0")
+        assert job.verdict().ok
+
+
+def test_host_of_spares_waits_for_the_end_of_the_job(stage: Stage, tmp_path: Path) -> None:
+    with running(stage, tmp_path / "run", FaultPlan(faults=[]), groups=1, all_groups=1) as job:
+        config = RunConfig(
+            [str(stage.script)],
+            0,
+            1,
+            tmp_path / "spares",
+            all_groups=1,
+            spares=1,
+            bus_url=job.bus_url,
+        )
+        spares = Supervisor(config, FaultPlan(faults=[]), Joined(job.bus_url))
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(spares.run)
+            wait_until(lambda: spares._reforming.spares.ready == 1, "its spare is ready", WAIT_S)
+            assert not ended.done()
+            spares.interrupt()
+            outcome = ended.result(WAIT_S)
+        assert outcome.exit_status == ExitStatus.DRAINED
+        for actor in stage.enter(1).values():
+            actor.order("exit 0")
         assert job.verdict().ok

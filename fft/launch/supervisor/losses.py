@@ -27,6 +27,8 @@ def loss_of(
     if config.can_resume and is_clear and not any(_has_joined(g, view) for g in living):
         return ALL_DIED
     if config.can_resume and is_clear and (shard := lost_shard(groups, view)) is not None:
+        if config.ranks == 1:
+            return ALL_DIED
         return f"no process has the state of rank {shard} any more: it was lost in all groups"
     stops = {NoState.__name__, *((InDoubt.__name__,) if config.can_resume else ())}
     words = ended.last_words
