@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fft.messages.commands import Command
+from fft.messages.protocol import Record
 
 
 class Host(Protocol):
@@ -22,6 +23,9 @@ class Host(Protocol):
 
     def members_lost(self) -> None:
         """Others are dead or suspected since the last event; they may be of this replica group."""
+
+    def decided(self, record: Record) -> None:
+        """The job has decided this, as the engine has heard; it may be decided already here."""
 
     def command(self, command: Command) -> None:
         """An operator has said this to the job; it may not concern this process. Never raises."""

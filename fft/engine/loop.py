@@ -414,6 +414,7 @@ class Engine:
         if (after.dead, after.suspected) != (before.dead, before.suspected):
             self._host.members_lost()
         if isinstance(event, Decision) and event.record is not None:
+            self._host.decided(event.record)
             self._tidy(event.record)
 
     def _believed(self, event: Decision, record: Record) -> Event:

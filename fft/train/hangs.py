@@ -21,6 +21,8 @@ def hung(parts: Parts, reason: str) -> None:
     job, plan, local = parts.job, parts.worker.txn, parts.job.local
     if local is not None and local.role == "apart":  # who waits for this group goes on
         job.say_stuck(reason)
+    if job.thread.role == "applying":
+        parts.worker.update_hangs(reason)
     if plan is None or job.thread.role == "applying":
         return
     waits = parts.groups.pending()

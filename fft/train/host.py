@@ -14,7 +14,7 @@ from torchft.manager import Manager
 
 from fft.bus import BusError
 from fft.messages.commands import Command
-from fft.messages.protocol import Fault, Suspect, Token, encode
+from fft.messages.protocol import Fault, Record, Suspect, Token, encode
 from fft.train.participation import Participation
 from fft.train.reported import Reported
 from fft.util.errors import TxnAborted
@@ -56,9 +56,14 @@ class EngineHost:
             return
         if parts.quorums is not None:
             parts.quorums.end()
-        parts.watchers.interrupt(cause)
+        if parts.job.thread.role != "applying":  # the command waits for the end of the update
+            parts.watchers.interrupt(cause)
         if parts.inner is not None:
             parts.inner.hear_job(cause)
+
+    def decided(self, record: Record) -> None:
+        if (parts := self._parts()) is not None:
+            parts.worker.hear(record)
 
     def command(self, command: Command) -> None:
         if (parts := self._parts()) is not None:

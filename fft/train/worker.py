@@ -16,7 +16,17 @@ from torchft.manager import Manager
 
 from fft.engine.loop import Command, Engine
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
-from fft.messages.protocol import Applied, ApplyFailed, Fault, HealFailed, Record, Restored
+from fft.messages.protocol import (
+    Applied,
+    ApplyFailed,
+    Decision,
+    Fault,
+    HealFailed,
+    Peer,
+    Record,
+    Restored,
+    Token,
+)
 from fft.train.body_failures import ANY, BodyFailures
 from fft.train.call_limit import Limit
 from fft.train.drain_clock import waiting_for
@@ -24,6 +34,7 @@ from fft.train.epoch_groups import EpochGroups
 from fft.train.healing import Healer, StateExchange
 from fft.train.injector import Injector
 from fft.train.input_notes import InputNotes
+from fft.train.interrupt import Interrupted
 from fft.train.leaving import Leaving
 from fft.train.lighthouse import Quorums
 from fft.train.participation import Participation
@@ -92,6 +103,8 @@ class Worker:
         self._torn: str | None = None
         """Why the state of this rank is lost, which the engine is to hear with the rollback."""
         self._committed: tuple[Record, Record | None] | None = None  # and its epoch
+        self._hung_at: tuple[Token, str] | None = None
+        """The committed transaction whose update hangs here, and the monitor's reason."""
         self.rolled_back = ""
         """Why the last attempt was, until somebody has taken note of it."""
         self._by_loop = LoopUpdates()
@@ -356,7 +369,10 @@ class Worker:
         if not self._update(command, updates.apply):
             return False
         try:
-            updates.done()
+            self._run(updates.done)
+        except Interrupted as hang:
+            self._apply_failed(_hung(hang))
+            return False
         except Exception as error:  # the user's own; what it was to change may be half changed
             self._apply_failed(error)
             raise
@@ -372,17 +388,59 @@ class Worker:
 
     def _update(self, command: Apply, update: Callable[[], None]) -> bool:
         """Whether ``update`` went well; else the state is torn, and the engine knows."""
+        self._hung_at = None
         self._job.thread.obeys(command)
         try:
             if self._injector is not None:
                 self._injector.at("apply")
             self._state.before_change()
-            update()
-        except Exception as error:
+            self._run(update)
+        except (Exception, Interrupted) as error:
             logger.exception("optimizer step failed after COMMIT; this state is torn")
-            self._apply_failed(error)
+            self._apply_failed(_hung(error) if isinstance(error, Interrupted) else error)
             return False
         return True
+
+    def _run(self, update: Callable[[], None]) -> None:
+        """Run a part of an update. Raises Interrupted if it hangs and a peer has its result."""
+        interrupter = self._watchers.interrupter
+        if interrupter is None:
+            update()
+            return
+        interrupter.enter()
+        try:
+            update()
+        finally:
+            interrupter.leave()
+
+    def update_hangs(self, reason: str) -> None:
+        """The update of a commit does not move; called on a thread of the monitor's client.
+
+        The other groups leave this one out until it is back. Once their records show that they
+        have made the update, it is interrupted here: this rank fetches their state. Before that
+        it must not be, because all groups may hang alike, in a write to one disk, for example.
+        """
+        local = self._job.local
+        if local is None or self._by_loop.is_made or not self._job.say_stuck(reason):
+            return
+        self._hung_at = local.token, reason
+        for event in local.deferred:
+            if isinstance(event, Decision) and event.record is not None:
+                self.hear(event.record)
+
+    def hear(self, record: Record) -> None:
+        """Interrupt an update that hangs, if the record shows that a peer has made it.
+
+        Called on the engine's thread for each record of the job.
+        """
+        if self._hung_at is None or self._job.thread.role != "applying":
+            return
+        (token, reason), me = self._hung_at, self._job.peer
+        if record.token <= token:
+            return
+        is_left_out = record.kind == "epoch" and me not in record.peer_set
+        if is_left_out or (record.kind == "abort" and _is_twin(record.by, me)):
+            self._watchers.interrupt(reason)
 
     def leave_to_loop(self, command: Apply) -> None:
         """A commit whose update the user's loop makes; over when `finish_apply` is called."""
@@ -435,3 +493,12 @@ class Worker:
     def close(self) -> None:
         """Watch no optimizer any more. Idempotent."""
         self._by_loop.close()
+
+
+def _is_twin(peer: Peer, me: Peer) -> bool:
+    """Whether ``peer`` holds the same shard in another group."""
+    return peer.group != me.group and peer.rank == me.rank
+
+
+def _hung(hang: Interrupted) -> FftError:
+    return FftError(f"the update hung and was interrupted: {hang}")

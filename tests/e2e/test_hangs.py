@@ -15,7 +15,7 @@ from typing import Any
 import forked
 import pytest
 from forked_run import fft, running
-from stage import aborts, records
+from stage import aborts, fetches, records
 from waiting import wait_until
 
 from fft.trace.audit import audit_dir
@@ -23,6 +23,7 @@ from fft.trace.audit import audit_dir
 WORKER = Path(__file__).with_name("hang_worker.py")
 LOOP_WORKER = Path(__file__).with_name("hang_loop_worker.py")
 STOP_WORKER = Path(__file__).with_name("stop_worker.py")
+UPDATE_WORKER = Path(__file__).with_name("update_hang_worker.py")
 LIMIT_S = 240
 
 
@@ -115,3 +116,27 @@ def test_rank_stopped_after_a_commit_is_excluded(tmp_path: Path, place: str) -> 
     assert not list((tmp_path / "run").glob("g1r0i2*.jsonl")), "it came back, and was not ended"
     report = audit_dir(tmp_path / "run")
     assert report.ok, report.render()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("place", "groups"),
+    [
+        ("step", 2),
+        pytest.param("step", 1, marks=pytest.mark.long),
+        pytest.param("commit", 2, marks=pytest.mark.long),
+    ],
+)
+def test_hang_in_an_update_is_interrupted_and_its_rank_fetches_the_state(
+    tmp_path: Path, place: str, groups: int
+) -> None:
+    """Also where the job needs all groups, so that none can be left out: no process is ended."""
+    command = ["run", "--groups", "2", "--trace-dir", str(tmp_path / "run"), "--no-progress"]
+    command += ["--timeout", str(LIMIT_S - 30)]
+    command += [str(UPDATE_WORKER), place, str(groups), str(tmp_path)]
+    done = fft(*command, folder=tmp_path, within=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = results(tmp_path)
+    assert len(ended) == 2 and ended["result-0.json"] == ended["result-1.json"]
+    assert not list((tmp_path / "run").glob("g1r0i2*.jsonl")), "the process went on"
+    assert [(f[0], f[4]) for f in fetches(tmp_path / "run")] == [("1", "0")]

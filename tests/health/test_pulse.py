@@ -9,7 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from fft.health.detectors.hang import Atomic, Begun, Ended, Marked, Moved, Waiting
+from fft.health.detectors.hang import (
+    Atomic,
+    Begun,
+    Ended,
+    Marked,
+    Moved,
+    ProgressConfig,
+    ProgressDetector,
+    Waiting,
+)
 from fft.health.detectors.pulse import Pulse, PulseReader, Reading, changes
 from fft.health.main_thread_probe import MainThreadProbe
 
@@ -205,3 +214,13 @@ def test_off_the_main_thread_there_are_beats_only(real: Pulse) -> None:
 def test_an_interval_must_be_more_than_nothing(real: Pulse) -> None:
     with pytest.raises(ValueError, match="interval_s"):
         MainThreadProbe(real, 0.0)
+
+
+@pytest.mark.parametrize(("commits", "is_timed"), [(2, False), (3, True)])
+def test_threshold_counts_steps_that_end_between_two_looks(commits: int, is_timed: bool) -> None:
+    detector = ProgressDetector(ProgressConfig(max_s=600.0, min_s=1.0))
+    after = Reading(begun=10.0, ended=10.02, took=0.01, step=commits, commits=commits, in_txn=True)
+    for event in changes(Reading(), after):
+        detector.observe(event)
+    detector.observe(Begun(10.03, commits))
+    assert detector.threshold() == (1.0 if is_timed else 600.0)

@@ -35,11 +35,17 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The txn has ended. ``took_s``: how long it took, where its begin was not observed."""
+    """The txn has ended.
+
+    Attributes:
+        took_s: how long it took, where its begin was not observed.
+        count: how many have ended since the last event of this kind, of which this is the last.
+    """
 
     at: float
     committed: bool
     took_s: float | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,9 @@ class ProgressConfig:
         grace_s: from yellow to red.
         min_s: no threshold is shorter.
         factor: how many times the median step time a threshold is.
-        window: how many step times the median is taken of; ``samples`` of them are needed.
+        window: how many step times the median is taken of.
+        samples: how many txns must be committed before the median counts; until then the limit is
+            ``max_s``. An observer may have seen fewer of them, since short ones end between looks.
         look_s: the longest time between two looks of the observer that counts.
     """
 
@@ -135,6 +143,7 @@ class ProgressDetector:
         self._worked = _Since()
         self._stopped = _Since()
         self._alarms = 0
+        self._commits = 0
 
     # --- observing ---
 
@@ -160,6 +169,7 @@ class ProgressDetector:
                 self._begin(at, step)
             case Ended(at=at, committed=committed, took_s=took):
                 self._end(at, committed, took)
+                self._commits += event.count if committed else 0
             case Waiting(on=on):
                 self._waiting = on
             case Atomic(on=on):
@@ -196,9 +206,13 @@ class ProgressDetector:
     def threshold(self) -> float:
         """The longest that nothing may move, as things stand, in seconds."""
         config = self.config
-        if self._atomic or not self.in_txn or len(self._times) < config.samples:
+        if self._atomic or not self.in_txn or not self._is_timed:
             return config.max_s
         return min(config.max_s, self._base() * 2.0 ** min(self._alarms, 64))
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._commits >= self.config.samples and bool(self._times)
 
     def _base(self) -> float:
         """What a txn may stand still for, by the steps that were timed; at least ``min_s``."""
@@ -261,7 +275,7 @@ class ProgressDetector:
             return f"in an atomic section; the maximum is {config.max_s:g} s"
         if not self.in_txn:
             return f"outside every txn; the maximum is {config.max_s:g} s"
-        if len(self._times) < config.samples:
+        if not self._is_timed:
             return f"the maximum is {config.max_s:g} s; too few steps were timed for a shorter one"
         return f"threshold {threshold:.2f} s = {self._derived(threshold)}"
 

@@ -218,12 +218,13 @@ class PulseReader:
 def changes(before: Reading, after: Reading) -> list[ProgressEvent]:
     """What happened between two readings, for a `ProgressDetector`.
 
-    Of several txns that ended in between only the last is told, with how long it took: a fair
-    sample of step times, since which one it is depends on nothing but when the reader looks.
+    Of several txns that ended in between only the last is in an event, with how long it took and
+    how many they were: a fair sample of step times, since it depends only on when the reader looks.
     """
     events: list[ProgressEvent] = []
     if after.commits != before.commits:
-        events.append(Ended(after.ended, committed=True, took_s=after.took))
+        count = after.commits - before.commits
+        events.append(Ended(after.ended, committed=True, took_s=after.took, count=count))
     elif after.ended != before.ended:
         events.append(Ended(after.ended, committed=False))
     if after.in_txn and after.begun != before.begun:

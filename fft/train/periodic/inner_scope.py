@@ -35,6 +35,7 @@ from fft.messages.protocol import (
     HealFailed,
     Peer,
     Prepared,
+    Record,
     Restored,
     Start,
     Token,
@@ -349,6 +350,9 @@ class _Host:
 
     def members_lost(self) -> None:
         """No abort was put off."""
+
+    def decided(self, record: Record) -> None:
+        """Hangs are of the process, and the job's scope hears of them."""
 
     def command(self, command: OperatorCommand) -> None:
         """Operators speak to the job."""
