@@ -153,10 +153,10 @@ class Deaths:
         if child.last_words is not None:
             return f"ended with {child.last_words.short()}"
         text = f"died: {cause_of(child.code)}"
-        if child.code != -signal.SIGKILL:
-            return text
         if (why := self.suspected.get(child.pid)) is not None:
             return f"{text} by its monitor, because it hung ({why})"
+        if child.code != -signal.SIGKILL:
+            return text
         seen = _seen(child, group, view)
         if seen is not None and seen.fault.startswith("planned: "):
             return f"{text}, an injected fault"
