@@ -11,6 +11,7 @@ from benchmarks.rooms import PAGE, direct, imports, lines
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+CHANGE_SECTIONS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 RECORD_SECTIONS = ["Context", "Decision", "Alternatives rejected", "Consequences"]
 MADE_BY_THE_SITE = {"reference/cli.md", "reference/spec.md", "reference/timeouts.md"}
 
@@ -57,6 +58,15 @@ def test_decision_index_lists_each_record_with_its_date() -> None:
         text = (folder / name).read_text(encoding="utf-8")
         assert text.startswith(f"# {title}\n\n- Date: {date}\n- Status: "), name
         assert re.findall(r"^## (.*)", text, re.M) == RECORD_SECTIONS, name
+
+
+def test_changelog_has_each_section_once_and_no_entry_twice() -> None:
+    """A merge of an older branch may bring entries back at the end of the file."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = text.partition("\n## ")[2].partition("\n## ")[0]
+    assert re.findall(r"^### (.*)", newest, re.M) == CHANGE_SECTIONS
+    names = re.findall(r"^- `(?:fft\.)?(\w+)`(?:,|:) ", newest, re.M)
+    assert sorted(names) == sorted(set(names))
 
 
 def test_files_that_the_pages_name_are_there() -> None:
