@@ -6,6 +6,8 @@ The hosts are network namespaces, each with a host name that its /etc/hosts reso
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ from namespaces import BUS_IN_4, Host, needs_namespaces, two_hosts
 from network_worker import serve, train
 from stage import events
 from waiting import wait_until
+
+from fft.trace.audit import audit_dir
 
 LONG_S = 120.0
 pytestmark = [pytest.mark.timeout(400), needs_namespaces]
@@ -86,3 +90,21 @@ def test_joiner_waits_outside_while_no_donor_can_be_reached(tmp_path: Path) -> N
                 assert [one.wait(LONG_S) for one in (donor, joiner)] == [0, 0]
     assert not events(tmp_path, "heal_failed")
     assert "rolled back" not in donor.tail()
+
+
+@pytest.mark.long
+def test_fft_run_heals_where_the_host_name_does_not_resolve(tmp_path: Path) -> None:
+    """The short tests above have ranks of their own; here all processes are those of `fft run`."""
+    plan, traces = tmp_path / "plan.yaml", tmp_path / "traces"
+    kill = "{name: kill, kind: kill, group: 1, rank: 0, step: 5, phase: backward}"
+    plan.write_text(f"faults:\n  - {kill}\n")
+    script = str(Path(__file__).with_name("fault_script.py"))
+    fft = [sys.executable, "-m", "fft.cli", "run", "--groups", "2", "--no-progress"]
+    fft += ["--faults", str(plan), "--trace-dir", str(traces), script, "steps=40", "least=2"]
+    renamed = ["unshare", "-u", "sh", "-c", 'hostname nowhere-xyz && exec "$@"', "fft", *fft]
+    done = subprocess.run(renamed, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    healed = [line["event"] for line in events(traces, "healed")]
+    assert any(event["bytes"] for event in healed)
+    assert not events(traces, "heal_failed")
+    assert audit_dir(traces).ok
