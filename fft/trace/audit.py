@@ -20,7 +20,7 @@ from fft.trace.ends import Ends
 from fft.trace.flow import Flow, judge_entries, judge_flow
 from fft.trace.format import INNER, SCOPES, inner_folder
 from fft.trace.inner_steps import InnerSteps
-from fft.trace.inputs import CONSUMED, Given, Inputs, Owed, judge_shards
+from fft.trace.inputs import CONSUMED, Given, Inputs, Owed, judge_shards, told_of_ids
 from fft.trace.owed_digests import OwedDigests, judge_digests
 from fft.trace.read import GAP, AuditError, TraceFile, has_gap, read_lines, read_trace, trace_files
 from fft.trace.replay import Note, Replay, participant_of, replay
@@ -68,8 +68,8 @@ class AuditReport:
     """What is to be said of an end with ``NoState``."""
     ended: bool = True
     """At least one trace has a final record."""
-    shards: list[str] = field(default_factory=list)
-    """The consumed slices of each shard, where the loader is sharded."""
+    consumed: list[str] = field(default_factory=list)
+    """The consumed slices of each shard of a sharded loader, and the samples by their ids."""
     inner: list[AuditReport] = field(default_factory=list)
     """Of the scopes inside of replica groups, each a job of its own; by group and its store."""
     stages: list[AuditReport] = field(default_factory=list)
@@ -105,7 +105,7 @@ class AuditReport:
             "divergences": self.divergences,
             "diverged": self.diverged,
             "no_state": self.no_state,
-            "shards": self.shards,
+            "consumed": self.consumed,
             "ended": self.ended,
             "inner": [scope.to_json() for scope in self.inner],
             "stages": [scope.to_json() for scope in self.stages],
@@ -140,7 +140,7 @@ class AuditReport:
                 lines.append(f"      {f.place}: {f.violation}")
         lines += [f"  INCOMPLETE: {gap}; the rest of this trace is left out" for gap in self.gaps]
         lines += [f"  replicas differed: {text}" for text in self.divergences]
-        lines += [f"  consumed: {text}" for text in self.shards]
+        lines += [f"  consumed: {text}" for text in self.consumed]
         lines += [f"  the end: {self.no_state}"] if self.no_state is not None else []
         for scope in self.inner:
             lines += scope._as_part(f"inside of group {scope.directory.name}")
@@ -338,7 +338,7 @@ def audit_dir(directory: str | Path) -> AuditReport:
         divergences=ends.divergences(),
         diverged=ends.diverged,
         no_state=ends.without_state(),
-        shards=shards,
+        consumed=[*shards, *told_of_ids(found.given)],
         ended=ends.has_final_record,
         inner=inner,
         stages=stages,

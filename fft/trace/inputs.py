@@ -8,7 +8,9 @@ another gives. Jobs of such stages, and those whose groups step alone, have no o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from fft.messages.effects import StartTxn
@@ -17,6 +19,10 @@ from fft.protocol.flow import has_left_well
 from fft.protocol.invariants import Claim, Finding, Move, Same
 from fft.protocol.state import Local
 
+MOST_IDS = 1_000_000
+"""Different samples that are counted."""
+_NAMED = 5
+"""Samples that a text names at most."""
 LOOP = "loop"
 CONSUMED = "consumed"
 ENTRY = "entry"
@@ -112,10 +118,17 @@ class Given:
     def __init__(self) -> None:
         self.offered: dict[str, list[Runs]] = {}
         """Group → of each of its processes, and of what they made anew or had of a checkpoint."""
+        self.ids: Counter[int | str] = Counter()
+        """How often each sample was consumed, as far as ids are traced."""
         self.shards: dict[tuple[str, int], Items] = {}
         """(shard, rank) → the slices of the shard that were consumed, counted from its begin."""
         self.taken: dict[tuple[str, str], Runs] = {}
         """(group, trace) → what the txns were computed on that it applied."""
+
+    def count_ids(self, ids: list[int | str], owed: Owed) -> None:
+        """Samples are consumed by a rank. Ranks that take the same samples count once."""
+        if owed.rank == 0 or owed.ranks > 1:
+            self.ids.update(i for i in ids if len(self.ids) < MOST_IDS or i in self.ids)
 
 
 def _holds(local: Local) -> bool:
@@ -160,6 +173,8 @@ class Inputs:
             self._loops.append((Token(*data["from"]), data["runs"]))
         elif name in (CONSUMED, ENTRY):
             self._told.append(_Told(name, data, Token(*data["token"]), place))
+            if "ids" in data and data["slice"] is not None and self._owed is not None:
+                self._given.count_ids(data["ids"], self._owed)
             if "shard" in data and data["slice"] is not None and self._owed is not None:
                 self._take(data["shard"], data["item"], self._owed.rank, place)
 
@@ -301,3 +316,32 @@ def judge_shards(finding: Finding, given: Given) -> list[str]:
         first, last = items.ranges[0].start, items.ranges[-1].stop - 1
         told[shard] = f"slices {first} to {last} of shard {shard}"
     return list(told.values())
+
+
+def told_of_ids(given: Given) -> list[str]:
+    """Sentences on the samples by their ids: how many were consumed, doubled and left out.
+
+    Data that are read more than once have each sample as often. So a sample is doubled if it was
+    consumed more often than the rarest one, and one of consecutive numbers is missing if it was
+    not consumed at all.
+    """
+    ids = given.ids
+    if not ids:
+        return []
+    least = min(ids.values())
+    doubled = sorted((i for i, n in ids.items() if n > least), key=str)
+    numbers = sorted(i for i in ids if isinstance(i, int))
+    told = [f"{len(ids)} different samples by their ids, each at least {least} times"]
+    if doubled:
+        told.append(f"{len(doubled)} samples more often: ids {_first(doubled)}")
+    if numbers and (missing := numbers[-1] - numbers[0] + 1 - len(numbers)):
+        gaps = (n for one, other in pairwise(numbers) for n in range(one + 1, other))
+        absent = _first(list(islice(gaps, _NAMED + 1)))
+        text = f"{missing} samples of the ids {numbers[0]} to {numbers[-1]} never: ids {absent}"
+        told.append(text)
+    return told
+
+
+def _first(ids: list[Any]) -> str:
+    more = ", …" if len(ids) > _NAMED else ""
+    return ", ".join(map(str, ids[:_NAMED])) + more

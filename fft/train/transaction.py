@@ -344,7 +344,12 @@ class TransactionLoop:
 
 def _place(drawn: Drawn) -> dict[str, Any]:
     """The place of a batch in the data, for the trace."""
-    return {"item": drawn.item} | ({"shard": drawn.shard} if drawn.shard else {})
+    place: dict[str, Any] = {"item": drawn.item}
+    if drawn.shard:
+        place["shard"] = drawn.shard
+    if drawn.ids is not None:
+        place["ids"] = drawn.ids
+    return place
 
 
 class Transaction:

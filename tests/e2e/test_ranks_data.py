@@ -178,3 +178,24 @@ def test_each_sample_of_a_shard_comes_once_when_a_job_resumes(
     for found, taken in zip(drawn, steps, strict=True):
         numbers = range(taken.start * each, taken.stop * each)
         assert found == [begin + n for begin in begins for n in numbers]
+
+
+def test_group_whose_loader_does_not_restore_its_order_trains_no_step(tmp_path: Path) -> None:
+    class Off(Counting):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"] + 1
+
+    with job(tmp_path, 1) as made:
+        early = _start(made, "0", lambda m: m.train(None, Counting()))
+        wait_until(lambda: len(early[0].consumed) > SAMPLES, "group 0 trains")
+        late = _start(made, "1", lambda m: m.train(None, Off()))
+        for member in late:
+            member.end()
+            assert isinstance(member.error, UnequalData), repr(member.error)
+            assert "Off does not continue with the same items" in str(member.error)
+            assert not member.consumed
+        for member in early:
+            member.manager.drain()
+        drawn = _end(early)
+        assert drawn == list(range(len(drawn))), "group 0 has trained each sample once"
+        made.audit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ import fft
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.protocol.invariants import Finding
-from fft.trace.inputs import Given, Items, judge_shards
+from fft.trace.inputs import Given, Items, judge_shards, told_of_ids
 from fft.train.data import sharded
+from fft.train.data.digests import ids_of
 from fft.train.data.sharded import ShardedInputs, ShardedSource, Shelf
 from fft.train.data.source import DataError
 from fft.util.errors import UnequalData
@@ -223,6 +225,34 @@ def test_shards_that_are_not_consumed_alike_are_named(caplog: pytest.LogCaptureF
     job.txn("0", sources[:1])
     sources[0].close()
     assert "not consumed alike (slices by group: 0: 2, 1: 1)" in caplog.text
+
+
+def test_audit_names_doubled_and_missing_samples() -> None:
+    given = Given()
+    assert told_of_ids(given) == []
+    given.ids.update([0, 1, 2, 3, 3, 5, 9])
+    assert told_of_ids(given) == [
+        "6 different samples by their ids, each at least 1 times",
+        "1 samples more often: ids 3",
+        "4 samples of the ids 0 to 9 never: ids 4, 6, 7, 8",
+    ]
+    given.ids = Counter({"a": 2, "b": 2})
+    assert told_of_ids(given) == ["2 different samples by their ids, each at least 2 times"]
+
+
+def test_ids_of_a_batch_are_traced_where_they_are_a_list() -> None:
+    source = Job().source(0)
+    assert source.ids(torch.tensor([1])) is None, "the user has not said what identifies a batch"
+    for identity, ids in (
+        (torch.tensor([[1, 2]]), [1, 2]),
+        (7, [7]),
+        (["a", "b"], ["a", "b"]),
+        ([torch.tensor(3)], [3]),
+        (torch.tensor([0.5]), None),
+        ({"x": 1}, None),
+        (torch.zeros(5000, dtype=torch.int64), None),
+    ):
+        assert ids_of(identity) == ids
 
 
 def test_audit_finds_slices_of_a_shard_that_are_left_out_or_doubled() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ WHOLE_BYTES = 64 * 1024
 """Bytes of a tensor or an array that is read in full."""
 SAMPLES = 2048
 """Elements that are read of a larger one."""
+MOST_IDS = 4096
+"""Ids of a batch that are traced."""
 _PLAIN = (bool, int, float, complex, type(None), np.generic)
 _DEPTH = 16
 """Levels of nested containers that are read."""
@@ -37,6 +40,22 @@ def digest_of(batch: Any, identify: Callable[[Any], Any] | None = None) -> str:
     digest = hashlib.blake2b(digest_size=8)
     _add(digest.update, batch if identify is None else identify(batch), _DEPTH)
     return digest.hexdigest()
+
+
+def ids_of(identity: Any) -> list[int] | list[str] | None:
+    """The ids in what identifies a batch, for the trace; None: it is no list of them, or too long.
+
+    Args:
+        identity: an integer or a string, or several in a tensor, an array, a list or a tuple.
+    """
+    if isinstance(identity, torch.Tensor | np.ndarray):
+        identity = identity.reshape(-1).tolist() if math.prod(identity.shape) <= MOST_IDS else None
+    found = [identity] if isinstance(identity, int | str) else identity
+    if not isinstance(found, list | tuple) or not 0 < len(found) <= MOST_IDS:
+        return None
+    found = [each.item() if isinstance(each, torch.Tensor | np.generic) else each for each in found]
+    of_one_kind: list[Any] = found
+    return of_one_kind if {type(each) for each in found} in ({int}, {str}) else None
 
 
 def combined(digests: list[str]) -> str:

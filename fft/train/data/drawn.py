@@ -44,6 +44,8 @@ class Drawn:
     shard: str = ""
     """Name of the shard that the data are drawn from; empty: all ranks draw the same data."""
 
+    ids: list[int] | list[str] | None = None
+    """Ids of the samples, for the audit; None: they are not known."""
     consumed: float | None = None
     """Fraction of the data that is consumed with this txn; None: they have no known end."""
 

@@ -112,6 +112,10 @@ class ShardedSource:
         batch = copied(self._stream.take(Due(first, number, count)))
         return batch, is_last, first // count, self._stream.fingerprint(first, count)
 
+    def ids(self, batch: Any) -> list[int] | list[str] | None:
+        """As of `StreamSource`."""
+        return self._stream.ids(batch)
+
     def committed(self, plan: StartTxn) -> None:
         """The txn of ``plan`` is committed, and consumes a slice of each group that contributes."""
         for group in plan.members:
@@ -295,7 +299,17 @@ class ShardedInputs:
             self._step, self._waited_s = plan.step, 0.0
         self._waited_s += time.monotonic() - began
         waited_ms = self._waited_s * 1e3
-        return Drawn(batch, is_last, waited_ms, plan.slice, number, NO_PASSES, digest, source.shard)
+        return Drawn(
+            batch,
+            is_last,
+            waited_ms,
+            plan.slice,
+            number,
+            NO_PASSES,
+            digest,
+            source.shard,
+            source.ids(batch),
+        )
 
 
 _RESHARD = (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from fft.messages.effects import StartTxn
-from fft.train.data.digests import combined, digest_of
+from fft.train.data.digests import combined, digest_of, ids_of
 from fft.train.data.drawn import ALONE, NO_PASSES, Drawn, Passes
 from fft.train.data.retries import forbid_retry, retried
 from fft.util.errors import FftError, UnequalData
@@ -183,6 +183,10 @@ class StreamSource:
             self._items.append(item)
             self._digests.append(digest)
         return True
+
+    def ids(self, batch: Any) -> list[int] | list[str] | None:
+        """Ids of the samples of ``batch``, where the user has said how to find them."""
+        return None if self._identify is None else ids_of(self._identify(batch))
 
     @property
     def is_open(self) -> bool:
@@ -428,6 +432,7 @@ class Inputs:
             number,
             passes,
             digest,
+            ids=_ids_in(self._source, batch),
             consumed=self._consumed(plan, is_last),
         )
 
@@ -456,6 +461,12 @@ class Inputs:
             f"as rank {self._rank} of its group was to get its batch in the txn of step "
             f"{plan.step}{counts}: item {number} of the data, of slice {which}"
         )
+
+
+def _ids_in(source: DataSource, batch: Any) -> list[int] | list[str] | None:
+    find = getattr(source, "ids", None)
+    found: list[int] | list[str] | None = None if find is None else find(batch)
+    return found
 
 
 class LeasedInputs:
