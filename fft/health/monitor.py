@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
+from fft.health.busy_children import BusyChildren
 from fft.health.death_mutex import DeathMutex, Hold, supported
 from fft.health.detectors.base import Level
 from fft.health.detectors.pulse import Pulse, PulseReader, Reading
@@ -115,6 +116,7 @@ class Runner:
         if charge.death_mutex is not None:
             DeathMutex(charge.death_mutex).watch(lambda: os.eventfd_write(self._dying, 1))
         self._monitor = Monitor(charge.config)
+        self._children = BusyChildren(charge.pid)
         self._announcer = _Announcer(charge, charge.bus_url) if charge.bus_url else None
         self._level = Level.GREEN
         self._concerns_others = False
@@ -150,7 +152,9 @@ class Runner:
     def _look(self, reading: Reading) -> None:
         now = time.monotonic()
         is_stopped = self._monitor.is_mute(now) and pidfd.is_stopped(self._charge.pid)
-        self._monitor.observe(Look(now, reading, is_stopped))
+        waits = reading.in_txn and self._monitor.stands_still(now)
+        is_busy = waits and self._children.are_busy(reading.begun)
+        self._monitor.observe(Look(now, reading, is_stopped, is_busy))
         verdict = self._monitor.verdict(now)
         told, self._concerns_others = self._concerns_others, self._monitor.concerns_others(now)
         if self._concerns_others and not told:

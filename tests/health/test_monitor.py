@@ -338,13 +338,21 @@ def test_a_loop_without_end_is_noticed_though_it_runs_bytecodes() -> None:
         assert line["reason"].startswith("the interpreter runs")
 
 
-@pytest.mark.parametrize("mode", ["wait_then_stop", "save_then_stop"])
+def test_wait_for_a_child_process_that_does_nothing_is_a_hang() -> None:
+    with trainer("wait_for_an_idle_child") as child:
+        expect(child, "yellow", child.go(), "wait_for_an_idle_child")
+
+
+@pytest.mark.parametrize("mode", ["wait_then_stop", "save_then_stop", "compile_then_stop"])
 def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> None:
-    """A wait longer than everything allowed; a critical section that keeps the lock for long."""
+    """A wait longer than everything allowed; a critical section that keeps the lock for long; a
+    child process that computes, such as a compiler."""
     with trainer(mode) as child:
         line = child.verdict(child.go())
         stopped = child.said()
-        print(f"{mode}: {line['level']} {line['at'] - stopped:.2f} s after the end of it")
+        print(
+            f"{mode}: {line['level']} {line['at'] - stopped:.2f} s after the end of it: {line['reason']}"
+        )
         assert line["at"] > stopped
         assert line["level"] == "yellow"
 

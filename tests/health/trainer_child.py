@@ -12,6 +12,7 @@ import os
 import platform
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -94,6 +95,19 @@ def save_then_stop(pulse: Pulse) -> None:
         now()
         ctypes.PyDLL(None).usleep(1_800_000)
     stop(pulse)
+
+
+def compile_then_stop(pulse: Pulse) -> None:
+    """A child that computes for longer than a body may stand still, not than the maximum."""
+    now()
+    code = "import time; end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True)
+    stop(pulse)
+
+
+def wait_for_an_idle_child(pulse: Pulse) -> None:
+    now()
+    subprocess.run(["sleep", "10"], check=True)
 
 
 def die(pulse: Pulse) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fft.health.detectors.base import GREEN, Level, Verdict
-from fft.health.detectors.hang import Looked, ProgressConfig, ProgressDetector, Stopped
+from fft.health.detectors.hang import Looked, Moved, ProgressConfig, ProgressDetector, Stopped
 from fft.health.detectors.pulse import Reading, changes
 from fft.health.detectors.silence import Seen, SilenceConfig, SilenceDetector
 from fft.protocol.timeouts import HOST_LIMIT_S
@@ -56,6 +56,8 @@ class Look:
     reading: Reading
     stopped: bool = False
     """The kernel says that the process is stopped. Need not be looked for while it beats."""
+    busy: bool = False
+    """A child that the main thread has started in this txn computes, and is waited for."""
 
 
 class Monitor:
@@ -82,6 +84,8 @@ class Monitor:
         self._progress.observe(Looked(event.at))
         for change in changes(self._seen, event.reading):
             self._progress.observe(change)
+        if event.busy:
+            self._progress.observe(Moved(event.at))
         if event.stopped != self._stopped:
             self._stopped = event.stopped
             self._progress.observe(Stopped(event.at, event.stopped))
@@ -106,6 +110,10 @@ class Monitor:
     def is_mute(self, now: float) -> bool:
         """Whether no thread of it has run lately."""
         return now - self._beat_at > self._min_s / 2
+
+    def stands_still(self, now: float) -> bool:
+        """Whether the main thread has not run lately, so that its children are worth a look."""
+        return now - max(self._seen.moved, self._seen.marked) > self._min_s / 4
 
     def concerns_others(self, now: float) -> bool:
         """Whether others must be told of the suspicion, because it cannot or did not help itself.
