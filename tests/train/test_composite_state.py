@@ -254,7 +254,7 @@ def test_another_class_than_the_one_here_is_refused() -> None:
 
 
 class Averages:
-    """What a user registers as extra."""
+    """An object that a user registers as extra."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value

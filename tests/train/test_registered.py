@@ -1,4 +1,4 @@
-"""What `register` refuses: replaced parameters, and process groups that FFT cannot abort."""
+"""Refusals of `register`: replaced parameters, and process groups that FFT cannot abort."""
 
 from __future__ import annotations
 

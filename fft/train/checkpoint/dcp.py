@@ -3,8 +3,8 @@
 Exported are whole tensors under the names that torch's own functions use: ``model.<name>`` for
 parameters and buffers (``model0``, ``model1``, … of several), tied ones under each of their names,
 and ``optimizer.state.<name>.<key>``. All the rest, and how the tensors were sharded, is JSON in the
-tensor ``fft``, by which an import restores the checkpoint. Of any other checkpoint, an import takes
-``model`` alone.
+tensor ``fft``, by which an import restores the checkpoint. An import takes only ``model`` from any
+other checkpoint.
 
 torch's format has a pickle in it (``.metadata``): import only what you trust.
 """
