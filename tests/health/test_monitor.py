@@ -350,9 +350,8 @@ def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> Non
     with trainer(mode) as child:
         line = child.verdict(child.go())
         stopped = child.said()
-        print(
-            f"{mode}: {line['level']} {line['at'] - stopped:.2f} s after the end of it: {line['reason']}"
-        )
+        late = line["at"] - stopped
+        print(f"{mode}: {line['level']} {late:.2f} s after the end of it: {line['reason']}")
         assert line["at"] > stopped
         assert line["level"] == "yellow"
 

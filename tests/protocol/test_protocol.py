@@ -1300,6 +1300,19 @@ def test_the_state_is_lost_before_anything_was_committed() -> None:
     assert "committed" not in reason
 
 
+def test_ranks_that_begin_with_files_of_different_steps_are_named_with_these() -> None:
+    job = Job(0)
+    for rank, step in enumerate((40, 41)):
+        job.add("0", rank, 2, lineage=f"step {step}", step=step, store="0.0", **job.config)
+    job.settle()
+    job.fire("quorum")
+    job.settle()
+    for rank in range(2):
+        error, reason = error_of(job.node("0", rank))
+        assert error == "NoState"
+        assert "different steps (0/0#1 step 40, 0/1#1 step 41)" in reason
+
+
 def test_ranks_of_two_instances_of_a_group_are_no_whole_group() -> None:
     job = Job(2, ranks=2).until_running()
     job.crash(job.node("1", 1))

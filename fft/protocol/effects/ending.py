@@ -93,14 +93,27 @@ def stop_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     )
 
 
+def _steps_held(s: Local, groups: list[list[Hello]]) -> str:
+    """Before the first epoch: the step of each rank, where they differ within a group."""
+    ranks = [h for group in groups for h in group]
+    if s.head is not None or len({h.step for h in ranks}) < 2:
+        return ""
+    steps = ", ".join(f"{h.peer} step {h.step}" for h in ranks)
+    return (
+        f". The ranks have begun with different steps ({steps}): files of one step must be loaded "
+        "on all ranks of a group"
+    )
+
+
 @action
 def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Out: enough groups are there, but none has the state that the job stands at."""
-    step = base_of(s, whole_groups(s, c)).step
+    groups = whole_groups(s, c)
+    step = base_of(s, groups).step
     yield Finish(
         f"no live replica group holds the state of the job at step {step}, and none came within "
         f"{c.timeouts['quorum']:g} s; start the job again, from a checkpoint if it has one; its "
-        "name can stay",
+        f"name can stay{_steps_held(s, groups)}",
         error="NoState",
     )
 
