@@ -63,6 +63,8 @@ def join(manager: TorchftInterface, parts: Parts) -> Engine:
     parts.state.refuse_unsendable()
     for function in parts.state.users.values():  # complete by now, unlike at their registration
         refuse_dropping(function)
+    for reducer in parts.reductions.reducers:
+        reducer.update_layout()
     refuse_other_settings(job.bus, _common_settings(manager, parts, config))
     spec, stage = settings.spec, parts.stage
     if stage is not None:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
+from torch.nn.parameter import is_lazy
 
 from fft.train.autograd_calls import hooks_of, is_nested, is_pythons_thread
 from fft.train.buckets import (
@@ -75,7 +76,7 @@ class Reducer:
         index: number of the model among those that are reduced, equal on all groups.
 
     Raises:
-        FftError: no parameter needs a gradient.
+        FftError: no parameter needs a gradient, or one is not initialized.
     """
 
     def __init__(
@@ -94,18 +95,14 @@ class Reducer:
         self._hook: tuple[Any, CommHook] | None = None
         self._handles: dict[torch.Tensor, Any] = {}
         """Our hook on each parameter."""
-        named = list(model.named_parameters())
-        self._trained_at_first = [(n, p) for n, p in named if p.requires_grad]
+        self._trained_at_first: list[tuple[str, nn.Parameter]] = []
         """In buckets for good; frozen later, they have no gradient."""
-        self._frozen_at_first = [(n, p) for n, p in named if not p.requires_grad]
+        self._frozen_at_first: list[tuple[str, nn.Parameter]] = []
         """In buckets as long as they are not frozen. So what is reduced depends on what is frozen
         now, not on the past, which who joins does not know."""
-        if not self._trained_at_first:
-            raise FftError("sync_gradients(model): no parameter of the model needs a gradient")
-        text = f"{in_words(self._trained_at_first + self._frozen_at_first)}|{bucket_mb}|{dtype}"
-        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-        numbers = sum(p.numel() for _, p in named)
-        self.model = f"{len(named)} parameters with {numbers} numbers ({digest})"
+        self._found: list[tuple[object, ...]] = []
+        """The parameters that buckets were laid out for, with what their layout depends on."""
+        self.model = ""
         """The whole model, frozen or not, in words, and a digest: equal in all groups."""
         self._is_quiet = False
         self._quiet_at_begin: bool | None = None
@@ -127,7 +124,7 @@ class Reducer:
         """Buckets are issued while backward goes on."""
         self._pristine: dict[Slot, torch.Tensor] | None = None
         self._slots: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
-        self._lay_out()
+        self._take_parameters()
 
     # --- what the manager calls ---
 
@@ -136,8 +133,7 @@ class Reducer:
 
         ``exact``: keep copies of the reduced gradients, so that `edited` misses nothing.
         """
-        if any(p.requires_grad != (p in self._laid_out) for _, p in self._frozen_at_first):
-            self._lay_out()
+        self.update_layout()
         self._come_last()
         self._forget()
         self._quiet_at_begin = self._is_quiet
@@ -212,6 +208,42 @@ class Reducer:
         )
 
     # --- layout ---
+
+    def update_layout(self) -> None:
+        """Lay the buckets out anew if parameters were added, replaced, converted or unfrozen."""
+        if self._found != self._parameters_now():
+            self._take_parameters()
+        elif any(p.requires_grad != (p in self._laid_out) for _, p in self._frozen_at_first):
+            self._lay_out()
+
+    def _parameters_now(self) -> list[tuple[object, ...]]:
+        return [(id(p), p.dtype, p.device, p.shape) for p in self._model.parameters()]
+
+    def _take_parameters(self) -> None:
+        """Take over the parameters that the model has now. Names known before keep their class."""
+        named = list(self._model.named_parameters())
+        if lazy := [name for name, p in named if is_lazy(p)]:
+            raise FftError(
+                f"sync_gradients(model): parameter {lazy[0]!r} has no shape yet, because its lazy "
+                "module has not seen an input: run the model once before this call"
+            )
+        known = {name for name, _ in self._frozen_at_first}
+        frozen = {name for name, p in named if name in known or not p.requires_grad}
+        frozen -= {name for name, _ in self._trained_at_first}
+        self._trained_at_first = [(n, p) for n, p in named if n not in frozen]
+        self._frozen_at_first = [(n, p) for n, p in named if n in frozen]
+        if not self._trained_at_first:
+            raise FftError(
+                "sync_gradients(model): no parameter of the model needs a gradient; call it when "
+                "the model is complete"
+            )
+        words = in_words(self._trained_at_first + self._frozen_at_first)
+        text = f"{words}|{self._cap}|{self._dtype}"
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        numbers = sum(p.numel() for _, p in named)
+        self.model = f"{len(named)} parameters with {numbers} numbers ({digest})"
+        self._found = self._parameters_now()
+        self._lay_out()
 
     def _lay_out(self) -> None:
         self._frozen = [(n, p) for n, p in self._frozen_at_first if not p.requires_grad]

@@ -110,6 +110,71 @@ def reduced(
     return [gradients for gradients, _ in found], [numbers for _, numbers in found]
 
 
+def _add_a_layer(model: nn.Sequential) -> None:
+    model.append(nn.Linear(4, 1))
+
+
+def _convert_to_float32(model: nn.Sequential) -> None:
+    model.float()
+
+
+def _replace_the_first_layer(model: nn.Sequential) -> None:
+    model[0] = nn.Linear(1, 4)
+
+
+@pytest.mark.parametrize("change", [_add_a_layer, _convert_to_float32, _replace_the_first_layer])
+@pytest.mark.parametrize("moment", ["before the first step", "between two steps"])
+def test_model_changed_after_sync_gradients_is_averaged_as_it_is_now(
+    change: Callable[[nn.Sequential], None], moment: str, tmp_path: Path
+) -> None:
+    """Both groups apply the same gradient, though each computes another one."""
+
+    def work(member: Member) -> None:
+        model = models[member.group]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        member.manager.register(model, optimizer)
+        member.manager.sync_gradients(model)
+        if moment == "before the first step":
+            changed(model, optimizer)
+        for txn in member.manager.transactions(in_order(), max_steps=3):
+            with txn:
+                x = txn.batch.to(next(model.parameters()).dtype).reshape(-1, 1) + 1
+                model(x).square().mean().backward()
+                seen[member.group, txn.step] = gradients(model)
+            if txn.step == 0 and moment == "between two steps":
+                changed(model, optimizer)
+
+    def changed(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        change(model)
+        known = {p for group in optimizer.param_groups for p in group["params"]}
+        if more := [p for p in model.parameters() if p not in known]:
+            optimizer.add_param_group({"params": more})
+
+    models = {g: copy.deepcopy(nn.Sequential(nn.Linear(1, 4))).double() for g in ("0", "1")}
+    if change is not _convert_to_float32:
+        models = {g: m.float() for g, m in models.items()}
+    models["1"].load_state_dict(models["0"].state_dict())
+    seen: dict[tuple[str, int], Gradients] = {}
+    with job(tmp_path, 2) as made:
+        made.run(work, register=False, digest="never", check_replicas=0)
+    own, other = seen["0", 2], seen["1", 2]
+    assert own.keys() == other.keys() == dict(models["0"].named_parameters()).keys()
+    for name, gradient in own.items():
+        assert gradient is not None and torch.equal(gradient, other[name]), name
+
+
+def test_lazy_module_without_input_is_refused_by_name(tmp_path: Path) -> None:
+    with job(tmp_path, 1) as made:
+        manager = made.member("0", register=False).manager
+        model = nn.Sequential(nn.LazyLinear(2))
+        with pytest.raises(
+            FftError, match=r"parameter '0\.weight' has no shape yet.*run the model"
+        ):
+            manager.sync_gradients(model)
+        model(torch.ones(1, 3))
+        manager.sync_gradients(model)
+
+
 def assert_equal(got: Gradients, wanted: Gradients) -> None:
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
