@@ -331,6 +331,24 @@ def test_a_parameter_edited_by_a_body_that_ended_well_is_kept_from_then_on() -> 
 # --- gradients ------------------------------------------------------------------------------------
 
 
+def test_parameter_added_between_two_steps_is_restored_and_in_the_fingerprint() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    state = StepState([model], [torch.optim.SGD(model.parameters(), lr=0.1)])
+    state.capture()
+    state.note_edits()
+    state.forget()
+    model.append(nn.Linear(2, 1))
+    state.capture()
+    before = model[1].weight.detach().clone()
+    seen = state.fingerprint()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    assert state.fingerprint() != seen
+    state.restore()
+    assert torch.equal(model[1].weight, before)
+    assert state.fingerprint() == seen
+
+
 def test_a_rollback_drops_gradients_of_parameters_that_only_an_optimizer_has() -> None:
     model, loose = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     state = StepState([model], [torch.optim.SGD([loose], lr=0.1)])

@@ -127,7 +127,7 @@ class StepState:
         self._pipelines = pipelines
         self._captured: _Capture | None = None
         self._parameters: dict[str, torch.Tensor] = {}
-        """Every parameter by name, as the first step found them."""
+        """Every parameter by name, as the last `capture` found them."""
         self._edited: set[str] | None = None
         """Parameters that bodies have changed; None: no body has come to its end yet."""
 
@@ -136,7 +136,10 @@ class StepState:
     def capture(self) -> None:
         """Remember what `restore` puts back. At the start of a step, on the training thread."""
         reshard(self._models)  # on all ranks alike: an evaluation has left modules gathered
-        self._parameters = self._parameters or self.names()
+        names = self.names()
+        if [*map(id, names.values())] != [*map(id, self._parameters.values())]:
+            # the model has other parameters than before: keep all of them, as in the first step
+            self._parameters, self._edited = names, None
         kept = self._parameters if self._edited is None else self._edited
         modules = [module for model in self._models for module in model.modules()]
         for pipeline in self._pipelines:
