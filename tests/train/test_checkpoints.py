@@ -43,7 +43,7 @@ from fft.messages.progress import CheckpointReport, decode_report
 from fft.messages.protocol import Peer, Record
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.resumed import audit_job
-from fft.train.checkpoint import checkpointer, gathering, writer
+from fft.train.checkpoint import checkpointer, gathering, snapshot, writer
 from fft.train.checkpoint.due import Named
 from fft.train.checkpoint.rank_file import write_rank
 from fft.train.checkpoint.threads import NAME, Threads
@@ -337,6 +337,53 @@ def test_no_update_is_applied_before_the_copy_is_done(
     again = Start(tmp_path / "b", 7, checkpoint=at(place)).train(Stream(), 18)
     assert notes(tmp_path / "b", "resumed")[0]["step"] == 4
     assert again.all() == Start(tmp_path / "whole").train(Stream(), 18).all()
+
+
+class AwaitedEvent(threading.Event):
+    """An event that tells when somebody begins to wait for it."""
+
+    def __init__(self, begun: threading.Event) -> None:
+        super().__init__()
+        self._begun = begun
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._begun.set()
+        return super().wait(timeout)
+
+
+def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body changes a parameter after the files are written: they are not those of the step."""
+    body_over, waited_for = threading.Event(), threading.Event()
+    early: list[bool] = []
+    made, deliver_ = snapshot.Snapshot.__init__, Checkpoints.deliver
+
+    def make(self: snapshot.Snapshot, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.confirmed = AwaitedEvent(waited_for)
+
+    def note(self: Checkpoints, directory: str, receipt: Receipt) -> None:
+        early.append(not body_over.is_set())
+        waited_for.set()
+        deliver_(self, directory, receipt)
+
+    monkeypatch.setattr(snapshot.Snapshot, "__init__", make)
+    monkeypatch.setattr(Checkpoints, "deliver", note)
+    place = tmp_path / "checkpoints"
+    start = Start(tmp_path / "traces", checkpoint=at(place, keep=0))
+    for txn in start.manager.transactions(Stream(), max_steps=6):
+        with txn:
+            start.scaler.scale(start.model(txn.batch).square().mean()).backward()
+            if txn.step == 4:
+                assert waited_for.wait(60), "the files of step 4 are written"
+                start.clamp()
+                body_over.set()
+    start.manager.shutdown()
+    receipts = [path.parent.name for path in place.rglob("*.receipt")]
+    assert not any(early), receipts
+    entries = Checkpoints(open_store(str(place))).found()
+    assert [entry.step for entry in entries if entry.step is not None] == [6]
 
 
 @pytest.mark.parametrize("part", ["_look_up", "_copy"])
