@@ -8,17 +8,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
+from torchft.checkpointing.http_transport import HTTPTransport
 
 import fft.train.state.transfer as transfer_module
 from fft.bus.token import JobToken
+from fft.messages.effects import Heal
+from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
+from fft.train.healing import StateExchange
 from fft.train.state.transfer import StateTransfer, TransferError
+from fft.util.errors import FftError
 
 TOKEN = JobToken.fresh()
 LIMIT = timedelta(seconds=60)
@@ -279,3 +286,51 @@ def test_silent_outside_connections_are_bounded(
         one.close()
     workers = [t for t in threading.enumerate() if t.name.startswith("fft-transfer")]
     assert len(workers) <= transfer_module.WORKERS + 2
+
+
+class Exported:
+    """The state that a rank exports for an epoch."""
+
+    def export(self, record: Record) -> dict[str, Any]:
+        return {"fft": {"lineage": record.lineage, "cursor": 3}, "weight": torch.ones(3)}
+
+
+@pytest.fixture
+def torchfts() -> Iterator[Callable[[], HTTPTransport[Any]]]:
+    made: list[HTTPTransport[Any]] = []
+
+    def one() -> HTTPTransport[Any]:
+        made.append(HTTPTransport(LIMIT, num_chunks=0))
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.shutdown()
+
+
+@pytest.mark.parametrize("offered", ["ab", "cd"])
+def test_fetch_refuses_another_lineage_that_a_transport_of_torchft_brings(
+    offered: str, torchfts: Callable[[], HTTPTransport[Any]]
+) -> None:
+    """torchft's transports compare the step alone: equal steps can have different lineages."""
+    sender, receiver = torchfts(), torchfts()
+
+    def exchange(transport: HTTPTransport[Any]) -> StateExchange:
+        manager = SimpleNamespace(_checkpoint_transport=transport, _timeout=LIMIT, _group_rank=0)
+        return StateExchange(cast("Any", manager), cast("Any", Exported()), None)
+
+    rank = RankEntry(0, 1, True, sender.metadata(), 1, "host")
+    members = tuple(GroupEntry(g, f"store-{g}", (rank,)) for g in ("0", "1"))
+    record = Record(2, "epoch", 2, 0, 4, "ab", 3, 3, Peer("0", 0, 1), members)
+    giver, taker = exchange(sender), exchange(receiver)
+    giver.send(Heal(replace(record, lineage=offered), 0, None, (1,)))
+    fetching = Heal(record, 1, 0, ())
+    try:
+        if offered == "ab":
+            payload, size = taker.fetch(fetching)
+            assert payload["weight"].tolist() == [1, 1, 1] and size == 12
+        else:
+            with pytest.raises(FftError, match="fetched lineage cd, the epoch needs ab"):
+                taker.fetch(fetching)
+    finally:
+        giver.withdraw()
