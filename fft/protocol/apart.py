@@ -161,6 +161,22 @@ def own_lease(leases: Sequence[Lease], c: Config) -> int | None:
     return lease_of(leases, c.me.group, c.store) if c.bound else None
 
 
+def is_brought(
+    epoch: Record | None, c: Config, computed: tuple[int | None, int], lease: int | None
+) -> bool:
+    """Whether what my group has computed is what it brings to the first txn of ``epoch``.
+
+    Args:
+        computed: the lease that it was computed from, and the step of the state it began from.
+        lease: the group's in the epoch. A slice that was given back, and then granted again, is
+            computed anew from the base that the epoch counts it with.
+    """
+    held, base = computed
+    standing_ = epoch.standing if epoch is not None else ()
+    bases = [each.base for each in standing_ if each.entry.group == c.me.group]
+    return held == lease and bases == [base]
+
+
 def names(them: Sequence[Standing]) -> frozenset[str]:
     """Of the groups."""
     return frozenset(each.entry.group for each in them)

@@ -243,6 +243,8 @@ class _Line:
             consumed = item.line["note"] == CONSUMED and data["slice"] is not None
             if consumed and self.peer is not None and not self.replay.differs:
                 judge.consumed(self.peer, Token(*data["token"]), data["slice"], item.place)
+                if (base := data.get("base")) is not None:
+                    judge.contributed(self.peer, Token(*data["token"]), base, item.place)
         except (KeyError, TypeError) as error:
             text = f"the note {item.line.get('note')!r} does not say what it must: {error!r}"
             self.inputs.finding.expect(False, text, item.place)

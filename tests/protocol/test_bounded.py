@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jobs import Job
 
 from fft.messages.effects import Decide
-from fft.messages.protocol import Decision, Lease, Record, Synchronise
+from fft.messages.protocol import Applied, Decision, Lease, Record, Synchronise
+from fft.protocol.apart import is_brought
 from fft.protocol.invariants import History, Move, judge
 from fft.protocol.load import load_spec
 
@@ -101,3 +105,42 @@ def test_a_doctored_record_is_found_and_told(
 
 def test_the_life_that_is_doctored_is_clean() -> None:
     assert [f.violation for f in judge(life()) if f.violation] == []
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_contribution_from_another_base_than_the_epochs_is_a_violation(off: int) -> None:
+    """As if a slice that was given back, and granted again, were not computed anew."""
+    history = life()
+    for peer, moves in history.moves.items():
+        for move in moves:
+            epoch = move.before.epoch
+            if isinstance(move.event, Applied) and epoch is not None:
+                bases = {each.entry.group: each.base for each in epoch.standing}
+                if peer.group in bases:
+                    at = (peer, move.before.token, bases[peer.group] + off, move.place)
+                    history.contributed.append(at)
+    assert len(history.contributed) > 5
+    (text,) = found(history)
+    assert ("and the epoch counts another" in text) == (off != 0), text
+
+
+@cache
+def running() -> Job:
+    """Three groups in the first epoch of a job; not to be changed."""
+    return Job(3, spec=load_spec("async"), leases=True, bound=2).until_running()
+
+
+@settings(deadline=None)
+@given(st.integers(0, 3), st.none() | st.integers(0, 3), st.none() | st.integers(0, 3))
+def test_what_a_group_computed_is_brought_only_with_its_lease_and_base(
+    base: int, held: int | None, granted: int | None
+) -> None:
+    node = running().node("1")
+    epoch, config = node.local.epoch, node.participant.config
+    assert epoch is not None
+    for at in range(4):
+        moved = tuple(each._replace(base=at) for each in epoch.standing)
+        is_same = held == granted and at == base
+        brought = is_brought(replace(epoch, standing=moved), config, (held, base), granted)
+        assert brought == is_same
+    assert not is_brought(replace(epoch, standing=()), config, (held, base), held)

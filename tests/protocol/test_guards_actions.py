@@ -366,3 +366,18 @@ def test_assumed_commit_reads_no_register() -> None:
     job.compute([b])
     job.settle()
     assert a.local.head == b.local.head, "equal decisions are equal, whoever took them"
+
+
+@pytest.mark.parametrize("ahead", [-2, -1, 0, 1, 2])
+def test_member_that_knows_the_epochs_record_and_asks_is_outside(ahead: int) -> None:
+    """A message from before it was let in names an older record."""
+    job = Job(3).until_running()
+    here, other = job.node("0").local, job.node("1")
+    assert here.epoch is not None
+    here = replace(here, epoch=replace(here.epoch, n=5))
+    assert here.epoch is not None
+    told = replace(here.hellos["1", 0], head=here.epoch.n + ahead)
+    asks = GUARDS["asks_to_come_in"](here, other.participant.config, Join(told))
+    assert asks == (ahead >= 0)
+    stranger = replace(told, peer=Peer("9", 0, 1))
+    assert GUARDS["asks_to_come_in"](here, other.participant.config, Join(stranger))

@@ -208,7 +208,7 @@ def test_rank_stops_asking_after_its_mate_left_unheard() -> None:
 
 
 def test_overrun_participant_receives_the_next_drain_message() -> None:
-    assert not run_seed(2611231154, load_spec("async")).violations
+    assert not run_seed(2611231154, load_spec("async"), DEFAULT).violations
 
 
 def test_healed_participant_may_have_to_fetch_again() -> None:

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.messages.effects import Decide
-from fft.messages.protocol import Record, Standing
-from fft.protocol.apart import is_lost
+from fft.messages.effects import Decide, Finish
+from fft.messages.protocol import (
+    Applied,
+    ApplyFailed,
+    Ballot,
+    GroupEntry,
+    Leave,
+    Peer,
+    Record,
+    Standing,
+    Stop,
+    Timer,
+    Token,
+)
 from fft.protocol.invariants.claims import Claim, Given, Holds, Know, Move, leavers_of
+from fft.protocol.leases import lease_of
+from fft.protocol.state import Local
 
 Key = tuple[str, str]
 
@@ -22,10 +35,18 @@ def bounded(move: Move) -> Iterator[Claim]:
     for effect in move.out.effects:
         if isinstance(effect, Decide) and effect.after is not None and effect.proposal.bound:
             yield from _leaves_out(move, effect.after, effect.proposal)
+            yield from _asked_since(move, effect.after, effect.proposal)
+            yield from _leaves_somebody(move, effect.after, effect.proposal)
+    yield from _of_own_lease(move)
+    yield from _of_awaited(move)
+    yield from _takes_no_state_along(move)
     record = move.record
     if record is None or not record.bound:
         return
     yield Know(("record", record.n), record)
+    if record.kind == "epoch":
+        bases = tuple((each.entry.group, each.base) for each in record.standing)
+        yield Know(("bases", record.epoch), bases)
     last = (("record", record.n - 1),)
     if record.kind == "epoch":
         for text, test in (
@@ -46,9 +67,129 @@ def _leaves_out(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
     named = _by_key(proposal.standing).keys()
     for key, each in _by_key(after.standing).items():
         lost = key in named or each.entry.group in leavers_of(proposal)
-        lost = lost or is_lost(move.after, each.entry)
+        lost = lost or _is_gone(move.after, each.entry)
         text = f"{move.peer} leaves {each.entry.group} out of the job, and nothing is said against"
         yield Holds(lost, f"{text} its life")
+
+
+def contributes(peer: Peer, token: Token, base: int) -> Claim:
+    """13: a contribution is computed from the base that the epoch's record counts it with.
+
+    Args:
+        base: step of the job's state that the group's own steps began from, as the process noted it
+            when the txn was committed.
+    """
+    text = f"{peer} contributed to txn {token} from base {base}, and the epoch counts another"
+    return Given((("bases", token.epoch),), text, lambda bases: (peer.group, base) in bases)
+
+
+def _asked_since(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
+    """Members of a proposal have asked for it after the last synchronisation that had them."""
+    if proposal.kind != "epoch":
+        return
+    since, said = _by_key(after.standing), move.after.hellos
+    for group in proposal.members:
+        at = since.get((group.group, group.store))
+        for peer in group.peers() if at is not None else ():
+            word = said.get((peer.group, peer.rank))
+            asked = word is not None and word.peer == peer and at is not None
+            text = f"{move.peer} proposes epoch {proposal.epoch} with {peer}, whose newest message "
+            yield Holds(
+                asked and word is not None and at is not None and word.head >= at.since,
+                f"{text}is older than its last synchronisation",
+            )
+
+
+def _leaves_somebody(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
+    """A COMMIT with which all members leave ends the job, or no group outside needs the state."""
+    if proposal.kind != "commit" or not isinstance(move.event, Ballot) or move.after.epoch is None:
+        return
+    ends = not proposal.skip and all(vote.last for vote in move.event.votes)
+    inside = _inside(move.after.epoch)
+    outside = [
+        each.entry.group
+        for key, each in _by_key(after.standing).items()
+        if key not in inside and not _is_gone(move.after, each.entry)
+    ]
+    text = f"{move.peer} lets all members of epoch {proposal.epoch} leave, and {outside} need their"
+    stays = {group for group, _ in inside} - set(proposal.leavers)
+    yield Holds(ends or bool(stays) or not outside, f"{text} state")
+
+
+def _is_gone(s: Local, entry: GroupEntry) -> bool:
+    """Whether a rank of this instance has ended, is suspected, or was replaced, as ``s`` knows."""
+    for peer in entry.peers():
+        word = s.hellos.get((peer.group, peer.rank))
+        if peer in s.dead | s.suspected or (word is not None and word.peer.inc > peer.inc):
+            return True
+    return False
+
+
+def _of_own_lease(move: Move) -> Iterator[Claim]:
+    """A group brings the lease that the newest record it has carried out grants it."""
+    before, after, event = move.before, move.after, move.event
+    epoch = after.epoch or before.epoch
+    if epoch is None or not epoch.bound:
+        return
+    store = next((g.store for g in epoch.members if g.group == move.peer.group), "")
+    if after.epoch is not None and after.epoch != before.epoch:
+        held = lease_of(epoch.leases, move.peer.group, store)
+        text = f"{move.peer} is in epoch {epoch.epoch} with lease {after.lease}, and not {held}"
+        yield Holds(after.lease == held, text)
+    if isinstance(event, Applied) and move.out.verdict == "row":
+        held = lease_of(after.leases, move.peer.group, store)
+        text = f"{move.peer} applied txn {event.token} and has lease {after.lease}, and not {held}"
+        yield Holds(after.lease == held, text)
+    if isinstance(event, ApplyFailed) and move.out.verdict == "row":
+        text = f"{move.peer} has lost its state, and keeps lease {after.lease} on a contribution"
+        yield Holds(after.lease is None, text)
+
+
+def _of_awaited(move: Move) -> Iterator[Claim]:
+    """No lost group is waited for, and a silent group is suspected only if the others need it."""
+    before, after, head = move.before, move.after, move.after.head
+    if head is None or not head.bound:
+        return
+    if after.awaits != before.awaits:
+        gone = [
+            each.entry.group
+            for each in head.standing
+            if each.entry.group in after.awaits and _is_gone(after, each.entry)
+        ]
+        yield Holds(not gone, f"{move.peer} waits for {gone}, which it knows to be lost")
+    event = move.event
+    if isinstance(event, Timer) and event.name == "apart_window" and move.out.verdict == "row":
+        new = after.suspected - before.suspected
+        living = [each for each in head.standing if not _is_gone(before, each.entry)]
+        asking = {peer.group for peer in before.joining}
+        ready = [each for each in living if each.entry.group in asking]
+        enough = 2 * len(ready) > len(living)
+        for each in living:
+            at_bound = head.step + 1 - each.base >= head.bound
+            text = f"{move.peer} suspects {each.entry.group}, which stands apart within the bound"
+            hit = new & set(each.entry.peers())
+            yield Holds(not hit or at_bound or not enough, text)
+
+
+def _takes_no_state_along(move: Move) -> Iterator[Claim]:
+    """Who leaves between two synchronisations leaves the newest state with a group that stays."""
+    s, head = move.after, move.after.head
+    left = any(isinstance(e, Finish) and e.error is None for e in move.out.effects)
+    if not left or head is None or not head.bound or isinstance(move.event, Stop | Leave):
+        return
+    if not move.entered("terminal") or move.before.role not in ("apart", "joining"):
+        return
+    if head.last:
+        return
+    newest = max((each.base for each in head.standing), default=0)
+    others = [
+        each
+        for each in head.standing
+        if each.entry.group != move.peer.group and not _is_gone(s, each.entry)
+    ]
+    stay = [each for each in others if not s.leaving & set(each.entry.peers())]
+    text = f"{move.peer} leaves with the state of step {newest}, which no group that stays has"
+    yield Holds(not stay or any(each.base == newest for each in stay), text)
 
 
 def _is_majority(was: Record, now: Record) -> bool:

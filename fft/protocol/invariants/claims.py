@@ -78,6 +78,8 @@ class History:
     moves: dict[Peer, list[Move]] = field(default_factory=dict)
     consumed: list[tuple[Peer, Token, int, str]] = field(default_factory=list)
     """(who, txn, slice, place), as the data loaders noted it."""
+    contributed: list[tuple[Peer, Token, int, str]] = field(default_factory=list)
+    """(who, txn, base, place): the state that a contribution to a committed txn began from."""
     cut: set[Peer] = field(default_factory=set)
     """Whose moves are not all here: a part of the trace could not be written."""
 

@@ -8,7 +8,7 @@ from typing import assert_never, cast
 
 from fft.messages.effects import Decide
 from fft.messages.protocol import Ballot, Begin, Decision, Peer, Ready, Token
-from fft.protocol.invariants.bounded import bounded
+from fft.protocol.invariants.bounded import bounded, contributes
 from fft.protocol.invariants.claims import (
     Claim,
     Given,
@@ -135,6 +135,11 @@ class Judge:
             given = Given((("data of", token),), text, lambda data: number in data)
             self.weigh(finding, given, place)
 
+    def contributed(self, peer: Peer, token: Token, base: int, place: str) -> None:
+        """Take the note of an asynchronous group: what it brought began from ``base``."""
+        if "bounded" in self.findings:
+            self.weigh(self.findings["bounded"], contributes(peer, token, base), place)
+
     def finish(self) -> list[Finding]:
         """Weigh what had to wait for facts, and tell what was found."""
         for waiting in self._waiting.values():
@@ -225,4 +230,6 @@ def judge(history: History, names: Iterable[str] | None = None) -> list[Finding]
         bench.feed(move)
     for peer, token, number, place in history.consumed:
         bench.consumed(peer, token, number, place)
+    for peer, token, base, place in history.contributed:
+        bench.contributed(peer, token, base, place)
     return bench.finish()

@@ -130,6 +130,14 @@ def join(move: Move) -> Iterator[Claim]:
         yield Holds(
             known or not aborts, f"{move.peer} gave an attempt up because {who} asks to join"
         )
+        epoch = move.before.epoch
+        if epoch is not None and who in epoch.peer_set and event.hello.head >= epoch.n:
+            heard = move.out.verdict != "row" or move.entered("terminal")
+            heard = heard or who in move.after.joining or who in move.after.dead
+            text = f"{move.peer} takes {who} for a member that comes in, though it asks after epoch"
+            stale = move.before.hellos.get((who.group, who.rank))
+            older = stale is not None and stale.head > event.hello.head
+            yield Holds(heard or older or move.after.epoch != epoch, f"{text} {epoch.epoch}")
     for effect in move.out.effects:
         if isinstance(effect, Decide) and effect.proposal.kind == "commit":
             left_out = sorted(_asking(move.after)) if not effect.proposal.change else []

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
-from fft.prove.simulator.faults import CHANCES, DEFAULT, RATES, Weather
-from fft.prove.simulator.run import Result, row_names, run_seed
+from fft.prove.simulator.faults import CHANCES, RATES, Weather
+from fft.prove.simulator.run import Result, never_taken, row_uses, run_seed
 from fft.prove.workers import Tell, processes, spread
 from fft.util.errors import FftError
 
@@ -102,7 +102,7 @@ def run_batch(
     first: int,
     count: int,
     spec: FsmSpec,
-    weather: Weather = DEFAULT,
+    weather: Weather | None = None,
     jobs: int = 1,
     told: Callable[[Batch], None] = lambda _: None,
 ) -> Batch:
@@ -131,11 +131,11 @@ def run_batch(
     return total
 
 
-def _work(spec: FsmSpec, weather: Weather, seeds: tuple[int, int], _: Tell) -> Batch:
+def _work(spec: FsmSpec, weather: Weather | None, seeds: tuple[int, int], _: Tell) -> Batch:
     return _chunk(*seeds, spec, weather)
 
 
-def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather) -> Batch:
+def _chunk(first: int, count: int, spec: FsmSpec, weather: Weather | None) -> Batch:
     batch = Batch()
     # A life makes cycles, but few; looking for them at every allocation costs a tenth of the time.
     collecting = gc.isenabled()
@@ -176,8 +176,7 @@ def simulate(
     count, workers = seeds or 1000, processes(jobs, _EACH_MIB)
     batch = _with_progress(first, count, spec, workers, console)
     console.print(table_of(batch, f"{spec.name}, seeds {first} to {first + count - 1}"))
-    missed = sorted(set(row_names(spec).values()) - batch.rows)
-    console.print(f"rows of the table taken: {len(batch.rows)} of {len(batch.rows) + len(missed)}")
+    _tell_rows(spec, batch, console)
     for failure in batch.failures:
         _tell_failure(failure, spec, spec_name, trace_dir or Path("runs", "simulate"), console)
     return not batch.failed
@@ -253,6 +252,22 @@ def table_of(batch: Batch, title: str) -> Table:
     for kind, words in {**RATES, **CHANCES}.items():
         table.add_row(f"{kind}: {words}", f"{batch.faults[kind]:,}")
     return table
+
+
+def _tell_rows(spec: FsmSpec, batch: Batch, console: Console) -> None:
+    """Print how many rows the seeds took, and warn of those that they never took."""
+    uses = row_uses(spec, batch.rows)
+    taken = sum(use.taken_in > 0 for use in uses)
+    places, of_places = sum(use.taken_in for use in uses), sum(use.states for use in uses)
+    console.print(
+        f"rows of the table taken: {taken} of {len(uses)}; in all their states: {places} of "
+        f"{of_places}"
+    )
+    missed = never_taken(spec, batch.rows)
+    if missed:
+        console.print(f"warning: never taken in {batch.seeds} seeds, and shown by no named test:")
+    for name in missed:
+        console.print(f"  {name}", markup=False, soft_wrap=True)
 
 
 def _tell_failure(

@@ -156,7 +156,10 @@ class Chaos:
     def _drain(self) -> bool:
         group = self._live_group()
         # A rank that is still coming up would not hear of it, and be left behind alone.
-        if group is None or not group.whole or self._spared(group):
+        if group is None or not group.whole:
+            return False
+        # A group of an asynchronous job stays by itself as long as others need its state.
+        if not self._world.spec.bound and self._spared(group):
             return False
         by_signal = self._world.rng.random() < 0.5
         group.drain(by_signal)

@@ -63,6 +63,10 @@ class Weather:
 
     rates: Mapping[str, float]
     chances: Mapping[str, float]
+    shapes: tuple[tuple[int, int], ...] = ()
+    """Numbers of groups and ranks to draw from; empty: those of `World`."""
+    intervals: tuple[float, ...] = ()
+    """Seconds between two requests to come in, to draw from; empty: the spec's."""
 
     def __post_init__(self) -> None:
         for given, known in ((self.rates, RATES), (self.chances, CHANCES)):
@@ -85,7 +89,8 @@ class Weather:
                 if rng.random() < 2 / 3
             }
 
-        return Weather(some(self.rates, 10.0), some(self.chances, 0.5))
+        rates, chances = some(self.rates, 10.0), some(self.chances, 0.5)
+        return Weather(rates, chances, self.shapes, self.intervals)
 
 
 DEFAULT = Weather(
@@ -128,5 +133,25 @@ DEFAULT = Weather(
 )
 """The default mix."""
 
+APART = Weather(
+    rates={**DEFAULT.rates, "lag": 0.5, "slow": 0.2, "hang": 0.05, "outage": 0.04},
+    chances={
+        **DEFAULT.chances,
+        "apply_failed": 0.05,
+        "heal_torn": 0.04,
+        "repeated": 0.01,
+        "lost": 0.003,
+    },
+    shapes=((3, 1), (3, 1), (4, 1), (4, 1), (5, 1), (2, 1), (3, 2)),
+    intervals=(0.1, 0.3, 1.0),
+)
+"""The mix for asynchronous jobs. With fewer than three groups nobody synchronises without another;
+messages that come late, and lost states, are what its rules are about."""
+
 CALM = Weather({}, {})
 """No fault at all."""
+
+
+def weather_of(is_bounded: bool) -> Weather:
+    """The mix for a spec; ``is_bounded``: its job is asynchronous."""
+    return APART if is_bounded else DEFAULT

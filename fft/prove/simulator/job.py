@@ -130,6 +130,8 @@ class World:
         self._skips: dict[Token, int] = {}
         self._all_skip: dict[Token, bool] = {}
         whims = random.Random(f"whims of {seed}")  # so that what came before lives as before
+        if self.weather.shapes:
+            self.count_groups, self.ranks = whims.choice(self.weather.shapes)
         corrupts = bool(self.weather.chances.get("corrupted"))
         self.compares = corrupts and whims.random() < 0.5
         """Whether votes bring digests."""
@@ -162,6 +164,9 @@ class World:
         }
         if self.spec.bound:  # about as long as groups stand apart
             drawn["join_window"] = self._whims.choice([0.05, 0.3, 1.0])
+        if self.weather.intervals:
+            interval = drawn["join_interval"] = self._whims.choice(self.weather.intervals)
+            drawn["apart_window"] = max(3 * interval, self._whims.choice([0.5, 5.0]))
         mine = {name: value for name, value in drawn.items() if name in self.spec.timeouts}
         return {**self.spec.timeouts, **mine}
 
@@ -285,6 +290,11 @@ class World:
             self.history.consumed.append((process.peer, plan.token, number, str(process.peer)))
             self.data_notes.consumed(process, plan, number)
 
+    def contributed(self, process: Process, token: Token, base: int) -> None:
+        """A contribution that began from the job's step ``base`` is in a committed txn."""
+        told = (process.peer, token, base, str(process.peer))
+        self.history.contributed.append(told)
+
     def announce(self, message: BusMessage) -> None:
         """The supervisor says something on the bus; while the bus is away it waits or gives up."""
         delay = self.latency.hop()
@@ -310,7 +320,9 @@ class World:
         """The history in the order in which an audit reads the traces: equal order, equal words."""
         order = sorted(self.history.moves, key=lambda peer: trace_path(Path(), peer).name)
         consumed = sorted(self.history.consumed, key=lambda told: order.index(told[0]))
-        return History({peer: self.history.moves[peer] for peer in order}, consumed)
+        contributed = sorted(self.history.contributed, key=lambda told: order.index(told[0]))
+        moves = {peer: self.history.moves[peer] for peer in order}
+        return History(moves, consumed, contributed)
 
     # --- faults ---
 

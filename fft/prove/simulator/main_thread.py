@@ -26,6 +26,7 @@ from fft.messages.protocol import (
     Synchronise,
     Token,
 )
+from fft.protocol.apart import is_brought, own_lease
 from fft.prove.bits import Bits
 from fft.prove.simulator.meetings import Meeting
 from fft.prove.simulator.standing import Command, Standing
@@ -82,6 +83,8 @@ class MainThread:
         """Of a learner: what its state is on its way for."""
         self._came: _Came | None = None
         """How that ended."""
+        self._computed: tuple[int | None, int] | None = None
+        """Of an asynchronous job: lease and base of what this group brings; None: nothing yet."""
 
     # --- commands ---
 
@@ -111,6 +114,9 @@ class MainThread:
                 self._enter(command)
             case "apply", Apply():
                 self._world.consumed(self._process, self._plan)
+                if self._plan is not None and self._computed is not None:
+                    self._world.contributed(self._process, self._plan.token, self._computed[1])
+                self._computed = None
                 self._process.later(self._world.latency.apply(), self._applied, command.skip)
             case "leave", Finish(error=error):
                 self._exit(int(error is not None))
@@ -141,15 +147,33 @@ class MainThread:
     def _applied(self, skip: bool) -> None:
         who, token = self._process.peer, self._token()
         if self._world.strikes("apply_failed"):
-            self.bits = self.bits.torn(who)
+            self.bits, self._computed = self.bits.torn(who), None
             self._stands.says(ApplyFailed(token, "the optimizer step raised"))
         else:
             self.bits = self.bits.skipped(token) if skip else self.bits.applied(who, token)
             self._stands.says(Applied(token, self.bits.told))
             if self._world.spec.bound:
-                after = self._world.apart_for(who)
-                self._process.later(after, self._process.post, Synchronise())
+                self._stand_apart()
         self._wait()
+
+    def _stand_apart(self) -> None:
+        """Compute what this group brings to a later synchronisation, then ask to be in it."""
+        process = self._process
+        record = process.local.head
+        assert record is not None, "a txn was committed"
+        self._computed = own_lease(record.leases, process.participant.config), record.step
+        after = self._world.apart_for(process.peer)
+        process.later(after, process.post, Synchronise())
+
+    def _bring(self, plan: StartTxn) -> None:
+        """Go on with what was computed, or compute it anew in the txn, from the epoch's state."""
+        if not self._world.spec.bound:
+            return
+        config, epoch = self._process.participant.config, self._process.local.epoch
+        if plan.lease is None:
+            self._computed = None
+        elif self._computed is None or not is_brought(epoch, config, self._computed, plan.lease):
+            self._computed = plan.lease, plan.step
 
     # --- the process groups ---
 
@@ -198,6 +222,7 @@ class MainThread:
         if plan.token.txn > 1 or self.serving is None or not self.serving.learners:
             self.serving = None
         self._plan = plan
+        self._bring(plan)
         self.bits = self.bits.begin(self._process.peer, plan.token)
         if world.compares and self._learning is None and world.strikes("corrupted"):
             self.bits = self.bits.corrupted(self._process.peer)

@@ -7,17 +7,17 @@ share, and each hears what the scopes that it is bound to have committed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fft.protocol.invariants import judge
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Participant
-from fft.protocol.spec import FsmSpec
+from fft.protocol.spec import FsmSpec, Row
 from fft.protocol.table import EXIT_ROWS, Table
 from fft.prove.clock import Clock
-from fft.prove.simulator.faults import DEFAULT, Weather
+from fft.prove.simulator.faults import Weather, weather_of
 from fft.prove.simulator.job import RunEnds, Violation, World
 from fft.trace.barriers import judge_live_sets
 from fft.trace.flow import Flow, judge_flow
@@ -49,7 +49,7 @@ class Result:
 def run_seed(
     seed: int,
     spec: FsmSpec | str = "hsdp",
-    weather: Weather = DEFAULT,
+    weather: Weather | None = None,
     trace_dir: Path | None = None,
     participant: type[Participant] = Participant,
 ) -> Result:
@@ -57,6 +57,7 @@ def run_seed(
 
     Args:
         spec: the table everyone runs, or the name or path of one.
+        weather: the faults; None: the mix for the spec.
         trace_dir: where every participant's trace goes; None: none is written.
         participant: the core; another class plants a bug.
 
@@ -65,6 +66,7 @@ def run_seed(
     """
     loaded = load_spec(spec) if isinstance(spec, str) else spec
     clock, table = Clock(), _table(loaded)
+    weather = weather or weather_of(bool(loaded.bound))
     worlds = [
         World(seed, loaded, table, weather, place, participant, stage, clock)
         for stage, place in _places(trace_dir, loaded.stages or [""])
@@ -170,6 +172,48 @@ def row_names(spec: FsmSpec) -> dict[tuple[str, int], str]:
             for number, row in enumerate(rows, 1):
                 names[(state, id(row))] = f"{state} {event} {number}"
     return names
+
+
+@dataclass(frozen=True, slots=True)
+class RowUse:
+    """One row of a table, which several states may share."""
+
+    name: str
+    """Where it stands, its event, and its guards."""
+    taken_in: int
+    """States in which seeds have taken it."""
+    states: int
+    elsewhere: str
+    """What shows the row instead, by the spec; empty: only searches and seeds do."""
+
+
+def row_uses(spec: FsmSpec, taken: Collection[str]) -> list[RowUse]:
+    """Return every row of the table, and where it was taken.
+
+    Args:
+        taken: names by `row_names`.
+    """
+    places: dict[int, list[tuple[str, str, str, Row]]] = {}
+    for state, leaf in spec.leaves.items():
+        for event, rows in {**leaf.on, EXIT_ROWS: leaf.exit}.items():
+            for number, row in enumerate(rows, 1):
+                name = f"{state} {event} {number}"
+                places.setdefault(id(row), []).append((name, state, event, row))
+    uses = []
+    for found in places.values():
+        (_, state, event, row), states = found[0], [state for _, state, _, _ in found]
+        parents = {state.partition(".")[0] for state in states}
+        where = state if len(states) == 1 else "any" if len(parents) > 1 else parents.pop()
+        guards = f" [{' & '.join(row.guard)}]" if row.guard else ""
+        count = sum(name in taken for name, _, _, _ in found)
+        uses.append(RowUse(f"{where} {event}{guards}", count, len(states), row.elsewhere))
+    return uses
+
+
+def never_taken(spec: FsmSpec, taken: Collection[str]) -> list[str]:
+    """Return the rows that no seed has taken in any state, and that no test is named for."""
+    uses = row_uses(spec, taken)
+    return sorted(use.name for use in uses if not use.taken_in and not use.elsewhere)
 
 
 def _names(spec: FsmSpec, taken: set[tuple[str, int]]) -> frozenset[str]:

@@ -167,7 +167,10 @@ class PeriodicLoop:
         goes on from it."""
         self.watchers.txn_begun(plan.step)
         drawn = Drawn(None, is_last, waited_ms, plan.lease, plan.lease or 0)
-        txn = self.loop.transaction(plan, drawn, inner_steps=self.synchronizer.position)
+        told = {"inner_steps": self.synchronizer.position}
+        if self.synchronizer.bound:
+            told["base"] = self.synchronizer.base
+        txn = self.loop.transaction(plan, drawn, **told)
         with txn:
             if not self.synchronizer.is_launched:
                 self._launch()

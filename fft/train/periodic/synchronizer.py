@@ -21,6 +21,7 @@ from torchft.manager import WorldSizeMode
 
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
+from fft.protocol.apart import is_brought
 from fft.train.local_tensors import local_of
 from fft.train.periodic.shared_state import Fragment, SharedState
 from fft.train.state.sharded import reshard
@@ -222,14 +223,13 @@ class Synchronizer(ABC):
 
     def _goes_on(self, plan: StartTxn) -> bool:
         """Whether what this group has computed is what it brings to the txn."""
-        if self.lease != plan.lease:
-            return False
         if not self.bound or self.position == 0:
-            return True
+            return self.lease == plan.lease
         job = self._manager._parts.job
         epoch = None if job.local is None else job.local.epoch
-        bases = [s.base for s in epoch.standing if s.entry.group == job.peer.group] if epoch else []
-        return bases == [self.base]  # else the slice was given back, and then granted again
+        assert job.engine is not None, "a txn has begun"
+        config = job.engine.participant.config
+        return is_brought(epoch, config, (self.lease, self.base), plan.lease)
 
     def start_over(self) -> None:
         """The progress since the last synchronisation is void."""

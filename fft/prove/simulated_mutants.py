@@ -1,0 +1,308 @@
+"""Planted bugs that simulated jobs find, in asynchronous jobs and in leases on the data. Pure data.
+
+Each breaks one rule of a guard or an effect. ``seed`` names a life that shows it, so that a test
+lives one seed for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from fft.messages.effects import Broadcast, Decide, Effect, StartTxn
+from fft.messages.protocol import Ballot, Event, Join, Lease, Record
+from fft.protocol import apart
+from fft.protocol.effects import EFFECTS, Action
+from fft.protocol.guards import GUARDS, Guard
+from fft.protocol.participant import Participant
+from fft.protocol.state import Config, Local
+from fft.prove.planting import planted, proposing
+
+SEEDS = 200
+"""Lives within which each bug falls."""
+_FORMING = ("epoch_possible", "all_are_ready", "i_am_first", "awaits_groups", "awaits_others")
+"""Guards of who forms the next epoch of an asynchronous job."""
+
+
+@dataclass(frozen=True)
+class SimulatedMutant:
+    """One planted bug that the simulator finds.
+
+    ``expected`` names the invariant, or the simulator's own property, that it breaks; ``seed`` is a
+    life in which it does.
+    """
+
+    name: str
+    what: str
+    spec: str
+    expected: str
+    seed: int
+    participant: type[Participant]
+
+
+def _view(
+    other: Callable[[Local], Local], guards: Iterable[str], actions: Iterable[str]
+) -> type[Participant]:
+    """The core in which these guards and actions see another state than there is."""
+
+    def ask(name: str) -> Guard:
+        return lambda s, c, event: GUARDS[name](other(s), c, event)
+
+    def act(name: str) -> Action:
+        def effects(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+            seen = other(s)
+            for effect in EFFECTS[name](seen, c, event):
+                if isinstance(effect, Decide):
+                    effect = Decide(s.head, _as_they_stand(s, effect.proposal))
+                yield effect
+            s.proposed, s.awaits, s.cause = seen.proposed, seen.awaits, seen.cause
+
+        return effects
+
+    return planted({name: ask(name) for name in guards}, {name: act(name) for name in actions})
+
+
+def _as_they_stand(s: Local, record: Record) -> Record:
+    """Groups outside of the proposal keep the standing that they had."""
+    had = {each.entry: each.since for each in apart.standing(s)}
+    kept = (
+        each if each.since == record.n else each._replace(since=had.get(each.entry, each.since))
+        for each in record.standing
+    )
+    return replace(record, standing=tuple(kept))
+
+
+def _since_the_start(s: Local) -> Local:
+    """Each group's newest message counts, however old it is."""
+    if s.head is None:
+        return s
+    standing = tuple(each._replace(since=0) for each in s.head.standing)
+    return replace(s, head=replace(s.head, standing=standing))
+
+
+def _keeping(name: str, field: str) -> dict[str, Action]:
+    """The action of that name, which leaves one field of the state as it was."""
+
+    def act(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+        was = getattr(s, field)
+        effects = list(EFFECTS[name](s, c, event))
+        setattr(s, field, was)
+        return effects
+
+    return {name: act}
+
+
+def _always(s: Local, c: Config, event: Event) -> bool:
+    return True
+
+
+def _never(s: Local, c: Config, event: Event) -> bool:
+    return False
+
+
+def _suspect_all_outside(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    away = apart.absent(s, apart.ready_groups(s, c))
+    s.suspected |= {p for each in away for p in each.entry.peers()}
+    return ()
+
+
+def _ask_without_lease(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    for effect in EFFECTS["ask_to_come_in"](s, c, event):
+        assert isinstance(effect, Broadcast) and isinstance(effect.message, Join)
+        word = replace(effect.message.hello, lease=None)
+        s.hellos = {**s.hellos, (c.me.group, c.me.rank): word}
+        yield Broadcast(Join(word))
+
+
+def _all_leave(s: Local, record: Record) -> Record:
+    """With the first group that leaves all members do, whoever is outside."""
+    inside = {g.group for g in s.epoch.members} if s.epoch is not None else set()
+    if not record.leavers:
+        return record
+    stay = tuple(each for each in record.standing if each.entry.group not in inside)
+    return replace(record, leavers=tuple(sorted(inside)), standing=stay, last=True)
+
+
+def _stand_all(s: Local, record: Record) -> Record:
+    """Groups that leave are still in the job."""
+    if s.epoch is None:
+        return record
+    here = apart.standing_after(s.epoch, record.n, record.step, ())
+    return replace(record, standing=here)
+
+
+def _bases_kept(s: Local, record: Record) -> Record:
+    """An epoch in which all begin anew counts them from the states that they had before."""
+    was = {each.entry: each.base for each in apart.standing(s)}
+    moved = (each._replace(base=was.get(each.entry, each.base)) for each in record.standing)
+    return replace(record, standing=tuple(moved))
+
+
+def _lost_for_good(s: Local, record: Record) -> Record:
+    """What lost groups held is given back to nobody."""
+    return replace(record, returned=s.head.returned if s.head is not None else ())
+
+
+def _contributes_anyway(s: Local, record: Record) -> Record:
+    """Who brings nothing keeps the lease that it had."""
+    if s.head is None or not s.head.leases:
+        return record
+    alive = {(each.entry.group, each.entry.store) for each in record.standing}
+    kept = {x for x in s.head.leases if x[1:] in alive}
+    held = {x.slice for x in kept}
+    leases = tuple(
+        sorted({*kept, *(x for x in record.leases if x[1:] not in {k[1:] for k in kept})})
+    )
+    returned = tuple(n for n in record.returned if n not in held)
+    return replace(record, leases=leases, returned=returned)
+
+
+def _next_slice(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """A group computes the first txn of an epoch on what its own state had leased."""
+    for effect in EFFECTS["start_first_txn"](s, c, event):
+        assert isinstance(effect, StartTxn)
+        mine = (x.slice for x in s.leases if x.group == c.me.group)
+        yield replace(effect, lease=next(mine, effect.lease))
+
+
+def _skip_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """A skipped synchronisation consumes nothing: contributors keep their leases."""
+    for effect in EFFECTS["propose_commit"](s, c, event):
+        assert isinstance(effect, Decide) and isinstance(event, Ballot)
+        record = effect.proposal
+        if record.skip:
+            record = replace(record, leases=s.leases, cursor=s.cursor, returned=s.returned)
+        yield replace(effect, proposal=record)
+
+
+def _leases_swapped(s: Local, record: Record) -> Record:
+    """The first two leases change hands with a commit."""
+    if len(record.leases) < 2:
+        return record
+    first, second, *rest = record.leases
+    swapped = [Lease(first.slice, *second[1:]), Lease(second.slice, *first[1:]), *rest]
+    return replace(record, leases=tuple(sorted(swapped)))
+
+
+def _asks_beyond(s: Local, c: Config, event: Event) -> bool:
+    """Only who knows of records after that of the epoch asks to come in."""
+    asks = GUARDS["asks_to_come_in"](s, c, event)
+    known = isinstance(event, Join) and s.epoch is not None and event.hello.head == s.epoch.n
+    return asks and not (known and isinstance(event, Join) and event.hello.peer in s.epoch.peer_set)
+
+
+def _m(
+    name: str,
+    what: str,
+    expected: str,
+    core: type[Participant],
+    spec: str = "async",
+    seed: int = -1,
+) -> SimulatedMutant:
+    return SimulatedMutant(name, what, spec, expected, seed, core)
+
+
+SIMULATED: tuple[SimulatedMutant, ...] = (
+    _m("old_message_counts", "", "bounded", _view(_since_the_start, _FORMING, ("propose_epoch",))),
+    _m("torn_state_keeps_lease", "", "bounded", planted(actions=_keeping("mark_torn", "lease"))),
+    _m(
+        "lease_kept_after_commit", "", "bounded", planted(actions=_keeping("note_applied", "lease"))
+    ),
+    _m("lease_of_epoch_unread", "", "bounded", planted(actions=_keeping("adopt_epoch", "lease"))),
+    _m("leaves_with_the_state", "", "bounded", planted({"state_stays": _always})),
+    _m(
+        "suspects_within_the_bound",
+        "",
+        "bounded",
+        planted(actions={"suspect_awaited": _suspect_all_outside}),
+    ),
+    _m(
+        "asks_without_lease", "", "bounded", planted(actions={"ask_to_come_in": _ask_without_lease})
+    ),
+    _m(
+        "members_leave_together",
+        "",
+        "bounded",
+        planted(actions=proposing("propose_commit", _all_leave)),
+    ),
+    _m(
+        "leavers_stay_in_the_job",
+        "",
+        "bounded",
+        planted(actions=proposing("propose_commit", _stand_all)),
+    ),
+    _m(
+        "base_kept_when_begun_anew",
+        "",
+        "bounded",
+        planted(actions=proposing("propose_epoch", _bases_kept)),
+    ),
+    _m(
+        "brings_what_it_lost",
+        "",
+        "bounded",
+        planted(actions=proposing("propose_epoch", _contributes_anyway)),
+    ),
+    _m("older_message_hides_newer", "", "bounded", planted({"is_newest_word": _always})),
+    _m(
+        "waits_for_the_lost",
+        "",
+        "bounded",
+        _view(
+            lambda s: replace(s, dead=frozenset(), suspected=frozenset()),
+            _FORMING,
+            ("note_awaited",),
+        ),
+    ),
+    _m(
+        "returned_slices_lost",
+        "",
+        "samples_once",
+        planted(actions=proposing("propose_epoch", _lost_for_good)),
+        "diloco",
+    ),
+    _m(
+        "own_leases_after_a_heal",
+        "",
+        "samples_once",
+        planted(actions=_keeping("note_healed", "leases")),
+        "diloco",
+    ),
+    _m(
+        "own_returned_after_a_heal",
+        "",
+        "samples_once",
+        planted(actions=_keeping("note_healed", "returned")),
+        "local_sgd",
+    ),
+    _m(
+        "own_cursor_after_a_heal",
+        "",
+        "samples_once",
+        planted(actions=_keeping("note_healed", "cursor")),
+        "diloco",
+    ),
+    _m(
+        "lease_of_own_state",
+        "",
+        "samples_once",
+        planted(actions={"start_first_txn": _next_slice}),
+        "diloco",
+    ),
+    _m(
+        "skip_consumes_nothing",
+        "",
+        "samples_once",
+        planted(actions={"propose_commit": _skip_ends}),
+        "local_sgd",
+    ),
+    _m(
+        "leases_swapped",
+        "",
+        "samples_once",
+        planted(actions=proposing("propose_commit", _leases_swapped)),
+        "diloco",
+    ),
+    _m("asks_beyond", "", "join", planted({"asks_to_come_in": _asks_beyond}), "diloco"),
+    _m("torn_unjudged", "", "replicas_equal", planted({"misjudged": _never}), "local_sgd"),
+)
