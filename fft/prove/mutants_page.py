@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fft.prove.mutant import Mutant
+from fft.prove.simulated_mutants import SIMULATED
 
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
@@ -29,6 +30,13 @@ def _rows(found: Iterable[Found]) -> Iterator[str]:
     yield "|---|---|---|---|---|--:|--:|"
     for mutant, states, steps in found:
         yield f"{row_of(mutant)} {states:,} | {steps} |"
+
+
+def simulated_table() -> str:
+    """The bugs that simulated jobs find, as a table of the docs."""
+    rows = ["| mutant | what is planted | spec | caught by | seed |", "|---|---|---|---|--:|"]
+    rows += [f"| {m.name} | {m.what} | {m.spec} | {m.expected} | {m.seed} |" for m in SIMULATED]
+    return "\n".join(rows)
 
 
 def write_table(path: Path, found: Iterable[Found]) -> None:

@@ -92,6 +92,11 @@ def _keeping(name: str, field: str) -> dict[str, Action]:
     return {name: act}
 
 
+def _nobody_lost(s: Local) -> Local:
+    """Nothing is said against the life of any group."""
+    return replace(s, dead=frozenset(), suspected=frozenset())
+
+
 def _always(s: Local, c: Config, event: Event) -> bool:
     return True
 
@@ -191,118 +196,181 @@ def _asks_beyond(s: Local, c: Config, event: Event) -> bool:
     return asks and not (known and isinstance(event, Join) and event.hello.peer in s.epoch.peer_set)
 
 
-def _m(
-    name: str,
-    what: str,
-    expected: str,
-    core: type[Participant],
-    spec: str = "async",
-    seed: int = -1,
-) -> SimulatedMutant:
-    return SimulatedMutant(name, what, spec, expected, seed, core)
-
-
 SIMULATED: tuple[SimulatedMutant, ...] = (
-    _m("old_message_counts", "", "bounded", _view(_since_the_start, _FORMING, ("propose_epoch",))),
-    _m("torn_state_keeps_lease", "", "bounded", planted(actions=_keeping("mark_torn", "lease"))),
-    _m(
-        "lease_kept_after_commit", "", "bounded", planted(actions=_keeping("note_applied", "lease"))
-    ),
-    _m("lease_of_epoch_unread", "", "bounded", planted(actions=_keeping("adopt_epoch", "lease"))),
-    _m("leaves_with_the_state", "", "bounded", planted({"state_stays": _always})),
-    _m(
-        "suspects_within_the_bound",
-        "",
+    SimulatedMutant(
+        "old_message_counts",
+        "A group is in the next synchronization by a message from before its last one.",
+        "async",
         "bounded",
+        4,
+        _view(_since_the_start, _FORMING, ("propose_epoch",)),
+    ),
+    SimulatedMutant(
+        "torn_state_keeps_lease",
+        "A group whose step failed half way keeps the lease that its COMMIT granted.",
+        "async",
+        "bounded",
+        3,
+        planted(actions=_keeping("mark_torn", "lease")),
+    ),
+    SimulatedMutant(
+        "lease_kept_after_commit",
+        "A group brings the lease that its COMMIT has consumed.",
+        "async",
+        "bounded",
+        0,
+        planted(actions=_keeping("note_applied", "lease")),
+    ),
+    SimulatedMutant(
+        "lease_of_epoch_unread",
+        "A member of an epoch does not take the lease that the epoch's record grants it.",
+        "async",
+        "bounded",
+        0,
+        planted(actions=_keeping("adopt_epoch", "lease")),
+    ),
+    SimulatedMutant(
+        "leaves_with_the_state",
+        "A group leaves between two synchronizations although no other group has the state.",
+        "async",
+        "bounded",
+        -1,
+        planted({"state_stays": _always}),
+    ),
+    SimulatedMutant(
+        "suspects_within_the_bound",
+        "A silent group is left out although the others can go on without it.",
+        "async",
+        "bounded",
+        -1,
         planted(actions={"suspect_awaited": _suspect_all_outside}),
     ),
-    _m(
-        "asks_without_lease", "", "bounded", planted(actions={"ask_to_come_in": _ask_without_lease})
-    ),
-    _m(
-        "members_leave_together",
-        "",
+    SimulatedMutant(
+        "asks_without_lease",
+        "A group asks to synchronize and does not name the lease that it contributes from.",
+        "async",
         "bounded",
+        -1,
+        planted(actions={"ask_to_come_in": _ask_without_lease}),
+    ),
+    SimulatedMutant(
+        "members_leave_together",
+        "With the first member that leaves all members leave, whoever stands outside.",
+        "async",
+        "bounded",
+        -1,
         planted(actions=proposing("propose_commit", _all_leave)),
     ),
-    _m(
+    SimulatedMutant(
         "leavers_stay_in_the_job",
-        "",
+        "A group that leaves with a COMMIT is still listed in the job.",
+        "async",
         "bounded",
+        -1,
         planted(actions=proposing("propose_commit", _stand_all)),
     ),
-    _m(
+    SimulatedMutant(
         "base_kept_when_begun_anew",
-        "",
+        "Groups that all begin anew are counted from the bases that they had before.",
+        "async",
         "bounded",
+        -1,
         planted(actions=proposing("propose_epoch", _bases_kept)),
     ),
-    _m(
+    SimulatedMutant(
         "brings_what_it_lost",
-        "",
+        "A group that has lost its contribution keeps the lease on it.",
+        "async",
         "bounded",
+        -1,
         planted(actions=proposing("propose_epoch", _contributes_anyway)),
     ),
-    _m("older_message_hides_newer", "", "bounded", planted({"is_newest_word": _always})),
-    _m(
-        "waits_for_the_lost",
-        "",
+    SimulatedMutant(
+        "older_message_hides_newer",
+        "An older request to come in replaces a newer one of the same rank.",
+        "async",
         "bounded",
-        _view(
-            lambda s: replace(s, dead=frozenset(), suspected=frozenset()),
-            _FORMING,
-            ("note_awaited",),
-        ),
+        -1,
+        planted({"is_newest_word": _always}),
     ),
-    _m(
+    SimulatedMutant(
+        "waits_for_the_lost",
+        "A synchronization waits for groups that are known to be lost.",
+        "async",
+        "bounded",
+        -1,
+        _view(_nobody_lost, _FORMING, ("note_awaited",)),
+    ),
+    SimulatedMutant(
         "returned_slices_lost",
-        "",
-        "samples_once",
+        "An epoch does not give back the slices of the groups that it leaves out.",
+        "diloco",
+        "bounded",
+        -1,
         planted(actions=proposing("propose_epoch", _lost_for_good)),
-        "diloco",
     ),
-    _m(
+    SimulatedMutant(
         "own_leases_after_a_heal",
-        "",
-        "samples_once",
+        "A group that fetches the state keeps its own list of leases.",
+        "diloco",
+        "bounded",
+        -1,
         planted(actions=_keeping("note_healed", "leases")),
-        "diloco",
     ),
-    _m(
+    SimulatedMutant(
         "own_returned_after_a_heal",
-        "",
-        "samples_once",
+        "A group that fetches the state keeps its own list of returned slices.",
+        "local_sgd",
+        "bounded",
+        -1,
         planted(actions=_keeping("note_healed", "returned")),
-        "local_sgd",
     ),
-    _m(
+    SimulatedMutant(
         "own_cursor_after_a_heal",
-        "",
-        "samples_once",
+        "A group that fetches the state keeps its own place in the data.",
+        "diloco",
+        "bounded",
+        -1,
         planted(actions=_keeping("note_healed", "cursor")),
-        "diloco",
     ),
-    _m(
+    SimulatedMutant(
         "lease_of_own_state",
-        "",
-        "samples_once",
+        "A group computes the first transaction of an epoch on the slice of its own older state.",
+        "diloco",
+        "bounded",
+        -1,
         planted(actions={"start_first_txn": _next_slice}),
-        "diloco",
     ),
-    _m(
+    SimulatedMutant(
         "skip_consumes_nothing",
-        "",
-        "samples_once",
-        planted(actions={"propose_commit": _skip_ends}),
+        "A skipped synchronization leaves the slices with their holders.",
         "local_sgd",
+        "bounded",
+        -1,
+        planted(actions={"propose_commit": _skip_ends}),
     ),
-    _m(
+    SimulatedMutant(
         "leases_swapped",
-        "",
-        "samples_once",
-        planted(actions=proposing("propose_commit", _leases_swapped)),
+        "A COMMIT hands the first two leases to each other's holders.",
         "diloco",
+        "bounded",
+        -1,
+        planted(actions=proposing("propose_commit", _leases_swapped)),
     ),
-    _m("asks_beyond", "", "join", planted({"asks_to_come_in": _asks_beyond}), "diloco"),
-    _m("torn_unjudged", "", "replicas_equal", planted({"misjudged": _never}), "local_sgd"),
+    SimulatedMutant(
+        "asks_beyond",
+        "A member that knows the epoch's record, and asks to come in, counts as inside.",
+        "diloco",
+        "bounded",
+        -1,
+        planted({"asks_to_come_in": _asks_beyond}),
+    ),
+    SimulatedMutant(
+        "torn_unjudged",
+        "A group whose state was torn after its acknowledgement goes on in the epoch.",
+        "local_sgd",
+        "bounded",
+        -1,
+        planted({"misjudged": _never}),
+    ),
 )

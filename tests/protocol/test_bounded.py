@@ -107,8 +107,8 @@ def test_the_life_that_is_doctored_is_clean() -> None:
     assert [f.violation for f in judge(life()) if f.violation] == []
 
 
-@pytest.mark.parametrize("off", [-1, 0, 1])
-def test_contribution_from_another_base_than_the_epochs_is_a_violation(off: int) -> None:
+@pytest.mark.parametrize("off", [-1, 0])
+def test_contribution_from_an_older_base_than_the_epochs_is_a_violation(off: int) -> None:
     """As if a slice that was given back, and granted again, were not computed anew."""
     history = life()
     for peer, moves in history.moves.items():
@@ -121,7 +121,7 @@ def test_contribution_from_another_base_than_the_epochs_is_a_violation(off: int)
                     history.contributed.append(at)
     assert len(history.contributed) > 5
     (text,) = found(history)
-    assert ("and the epoch counts another" in text) == (off != 0), text
+    assert ("and the epoch counts another" in text) == (off < 0), text
 
 
 @cache

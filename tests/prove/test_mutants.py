@@ -12,7 +12,7 @@ from fft.prove.bounds import Bounds
 from fft.prove.checker import narrate, search
 from fft.prove.mutant import Mutant, NotCaught, caught, run_sound
 from fft.prove.mutants import MUTANTS
-from fft.prove.mutants_page import BEGIN, END, row_of, write_table
+from fft.prove.mutants_page import BEGIN, END, row_of, simulated_table, write_table
 from fft.prove.planting import small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +126,12 @@ def test_the_table_in_the_docs_is_up_to_date() -> None:
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     for mutant, row in zip(MUTANTS, rows, strict=True):
         assert row.startswith(row_of(mutant)), f"{mutant.name}: write the table anew"
+
+
+def test_the_table_of_simulated_mutants_in_the_docs_is_up_to_date() -> None:
+    begin, end = "<!-- simulated: begin -->", "<!-- simulated: end -->"
+    table = PROOF.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
+    assert table.strip() == simulated_table()
 
 
 def test_the_table_is_written_between_its_markers(tmp_path: Path) -> None:

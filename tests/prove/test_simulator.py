@@ -18,11 +18,12 @@ from fft.messages.protocol import BusMessage, Peer
 from fft.protocol.load import load_spec, parse_spec
 from fft.protocol.participant import Participant
 from fft.protocol.table import Table
+from fft.prove.simulated_mutants import SIMULATED, SimulatedMutant
 from fft.prove.simulator.batch import Batch, run_batch, simulate
 from fft.prove.simulator.faults import CALM, CHANCES, DEFAULT, RATES, Weather
 from fft.prove.simulator.job import World
 from fft.prove.simulator.process import Process
-from fft.prove.simulator.run import live, run_seed
+from fft.prove.simulator.run import live, never_taken, row_names, row_uses, run_seed
 from fft.trace.audit import audit_dir
 
 HSDP = load_spec("hsdp")
@@ -40,6 +41,10 @@ BUGS = {
     ),
 }
 """Invariant that breaks: what is planted into the table."""
+
+
+RARE: dict[str, set[str]] = {"hsdp": set(), "diloco": set(), "async": set()}
+"""Rows of each spec that a thousand seeds need not take."""
 
 
 def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -233,6 +238,54 @@ def test_a_batch_breaks_nothing() -> None:
     assert failures(batch) == []
     assert (batch.seeds, batch.failed) == (100, 0)
     assert batch.commits > 300
+
+
+@pytest.mark.parametrize("spec", ["async", "diloco"])
+def test_a_batch_of_groups_that_step_alone_breaks_nothing(spec: str) -> None:
+    """Fresh seeds each time."""
+    first = int(time.time()) // 60 * 100
+    batch = run_batch(first, 20, load_spec(spec), jobs=2)
+    assert failures(batch) == []
+    assert batch.commits > 60
+
+
+@pytest.mark.parametrize("mutant", SIMULATED, ids=lambda mutant: mutant.name)
+def test_a_planted_bug_of_groups_that_step_alone_falls_to_its_seed(
+    mutant: SimulatedMutant,
+) -> None:
+    spec = load_spec(mutant.spec)
+    found = run_seed(mutant.seed, spec, participant=mutant.participant).violations
+    assert [v.name for v in found][:1] == [mutant.expected], found
+    assert not run_seed(mutant.seed, spec).violations
+
+
+def test_rows_that_no_seed_takes_are_named_with_state_event_and_guards() -> None:
+    names = row_names(HSDP)
+    assert never_taken(HSDP, set(names.values())) == []
+    shared = "any join [from_older_self]"
+    assert shared in never_taken(HSDP, set())
+    one = next(name for name in names.values() if name.startswith("NORMAL join 2"))
+    assert shared not in never_taken(HSDP, {one})
+    missed = never_taken(HSDP, set())
+    assert "PREPARED ballot [all_voted & manifests_fit & digests_fit]" in missed
+    covered = [use.name for use in row_uses(HSDP, set()) if use.elsewhere]
+    assert covered and not set(covered) & set(missed), "another test is named for these"
+
+
+def test_simulate_warns_of_rows_that_its_seeds_never_took(tmp_path: Path) -> None:
+    out = io.StringIO()
+    assert simulate("diloco", 2, 0, 1, None, tmp_path, Console(file=out, width=200))
+    told = out.getvalue()
+    assert "warning: never taken in 2 seeds, and shown by no named test:" in told
+    assert "PREPARED ballot [all_voted & digests_fit]" in told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("spec", "known"), RARE.items())
+def test_seeds_take_all_rows_but_rare_ones(spec: str, known: set[str]) -> None:
+    batch = run_batch(2_611_900_000, 1000, load_spec(spec), jobs=2)
+    assert failures(batch) == []
+    assert set(never_taken(load_spec(spec), batch.rows)) <= known
 
 
 def test_every_kind_of_fault_of_the_mix_happens() -> None:

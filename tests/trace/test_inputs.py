@@ -392,3 +392,13 @@ def test_entry_made_while_forming_an_epoch_is_valid_for_its_state_holder(
     assert (told is not None) == is_told
     if told is not None:
         assert "made anew with version 0, by a rank without the state of the job" in told
+
+
+def test_audit_finds_a_contribution_from_another_base_than_the_epochs(tmp_path: Path) -> None:
+    run_seed(SEED, load_spec("async"), CALM, trace_dir=tmp_path)
+    assert audit_dir(tmp_path).ok
+    path = next(p for p in sorted(tmp_path.glob("*.jsonl")) if b'"base"' in p.read_bytes())
+    rewrite(path, nth_note("consumed", 1, saying(base=77)))
+    report = audit_dir(tmp_path)
+    (finding,) = (f for f in report.findings if f.violation)
+    assert finding.name == "bounded" and "from base 77, and the epoch counts" in finding.violation

@@ -46,7 +46,7 @@ def bounded(move: Move) -> Iterator[Claim]:
     yield Know(("record", record.n), record)
     if record.kind == "epoch":
         bases = tuple((each.entry.group, each.base) for each in record.standing)
-        yield Know(("bases", record.epoch), bases)
+        yield Know(("bases", record.epoch), (record.step, bases))
     last = (("record", record.n - 1),)
     if record.kind == "epoch":
         for text, test in (
@@ -73,14 +73,21 @@ def _leaves_out(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
 
 
 def contributes(peer: Peer, token: Token, base: int) -> Claim:
-    """13: a contribution is computed from the base that the epoch's record counts it with.
+    """13: a contribution is no older than the base that the epoch's record counts it with.
+
+    It is younger where a group that held a lease had computed nothing by it before it came.
 
     Args:
         base: step of the job's state that the group's own steps began from, as the process noted it
             when the txn was committed.
     """
     text = f"{peer} contributed to txn {token} from base {base}, and the epoch counts another"
-    return Given((("bases", token.epoch),), text, lambda bases: (peer.group, base) in bases)
+
+    def is_counted(epoch: tuple[int, tuple[tuple[str, int], ...]]) -> bool:
+        step, bases = epoch
+        return any(group == peer.group and at <= base <= step for group, at in bases)
+
+    return Given((("bases", token.epoch),), text, is_counted)
 
 
 def _asked_since(move: Move, after: Record, proposal: Record) -> Iterator[Claim]:
@@ -125,6 +132,13 @@ def _is_gone(s: Local, entry: GroupEntry) -> bool:
     return False
 
 
+def _asks(s: Local, each: Standing) -> bool:
+    """Whether all ranks of a group ask to come in, by messages after its last synchronisation."""
+    words = [s.hellos.get((peer.group, peer.rank)) for peer in each.entry.peers()]
+    asking = s.joining.issuperset(each.entry.peers())
+    return asking and all(w is not None and w.head >= each.since and not w.unwinding for w in words)
+
+
 def _of_own_lease(move: Move) -> Iterator[Claim]:
     """A group brings the lease that the newest record it has carried out grants it."""
     before, after, event = move.before, move.after, move.event
@@ -161,8 +175,7 @@ def _of_awaited(move: Move) -> Iterator[Claim]:
     if isinstance(event, Timer) and event.name == "apart_window" and move.out.verdict == "row":
         new = after.suspected - before.suspected
         living = [each for each in head.standing if not _is_gone(before, each.entry)]
-        asking = {peer.group for peer in before.joining}
-        ready = [each for each in living if each.entry.group in asking]
+        ready = [each for each in living if _asks(before, each)]
         enough = 2 * len(ready) > len(living)
         for each in living:
             at_bound = head.step + 1 - each.base >= head.bound

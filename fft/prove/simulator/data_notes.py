@@ -75,8 +75,12 @@ class DataNotes:
         """Whether the group has left the stage before, in good order: it leaves all of them."""
         return self._source is not None and self._source._world.groups[group].away
 
-    def consumed(self, process: Process, plan: StartTxn, number: int) -> None:
-        """The txn is committed, of which the rank has computed that slice."""
+    def consumed(self, process: Process, plan: StartTxn, number: int, base: int | None) -> None:
+        """The txn is committed, of which the rank has computed that slice.
+
+        Args:
+            base: of an asynchronous job, the job's step that the contribution began from.
+        """
         note, token, rank = self._world.note, list(plan.token), process.peer.rank
         if process.peer not in self._told:
             self._told.add(process.peer)
@@ -88,4 +92,6 @@ class DataNotes:
         elif self._world.ranks == 1:  # those of several ranks have scopes that nobody simulates
             note(process, "inner_commit", {"slice": number, "item": item, "inner_step": 0})
             data["inner_steps"] = 1
+        if base is not None:
+            data["base"] = base
         note(process, CONSUMED, data)

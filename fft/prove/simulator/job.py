@@ -284,16 +284,19 @@ class World:
         if self._traces:
             self._traces[process.peer].note(name, data, process.local)
 
-    def consumed(self, process: Process, plan: StartTxn | None) -> None:
-        """The data loader notes that a slice went into a committed txn, if one has."""
-        if plan is not None and (number := plan.slice) is not None:
-            self.history.consumed.append((process.peer, plan.token, number, str(process.peer)))
-            self.data_notes.consumed(process, plan, number)
+    def consumed(self, process: Process, plan: StartTxn | None, base: int | None) -> None:
+        """The data loader notes that a slice went into a committed txn, if one has.
 
-    def contributed(self, process: Process, token: Token, base: int) -> None:
-        """A contribution that began from the job's step ``base`` is in a committed txn."""
-        told = (process.peer, token, base, str(process.peer))
-        self.history.contributed.append(told)
+        Args:
+            base: of an asynchronous job, the job's step that the contribution began from.
+        """
+        if plan is None or (number := plan.slice) is None:
+            return
+        peer = process.peer
+        self.history.consumed.append((peer, plan.token, number, str(peer)))
+        self.data_notes.consumed(process, plan, number, base)
+        if base is not None:
+            self.history.contributed.append((peer, plan.token, base, str(peer)))
 
     def announce(self, message: BusMessage) -> None:
         """The supervisor says something on the bus; while the bus is away it waits or gives up."""

@@ -113,9 +113,8 @@ class MainThread:
             case "begin_body", StartTxn():
                 self._enter(command)
             case "apply", Apply():
-                self._world.consumed(self._process, self._plan)
-                if self._plan is not None and self._computed is not None:
-                    self._world.contributed(self._process, self._plan.token, self._computed[1])
+                base = self._computed[1] if self._computed is not None else None
+                self._world.consumed(self._process, self._plan, base)
                 self._computed = None
                 self._process.later(self._world.latency.apply(), self._applied, command.skip)
             case "leave", Finish(error=error):
