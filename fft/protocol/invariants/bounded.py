@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.messages.effects import Decide, Finish
+from fft.messages.effects import Broadcast, Decide, Finish
 from fft.messages.protocol import (
     Applied,
     ApplyFailed,
     Ballot,
     GroupEntry,
+    Join,
     Leave,
     Peer,
     Record,
@@ -142,11 +143,15 @@ def _asks(s: Local, each: Standing) -> bool:
 def _of_own_lease(move: Move) -> Iterator[Claim]:
     """A group brings the lease that the newest record it has carried out grants it."""
     before, after, event = move.before, move.after, move.event
-    epoch = after.epoch or before.epoch
+    epoch = after.epoch or before.epoch or after.head
     if epoch is None or not epoch.bound:
         return
     store = next((g.store for g in epoch.members if g.group == move.peer.group), "")
-    if after.epoch is not None and after.epoch != before.epoch:
+    for effect in move.out.effects:
+        if isinstance(effect, Broadcast) and isinstance(effect.message, Join):
+            said, text = effect.message.hello.lease, f"{move.peer} asks to come in with lease"
+            yield Holds(said == after.lease, f"{text} {said}, and has {after.lease}")
+    if after.epoch is not None and after.epoch is not before.epoch:
         held = lease_of(epoch.leases, move.peer.group, store)
         text = f"{move.peer} is in epoch {epoch.epoch} with lease {after.lease}, and not {held}"
         yield Holds(after.lease == held, text)

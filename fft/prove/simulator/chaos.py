@@ -87,6 +87,15 @@ class Chaos:
         groups = [g for g in self._world.groups.values() if g.live]
         return self._world.rng.choice(groups) if groups else None
 
+    def _group_in_an_epoch(self) -> Group | None:
+        """One that synchronizes now, which groups of an asynchronous job do for a short time."""
+        inside = [
+            group
+            for group in self._world.groups.values()
+            if any(process.local.epoch is not None for process in group.live)
+        ]
+        return self._world.rng.choice(inside) if inside else None
+
     # --- kinds, by name; each says whether it found somebody to strike ---
 
     def _kill_rank(self) -> bool:
@@ -155,6 +164,8 @@ class Chaos:
 
     def _drain(self) -> bool:
         group = self._live_group()
+        if self._world.spec.bound and self._world.rng.random() < 0.5:
+            group = self._group_in_an_epoch() or group
         # A rank that is still coming up would not hear of it, and be left behind alone.
         if group is None or not group.whole:
             return False
