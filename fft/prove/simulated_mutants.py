@@ -92,25 +92,6 @@ def _keeping(name: str, field: str) -> dict[str, Action]:
     return {name: act}
 
 
-def _nobody_lost(s: Local) -> Local:
-    """Nothing is said against the life of any group."""
-    return replace(s, dead=frozenset(), suspected=frozenset())
-
-
-def _always(s: Local, c: Config, event: Event) -> bool:
-    return True
-
-
-def _never(s: Local, c: Config, event: Event) -> bool:
-    return False
-
-
-def _suspect_all_outside(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    away = apart.absent(s, apart.ready_groups(s, c))
-    s.suspected |= {p for each in away for p in each.entry.peers()}
-    return ()
-
-
 def _ask_without_lease(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     for effect in EFFECTS["ask_to_come_in"](s, c, event):
         assert isinstance(effect, Broadcast) and isinstance(effect.message, Join)
@@ -119,47 +100,9 @@ def _ask_without_lease(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         yield Broadcast(Join(word))
 
 
-def _all_leave(s: Local, record: Record) -> Record:
-    """With the first group that leaves all members do, whoever is outside."""
-    inside = {g.group for g in s.epoch.members} if s.epoch is not None else set()
-    if not record.leavers:
-        return record
-    stay = tuple(each for each in record.standing if each.entry.group not in inside)
-    return replace(record, leavers=tuple(sorted(inside)), standing=stay, last=True)
-
-
-def _stand_all(s: Local, record: Record) -> Record:
-    """Groups that leave are still in the job."""
-    if s.epoch is None:
-        return record
-    here = apart.standing_after(s.epoch, record.n, record.step, ())
-    return replace(record, standing=here)
-
-
-def _bases_kept(s: Local, record: Record) -> Record:
-    """An epoch in which all begin anew counts them from the states that they had before."""
-    was = {each.entry: each.base for each in apart.standing(s)}
-    moved = (each._replace(base=was.get(each.entry, each.base)) for each in record.standing)
-    return replace(record, standing=tuple(moved))
-
-
 def _lost_for_good(s: Local, record: Record) -> Record:
     """What lost groups held is given back to nobody."""
     return replace(record, returned=s.head.returned if s.head is not None else ())
-
-
-def _contributes_anyway(s: Local, record: Record) -> Record:
-    """Who brings nothing keeps the lease that it had."""
-    if s.head is None or not s.head.leases:
-        return record
-    alive = {(each.entry.group, each.entry.store) for each in record.standing}
-    kept = {x for x in s.head.leases if x[1:] in alive}
-    held = {x.slice for x in kept}
-    leases = tuple(
-        sorted({*kept, *(x for x in record.leases if x[1:] not in {k[1:] for k in kept})})
-    )
-    returned = tuple(n for n in record.returned if n not in held)
-    return replace(record, leases=leases, returned=returned)
 
 
 def _next_slice(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -187,13 +130,6 @@ def _leases_swapped(s: Local, record: Record) -> Record:
     first, second, *rest = record.leases
     swapped = [Lease(first.slice, *second[1:]), Lease(second.slice, *first[1:]), *rest]
     return replace(record, leases=tuple(sorted(swapped)))
-
-
-def _asks_beyond(s: Local, c: Config, event: Event) -> bool:
-    """Only who knows of records after that of the epoch asks to come in."""
-    asks = GUARDS["asks_to_come_in"](s, c, event)
-    known = isinstance(event, Join) and s.epoch is not None and event.hello.head == s.epoch.n
-    return asks and not (known and isinstance(event, Join) and event.hello.peer in s.epoch.peer_set)
 
 
 SIMULATED: tuple[SimulatedMutant, ...] = (

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from fft.protocol.table import Table
 from fft.prove.simulated_mutants import SIMULATED, SimulatedMutant
 from fft.prove.simulator.batch import Batch, run_batch, simulate
 from fft.prove.simulator.faults import CALM, CHANCES, DEFAULT, RATES, Weather
-from fft.prove.simulator.job import World
+from fft.prove.simulator.job import Violation, World
 from fft.prove.simulator.process import Process
 from fft.prove.simulator.run import live, never_taken, row_names, row_uses, run_seed
 from fft.trace.audit import audit_dir
@@ -41,10 +42,6 @@ BUGS = {
     ),
 }
 """Invariant that breaks: what is planted into the table."""
-
-
-RARE: dict[str, set[str]] = {"hsdp": set(), "diloco": set(), "async": set()}
-"""Rows of each spec that a thousand seeds need not take."""
 
 
 def fft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -256,7 +253,13 @@ def test_a_planted_bug_of_groups_that_step_alone_falls_to_its_seed(
     spec = load_spec(mutant.spec)
     found = run_seed(mutant.seed, spec, participant=mutant.participant).violations
     assert [v.name for v in found][:1] == [mutant.expected], found
-    assert not run_seed(mutant.seed, spec).violations
+    assert not sound_violations(mutant.seed, mutant.spec)
+
+
+@cache
+def sound_violations(seed: int, spec: str) -> tuple[Violation, ...]:
+    """What is found in a life of the shipped protocol; several bugs share seeds."""
+    return run_seed(seed, load_spec(spec)).violations
 
 
 def test_rows_that_no_seed_takes_are_named_with_state_event_and_guards() -> None:
@@ -278,14 +281,6 @@ def test_simulate_warns_of_rows_that_its_seeds_never_took(tmp_path: Path) -> Non
     told = out.getvalue()
     assert "warning: never taken in 2 seeds, and shown by no named test:" in told
     assert "PREPARED ballot [all_voted & digests_fit]" in told
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("spec", "known"), RARE.items())
-def test_seeds_take_all_rows_but_rare_ones(spec: str, known: set[str]) -> None:
-    batch = run_batch(2_611_900_000, 1000, load_spec(spec), jobs=2)
-    assert failures(batch) == []
-    assert set(never_taken(load_spec(spec), batch.rows)) <= known
 
 
 def test_every_kind_of_fault_of_the_mix_happens() -> None:
