@@ -318,9 +318,20 @@ class LoopUpdates:
 
 
 def _refuse_unfit(each: Any) -> None:
-    """Raise if ``step()`` cannot be called without arguments."""
+    """Raise if there is no ``step()``, or it cannot be called without arguments."""
+    of_class = getattr(type(each), "step", None)  # its own may be wrapped by a scheduler
+    own = getattr(each, "step", None)
+    if not callable(own):
+        raise FftError(
+            f"register(): expected optimizers and schedulers with step(), got {type(each).__name__}"
+        )
     try:
-        inspect.signature(type(each).step).bind(each)
+        if of_class is not None:
+            inspect.signature(of_class).bind(each)
+        else:  # an attribute of the object, or passed on by a proxy
+            inspect.signature(own).bind()
+    except ValueError:  # a built-in function has no signature
+        return
     except TypeError as error:
         raise FftError(
             f"{type(each).__name__}.step() needs an argument ({error}), which the transaction does "

@@ -117,3 +117,26 @@ def test_progress_is_one_with_the_last_txn_and_refused_without_an_end() -> None:
     assert endless is not None
     with pytest.raises(FftError, match=r"an fft\.CursorLoader with passes="):
         _ = endless.progress
+
+
+def test_schedule_whose_class_has_no_step_is_stepped() -> None:
+    """A proxy passes ``step`` on; an object may have it as an attribute."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+            self.step = self._add
+
+        def _add(self) -> None:
+            self.count += 1
+
+    counter = Counter()
+    updates = Updates((), [counter])
+    updates.apply()
+    assert counter.count == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_object_without_step_is_refused_by_its_type(wrong: object) -> None:
+    with pytest.raises(FftError, match=f"with step.., got {type(wrong).__name__}"):
+        Updates((), [wrong])
