@@ -629,7 +629,7 @@ def test_services_are_restarted_only_for_a_job_that_allows_it(
 
 
 def test_host_of_spares_waits_for_the_end_of_the_job(stage: Stage, tmp_path: Path) -> None:
-    with running(stage, tmp_path / "run", FaultPlan(faults=[]), groups=1, all_groups=1) as job:
+    with running(stage, tmp_path / "run", FaultPlan(faults=[]), groups=1, ranks=1) as job:
         config = RunConfig(
             [str(stage.script)],
             0,
