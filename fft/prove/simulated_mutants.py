@@ -101,7 +101,7 @@ def _ask_without_lease(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _lost_for_good(s: Local, record: Record) -> Record:
-    """What lost groups held is given back to nobody."""
+    """The slices of lost groups are given back to no group."""
     return replace(record, returned=s.head.returned if s.head is not None else ())
 
 

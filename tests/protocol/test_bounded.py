@@ -132,7 +132,7 @@ def running() -> Job:
 
 @settings(deadline=None)
 @given(st.integers(0, 3), st.none() | st.integers(0, 3), st.none() | st.integers(0, 3))
-def test_what_a_group_computed_is_brought_only_with_its_lease_and_base(
+def test_contribution_is_brought_only_with_its_lease_and_base(
     base: int, held: int | None, granted: int | None
 ) -> None:
     node = running().node("1")

@@ -190,7 +190,7 @@ def _of_awaited(move: Move) -> Iterator[Claim]:
 
 
 def _takes_no_state_along(move: Move) -> Iterator[Claim]:
-    """Who leaves between two synchronisations leaves the newest state with a group that stays."""
+    """A group that leaves between two synchronizations leaves the newest state with another."""
     s, head = move.after, move.after.head
     left = any(isinstance(e, Finish) and e.error is None for e in move.out.effects)
     if not left or head is None or not head.bound or isinstance(move.event, Stop | Leave):
