@@ -148,6 +148,8 @@ def can_matter(key: Any, epoch: int, record: int, cursor: int, lineages: frozens
             return True  # of another scope; there are few
         case "bases":
             return False  # only the notes of data loaders ask for it, which no model has
-        case "digest" | "held" | "leases":
+        case "digest":
+            return key[2] in lineages
+        case "held" | "leases":
             return key[1] in lineages
     raise ValueError(f"how long does fact {key} matter?")
