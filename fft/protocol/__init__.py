@@ -1,1 +1,1 @@
-"""The protocol, pure: spec, table, guards, effects, the participant, its guarantees."""
+"""The protocol as pure code: spec, table, guards, effects, participant and invariants."""

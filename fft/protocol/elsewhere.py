@@ -1,4 +1,4 @@
-"""What is known of other scopes, which the flow of the data binds mine to. Pure data."""
+"""What a participant knows of the scopes to which the data flow binds its own. Pure data."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from fft.messages.protocol import ScopeRecord, Seen
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Another scope that the flow of the data binds mine to, as far as I know it."""
+    """Another scope to which the data flow binds this one, as far as it is known here."""
 
     scope: str
     ahead: int
-    """My scope may begin so many of that one's txns ahead of it; 0: it follows that one."""
+    """Number of the other scope's txns that this scope may begin ahead of it; 0 if this scope
+    follows it."""
     n: int = 0
-    """Of its newest record that I know; 0: none."""
+    """Number of its newest known record; 0 if there is none."""
     cursor: int = 0
     takers: int = 1
-    """As in ``Seen``, from the record that lets my scope go furthest. Of a scope that has not
-    begun: what it will have at least."""
+    """As in ``Seen``, from the record that lets this scope proceed furthest. For a scope that has
+    not begun, the minimum that it will have."""
     groups: tuple[str, ...] = ()
-    """Groups in it, but for those that leave it, by the newest record."""
+    """Groups in it by the newest record, without those that leave with that record."""
 
     @property
     def seen(self) -> Seen:
-        """What a vote tells of it."""
+        """The position of the scope, as a vote reports it."""
         return Seen(self.scope, self.cursor, self.ahead, self.takers)
 
     @property
     def has_ended(self) -> bool:
-        """All groups have left it: it takes nothing any more."""
+        """Whether all groups have left the scope, so that it takes no more slices."""
         return self.takers == 0
 
     def after(self, record: ScopeRecord) -> Elsewhere:
-        """The same, with a newer record. What was allowed stays allowed, also by a record of more
-        groups than are left."""
+        """Return the same scope with a newer record.
+
+        A permission is never revoked, not even by a record of more groups than are left.
+        """
         new = replace(self, n=record.n, groups=record.groups)
         further = replace(new, cursor=record.cursor, takers=record.takers)
         is_further = further.has_ended or further.seen.reach >= self.seen.reach

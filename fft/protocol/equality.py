@@ -1,7 +1,7 @@
-"""Whether replicas hold equal bits, as the digests in the votes of one txn tell. Pure.
+"""Compares replicas by the digests in the votes of one txn. Pure.
 
-Compared is what is there: a rank whose vote has no digest says nothing. Only ranks of one number
-hold the same shard, so only they are compared, each with its like in the other groups.
+A rank whose vote has no digest is not compared. Only ranks of one number hold the same shard, so
+each rank is compared only with the ranks of its number in the other groups.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from fft.messages.protocol import Peer, Vote
 
 UNEQUAL_DATA = "the ranks have drawn different data"
-"""Begin of the cause of a rollback."""
+"""The beginning of the cause of a rollback."""
 _NAMED = 32
-"""Ranks that a text names at most."""
+"""Maximum number of ranks that a text names."""
 
 
 def digests(votes: Iterable[Vote]) -> dict[int, dict[Peer, str]]:
-    """By rank number, who brought which digest."""
+    """Return the digests by rank number and participant."""
     found: dict[int, dict[Peer, str]] = {}
     for vote in votes:
         if vote.digest is not None:
@@ -27,12 +27,12 @@ def digests(votes: Iterable[Vote]) -> dict[int, dict[Peer, str]]:
 
 
 def differing(votes: Iterable[Vote]) -> dict[int, dict[Peer, str]]:
-    """The same, of those rank numbers whose digests differ."""
+    """Return ``digests`` of those rank numbers whose digests differ."""
     return {rank: held for rank, held in digests(votes).items() if len(set(held.values())) > 1}
 
 
 def drawn(votes: Iterable[Vote]) -> dict[str, dict[Peer, str]]:
-    """Digests of the drawn data by shard, and by the rank that has drawn them."""
+    """Return the digests of the drawn data by shard and participant."""
     found: dict[str, dict[Peer, str]] = {}
     for vote in votes:
         if vote.manifest.data is not None:
@@ -41,7 +41,7 @@ def drawn(votes: Iterable[Vote]) -> dict[str, dict[Peer, str]]:
 
 
 def unequal_data(votes: Iterable[Vote]) -> str:
-    """A text that names the ranks with different data; empty if all data fit together."""
+    """Return a text that names the ranks with different data; empty if all data match."""
     by_shard = drawn(votes)
     if "" in by_shard and len(by_shard) > 1:
         whole = _names(sorted(by_shard.pop("")))
@@ -59,7 +59,11 @@ def unequal_data(votes: Iterable[Vote]) -> str:
 
 
 def odd_ones(votes: Iterable[Vote]) -> tuple[Peer, ...] | None:
-    """Who differs from a strict majority of its like; None: for some there is no majority."""
+    """Return the divergent ranks: those that differ from a strict majority of their rank number.
+
+    Returns:
+        None if the digests of some rank number have no majority.
+    """
     odd: list[Peer] = []
     for held in differing(votes).values():
         digest, count = Counter(held.values()).most_common(1)[0]
@@ -70,7 +74,7 @@ def odd_ones(votes: Iterable[Vote]) -> tuple[Peer, ...] | None:
 
 
 def tell(found: Mapping[int, Mapping[Peer, str]]) -> str:
-    """Who has which digest, rank number by rank number."""
+    """Return a text that lists the participants by digest, for each rank number."""
     lines = []
     for rank, held in sorted(found.items()):
         by_digest: dict[str, list[Peer]] = {}

@@ -1,7 +1,7 @@
-"""Leases on the data: who holds which slice, and who is granted which next. Pure.
+"""Leases on the data: which group holds which slice, and which group is granted which next. Pure.
 
 Where groups commit several steps alone, a group keeps its slice of the data across epochs until a
-COMMIT of the job consumes it. What a lost group held is granted again, before what is new.
+COMMIT of the job consumes it. The slices of a lost group are granted again before new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fft.messages.protocol import GroupEntry, Lease
 
 
 class Granted(NamedTuple):
-    """Where a job is in its data; see ``Record``."""
+    """The position of a job in its data; see ``Record``."""
 
     cursor: int
     leases: tuple[Lease, ...]
@@ -21,9 +21,10 @@ class Granted(NamedTuple):
 
 
 def granted(before: Granted, takers: Iterable[GroupEntry]) -> Granted:
-    """``before`` with a lease for each of ``takers``, in their order, and for nobody else.
+    """Return ``before`` with a lease for each of ``takers``, in their order, and for no other
+    group.
 
-    Who holds one keeps it. The others are given what was returned, then what is new.
+    A group that holds a lease keeps it. The others get returned slices first, then new ones.
     """
     held = {(lease.group, lease.store): lease.slice for lease in before.leases}
     kept = {(g.group, g.store): held.pop((g.group, g.store), None) for g in takers}
@@ -38,12 +39,12 @@ def granted(before: Granted, takers: Iterable[GroupEntry]) -> Granted:
 
 
 def in_turn(groups: Sequence[GroupEntry], leases: Iterable[Lease]) -> list[GroupEntry]:
-    """First those who hold a lease, by their slices: so the order does not depend on names."""
+    """Return the groups with lease holders first, ordered by slice instead of by name."""
     held = {(lease.group, lease.store): lease.slice for lease in leases}
     end = max(held.values(), default=0) + 1
     return sorted(groups, key=lambda g: held.get((g.group, g.store), end))
 
 
 def lease_of(leases: Iterable[Lease], group: str, store: str) -> int | None:
-    """The slice that this instance of a group holds a lease on; None: it holds none."""
+    """Return the slice that this instance of a group holds a lease on, or None."""
     return next((lease.slice for lease in leases if lease[1:] == (group, store)), None)

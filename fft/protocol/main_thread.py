@@ -1,8 +1,7 @@
-"""Runs the main thread's table: (state, event, facts) → the next state, and what to do. Pure.
+"""Runs the main thread's table: (state, event, facts) to the next state and its effects. Pure.
 
-An event is a command of the engine, or what the thread says of its work; the names are in
-`fft.protocol.vocabulary`. Facts are the guards that hold for it. What the effects mean is up to the
-caller.
+An event is a command of the engine or a report of the thread; `fft.protocol.vocabulary` lists the
+names. The facts are the guards that hold for the event. The caller implements the effects.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NO_FACTS: frozenset[str] = frozenset()
 
 
 class Reaction(NamedTuple):
-    """What an event comes to."""
+    """The next state and the effects of an event."""
 
     state: str
     effects: tuple[str, ...] = ()
@@ -36,22 +35,27 @@ class ThreadTable:
         self._table = table(spec)
 
     def role(self, state: str) -> Role:
-        """What a state is for."""
+        """Return the role of a state."""
         return self.spec.leaves[state].state.role
 
     def has(self, state: str, event: str) -> bool:
-        """Whether the state has rows for the event."""
+        """Return whether the state has rows for the event."""
         return event in self.spec.leaves[state].on
 
     def allows(self, state: str, event: str, facts: Set[str]) -> bool:
-        """Whether one of these rows may be taken."""
+        """Return whether one of these rows can be taken."""
         return self._table.take(Turn(state, facts.__contains__), event).row is not None
 
     def react(self, state: str, event: str, facts: Set[str] = NO_FACTS) -> Reaction:
-        """Find the row for an event.
+        """Return the reaction to an event.
+
+        Args:
+            facts: Names of the guards that hold.
 
         Raises:
-            ProtocolError: the state has none; names state, event, and what it has rows for.
+            ProtocolError: The state has no row for the event; names the state, the event, and the
+                events that it has rows for.
+            ValueError: ``facts`` has an unknown guard.
         """
         if unknown := facts - MAIN_THREAD.guards:
             raise ValueError(f"no guard of the main thread is called {', '.join(sorted(unknown))}")

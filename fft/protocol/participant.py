@@ -1,8 +1,8 @@
-"""The participant: (state, event, now) → (state, effects). Pure; the heart of FFT.
+"""The participant: a pure function from (state, event, now) to (state, effects).
 
-``handle`` compares fencing tokens in one place (``_stale``) before any row is looked at, finds the
-row in the spec's table, runs its effects by name, then tries the state's exit rows until none
-applies, and last gives deferred events another chance. Nothing is decided outside the table.
+``handle`` compares fencing tokens in one place (``_stale``) before it looks at any row. It then
+finds the row in the spec's table, runs its effects by name, tries the state's exit rows until none
+applies, and finally retries deferred events. Nothing is decided outside the table.
 """
 
 from __future__ import annotations
@@ -47,32 +47,33 @@ from fft.protocol.state import GENESIS, Config, Local, is_older_self, peers_mean
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
 _MAX_CHAIN = 16
-"""Exit rows taken in a row without an event between; more means a spec that never settles."""
+"""Maximum number of exit rows taken for one event; more means that the spec never settles."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One row taken."""
+    """One row that was taken."""
 
     source: str
     dest: str
     roles: tuple[Role, Role]
-    """Of these two states."""
+    """Roles of ``source`` and ``dest``."""
     event: str
     guards: dict[str, bool]
     effects: list[str]
-    """Names, as they were run."""
+    """Names of the effects, in the order in which they ran."""
     row: Row
-    """As the spec has it."""
+    """The row in the spec."""
     parts: list[Part] = field(default_factory=list)
-    """Of sequences: those whose guards held."""
+    """Conditional parts of sequences whose guards held."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one event did. ``verdict`` other than ``row`` means that nothing changed.
+    """The result of one event. A ``verdict`` other than ``row`` means that the event had no effect.
 
-    ``reason``: of such a verdict; with ``row``: a deferred event, tried again, was refused.
+    ``reason``: the reason for such a verdict; with ``row``, the refusal of a retried deferred
+    event.
     """
 
     verdict: Literal["row", "ignored", "deferred", "fenced", "known", "refused"]
@@ -82,15 +83,15 @@ class Outcome:
 
 
 def event_name(event: Event) -> str:
-    """The name under which a spec speaks of the event."""
+    """Return the event's name in a spec."""
     return f"timer.{event.name}" if isinstance(event, Timer) else event.type
 
 
 class Participant:
-    """Runs one participant's part of the protocol over a table; holds no state itself.
+    """Runs the protocol of one participant over a table; it holds no state itself.
 
-    ``guards``, ``actions`` and ``stale`` are what the names of a spec mean, and the fencing. The
-    checker's planted bugs replace one of them in a subclass; nobody else does.
+    ``guards`` and ``actions`` implement the names of a spec, and ``stale`` is the fencing. The
+    checker's planted bugs replace one of them in a subclass; production code never does.
     """
 
     guards: Mapping[str, Guard] = GUARDS
@@ -109,7 +110,8 @@ class Participant:
         now: float = 0.0,
         returned: Sequence[int] = (),
     ) -> Local:
-        """State of a participant that holds the given training state and knows of nobody."""
+        """Return the state of a participant that holds the given training state and knows no
+        peers."""
         spec = self.table.spec
         return Local(
             state=spec.initial,
@@ -124,7 +126,15 @@ class Participant:
         )
 
     def handle(self, before: Local, event: Event, now: float) -> tuple[Local, Outcome]:
-        """React to one event. ``before`` is left as it was; ``now`` is monotonic seconds."""
+        """React to one event.
+
+        Args:
+            before: The state before the event; it is not changed.
+            now: Monotonic time in seconds.
+
+        Returns:
+            The state after the event, and what the event did.
+        """
         s = copy.copy(before)
         out = self._handle_one(s, event, now)
         if out.verdict != "row":
@@ -135,7 +145,8 @@ class Participant:
         return s, out
 
     def stale(self, s: Local, event: Event) -> Outcome | None:
-        """What to say of an event that is fenced or known already; None: it counts."""
+        """Return the outcome of an event that is fenced or already known, or None for a current
+        event."""
         return _stale(s, self.config, event)
 
     def _retry_deferred(self, s: Local, out: Outcome, tried_in: str, now: float) -> None:
@@ -166,7 +177,7 @@ class Participant:
         if isinstance(event, Timer):
             s.timers = {n: serial for n, serial in s.timers.items() if n != event.name}
         elif isinstance(event, (BusMessage, Ballot)):
-            s.bus_down = False  # whatever it says, the bus has spoken
+            s.bus_down = False  # any message shows that the bus works
         if not self._take_row(s, out, event, name, now):
             s.timers, s.bus_down = before
             return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
@@ -223,7 +234,8 @@ class Participant:
 
 
 def _stale(s: Local, c: Config, event: Event) -> Outcome | None:
-    """The one place where tokens are compared: what is older than I am changes nothing."""
+    """Compare tokens; this is the only place. An event older than this participant changes
+    nothing."""
     match event:
         case Timer(name=name, serial=serial):
             if s.timers.get(name) != serial:
@@ -249,7 +261,7 @@ def _stale(s: Local, c: Config, event: Event) -> Outcome | None:
             known = next((e for e in s.elsewhere if e.scope == scope), None)
             if known is None:
                 return Outcome("fenced", f"a record of {scope!r}, which this scope is not bound to")
-            is_left = not groups and not known.has_ended  # which may need no record
+            is_left = not groups and not known.has_ended  # may come without a newer record
             if n < known.n or (n == known.n and not is_left):
                 return Outcome("known", "a newer record of that scope is known")
         case Prepared() | Ballot() | Applied() | ApplyFailed() | Fault():

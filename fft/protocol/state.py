@@ -1,7 +1,7 @@
-"""What one participant knows: its configuration and its state. Pure data and plain questions.
+"""The configuration and the state of one participant, and pure functions over them.
 
-The containers in ``Local`` are never changed in place: a new one replaces the old, so that a
-shallow copy of ``Local`` is a snapshot.
+The containers in ``Local`` are never changed in place: a new one replaces the old one, so a shallow
+copy of ``Local`` is a snapshot.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fft.protocol.leases import Granted, granted, in_turn
 from fft.protocol.roles import Role
 
 FREE_ROLLBACKS = 3
-"""So many in a row are not paused after."""
+"""Number of consecutive rollbacks that are not followed by a pause."""
 GENESIS = "genesis"
-"""Lineage of a state that every group built alike (``init_sync=False``)."""
+"""Lineage of the initial state if every group builds the same one (``init_sync=False``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What does not change in the life of a participant. Timeouts in seconds."""
+    """The settings of one participant, constant during its life. Timeouts are in seconds."""
 
     me: Peer
     world: int
@@ -52,99 +52,103 @@ class Config:
     fixed_with_spares: bool = False
     on_divergence: Literal["stop", "heal"] = "stop"
     leases: bool = False
-    """A group keeps its slice of the data from txn to txn, until it is consumed."""
+    """A group keeps its slice of the data from txn to txn, until a COMMIT consumes it."""
     first_rank: int = 0
-    """Of its group in this scope; ``world`` ranks from it on are."""
+    """The lowest rank number of the group in this scope; the scope has ``world`` ranks from there
+    on."""
     flow: tuple[Elsewhere, ...] = ()
-    """Scopes that the flow of the data binds this one to."""
+    """Scopes to which the data flow binds this scope."""
     bound: int = 0
-    """Of an asynchronous job: by how many steps a contribution may be behind; else 0."""
+    """Number of steps that a contribution may be behind in an asynchronous job, else 0."""
     quorum: float = 0.5
-    """Of an asynchronous job: more than this part of its groups synchronise together."""
+    """Fraction of an asynchronous job's groups; a synchronization needs more than this fraction."""
 
     @property
     def ranks(self) -> range:
-        """Of each group in this scope."""
+        """Rank numbers of each group in this scope."""
         return range(self.first_rank, self.first_rank + self.world)
 
     @property
     def index(self) -> int:
-        """My place among these."""
+        """Position of this participant among ``ranks``."""
         return self.me.rank - self.first_rank
 
 
 @dataclass(slots=True)
 class Local:
-    """State of one participant between two events."""
+    """The state of one participant between two events."""
 
     state: str
     role: Role
-    """Of the state."""
+    """Role of ``state``."""
     lineage: str
     step: int = 0
     cursor: int = 0
     batches: int = 0
     leases: tuple[Lease, ...] = ()
-    """Of the state I hold; see ``Record``."""
+    """Leases in the state that this participant holds; see ``Record``."""
     returned: tuple[int, ...] = ()
     lease: int | None = None
-    """Of an asynchronous job: the slice that this group's contribution is computed from."""
+    """Asynchronous jobs: the slice that this group's contribution is computed from."""
     awaits: frozenset[str] = frozenset()
-    """The same: groups without which the next epoch cannot be formed, as was said last."""
+    """Asynchronous jobs: groups that the next epoch cannot be formed without, as last traced."""
     token: Token = Token(0, 0)  # noqa: RUF009  (a tuple: safe to share)
-    """(epoch, txn) this participant stands at."""
+    """The (epoch, txn) that this participant is in."""
     head: Record | None = None
     head_read: bool = False
     epoch: Record | None = None
-    """Record of the epoch this participant is a member of."""
+    """Record of the epoch that this participant is a member of."""
     commits: int = 0
     hellos: Mapping[tuple[str, int], Hello] = field(default_factory=dict)
-    """Newest word of each identity (group, rank)."""
+    """Newest ``Hello`` of each identity (group, rank)."""
     joining: frozenset[Peer] = frozenset()
-    """Outside the epoch, and asked to come in. Also a member that never came in, or fell out."""
+    """Participants outside the epoch that ask to join. Includes a member that never entered the
+    epoch or has left it."""
     stopped: Mapping[Peer, Token] = field(default_factory=dict)
-    """Where each has stopped, as the coordinator hears it."""
+    """The token at which each participant has stopped, as the coordinator receives it."""
     told: Peer | None = None
-    """Whom I told last that I have stopped; None: everyone."""
+    """Recipient of this participant's last acknowledgement; None if it was broadcast."""
     ready: Mapping[Peer, int] = field(default_factory=dict)
-    """The epoch in whose barrier each is, as the coordinator hears it."""
+    """The epoch in whose barrier each participant is, as the coordinator receives it."""
     dead: frozenset[Peer] = frozenset()
-    """Ended with evidence: seen by a monitor, gone by its own word, or replaced."""
+    """Participants known to have ended: seen by a monitor, by their own ``leave``, or replaced."""
     suspected: frozenset[Peer] = frozenset()
-    """Silent in a window; cleared by any word from them."""
+    """Participants that were silent for a window; a message from one removes it."""
     reforming: frozenset[str] = frozenset()
-    """Groups that get a process for one that was lost: the next epoch waits for them."""
+    """Groups that get a new process for a lost one; the next epoch waits for them."""
     leaving: frozenset[Peer] = frozenset()
     elsewhere: tuple[Elsewhere, ...] = ()
     vote: Vote | None = None
     restoring: Token | None = None
-    """The txn that the main thread was told to unwind, and has not come back from."""
+    """The txn of the last rollback that the main thread has not yet reported as restored."""
     stuck: bool = False
-    """My main thread was seen not to move, and has not come back since."""
+    """The main thread was seen to stall and has not returned since."""
     healed: bool = False
-    """My state is that of the epoch's record, or of what was committed since."""
+    """The state is that of the epoch's record, or of a later commit."""
     proposed: bool = False
     rollbacks: int = 0
-    """Since the last commit."""
+    """Number of rollbacks since the last commit."""
     paused: bool = False
     edits: bool = False
-    """My last body that voted has changed reduced gradients, by whatever."""
+    """The last step function that voted had changed reduced gradients."""
     skip: bool = False
-    """The txn I stand at is a skip: by its COMMIT, or by my ABORT of it."""
+    """The current txn is a skip, by its COMMIT or by this participant's ABORT."""
     bus_down: bool = False
-    """An operation on the bus failed, and nothing was heard from it since."""
+    """An operation on the bus failed, and no message has arrived since."""
     deaf: bool = False
-    """The order of decisions cannot be followed any more: my place in it is lost, or the bus is."""
+    """Bus lost: this participant cannot follow the order of decisions any more, because it lost its
+    place in it or because the bus lost its contents."""
     cause: str = ""
     deferred: tuple[Event, ...] = ()
     timers: Mapping[str, int] = field(default_factory=dict)
     """Armed timers: name → serial."""
     timer_serial: int = 0
     since: float = 0.0
-    """Monotonic seconds at which the state (not its sub-state) was entered."""
+    """Time at which the state (not its sub-state) was entered, in monotonic seconds."""
 
     def __copy__(self) -> Local:
-        """What ``copy`` does for slots by itself takes as long as the rest of an event."""
+        """Copy faster: the default copy of a class with slots takes as long as the rest of an
+        event."""
         return Local(*_values(self))
 
 
@@ -152,39 +156,39 @@ _values = attrgetter(*(f.name for f in fields(Local)))
 
 
 def members(s: Local) -> tuple[GroupEntry, ...]:
-    """Groups of the epoch; empty outside an epoch."""
+    """Return the groups of the epoch; empty outside every epoch."""
     return s.epoch.members if s.epoch else ()
 
 
 def member_peers(s: Local) -> tuple[Peer, ...]:
-    """Participants of the epoch, in order."""
+    """Return the participants of the epoch, in order."""
     return s.epoch.peers if s.epoch else ()
 
 
 def member_at(s: Local, group: str, rank: int) -> RankEntry | None:
-    """Who has this place in the epoch."""
+    """Return the epoch's member with this group and rank, or None."""
     return s.epoch.entries.get((group, rank)) if s.epoch else None
 
 
 def incarnations(s: Local, group: str, rank: int) -> set[Peer]:
-    """Processes that have had this place, as far as they are known here."""
+    """Return the known processes that have had this identity."""
     said, listed = s.hellos.get((group, rank)), member_at(s, group, rank)
     found = {said.peer} if said is not None else set()
     return found if listed is None else found | {Peer(group, rank, listed.inc)}
 
 
 def is_older_self(c: Config, peer: Peer) -> bool:
-    """Whether the participant had my place before me."""
+    """Return whether ``peer`` is an older incarnation of this participant."""
     return peer[:2] == c.me[:2] and peer.inc < c.me.inc
 
 
 def is_member(s: Local, peer: Peer) -> bool:
-    """Whether the participant is in the epoch."""
+    """Return whether the participant is in the epoch."""
     return s.epoch is not None and peer in s.epoch.peer_set
 
 
 def peers_meant(s: Local, event: Death | Suspect) -> list[Peer]:
-    """The participants that a notice speaks of, among those known here."""
+    """Return the known participants that a death or a suspicion is about."""
     key, where = (event.group, event.rank), (event.pid, event.host)
     said, listed = s.hellos.get(key), member_at(s, *key)
     found = [said.peer] if said is not None and (said.pid, said.host) == where else []
@@ -197,19 +201,20 @@ def peers_meant(s: Local, event: Death | Suspect) -> list[Peer]:
 
 
 def learners(s: Local) -> tuple[str, ...]:
-    """Groups that have no state to compute the present txn with: it comes while the others do."""
+    """Return the groups that fetch their state while the others compute the current txn."""
     return s.epoch.learners if s.epoch is not None and s.token.txn == 1 else ()
 
 
 def contributors(s: Local, c: Config) -> list[str]:
-    """Groups whose gradients count in the present txn, in order: each has a slice of the data."""
+    """Return the groups whose gradients count in the current txn, in order; each has a slice of the
+    data."""
     if c.bound and s.epoch is not None:
         return [g.group for g in with_lease(s.epoch)]
     return [g.group for g in contributing(members(s), learners(s), c)]
 
 
 def with_lease(epoch: Record) -> list[GroupEntry]:
-    """Members of an epoch that hold a lease; of an asynchronous job, those that contribute."""
+    """Return the members of an epoch that hold a lease; in an asynchronous job these contribute."""
     held = {lease[1:] for lease in epoch.leases}
     return [g for g in epoch.members if (g.group, g.store) in held]
 
@@ -217,23 +222,27 @@ def with_lease(epoch: Record) -> list[GroupEntry]:
 def contributing(
     groups: Sequence[GroupEntry], late: Collection[str], c: Config
 ) -> list[GroupEntry]:
-    """Those of ``groups`` that count, if those who are ``late`` cannot."""
+    """Return those of ``groups`` that contribute if the groups in ``late`` cannot."""
     able = [g for g in groups if g.group not in late]
     return able[: c.min_groups] if c.fixed_with_spares else able
 
 
 def participants(s: Local, c: Config) -> int:
-    """How many groups' gradients count in the present txn."""
+    """Return the number of groups whose gradients count in the current txn."""
     return len(contributors(s, c))
 
 
 def my_place(s: Local, c: Config) -> int:
-    """Place of my group in the member list of the epoch."""
+    """Return the index of this participant's group in the member list of the epoch."""
     return next(i for i, g in enumerate(members(s)) if g.group == c.me.group)
 
 
 def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
-    """What I say of myself; ``after``: as of that committed record, about to be applied."""
+    """Return this participant's description of itself.
+
+    Args:
+        after: A committed record that is about to be applied; describes the state after it.
+    """
     held = after or s
     return Hello(
         peer=c.me,
@@ -249,14 +258,14 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         head=s.head.n if s.head else 0,
         returned=held.returned if s.head is None else (),
         lease=s.lease,
-        # What this rollback has begun does not count: everyone acknowledges before it is done.
+        # The current rollback does not count: every participant acknowledges before it unwinds.
         unwinding=s.stuck or s.restoring not in (None, s.token),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A training state, as the protocol knows it."""
+    """A training state, as far as the protocol describes it."""
 
     step: int
     lineage: str
@@ -267,17 +276,21 @@ class Base:
 
 
 def data_after(s: Local, c: Config, at: Local | Record) -> Granted:
-    """Where the data are once the present txn, which begins with ``at``, is committed."""
+    """Return the position in the data once the current txn is committed.
+
+    Args:
+        at: The state or record that the txn begins with.
+    """
     if not c.leases:
         return Granted(at.cursor + participants(s, c), (), ())
-    # who learns in this txn contributes to the next one
+    # A group that fetches its state in this txn contributes to the next one.
     takers = in_turn(contributing(members(s), (), c), at.leases)
     after = granted(Granted(at.cursor, (), at.returned), takers)
     return after._replace(leases=tuple(sorted((*after.leases, *leases_outside(s, at)))))
 
 
 def leases_outside(s: Local, at: Local | Record) -> list[Lease]:
-    """Of an asynchronous job: leases of groups that are not in the epoch, which keep them."""
+    """Return the leases of groups that are not in the epoch (asynchronous jobs); they keep them."""
     if s.epoch is None or not s.epoch.bound:
         return []
     inside = {(g.group, g.store) for g in s.epoch.members}
@@ -285,7 +298,7 @@ def leases_outside(s: Local, at: Local | Record) -> list[Lease]:
 
 
 def committed(s: Local, c: Config, skip: bool = False) -> Base:
-    """The state that committing the present txn leads to, as a step or as a ``skip``."""
+    """Return the state that committing the current txn leads to, as a step or as a ``skip``."""
     step, data = s.step + (not skip), data_after(s, c, s)
     lineage = next_lineage(s.lineage, s.token, step, data.cursor, skip)
     batches = s.batches + (0 if skip else participants(s, c))
@@ -293,38 +306,42 @@ def committed(s: Local, c: Config, skip: bool = False) -> Base:
 
 
 def leavers(s: Local) -> tuple[str, ...]:
-    """Groups that leave with the last decision."""
+    """Return the groups that leave with the last decision."""
     return s.head.leavers if s.head and s.head.kind == "commit" else ()
 
 
 def is_waited_for(s: Local, peer: Peer) -> bool:
-    """Whether the next epoch waits for this member's acknowledgement."""
+    """Return whether the next epoch waits for this member's acknowledgement."""
     gone = peer in s.dead or peer in s.suspected or peer in s.joining
     return not gone and peer.group not in leavers(s) and is_member(s, peer)
 
 
 def waited_for(s: Local) -> set[Peer]:
-    """Members whose acknowledgement the next epoch waits for."""
+    """Return the members whose acknowledgement the next epoch waits for."""
     return {p for p in member_peers(s) if is_waited_for(s, p)}
 
 
 def coordinator(s: Local) -> Peer | None:
-    """Who gathers what the next epoch and its barrier wait for; None: everyone for himself.
+    """Return the participant that collects the messages for the next epoch and its barrier.
 
-    Whoever wrote the last decision: it lives, and everyone knows it. Where it is gone, views may
-    differ for a while; several who gather cost messages, not safety, for the register decides.
+    It is the author of the last decision: it was alive then, and every participant knows it. Views
+    of whether it is gone may differ for a while. Several coordinators then cost messages but not
+    safety, because the register decides.
+
+    Returns:
+        None if the author is not waited for; then every participant collects for itself.
     """
     by = s.head.by if s.head else None
     return by if by is not None and is_waited_for(s, by) else None
 
 
 def in_barrier(s: Local) -> set[Peer]:
-    """Participants of the epoch that are in its barrier, as far as I was told."""
+    """Return the members that are in the barrier of the epoch, by the messages received here."""
     return {p for p in member_peers(s) if s.ready.get(p) == s.token.epoch}
 
 
 def all_in_barrier(s: Local) -> bool:
-    """Whether every participant of the epoch is in its barrier, as far as I was told."""
+    """Return whether every member is in the barrier of the epoch, by the messages received here."""
     inside = member_peers(s)
     return len(s.ready) >= len(inside) and all(s.ready.get(p) == s.token.epoch for p in inside)
 
@@ -334,9 +351,10 @@ def _group_order(name: str) -> tuple[int, str]:
 
 
 def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
-    """Groups that could be in the next epoch: every rank alive, stopped or waiting to join.
+    """Return the groups that could be in the next epoch, as the ``Hello`` of each of their ranks.
 
-    Whose main thread is stuck since an earlier rollback could not take part.
+    Every rank of such a group is alive and has stopped or asks to join. A rank whose main thread
+    has not returned from an earlier rollback is excluded, because it could not take part.
     """
     gone = s.dead | s.suspected
     members_stopped = {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) >= s.token}
@@ -353,15 +371,16 @@ def whole_groups(s: Local, c: Config) -> list[list[Hello]]:
 
 
 def awaited(s: Local, c: Config) -> set[str]:
-    """Member groups that re-form: a process of theirs was lost, others wait for its successor."""
+    """Return the re-forming member groups whose lost process has not been replaced yet."""
     left = {p.group for p in waited_for(s)} & s.reforming
     return left - {ranks[0].peer.group for ranks in whole_groups(s, c)} if left else left
 
 
 def missing_mates(s: Local, c: Config) -> list[int]:
-    """Ranks of my own group's instance that do not ask to join, as far as I have heard."""
+    """Return the ranks of this group's instance that, as far as is known here, do not ask to
+    join."""
 
-    def asks(rank: int) -> bool:  # heard for every sign of life: no set of all is built here
+    def asks(rank: int) -> bool:  # runs for every `here`, so it builds no set of all joiners
         h = s.hellos.get((c.me.group, rank))
         if h is None or h.store != c.store or h.peer not in s.joining:
             return False
@@ -371,9 +390,10 @@ def missing_mates(s: Local, c: Config) -> list[int]:
 
 
 def silent_mates(s: Local, c: Config) -> set[Peer]:
-    """Other ranks of my group whose newest word is from before my own, an interval ago.
+    """Return the other ranks of this group whose newest ``Hello`` names an older record than ours
+    does.
 
-    A word names the newest record that its sender knows.
+    Our own newest ``Hello`` is one ``join_interval`` old.
     """
     mine = s.hellos.get((c.me.group, c.me.rank))
     if mine is None or mine.peer != c.me:
@@ -383,7 +403,7 @@ def silent_mates(s: Local, c: Config) -> set[Peer]:
 
 
 def joiners(s: Local, c: Config) -> list[str]:
-    """Whole groups outside the epoch that ask to come in."""
+    """Return the names of whole groups outside the epoch that ask to join."""
     if not s.joining:
         return []
     inside = set(member_peers(s))

@@ -1,8 +1,8 @@
-"""The names that a table may use: the engine's, and the main thread's. Pure data.
+"""The names that a table of the engine or of the main thread may use. Pure data.
 
-A table holds names only. What the engine's mean is in `fft.protocol.guards` and
-`fft.protocol.effects`; what the main thread's mean is up to whoever runs it: the manager, the
-checker's model, the simulator.
+A table contains only names. Those of the engine are implemented in `fft.protocol.guards` and
+`fft.protocol.effects`. Those of the main thread are implemented by each of its runners: the
+manager, the checker's model and the simulator.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fft.protocol.roles import EngineRole, ThreadRole
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Names of one machine. Timers' events, ``timer.<name>``, come from the spec itself."""
+    """The names of one machine. Timer events, ``timer.<name>``, come from the spec itself."""
 
     events: frozenset[str]
     guards: Set[str]
     effects: Set[str]
     roles: frozenset[str]
     answered: frozenset[str]
-    """Events that every state has to answer; any other that it does not name is refused."""
+    """Events that every state must list; any other unlisted event is refused."""
     may_defer: bool = True
     all_used: bool = False
-    """Whether a name that no row uses was forgotten; else it is another paradigm's."""
+    """Every name must be used by a row. If False, an unused name may belong to another paradigm."""
 
 
 _ENGINE_EVENTS = frozenset(
@@ -52,11 +52,11 @@ COMMANDS = {
     Apply: "apply",
     Finish: "finish",
 }
-"""What the engine asks of the main thread, and the names under which a table speaks of it."""
+"""The engine's commands to the main thread, and their names in a table."""
 WORDS = frozenset(
     {
         "prepared",
-        "unwound",  # the body has ended without a vote
+        "unwound",  # the step function has ended without a vote
         "restored",
         "connected",
         "healed",
@@ -65,14 +65,14 @@ WORDS = frozenset(
         "apply_failed",
     }
 )
-"""What the main thread says has come of it; but for ``unwound``, events of the engine."""
+"""The reports of the main thread; all but ``unwound`` are also events of the engine."""
 
 MAIN_THREAD = Vocabulary(
     WORDS.union(COMMANDS.values()),
     guards={
-        "torn",  # the state of this rank is lost, and the engine is to hear it with a rollback
-        "learns",  # the state comes while the first body runs
-        "fetches",  # the state comes from a peer
+        "torn",  # the state of this rank is lost; the rollback reports it to the engine
+        "learns",  # the state arrives while the first step function runs
+        "fetches",  # the state is fetched from a peer before the first txn
         "says_no",  # the vote is a NO
     },
     effects={
@@ -86,9 +86,9 @@ MAIN_THREAD = Vocabulary(
     },
     roles=frozenset(get_args(ThreadRole)),
     answered=frozenset({"finish"}),
-    may_defer=False,  # nobody would try again
+    may_defer=False,  # the main thread does not retry deferred events
     all_used=True,
 )
 
 VOCABULARIES = {"engine": ENGINE, "main_thread": MAIN_THREAD}
-"""By what a spec says under ``machine``."""
+"""Vocabularies by the value of ``machine`` in a spec."""

@@ -1,8 +1,9 @@
-"""What one participant has seen of the head register: two values that cannot both be its own.
+"""Detection of contradicting values of the head register, from the values that one participant saw.
 
-Pure. A bus that keeps its contract never shows them. One whose memory was lost, or into which
-somebody writes who has no job token, can show a register that went back, and so let two
-participants decide one txn differently. Whoever sees both sides must trust neither.
+Pure. A bus that keeps its contract never returns contradicting values. A bus that lost its memory,
+or that a process without the job token writes to, can show a register that went back; two
+participants may then decide one txn differently. A participant that sees both values must trust
+neither.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from dataclasses import replace
 from fft.messages.protocol import Record, next_lineage
 
 _KEPT = 64
-"""Records remembered: a word that is later than so many decisions is no longer compared."""
+"""Number of records remembered; a message that is older than this many decisions is not
+compared."""
 
 
 class Witness:
-    """Remembers the newest records. For one thread."""
+    """Remembers the newest records. Used by one thread only."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Record] = {}
 
     def against(self, record: Record) -> tuple[str, Record] | None:
-        """Why the record cannot be, after what was seen, and the record that it contradicts.
+        """Compare a record with those seen before, and remember it if it contradicts none.
 
-        None: it can be; it is remembered.
+        Returns:
+            None if the record is possible, else the reason and the record that it contradicts.
         """
         for n in (record.n, record.n - 1, record.n + 1):
             known = self._seen.get(n)
@@ -47,7 +50,7 @@ def _contradiction(known: Record, record: Record) -> str:
 
 
 def _follows(first: Record, then: Record) -> bool:
-    """Whether the later record has the state that the one before it leads to."""
+    """Whether the later record has the state that the earlier one leads to."""
     lineage = first.lineage
     if then.kind == "commit":
         lineage = next_lineage(lineage, then.token, then.step, then.cursor, then.skip)
