@@ -134,6 +134,7 @@ class TransactionLoop:
         """Those that share a step with all groups. Returns whether this one is still in the job:
         nothing is left to do, and no commit was the last."""
         step, output = self._state.step, self._state.output
+        inputs.alive = self._watchers.ping
         assert step is not None, "looked at before"
         while (plan := self.worker.begin()) is not None:
             self.refuse_unlike_again(plan)

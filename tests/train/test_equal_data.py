@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -244,6 +245,17 @@ def test_a_permanent_error_names_the_item_after_some_attempts(
     assert caught.value.fft_item == f"item {number}"  # type: ignore[attr-defined]
     notes = "\n".join(caught.value.__notes__)
     assert f"item {number} could not be loaded in {attempts} attempts" in notes
+
+
+def test_pauses_between_attempts_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitor would take a silent pause for a hang."""
+    monkeypatch.setattr(retries, "PAUSES_S", (0.1, 0.5))
+    alive: list[float] = []
+    inputs = Inputs(as_source(Fails(ConnectionError("reset"), 2)), 1, 0)
+    inputs.alive = lambda: alive.append(time.monotonic())
+    for cursor in range(3):
+        drawn(inputs, cursor)
+    assert alive[-1] - alive[0] >= 0.6 and len(alive) >= 5
 
 
 def test_a_loader_without_a_state_is_not_asked_again() -> None:

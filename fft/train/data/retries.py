@@ -19,6 +19,8 @@ PAUSES_S = (0.1, 0.5, 2.0)
 """Waits before further attempts after an error of a network or a file system."""
 PAUSES_OF_OTHERS_S = (0.1,)
 """Waits after any other error, which is likely to be permanent."""
+_ALIVE_S = 0.2
+"""Interval of signs of life during a pause; less than any threshold for hangs."""
 _PERMANENT = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
 
 T = TypeVar("T")
@@ -31,15 +33,16 @@ def forbid_retry(error: Exception) -> None:
     error.fft_retry = False  # type: ignore[attr-defined]
 
 
-def retried(load: Callable[[], T], item: str) -> T:
-    """Call ``load``, and call it again after errors that may pass. Blocks for at most 2.6 s more.
+def retried(load: Callable[[], T], item: str, alive: Callable[[], object]) -> T:
+    """Call ``load``, and call it again after transient errors, with at most 2.6 s of pauses.
 
     Args:
-        load: loads the item; can be called again after it has raised.
-        item: its name for messages.
+        load: Loads the item; can be called again after it has raised.
+        item: Name of the item for messages.
+        alive: Called during the pauses, so that the monitor does not take them for a hang.
 
     Raises:
-        Exception: the error of the last attempt, with notes on the attempts. Its attribute
+        Exception: The error of the last attempt, with notes on the attempts. Its attribute
             ``fft_item`` names the item.
     """
     attempt = 1
@@ -64,8 +67,17 @@ def retried(load: Callable[[], T], item: str) -> T:
                 attempt + 1,
                 pauses[attempt - 1],
             )
-            time.sleep(pauses[attempt - 1])
+            _pause(pauses[attempt - 1], alive)
             attempt += 1
+
+
+def _pause(seconds: float, alive: Callable[[], object]) -> None:
+    """Wait before the next attempt, so that the network or the file system can recover."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        alive()
+        time.sleep(min(left, _ALIVE_S))
+    alive()
 
 
 def _of_a_machine(error: Exception) -> bool:

@@ -281,6 +281,8 @@ class ShardedInputs:
     """What one rank takes from its shard, txn by txn."""
 
     def __init__(self, source: ShardedSource) -> None:
+        self.alive: Callable[[], object] = lambda: None
+        """As of ``Inputs``."""
         self._source = source
         self._step, self._waited_s = -1, 0.0
 
@@ -289,7 +291,7 @@ class ShardedInputs:
         began, source = time.monotonic(), self._source
         item = f"an item of shard {source.shard}"
         try:
-            if (taken := retried(lambda: source.draw(plan), item)) is None:
+            if (taken := retried(lambda: source.draw(plan), item, self.alive)) is None:
                 return None
         except Exception as error:
             error.add_note(f"shard {source.shard} was to give the batch of step {plan.step}")

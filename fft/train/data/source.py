@@ -386,9 +386,13 @@ class Inputs:
     Args:
         ranks: of each replica group, that take an item each; 1, if all take the same.
         rank: which of them this process is; 0, if all take the same.
+
+    Attributes:
+        alive: Called while a failed item waits for its next attempt.
     """
 
     def __init__(self, source: DataSource, ranks: int, rank: int) -> None:
+        self.alive: Callable[[], object] = lambda: None
         self._source, self._ranks, self._rank = source, ranks, rank
         self._step, self._waited_s = -1, 0.0
 
@@ -412,7 +416,7 @@ class Inputs:
             return is_last, copied(self._source.take(Due(first, number, count)))
 
         try:
-            if (taken := retried(take, f"item {number}")) is None:
+            if (taken := retried(take, f"item {number}", self.alive)) is None:
                 return None
             is_last, batch = taken
             fingerprint = getattr(self._source, "fingerprint", None)
@@ -487,6 +491,8 @@ class LeasedInputs:
                 "groups that step alone read different parts of the data, and this loader can only "
                 "be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
             )
+        self.alive: Callable[[], object] = lambda: None
+        """As of ``Inputs``."""
         self._source, self._steps, self._ranks, self._rank = source, steps, ranks, rank
         self._at, self._waited_s = -1, 0.0
 
@@ -518,7 +524,7 @@ class LeasedInputs:
         number = (lease * self._steps + position) * ranks + self._rank
         try:
             due = Due(0, number, ranks)
-            batch = retried(lambda: copied(self._source.take(due)), f"item {number}")
+            batch = retried(lambda: copied(self._source.take(due)), f"item {number}", self.alive)
         except Exception as error:
             error.add_note(
                 f"as rank {self._rank} of its group was to get its batch for step {position} of "

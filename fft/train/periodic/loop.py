@@ -61,6 +61,7 @@ class PeriodicLoop:
         """Yield inner steps until the job is over, or this group has left."""
         loop, synchronizer = self.loop, self.synchronizer
         inputs = self.state.leased_inputs(source, synchronizer.steps)
+        inputs.alive = self.watchers.ping
         self.reductions.refused = _IN_A_STEP
         synchronizer.shared.take()
         while (plan := loop.worker.begin()) is not None:
