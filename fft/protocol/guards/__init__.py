@@ -1,6 +1,6 @@
-"""Guards by name: pure questions about one participant and the event at hand.
+"""Guards by name: pure predicates over one participant and the current event.
 
-``GUARDS`` is what a spec may name. A guard's first docstring line is shown by ``fft spec``.
+``GUARDS`` holds the names that a spec may use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Guards of an asynchronous job: who asks to synchronise, and for whom that waits."""
+"""Guards of an asynchronous job: which groups ask to synchronize, and which are waited for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fft.protocol.state import Config, Local
 
 @guard
 def between_epochs(s: Local, c: Config, event: Event) -> bool:
-    """The last decision leaves nobody in an epoch."""
+    """The last decision ended an epoch, so no group is in one."""
     return s.head is not None and s.head.kind != "epoch"
 
 
 @guard
 def epoch_is_open(s: Local, c: Config, event: Event) -> bool:
-    """The last decision forms an epoch: its members synchronise."""
+    """The last decision forms an epoch, so its members are synchronizing."""
     return s.head is not None and s.head.kind == "epoch"
 
 
@@ -28,7 +28,7 @@ def all_are_ready(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def is_newest_word(s: Local, c: Config, event: Event) -> bool:
-    """Nothing was heard from who speaks that it has said after this."""
+    """No later message has arrived from the sender of this `join`."""
     if not isinstance(event, Join):
         return False
     said = s.hellos.get((event.hello.peer.group, event.hello.peer.rank))
@@ -37,42 +37,43 @@ def is_newest_word(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def awaits_groups(s: Local, c: Config, event: Event) -> bool:
-    """Groups that stand apart are needed: for the quorum, or because they are at the bound."""
+    """The next epoch needs local groups: for its sync fraction, or because they are at the
+    bound."""
     return bool(apart.awaited(s, c))
 
 
 @guard
 def i_am_first(s: Local, c: Config, event: Event) -> bool:
-    """Of those who ask to synchronise I come first, so that not all propose the same."""
+    """This participant comes first among those that ask to synchronize, so only it proposes."""
     return apart.first(s, c) == c.me
 
 
 @guard
 def i_am_awaited(s: Local, c: Config, event: Event) -> bool:
-    """My group is needed by those who ask to synchronise: it is alive, and will come."""
+    """The groups that ask to synchronize need this participant's group."""
     return any(c.me in each.entry.peers() for each in apart.awaited(s, c))
 
 
 @guard
 def awaits_others(s: Local, c: Config, event: Event) -> bool:
-    """They are others than I have said last."""
+    """The set of groups waited for differs from the one that was traced last."""
     return apart.names(apart.awaited(s, c)) != s.awaits
 
 
 @guard
 def from_awaited(s: Local, c: Config, event: Event) -> bool:
-    """It is a sign of life from a group that is needed."""
+    """The event is a sign of life from a group that is waited for."""
     who = event.peer if isinstance(event, Here) else None
     return any(who in each.entry.peers() for each in apart.awaited(s, c))
 
 
 @guard
 def state_stays(s: Local, c: Config, event: Event) -> bool:
-    """I do not take the job's newest state along: another group has it, or nobody stays."""
+    """Another group holds the job's newest state, or no group stays that would need it."""
     return apart.state_stays(s, c)
 
 
 @guard
 def was_in_job(s: Local, c: Config, event: Event) -> bool:
-    """The last decision names my group among those of the job."""
+    """The last decision lists this group among the groups of the job."""
     return apart.in_job(s, c.me)

@@ -1,4 +1,4 @@
-"""What a guard is, and the list of them."""
+"""The type of a guard, and the registry of guards."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def guard(function: Guard) -> Guard:
 
 
 def record_of(event: Event) -> Record | None:
-    """What a decision says; None: it is none, or the register is empty."""
+    """Return the record of a decision; None for another event or an empty register."""
     return event.record if isinstance(event, Decision) else None

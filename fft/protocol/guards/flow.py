@@ -1,4 +1,5 @@
-"""Guards: whether what other scopes have committed lets the present txn go on. Monotone."""
+"""Guards: whether the commits of other scopes allow the current txn. They never become false
+again."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from fft.protocol.state import Config, Local
 
 @guard
 def in_flow(s: Local, c: Config, event: Event) -> bool:
-    """Every scope that mine is bound to has taken enough of the data for the txn I stand at.
+    """Every scope to which this one is bound has taken enough slices for the current txn.
 
-    What is taken is never given back, so that what holds once holds for ever.
+    Slices that were taken are never given back, so this stays true once it is true.
     """
     return held_for(s, c) is None
 
 
 @guard
 def in_first_txn(s: Local, c: Config, event: Event) -> bool:
-    """The txn I stand at is the first of its epoch."""
+    """The current txn is the first one of its epoch."""
     return s.token.txn == 1
 
 
 @guard
 def flow_has_ended(s: Local, c: Config, event: Event) -> bool:
-    """All groups have left the scope that my txn waits for: it gives nothing any more."""
+    """All groups have left the scope that the current txn waits for, so it takes no more slices."""
     return ended_before(s, c) is not None

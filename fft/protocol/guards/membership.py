@@ -1,4 +1,4 @@
-"""Guards: who is in, who asks to come in, who leaves, and how a job ends."""
+"""Guards: membership of the epoch, joiners, leavers, and the end of a job."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fft.protocol.state import (
 
 @guard
 def no_head(s: Local, c: Config, event: Event) -> bool:
-    """The job has no history yet."""
+    """The head register has been read and is empty."""
     return s.head_read and s.head is None
 
 
 @guard
 def has_history(s: Local, c: Config, event: Event) -> bool:
-    """The register answered with a record."""
+    """The event is a read or an announcement of a register record."""
     return record_of(event) is not None
 
 
@@ -37,7 +37,7 @@ def head_known(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def epoch_with_me(s: Local, c: Config, event: Event) -> bool:
-    """A newer epoch is formed, and this incarnation is in it."""
+    """The record forms a newer epoch that includes this incarnation."""
     record = record_of(event)
     return (
         record is not None
@@ -49,26 +49,26 @@ def epoch_with_me(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def moved_on(s: Local, c: Config, event: Event) -> bool:
-    """The job is in a newer epoch without me: I am fenced."""
+    """The job is in a newer epoch without this participant, which is therefore fenced."""
     record = record_of(event)
     return record is not None and record.epoch > s.token.epoch
 
 
 @guard
 def fenced(s: Local, c: Config, event: Event) -> bool:
-    """The head is in a newer epoch than I am."""
+    """The head belongs to a newer epoch than this participant does."""
     return s.head is not None and s.head.epoch > s.token.epoch
 
 
 @guard
 def adopted(s: Local, c: Config, event: Event) -> bool:
-    """The epoch I stand in is open: its record is the head."""
+    """The head is the record of this participant's epoch, so nothing was decided in it yet."""
     return s.head is not None and s.epoch is not None and s.head.n == s.epoch.n
 
 
 @guard
 def heard_first(s: Local, c: Config, event: Event) -> bool:
-    """It is the first word of another participant."""
+    """The event is a `join` of another participant, and the first message from it."""
     if not isinstance(event, Join) or event.hello.peer == c.me:
         return False
     peer = event.hello.peer
@@ -78,10 +78,10 @@ def heard_first(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def asks_to_come_in(s: Local, c: Config, event: Event) -> bool:
-    """It is no member's word from before it was let in.
+    """The `join` is not a member's message from before the epoch was formed.
 
-    A member that knows of this epoch's record, or of later ones, and still asks is not in it, and
-    will not be.
+    A member that knows the record of this epoch, or a later one, and still asks to join is not in
+    the epoch and will not enter it.
     """
     if not isinstance(event, Join):
         return False
@@ -91,7 +91,7 @@ def asks_to_come_in(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def answers_joiners(s: Local, c: Config, event: Event) -> bool:
-    """The last decision of the job is mine, or that of nobody in my epoch."""
+    """This participant wrote the last decision, or no member of its epoch did."""
     return s.head is not None and (s.head.by == c.me or not is_member(s, s.head.by))
 
 
@@ -101,66 +101,68 @@ def _is_newer_self(c: Config, peer: Peer) -> bool:
 
 @guard
 def superseded(s: Local, c: Config, event: Event) -> bool:
-    """A newer incarnation of my own identity has joined."""
+    """A newer incarnation of this participant's identity asks to join."""
     return isinstance(event, Join) and _is_newer_self(c, event.hello.peer)
 
 
 @guard
 def from_older_self(s: Local, c: Config, event: Event) -> bool:
-    """Who asks to come in had my identity before me, and has not heard that it was replaced."""
+    """The sender of the `join` is an older incarnation of this identity, unaware of its
+    replacement."""
     return isinstance(event, Join) and is_older_self(c, event.hello.peer)
 
 
 @guard
 def from_newer_self(s: Local, c: Config, event: Event) -> bool:
-    """Who says that it lives has my identity in my place."""
+    """The sender of the sign of life is a newer incarnation of this identity."""
     return isinstance(event, Here) and _is_newer_self(c, event.peer)
 
 
 @guard
 def replaced(s: Local, c: Config, event: Event) -> bool:
-    """The newest record forms an epoch with a newer incarnation of my own identity."""
+    """The newest record forms an epoch with a newer incarnation of this identity."""
     entry = s.head.entries.get((c.me.group, c.me.rank)) if s.head else None
     return entry is not None and entry.inc > c.me.inc
 
 
 @guard
 def mates_are_here(s: Local, c: Config, event: Event) -> bool:
-    """All ranks of my group ask to come in, as far as I have heard.
+    """All ranks of this group ask to join, as far as is known here.
 
-    While one is missing nobody can let us in: it may have left, and its word of that may be lost.
+    While one is missing no member can admit the group. The missing rank may have left, and its
+    `leave` may have been lost.
     """
     return not missing_mates(s, c)
 
 
 @guard
 def enough_groups(s: Local, c: Config, event: Event) -> bool:
-    """As many whole groups are here as an epoch needs."""
+    """There are at least as many whole groups as an epoch needs."""
     return len(whole_groups(s, c)) >= max(1, c.min_groups)
 
 
 @guard
 def all_expected_joined(s: Local, c: Config, event: Event) -> bool:
-    """As many whole groups as the launcher announced want to join."""
+    """At least as many whole groups as the launcher announced ask to join."""
     expected = max(c.expected_groups, c.min_groups)
     return len(s.joining) >= expected * c.world and len(whole_groups(s, c)) >= expected
 
 
 @guard
 def asked_here(s: Local, c: Config, event: Event) -> bool:
-    """The drain was asked for in this process."""
+    """The drain was requested in this process."""
     return isinstance(event, Drain) and event.local
 
 
 @guard
 def asked_to_leave(s: Local, c: Config, event: Event) -> bool:
-    """A drain has named my group."""
+    """A drain names this participant's group."""
     return c.me in s.leaving
 
 
 @guard
 def mate_left(s: Local, c: Config, event: Event) -> bool:
-    """A rank of my own group instance has left by its own word."""
+    """Another rank of this group's instance has sent `leave`."""
     if not isinstance(event, Leave):
         return False
     known = s.hellos.get((event.peer.group, event.peer.rank))
@@ -170,20 +172,22 @@ def mate_left(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def all_others_left(s: Local, c: Config, event: Event) -> bool:
-    """All groups but mine left with the last commit; mine alone is too few, and nobody comes."""
+    """All other groups left with the last commit, one group is too few, and no participant asks to
+    join."""
     others = {g.group for g in members(s)} - {c.me.group}
     return c.min_groups > 1 and not s.joining and others <= set(leavers(s))
 
 
 @guard
 def peers_moved_on(s: Local, c: Config, event: Event) -> bool:
-    """Nobody who stays still needs me: the next epoch is formed, or nobody stays."""
+    """No remaining member needs this participant: the next epoch is formed, or no member
+    remains."""
     return fenced(s, c, event) or not waited_for(s)
 
 
 @guard
 def job_diverged(s: Local, c: Config, event: Event) -> bool:
-    """The last decision ends the job: replicas differ, and nobody can tell who is right."""
+    """The last decision ends the job: replicas differ and no majority shows which are right."""
     return s.head is not None and s.head.diverged
 
 

@@ -1,4 +1,4 @@
-"""Guards: from what goes wrong to the next epoch's barrier."""
+"""Guards: from a failure to the barrier of the next epoch."""
 
 from __future__ import annotations
 
@@ -35,90 +35,91 @@ from fft.protocol.state import (
 
 @guard
 def member_lost(s: Local, c: Config, event: Event) -> bool:
-    """A participant of my epoch has ended, is suspected, or is outside and asks to come in."""
+    """A member of the epoch has ended, is suspected, or asks to join from outside."""
     return any(is_member(s, p) for p in s.dead | s.joining | s.suspected)
 
 
 @guard
 def about_me(s: Local, c: Config, event: Event) -> bool:
-    """It is my own main thread that was seen not to move."""
+    """The suspicion is about this participant's own main thread."""
     return isinstance(event, Suspect) and c.me in peers_meant(s, event)
 
 
 @guard
 def about_a_member(s: Local, c: Config, event: Event) -> bool:
-    """It speaks of a participant of my epoch."""
+    """The death or suspicion is about a member of the epoch."""
     told = peers_meant(s, event) if isinstance(event, Death | Suspect) else ()
     return any(is_member(s, p) for p in told)
 
 
 @guard
 def about_another_member(s: Local, c: Config, event: Event) -> bool:
-    """It speaks of a participant of my epoch, or of an asynchronous job, and not of me."""
+    """The death or suspicion is about another member of the epoch or of an asynchronous job."""
     told = peers_meant(s, event) if isinstance(event, Death | Suspect) else ()
     return any(p != c.me and (is_member(s, p) or in_job(s, p)) for p in told)
 
 
 @guard
 def i_coordinate(s: Local, c: Config, event: Event) -> bool:
-    """The others tell me that they have stopped, and that they are in the barrier."""
+    """This participant is the coordinator: it collects the `ack` and `ready` messages."""
     return coordinator(s) == c.me
 
 
 @guard
 def i_report(s: Local, c: Config, event: Event) -> bool:
-    """Others gather who has stopped, and who is in the barrier: somebody else, or everyone."""
+    """Another participant collects the `ack` and `ready` messages, or every participant does."""
     return coordinator(s) != c.me
 
 
 @guard
 def i_gather(s: Local, c: Config, event: Event) -> bool:
-    """I coordinate, or nobody does, and everyone tells everyone."""
+    """This participant collects them: as coordinator, or because there is none and all
+    broadcast."""
     return coordinator(s) in (None, c.me)
 
 
 @guard
 def another_gathers(s: Local, c: Config, event: Event) -> bool:
-    """Somebody else coordinates."""
+    """Another participant is the coordinator."""
     return coordinator(s) not in (None, c.me)
 
 
 @guard
 def coordinator_changed(s: Local, c: Config, event: Event) -> bool:
-    """Whom I told that I have stopped no longer gathers that."""
+    """The last acknowledgement went to a participant that is not the coordinator any more."""
     return s.told != coordinator(s)
 
 
 @guard
 def from_coordinator(s: Local, c: Config, event: Event) -> bool:
-    """It is a sign of life from who forms the next epoch."""
+    """The event is a sign of life from the coordinator."""
     return isinstance(event, Here) and event.peer == coordinator(s)
 
 
 @guard
 def all_stopped(s: Local, c: Config, event: Event) -> bool:
-    """Every live member has acknowledged the end of the epoch, as its coordinator knows."""
+    """Every live member has acknowledged the end of the epoch, by the messages received here."""
     gone = len(s.dead) + len(s.suspected) + len(s.joining)
     if len(s.stopped) + gone + len(leavers(s)) * c.world < len(member_peers(s)):
-        return False  # the long way round only when it can come out otherwise
+        return False  # skips the costly check below, which could not succeed
     return all(s.stopped.get(p, Token(0, 0)) >= s.token for p in waited_for(s))
 
 
 @guard
 def is_replaced(s: Local, c: Config, event: Event) -> bool:
-    """Another process takes the place of the one that has ended."""
+    """Another process takes the place of the one that ended."""
     return isinstance(event, Death) and event.replaced
 
 
 @guard
 def nobody_reforms(s: Local, c: Config, event: Event) -> bool:
-    """No group of the epoch waits for a process in the place of one that was lost."""
+    """No group of the epoch waits for a replacement of a lost process."""
     return not (s.reforming and awaited(s, c))
 
 
 @guard
 def epoch_possible(s: Local, c: Config, event: Event) -> bool:
-    """Enough whole groups are there, and together they hold the state."""
+    """There are enough whole groups, and together they hold the state."""
     return next_epoch(s, c) is not None
 
 
@@ -130,11 +131,12 @@ def state_is_gone(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def learners_can_follow(s: Local, c: Config, event: Event) -> bool:
-    """Some groups are behind after a commit, and enough others can compute meanwhile.
+    """Some groups are behind after a commit, and enough others can compute while these fetch.
 
-    After a rollback who is behind has lost its state, and the same gradients shall count again; who
-    joins after a commit has none to give yet. Where bodies change gradients, a learner would change
-    them by weights that are not the job's.
+    After a rollback all must have the state first: a group that is behind has lost its state, and
+    the same gradients must count again. A group that joins after a commit has contributed none yet.
+    If step functions change gradients, a fetching group would change them with weights that are not
+    the job's.
     """
     record = next_epoch(s, c)
     if record is None or s.head is None or s.head.kind != "commit" or s.edits:
@@ -145,13 +147,13 @@ def learners_can_follow(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def counts_as_failure(s: Local, c: Config, event: Event) -> bool:
-    """The rollback is not because the user skipped a step."""
+    """The rollback has another reason than a step that the user skipped."""
     return s.head is not None and not s.head.skip
 
 
 @guard
 def fails_too_often(s: Local, c: Config, event: Event) -> bool:
-    """The rollbacks in a row are more than those that nobody pauses after."""
+    """There were more consecutive rollbacks than are allowed without a pause."""
     return s.rollbacks > FREE_ROLLBACKS
 
 
@@ -163,13 +165,14 @@ def not_paused(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def says_torn(s: Local, c: Config, event: Event) -> bool:
-    """My state is torn: the start of the step is not back as a whole, or a fetch has touched it."""
+    """This rank's state is lost: it was not restored completely, or a failed fetch may have changed
+    it."""
     return isinstance(event, Restored | HealFailed) and event.torn
 
 
 @guard
 def misjudged(s: Local, c: Config, event: Event) -> bool:
-    """The new epoch counts on a state that I do not hold (it was torn after I had said so)."""
+    """Stale epoch: it counts on a state that this rank has lost since it acknowledged."""
     record = record_of(event) or s.head
     held = "" if says_torn(s, c, event) else s.lineage
     if record is None or record.kind != "epoch" or record.lineage == held:
@@ -180,57 +183,59 @@ def misjudged(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def said_unwinding(s: Local, c: Config, event: Event) -> bool:
-    """My last word was that my main thread was still unwinding."""
+    """This participant's last `Hello` reported that its main thread was still unwinding."""
     said = s.hellos.get((c.me.group, c.me.rank))
     return said is not None and said.peer == c.me and said.unwinding
 
 
 @guard
 def somebody_is_ready(s: Local, c: Config, event: Event) -> bool:
-    """Some are in the barrier of the epoch, so that nobody keeps all from coming.
+    """At least one member is in the barrier, so no failure keeps all members out of it.
 
-    Where nobody came, whoever is at fault kept all from it: the acknowledgements will tell who.
+    If no member has come, one member may have kept all others out. The acknowledgements then show
+    which members are alive.
     """
     return bool(in_barrier(s))
 
 
 @guard
 def all_ready(s: Local, c: Config, event: Event) -> bool:
-    """Every participant of the epoch is in its barrier, as its coordinator knows."""
+    """Every member of the epoch is in its barrier, by the messages received here."""
     return all_in_barrier(s)
 
 
 @guard
 def begun(s: Local, c: Config, event: Event) -> bool:
-    """All members of the epoch that I stand in are in its barrier, says its coordinator."""
+    """The coordinator reports that all members of this epoch are in its barrier."""
     return isinstance(event, Begin) and event.epoch == s.token.epoch
 
 
 @guard
 def bus_is_down(s: Local, c: Config, event: Event) -> bool:
-    """The bus has not been heard of since an operation on it failed."""
+    """No message has arrived since an operation on the bus failed, or the bus is lost for this
+    process."""
     return s.bus_down or s.deaf
 
 
 @guard
 def only_deaf(s: Local, c: Config, event: Event) -> bool:
-    """I cannot follow the order of decisions any more, but the bus answers."""
+    """This process cannot follow the order of decisions any more, but the bus answers."""
     return s.deaf and not s.bus_down
 
 
 @guard
 def missed_messages(s: Local, c: Config, event: Event) -> bool:
-    """I fell behind on the bus, and hear again; what was said meanwhile has passed me by."""
+    """The listener fell behind, has resubscribed, and has missed messages."""
     return isinstance(event, BusDown) and event.operation == "overrun"
 
 
 @guard
 def no_retry_due(s: Local, c: Config, event: Event) -> bool:
-    """Nothing will be said again soon."""
+    """The retry timer is not armed."""
     return "bus_retry" not in s.timers
 
 
 @guard
 def no_limit_set(s: Local, c: Config, event: Event) -> bool:
-    """The bus has not been given a limit to come back."""
+    """The timer that limits the loss of the bus is not armed."""
     return "bus_limit" not in s.timers

@@ -1,4 +1,4 @@
-"""Guards: what a body did, what the votes of a txn say, and what was decided of it."""
+"""Guards: the result of a step function, the votes of a txn, and its decision."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fft.protocol.state import Config, Local, committed, learners, member_peers
 
 @guard
 def votes_yes(s: Local, c: Config, event: Event) -> bool:
-    """The body ended well and took part in the reductions that the policy asks for."""
+    """The step function succeeded and took part in the minimum number of reductions."""
     return isinstance(event, Prepared) and event.yes and event.manifest.count >= c.min_reductions
 
 
 @guard
 def says_skip(s: Local, c: Config, event: Event) -> bool:
-    """The body ended well, and the user wants no step here."""
+    """The step function succeeded, and the user skips the step on this rank."""
     return isinstance(event, Prepared) and event.yes and event.skip
 
 
 @guard
 def reduced_too_little(s: Local, c: Config, event: Event) -> bool:
-    """The body ended well and is no skip, but took part in too few reductions."""
+    """The step function succeeded and is not skipped, but took part in too few reductions."""
     if not isinstance(event, Prepared) or not event.yes or event.skip:
         return False
     return event.manifest.count < c.min_reductions
@@ -32,28 +32,29 @@ def reduced_too_little(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def is_healed(s: Local, c: Config, event: Event) -> bool:
-    """Groups are rebuilt and my state is current."""
+    """The process groups are rebuilt and this participant's state is current."""
     return s.healed
 
 
 @guard
 def learned_meanwhile(s: Local, c: Config, event: Event) -> bool:
-    """My group is a learner of this txn: its state has come while the others computed."""
+    """This group fetched its state while the others computed this txn."""
     return c.me.group in learners(s)
 
 
 @guard
 def all_voted(s: Local, c: Config, event: Event) -> bool:
-    """The ballot holds a YES of every participant of the epoch."""
+    """The ballot holds a YES of every member of the epoch."""
     return isinstance(event, Ballot) and {v.peer for v in event.votes} == set(member_peers(s))
 
 
 @guard
 def manifests_fit(s: Local, c: Config, event: Event) -> bool:
-    """Ranks of one number did the same reductions in every group, on data that fit together.
+    """Ranks of one number did the same reductions in every group, and all drew matching data.
 
-    Ranks of one group may reduce different tensors: they hold other parameters, such as stages of
-    a pipeline. All ranks that draw from one shard of the data must have drawn the same.
+    Ranks of one group may reduce different tensors because they hold different parameters, such as
+    the stages of a pipeline. All ranks that draw from one shard of the data must have drawn the
+    same.
     """
     if not isinstance(event, Ballot):
         return False
@@ -73,54 +74,54 @@ def data_differ(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def somebody_skips(s: Local, c: Config, event: Event) -> bool:
-    """Some vote says that the user wants no step."""
+    """At least one vote asks to skip the step."""
     return isinstance(event, Ballot) and any(vote.skip for vote in event.votes)
 
 
 @guard
 def digests_fit(s: Local, c: Config, event: Event) -> bool:
-    """Ranks of one number brought equal digests of their states, as far as they brought any."""
+    """Ranks of one number have equal state digests, as far as their votes contain one."""
     return isinstance(event, Ballot) and not differing(event.votes)
 
 
 @guard
 def odd_ones_known(s: Local, c: Config, event: Event) -> bool:
-    """Whoever differs from most shall be healed, and there is a majority that tells who that is."""
+    """A majority shows which ranks diverge, and the policy is to heal them."""
     heals = c.on_divergence == "heal"
     return heals and isinstance(event, Ballot) and odd_ones(event.votes) is not None
 
 
 @guard
 def decided_commit(s: Local, c: Config, event: Event) -> bool:
-    """The register says COMMIT for the txn I stand at."""
+    """The register decides COMMIT for the current txn."""
     record = record_of(event)
     return record is not None and record.kind == "commit" and record.token == s.token
 
 
 @guard
 def decided_abort(s: Local, c: Config, event: Event) -> bool:
-    """The register says ABORT for the txn I stand at."""
+    """The register decides ABORT for the current txn."""
     record = record_of(event)
     return record is not None and record.kind == "abort" and record.token == s.token
 
 
 @guard
 def epoch_ends(s: Local, c: Config, event: Event) -> bool:
-    """This commit is the last of its epoch."""
+    """The commit is the last one of its epoch."""
     record = record_of(event)
     return record is not None and record.change
 
 
 @guard
 def i_leave(s: Local, c: Config, event: Event) -> bool:
-    """My group leaves with this commit."""
+    """This group leaves with the commit."""
     record = record_of(event)
     return record is not None and c.me.group in record.leavers
 
 
 @guard
 def settled_commit(s: Local, c: Config, event: Event) -> bool:
-    """The register moved on, and its lineage shows that my txn was committed."""
+    """A later record's lineage shows that the current txn was committed."""
     record = record_of(event)
     return (
         record is not None
@@ -132,7 +133,8 @@ def settled_commit(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def head_is_beyond(s: Local, c: Config, event: Event) -> bool:
-    """The register has gone past the txn I am applying: rolled back after it, or a newer epoch."""
+    """The register is past the txn being applied: a later txn was aborted, or a newer epoch is
+    formed."""
     return s.head is not None and s.head.token > s.token
 
 
@@ -144,40 +146,42 @@ def change_due(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def was_compared(s: Local, c: Config, event: Event) -> bool:
-    """My vote carried a digest of my state: I may be the odd one of a decision I have missed."""
+    """This vote has a state digest, so a decision that was missed may name this rank as
+    divergent."""
     return s.vote is not None and s.vote.digest is not None
 
 
 @guard
 def missed_decisions(s: Local, c: Config, event: Event) -> bool:
-    """There are records between the newest that I know and this one: my txn's decision, if any."""
+    """Records between the newest known one and this one were missed, perhaps this txn's
+    decision."""
     record, known = record_of(event), s.head.n if s.head is not None else 0
     return record is not None and record.n > known + 1
 
 
 @guard
 def says_why(s: Local, c: Config, event: Event) -> bool:
-    """The decision is an ABORT, with its cause."""
+    """The decision is an ABORT with a cause."""
     record = record_of(event)
     return record is not None and record.kind == "abort" and bool(record.cause)
 
 
 @guard
 def gives_my_state_up(s: Local, c: Config, event: Event) -> bool:
-    """The decision names me as one whose state differs from most."""
+    """The decision names this rank as divergent."""
     record = record_of(event)
     return record is not None and c.me in record.odd
 
 
 @guard
 def i_won(s: Local, c: Config, event: Event) -> bool:
-    """The decision is the one that I proposed."""
+    """The decision is the one that this participant proposed."""
     return isinstance(event, Decision) and event.won and event.record is not None
 
 
 @guard
 def i_decided(s: Local, c: Config, event: Event) -> bool:
-    """The last decision of the job that I know is mine."""
+    """This participant wrote the newest decision that it knows."""
     return s.head is not None and s.head.by == c.me
 
 
@@ -190,5 +194,5 @@ def ends_a_txn(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def not_proposed(s: Local, c: Config, event: Event) -> bool:
-    """I have no proposal on its way."""
+    """This participant has no proposal under way."""
     return not s.proposed
