@@ -1,7 +1,7 @@
-"""The error bus: one contract (`fft.bus.base`), one backend per URL scheme.
+"""The error bus: one contract (`fft.bus.base`) and one backend per URL scheme.
 
-Importing this package imports no torch; `open_bus` loads a backend when a URL asks for it.
-`open_job_bus` opens a bus on which messages without the job token are ignored.
+Importing this package does not import torch; `open_bus` loads the backend that the URL needs.
+`open_job_bus` opens a bus that ignores messages without the job token.
 """
 
 from __future__ import annotations
@@ -49,9 +49,14 @@ logger = logging.getLogger(__name__)
 def open_bus(url: str, timeout: float = 5.0, generation: str | None = None) -> ErrorBus:
     """Open the bus at `url`: `memory://name`, `tcp://host:port/job` or `nats://…/job`.
 
-    `timeout`, in seconds, bounds the connecting and every later operation. `generation`, if
-    given, is the `ErrorBus.generation` seen before: a bus that has lost its memory since then
-    raises `BusForgot`. Raises `BusUnreachable` if nothing answers, `BusError` for a bad URL.
+    Args:
+        timeout: Limit in seconds for connecting and for every later operation.
+        generation: The `ErrorBus.generation` of an earlier connection to the same bus, if any.
+
+    Raises:
+        BusForgot: The bus has lost its contents since `generation` was read.
+        BusUnreachable: No server answers.
+        BusError: The URL is malformed, or the backend's package is not installed.
     """
     scheme, separator, rest = url.partition("://")
     bus: ErrorBus
@@ -80,10 +85,10 @@ def open_job_bus(
     purpose: str = "bus",
     who: str = "",
 ) -> ErrorBus:
-    """Open the bus at `url` as `open_bus` does, for those who have `token` (`fft.bus.sealed`).
+    """Open the bus at `url` as `open_bus` does, authenticated with `token` (`fft.bus.sealed`).
 
-    Without a token everything is obeyed that comes in there, from anybody; a warning says so
-    where others than this machine's users can come. `purpose` and `who`: see `SealedBus`.
+    Without a token every message is obeyed, whoever its sender is; this logs a warning if other
+    machines can reach the bus. `purpose` and `who` are passed to `SealedBus`.
     """
     bus = open_bus(url, timeout)
     if token is None:

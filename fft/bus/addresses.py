@@ -1,7 +1,7 @@
-"""The address under which the other processes of a job reach this host.
+"""The address at which the other processes of a job reach this host.
 
 A host name is never advertised: it may not resolve on the other hosts, and Debian resolves it to
-127.0.1.1 on its own host. Every listener of ours is advertised by the address from `own_address`.
+127.0.1.1 on its own host. FFT advertises each of its listeners by the address from `own_address`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from urllib.parse import urlsplit, urlunsplit
 from fft.bus.base import BusError
 
 SETTING = "FFT_HOST_ADDRESS"
-"""Environment variable that replaces what `own_address` finds."""
+"""Environment variable that overrides the address that `own_address` finds."""
 HOW_TO_REACH = (
     f"open this port in the firewall of that host, or set {SETTING} there to an address that leads "
     "to it"
 )
-"""For errors about a listener that cannot be reached."""
+"""Advice for errors about a listener that cannot be reached."""
 _DISCARD = 9
-"""Port for the look-up of a route; nothing is sent there."""
+"""Port used to look up a route; no packet is sent to it."""
 _ABROAD = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Documentation addresses: only the default route leads there."""
 _WILDCARDS = {"0.0.0.0": (socket.AF_INET,), "::": (socket.AF_INET, socket.AF_INET6)}
@@ -37,11 +37,12 @@ def own_address(bus_url: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the IP address (IPv4, or IPv6 without brackets) at which other ranks reach this host.
 
     It is ``FFT_HOST_ADDRESS`` if that is set, else the source address of the route to the job's
-    bus: a rank that reaches the bus is reached by the same way. IPv4 comes first if the bus has
-    addresses of both families, so that all hosts choose alike.
+    bus, because the network that leads to the bus also leads back to this rank. IPv4 comes first
+    if the bus has addresses of both families, so that all hosts choose the same family.
 
     Raises:
-        BusError: ``FFT_HOST_ADDRESS``, or the host of the bus, does not resolve.
+        BusError: ``FFT_HOST_ADDRESS`` or the host of the bus does not resolve, or no route leads
+            to the bus.
     """
     if given := environ.get(SETTING):
         return _resolved(given.strip("[]"), f"{SETTING}={given}")[0][1]
@@ -51,10 +52,11 @@ def own_address(bus_url: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def advertised_address(host: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the address by which other hosts reach a server that listens on ``host``.
+    """Return the address at which other hosts reach a server that listens on ``host``.
 
-    For a wildcard it is ``FFT_HOST_ADDRESS``, or what this host's name resolves to, or the source
-    address of the default route; the first of them that is not a loopback address.
+    For a wildcard it is ``FFT_HOST_ADDRESS`` if that is set. Otherwise it is the first address that
+    is not a loopback address among those that this host's name resolves to, followed by the source
+    address of the default route.
     """
     if (families := _WILDCARDS.get(host)) is None:
         return host
@@ -71,7 +73,7 @@ def advertised_address(host: str, environ: Mapping[str, str] = os.environ) -> st
 
 
 def reachable(host: str, bus_url: str) -> str:
-    """Return ``host``, or `own_address` if ``host`` leads to this host only."""
+    """Return ``host``, or `own_address` if ``host`` does not resolve or is a loopback address."""
     try:
         found = _resolved(host, host)
     except BusError:
@@ -82,7 +84,7 @@ def reachable(host: str, bus_url: str) -> str:
 
 
 def reachable_url(url: str, bus_url: str) -> str:
-    """Return ``url`` with `own_address` in the place of this host's name."""
+    """Return ``url`` with this host's name, if it has that, replaced by `own_address`."""
     parts = urlsplit(url)
     if parts.hostname != socket.gethostname().lower() or parts.port is None:
         return url
@@ -120,7 +122,7 @@ def _towards(bus_url: str) -> str:
         return public[0]
     if all(_means_this_host(host) for host in hosts):
         return found[0]
-    # the name of this host, on this host: other hosts do not know it as a loopback address
+    # This host's own name resolves to loopback only here, so look for an address for the others.
     public = [source for family, other in _ABROAD.items() if (source := _source(family, other))]
     if not public:
         logger.warning(
@@ -134,7 +136,7 @@ def _towards(bus_url: str) -> str:
 
 
 def _hosts_of(bus_url: str) -> list[str]:
-    """The hosts of all servers of a bus, which a NATS URL separates by commas."""
+    """Return the hosts of all servers of a bus; a NATS URL separates them by commas."""
     parts = urlsplit(bus_url)
     places = parts.netloc.rpartition("@")[2].split(",")
     return [host for place in places if (host := urlsplit(f"//{place}").hostname)]
@@ -148,7 +150,7 @@ def _means_this_host(host: str) -> bool:
 
 
 def _resolved(host: str, source: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Family and address of all that ``host`` resolves to, IPv4 first. Raises BusError."""
+    """Return (family, address) of all addresses of ``host``, IPv4 first. Raises BusError."""
     try:
         found: list[Any] = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -161,10 +163,10 @@ def _resolved(host: str, source: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def _source(family: socket.AddressFamily, address: str) -> str | None:
-    """The address from which this host sends to ``address``; None: there is no route."""
+    """Return the address from which this host sends to ``address``, or None without a route."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, _DISCARD))  # sends nothing: it only looks up the route
+            probe.connect((address, _DISCARD))  # UDP: looks up the route without sending a packet
             source: str = probe.getsockname()[0]
             return source
     except OSError:

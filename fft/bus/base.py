@@ -1,14 +1,15 @@
-"""The contract of the error bus: what every backend promises, its errors, its limits.
+"""The contract of the error bus: the guarantees, errors and limits of every backend.
 
-The bus carries FFT's control traffic and nothing else: what concerns all (`broadcast`, in topics),
-words to one participant (`send`), write-once decisions (`compare_set`), votes (`ballot`) and fresh
-numbers (`next_number`). This module may touch neither torch nor any transport; backends implement
-it and `tests/bus/test_contract.py` holds all of them to it.
+The bus carries only FFT's control traffic: messages to all participants (`broadcast`, by topic),
+messages to one participant (`send`), write-once decisions (`compare_set`), votes (`ballot`) and
+fresh numbers (`next_number`). This module imports neither torch nor a transport. The backends
+implement it, and `tests/bus/test_contract.py` runs against each of them.
 
-With n participants a `broadcast` costs the bus n deliveries; everything else costs it as much as
-is handed over, whoever else is there. So what concerns one participant is sent to its inbox.
+With n participants a `broadcast` costs the bus n deliveries. The cost of every other operation
+depends only on the bytes that it transfers. A message for one participant is therefore sent to
+that participant's inbox.
 
-Registers, ballots, counters and inboxes are four kinds of entry, each with a name space of its own.
+Registers, ballots, counters and inboxes are four kinds of entry, each with its own namespace.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from typing import Literal, Self, get_args
 from fft.util.errors import FftError
 
 MAX_MESSAGE_BYTES = 1024 * 1024
-"""Longest payload, register value or vote, in bytes."""
+"""Maximum size of a payload, register value or vote, in bytes."""
 
 MAX_VALUE_BYTES = 8 * 1024 * 1024 - 4096
-"""Longest register value that `write` takes, in bytes."""
+"""Maximum size of a register value that `write` accepts, in bytes."""
 
 MAX_KEY_CHARS = 256
-"""Longest register, ballot, tag, counter or inbox name, in characters."""
+"""Maximum length of a register, ballot, tag, counter or inbox name, in characters."""
 
 MAX_WEIGHT = 2**31
-"""Voters that one vote may count for."""
+"""Maximum number of voters that one vote may count for."""
 
 RING_MESSAGES = 1024
-"""How many messages of a topic a listener may fall behind before it is told `BusOverrun`."""
+"""Number of messages of a topic by which a listener may lag before it gets `BusOverrun`."""
 
 Topic = Literal["protocol", "commands", "progress"]
-"""What is broadcast, by who needs to hear it: ``protocol`` what the core hears, which must stay in
-one order; ``commands`` what operators ask; ``progress`` how fast the ranks are."""
+"""The topic of a broadcast. ``protocol`` carries the events of the protocol core, which need one
+order; ``commands`` carries operators' requests; ``progress`` carries the speed of the ranks."""
 TOPICS: tuple[Topic, ...] = get_args(Topic)
 
 HEAD = "head"
-"""The register that names the newest record of a job."""
+"""Name of the register that holds the newest record of a job."""
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -52,15 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 class BusError(FftError):
-    """Anything the bus has to complain about; the text names the place and the mend."""
+    """Base of all errors of the bus; the message names the place and the fix."""
 
 
 class BusUnreachable(BusError):
-    """No answer from the bus within its timeout: what was asked may be done, now or later, or not.
+    """The bus did not answer within its timeout; the operation may or may not take effect.
 
-    Ask again on the same bus object to see whether the bus has come back: a server that was only
-    silent has kept all. One that has ended comes back where it keeps what it holds (nats); else it
-    never will (tcp), and only a new process can go on.
+    Retry on the same bus object to find out whether the bus is back. A server that was only silent
+    has kept its contents. A server that has ended comes back only if it stores its contents (nats).
+    A tcp server does not, so only a new process can continue.
     """
 
     def __init__(self, url: str, reason: str) -> None:
@@ -71,72 +72,78 @@ class BusUnreachable(BusError):
 
 
 class BusOverrun(BusError):
-    """A listener or writer fell behind by a whole ring, so delivery can no longer be promised."""
+    """A listener or writer lagged by a whole ring, so delivery is no longer guaranteed."""
 
 
 class BusForgot(BusError):
-    """Something known to have been on the bus is gone: the bus lost its memory."""
+    """An entry known to have been on the bus is gone, so the bus has lost its contents."""
 
 
 class BusForged(BusError):
-    """A register has a value that nobody wrote who has the job token. It is not obeyed."""
+    """The register value failed authentication and is ignored."""
 
 
 class BusClosed(BusError):
-    """The bus object was closed by its owner and then used."""
+    """The bus object was used after its owner closed it."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A message or vote that was refused, unread."""
+    """A message or vote that failed authentication and was dropped without being decoded."""
 
     reason: str
     """``unsealed``, ``oversized``, ``forged``, ``stale`` or ``repeated``."""
     count: int
-    """How many were refused for this reason by now."""
+    """Number of refusals for this reason so far."""
     channel: str
-    """Where it came in."""
+    """The topic, inbox or ballot that it arrived in."""
     claims: str
-    """Who it says it is from; anybody can say so."""
+    """The sender that it names, which is not authenticated; empty if it names none."""
 
 
 class Subscription(ABC):
-    """One listener's place in the message order."""
+    """One listener's position in the message order."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop listening; returns within 1 s. Idempotent; may be called from a callback.
 
-        No callback starts after it has returned (called from a callback: after that one).
+        No callback starts after this method returns. If a callback calls it, that callback is the
+        last one.
         """
 
 
 class ErrorBus(ABC):
     """A job's bus. Every operation may be called from any thread.
 
-    Raised by any operation: `BusUnreachable` (no answer within the timeout given to `open_bus`),
-    `BusForgot` (the bus is known to have come back empty; from then on), `BusClosed` (after
-    `close`), `BusError` (bad argument).
+    Raises (every operation):
+        BusUnreachable: No answer within the timeout given to `open_bus`.
+        BusForgot: The bus has come back empty; raised by every operation from then on.
+        BusClosed: The bus object is closed.
+        BusError: An argument is invalid.
     """
 
     url: str
     generation: str
-    """Names one life of the bus. A bus that came back empty has another generation."""
+    """Identifies one life of the bus. A bus that comes back empty has another generation."""
     extra: int = 0
-    """Bytes that messages, values and votes may be longer than the limits: an envelope's."""
+    """Bytes by which messages, values and votes may exceed the limits; a seal needs them."""
     on_refusal: Callable[[Refusal], None] | None = None
-    """Told of what was refused, by a bus that tells who may speak: the 1st, 10th, 100th … of
-    each reason. From a listener's thread, or the caller's of ``ballot``."""
+    """Called by an authenticated bus for the 1st, 10th, 100th … refusal of each reason, on a
+    listener's thread or on the thread that calls ``ballot``."""
 
     @abstractmethod
     def broadcast(self, payload: bytes, topic: Topic = "protocol") -> None:
         """Send `payload` to every listener of `topic`, the sender's own included.
 
-        Each listener hears it exactly once, and all hear all messages of a topic in the same
-        order. Two broadcasts in one topic of which the second starts after the first returned are
-        heard in that order. Between topics there is no order. Nobody else pays for a topic.
-        Raises `BusOverrun` when this writer was stalled for so long, at the one moment where
-        it matters, that it cannot know whether the message was heard.
+        Each listener receives it exactly once, and all listeners of a topic receive its messages in
+        the same order. If one broadcast starts after another in the same topic has returned, they
+        arrive in that order. Messages of different topics have no order. A topic costs nothing to
+        processes that do not listen to it.
+
+        Raises:
+            BusOverrun: This writer stalled between reserving a number and writing the message for
+                so long that it cannot know whether the message was delivered.
         """
 
     @abstractmethod
@@ -146,23 +153,24 @@ class ErrorBus(ABC):
         on_lost: Callable[[BusError], None],
         topic: Topic = "protocol",
     ) -> Subscription:
-        """Hear every message of `topic` whose broadcast starts after this call returned.
+        """Receive every message of `topic` whose broadcast starts after this call returns.
 
-        Callbacks run one at a time on a thread of this subscription. What `on_message` raises is
-        logged and the listener lives on. `on_lost` is called at most once, and never after
-        `close`: with `BusUnreachable` (the bus will not come back), `BusForgot` or `BusOverrun`.
-        The subscription has then ended. Until then it has missed nothing, however long the bus
-        was silent.
+        Callbacks run one at a time on a thread of this subscription. An exception from `on_message`
+        is logged, and the subscription continues. `on_lost` is called at most once, and never after
+        `close`, with `BusUnreachable` (the bus will not come back), `BusForgot` or `BusOverrun`.
+        The subscription has then ended. Until then it misses no message, however long the bus is
+        silent.
         """
 
     @abstractmethod
     def send(self, inbox: str, payload: bytes) -> None:
-        """Put `payload` into `inbox`, where its one listener takes it; nobody else hears of it.
+        """Put `payload` into `inbox`, from which its only listener takes it.
 
-        It is kept until then, also when nobody listens yet. One sender's messages are heard in
-        the order of sending. Returns when the message is on its way: a bus that is lost at this
-        moment loses it without an error here. An inbox that nobody empties grows by whatever is
-        sent to it, until `delete(inbox)`; who stops listening, or outlives a listener, does that.
+        The bus keeps the message until the listener takes it, even if none is there yet. The
+        messages of one sender arrive in the order of sending. This returns when the message is on
+        its way, so a bus that is lost at that moment loses it without an error here. An inbox
+        without a listener grows until `delete(inbox)`: the process that stops listening, or that
+        outlives a listener, must call it.
         """
 
     @abstractmethod
@@ -172,43 +180,48 @@ class ErrorBus(ABC):
         on_message: Callable[[bytes], None],
         on_lost: Callable[[BusError], None],
     ) -> Subscription:
-        """Hear every message sent to `inbox`, before or after this call, each exactly once.
+        """Receive every message sent to `inbox`, before or after this call, each exactly once.
 
-        An inbox has one listener in its life: name it after who listens. Callbacks as for
-        `subscribe`, except that nobody falls behind; a server that was lost without a word is
-        noticed by the next operation of this bus object. What was sent and not heard when the
-        subscription is closed stays, or is lost: nobody may count on either.
+        An inbox has only one listener ever, so name it after that listener. The callbacks are those
+        of `subscribe`, but a listener of an inbox never gets `BusOverrun`. The loss of a silent
+        server is noticed by the next operation of this bus object. Messages that are not delivered
+        when the subscription is closed may stay or be lost; callers must not rely on either.
         """
 
     @abstractmethod
     def read(self, key: str) -> bytes | None:
-        """The value of register `key`, or None if it has none. Never waits for a value."""
+        """Return the value of register `key`, or None if it has none, without waiting for one."""
 
     @abstractmethod
     def write(self, key: str, value: bytes) -> None:
-        """Put `value` into register `key`, whatever it holds. Up to `MAX_VALUE_BYTES`.
+        """Put `value` into register `key` unconditionally; up to `MAX_VALUE_BYTES`.
 
-        Once it has returned, whoever reads the register finds this value or a later one. A
-        register is either written or compared, not both.
+        After this returns, every read of the register returns this value or a later one. A register
+        is used either with `write` or with `compare_set`, not both.
         """
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
         """Put `desired` into register `key` if it holds `expected` (None: if it has no value).
 
-        Linearizable. Returns the value held afterwards: equal to `desired` if and only if this
-        call won, given that no two callers desire the same bytes. Raises `BusForgot` when
-        `expected` is not None and the register has no value.
+        Linearizable.
+
+        Returns:
+            The value held afterwards. It equals `desired` if and only if this call won, provided
+            that no two callers desire the same bytes.
+
+        Raises:
+            BusForgot: `expected` is not None and the register has no value.
         """
 
     def decide(
         self, key: str, expected: bytes | None, desired: bytes, announcement: bytes
     ) -> bytes | None:
-        """`compare_set`; if this call wins, `announcement` is broadcast in ``protocol`` as well.
+        """Call `compare_set`, and broadcast `announcement` in ``protocol`` if this call wins.
 
-        For a value that one caller at a time is expected to propose: where it costs less than the
-        two by themselves, a call that does not win may cost the listeners a message.
-        An error may come after the decision: then it may be announced, or not.
+        Use it for a value that usually has one proposer at a time. A backend may combine the two
+        operations to save a round trip; a call that loses may then cost the listeners an empty
+        message. An error may be raised after the decision, which is then announced or not.
         """
         held = self.compare_set(key, expected, desired)
         if held == desired:
@@ -219,47 +232,55 @@ class ErrorBus(ABC):
     def ballot(
         self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
     ) -> list[bytes] | None:
-        """Add `vote` to ballot `slot` under `tag`; the votes under `tag` once there are `voters`.
+        """Add `vote` to ballot `slot` under `tag`; return the votes once there are `voters`.
 
-        A vote counts for `weight` voters: one that speaks for a whole group says how many it is.
-        Votes come back in the order of casting. At least whoever casts the last vote gets the
-        list; earlier callers get None, and cost the bus nothing that grows with `voters`. Calling
-        twice votes twice, so the list may then come early and hold one voter twice: look whose
-        votes they are. Votes under other tags are neither counted nor returned. The slot lives
-        until `delete(slot)`; a vote cast meanwhile under one of its tags may be lost.
+        A call that is repeated votes twice, so the list may then come early and hold one voter
+        twice: check whose votes it holds. Votes under other tags are neither counted nor returned.
+        The slot exists until `delete(slot)`; a vote cast during the deletion under one of its tags
+        may be lost.
+
+        Args:
+            voters: Number of voters that completes the ballot of `tag`.
+            weight: Number of voters that this vote counts for; one vote may stand for a group.
+
+        Returns:
+            All votes under `tag` in the order of casting, at least for the caller whose vote
+            completes them. Earlier callers get None, at a cost that does not grow with `voters`.
         """
 
     @abstractmethod
     def next_number(self, key: str) -> int:
-        """The next number of counter `key`: 1, 2, 3 … Linearizable; no two callers get the same.
+        """Return the next number of counter `key`: 1, 2, 3 … Linearizable and unique per call.
 
-        Numbers are unsigned 64-bit: after 2**64 - 1 comes 0. Compare them as serial numbers if
+        Numbers are unsigned 64-bit and wrap from 2**64 - 1 to 0. Compare them as serial numbers if
         a counter could ever get there.
         """
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove ballot `key`; if there is none, register `key`; then counter, then inbox `key`.
+        """Remove the first that exists of ballot, register, counter and inbox `key`.
 
-        So use a name for one kind only. It is no error if there is nothing to remove. What is
-        sent to an inbox after that is kept again.
+        So use each name for one kind only. A key that does not exist is not an error. Messages sent
+        to an inbox after its removal are kept again.
         """
 
     @abstractmethod
     def key_count(self, messages: bool = True) -> int:
-        """How many entries this job occupies on the bus, bookkeeping included.
+        """Return the number of entries that this job occupies on the bus, including bookkeeping.
 
-        Inboxes with messages in them count only where the backend can see them. Without
-        ``messages``, those that the topics hold, `RING_MESSAGES` each at most, are left out.
+        Inboxes that hold messages are counted only if the backend can list them.
+
+        Args:
+            messages: Also count the messages of the topics, up to `RING_MESSAGES` each.
         """
 
     def refusals(self) -> dict[str, int]:
-        """How many messages and votes were refused, by reason (`Refusal.reason`)."""
+        """Return the number of refused messages and votes by reason (`Refusal.reason`)."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """End all subscriptions and let go of the connection. Idempotent."""
+        """End all subscriptions and close the connection. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -274,7 +295,7 @@ class ErrorBus(ABC):
 
 
 def check_bytes(value: bytes, what: str, limit: int = MAX_MESSAGE_BYTES) -> None:
-    """Raise `BusError` unless `value` is at most `limit` bytes; `what` names it."""
+    """Raise `BusError` unless `value` is bytes, at most `limit` long; `what` names it."""
     if not isinstance(value, bytes):
         raise BusError(f"{what} must be bytes, not {type(value).__name__}")
     if len(value) > limit:
@@ -291,13 +312,13 @@ def check_key(key: str, what: str = "key") -> None:
 
 
 def check_topic(topic: str) -> None:
-    """Raise `BusError` unless `topic` is one."""
+    """Raise `BusError` unless `topic` is a topic."""
     if topic not in TOPICS:
         raise BusError(f"there is no topic {topic!r} on a bus; there are {', '.join(TOPICS)}")
 
 
 def check_voters(voters: int, weight: int) -> None:
-    """Raise `BusError` unless `voters` can be reached by votes that count for `weight`."""
+    """Raise `BusError` unless `voters` is positive and `weight` is within its limits."""
     if voters < 1:
         raise BusError(f"a ballot needs at least one voter, not {voters}")
     if not 1 <= weight <= MAX_WEIGHT:
@@ -305,7 +326,7 @@ def check_voters(voters: int, weight: int) -> None:
 
 
 def check_job(job: str, url: str) -> None:
-    """Raise `BusError` unless `job` is a legal job name; `url` is shown in the error."""
+    """Raise `BusError` unless `job` is a valid job name; the message quotes `url`."""
     if not JOB_NAME.fullmatch(job):
         raise BusError(
             f"bus URL {url!r}: {job!r} is no job name; use 1 to 64 of the characters "
@@ -314,7 +335,7 @@ def check_job(job: str, url: str) -> None:
 
 
 def overrun_text(who: str) -> str:
-    """The text of a `BusOverrun`; `who` is "listener" or "writer"."""
+    """Return the text of a `BusOverrun`; `who` is "listener" or "writer"."""
     return (
         f"this {who} fell {RING_MESSAGES} messages or more behind on the bus; messages may be "
         "missing, so read the state again and subscribe again"
@@ -322,16 +343,16 @@ def overrun_text(who: str) -> str:
 
 
 def deliver(on_message: Callable[[bytes], None], payload: bytes) -> None:
-    """Hand `payload` to a listener; what it raises is logged and goes no further."""
+    """Call a listener with `payload`, and log any exception that it raises."""
     try:
         on_message(payload)
-    except Exception:  # a listener's bug must not deafen the rank
+    except Exception:  # a bug in the listener must not end the subscription
         logger.exception("a bus listener failed on a message of %d bytes", len(payload))
 
 
 def report_lost(on_lost: Callable[[BusError], None], error: BusError) -> None:
-    """Tell a listener that its subscription has ended; what it raises is logged."""
+    """Notify a listener that its subscription has ended, and log any exception that it raises."""
     try:
         on_lost(error)
-    except Exception:  # nobody above this thread could handle it
+    except Exception:  # this thread has no caller that could handle it
         logger.exception("a bus listener failed when it was called: %s", error)

@@ -1,7 +1,7 @@
-"""The in-process bus, `memory://name`: for tests, simulations and groups that are threads.
+"""The in-process bus, `memory://name`, for tests, simulations and groups that are threads.
 
-It keeps the whole contract of `fft.bus.base` among the threads of one process. A broker exists
-per name for as long as some client of that name is open. Touches nothing outside the process.
+It fulfils the whole contract of `fft.bus.base` among the threads of one process. The broker of a
+name exists while a client of that name is open. It uses nothing outside the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLOSE_WAIT_S = 0.9  # close() promises 1 s; a callback that runs longer is left
 
 
 class _MemorySubscription(Subscription):
-    """A queue and the thread that empties it; with an `inbox`, the listener of that inbox."""
+    """A queue and the thread that empties it: the listener of a topic, or of `inbox` if given."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _MemorySubscription(Subscription):
         self._thread.start()
 
     def put(self, payload: bytes) -> None:
-        """Queue `payload`; called by the broker under its lock, so all queues agree on order."""
+        """Queue `payload`; called under the broker's lock, so that all queues have one order."""
         with self._ready:
             if self.inbox is None and len(self._waiting) >= RING_MESSAGES:
                 self._overrun = True
@@ -92,7 +92,7 @@ class _MemorySubscription(Subscription):
 
 
 class _Broker:
-    """What all clients of one name share. `lock` guards everything in it."""
+    """The state that all clients of one name share. `lock` guards every attribute."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -100,7 +100,7 @@ class _Broker:
         self.clients = 0
         self.listeners: dict[Topic, list[_MemorySubscription]] = {topic: [] for topic in TOPICS}
         self.inboxes: dict[str, _MemorySubscription] = {}
-        self.mail: dict[str, list[bytes]] = {}  # sent to inboxes that nobody listens to
+        self.mail: dict[str, list[bytes]] = {}  # messages to inboxes without a listener
         self.registers: dict[str, bytes] = {}
         self.ballots: dict[str, list[tuple[str, bytes, int]]] = {}
         self.counters: dict[str, int] = {}

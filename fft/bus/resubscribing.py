@@ -1,6 +1,6 @@
-"""A listener that is taken up again when it fell behind. Owns one subscription at a time.
+"""A listener that subscribes again after an overrun. It owns one subscription at a time.
 
-Touches no transport.
+It uses the `ErrorBus` interface only, not a transport.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def _nobody(_: BusError) -> None:
-    """Nobody needs to know."""
+    """Ignore the error; the default callback."""
 
 
 class ResubscribingListener(Subscription):
-    """Hears ``topic`` on ``bus`` until it is closed, or the bus itself is lost.
+    """A listener of ``topic`` on ``bus`` that lasts until it is closed or the bus is lost.
 
-    What comes while it is being taken up again is missed. Both are logged. Raises what
-    ``subscribe`` does.
+    It misses the messages that arrive while it subscribes again. An overrun and a lost bus are
+    logged. The constructor raises the errors of ``ErrorBus.subscribe``.
     """
 
     def __init__(
@@ -34,7 +34,13 @@ class ResubscribingListener(Subscription):
         on_missed: Callable[[BusError], None] = _nobody,
         on_lost: Callable[[BusError], None] = _nobody,
     ) -> None:
-        """``who``: the listener's name in the log. ``on_missed``: told once it hears again."""
+        """Subscribe.
+
+        Args:
+            who: Name of the listener in the log.
+            on_missed: Called with the overrun, once the listener has subscribed again.
+            on_lost: Called with the error that ends the subscription for good.
+        """
         self._bus, self._topic, self._on_message, self._who = bus, topic, on_message, who
         self._on_missed, self._on_lost = on_missed, on_lost
         self._lock = threading.Lock()
@@ -49,7 +55,7 @@ class ResubscribingListener(Subscription):
             turn = self._turn
         present = self._bus.subscribe(self._on_message, self._lose, self._topic)
         with self._lock:
-            if not self._closed and turn == self._turn:  # else it was lost before we came here
+            if not self._closed and turn == self._turn:  # else it was already lost and replaced
                 self._present = present
                 return
         present.close()
@@ -71,7 +77,7 @@ class ResubscribingListener(Subscription):
         self._on_lost(error)
 
     def close(self) -> None:
-        """As every subscription's."""
+        """Stop listening; see ``Subscription.close``."""
         with self._lock:
             self._closed = True
             present = self._present

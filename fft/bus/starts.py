@@ -1,7 +1,7 @@
-"""Starts of a job: one name on a bus serves one job after another, each with keys of its own.
+"""Starts of a job: one name on a bus serves one job after another, each with its own keys.
 
-The first start of job ``j`` is ``j`` itself, the second ``j.start2``, and so on. A register of
-``j`` says which one is the newest. Nothing of one start is seen by another.
+The first start of job ``j`` has the name ``j``, the second ``j.start2``, and so on. A register of
+``j`` holds the number of the newest start. The entries of one start are invisible to the others.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from fft.bus import BusError, ErrorBus, open_job_bus
 from fft.bus.token import JobToken
 
 STARTS = "starts"
-"""Register of the job: the number of its newest start. Without a value: 1."""
+"""Register of the job that holds the number of its newest start; without a value, that is 1."""
 
 
 def newest(bus: ErrorBus) -> int:
-    """Number of the newest start of the job whose bus this is. Raises ``BusError``."""
+    """Return the number of the newest start of the job that ``bus`` belongs to.
+
+    Raises:
+        BusError: The register cannot be read, or not without the job's token.
+    """
     held = bus.read(STARTS)
     if held is None:
         return 1
@@ -28,13 +32,13 @@ def newest(bus: ErrorBus) -> int:
 
 
 def begin(bus: ErrorBus, number: int) -> None:
-    """Have start ``number`` follow the one before it, if nobody has done that yet."""
+    """Make start ``number`` the newest, unless another process has already done so."""
     before = None if number == 2 else b"%d" % (number - 1)
     bus.compare_set(STARTS, before, b"%d" % number)
 
 
 def url_of(url: str, number: int) -> str:
-    """The bus URL of one start of the job at ``url``."""
+    """Return the bus URL of one start of the job at ``url``."""
     return url if number == 1 else f"{url}.start{number}"
 
 

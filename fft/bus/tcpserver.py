@@ -1,4 +1,4 @@
-"""The server of a `tcp://` bus: a TCPStore of torch's, in this process. Loads torch.
+"""The server of a `tcp://` bus: one of torch's TCPStores in this process. Imports torch.
 
 torch logs warnings about lost connections to stderr.
 """
@@ -37,9 +37,14 @@ class TcpBusServer:
 
 
 def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) -> TcpBusServer:
-    """Serve a bus on `host` only, at `port` (0: a free one), for `job` (None: a random name).
+    """Serve a bus that listens on `host` only.
 
-    Raises `BusError` if the address is not to be had.
+    Args:
+        port: Port to listen on; 0 chooses a free one.
+        job: Name of the job; None chooses a random one.
+
+    Raises:
+        BusError: The name is invalid, or the address cannot be served.
     """
     job = job if job is not None else "job-" + secrets.token_hex(4)
     check_job(job, f"tcp://{host}:{port}/{job}")
@@ -48,11 +53,16 @@ def serve_tcp(host: str = "127.0.0.1", port: int = 0, job: str | None = None) ->
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Any, int]:
-    """A TCPStore server in this process that listens on `host` only, and its port.
+    """Start a TCPStore server in this process that listens on `host` only.
 
-    It is given its listening socket: torch's own would be one for IPv6, on which the server's only
-    thread asks the name service about every loopback client. Raises `BusError` if the address is
-    not to be had.
+    FFT passes it the listening socket. torch's own would be an IPv6 socket, on which the server's
+    only thread makes a DNS query for every loopback client.
+
+    Returns:
+        The store and its port.
+
+    Raises:
+        BusError: The address cannot be served, or torch cannot start the server.
     """
     dual = host == "::" and socket.has_dualstack_ipv6()
     try:

@@ -1,12 +1,12 @@
 """The job token: the one secret of a job, and the keys that are derived from it.
 
-Processes with the token are obeyed, others are not. It comes from ``FFT_TOKEN`` or from a file that
-only its owner may read (``FFT_TOKEN_FILE``), and goes nowhere else: its only readable form is
-``text()``, which is for the environment of a child and for such a file.
+Only messages from processes with the token are obeyed. The token comes from ``FFT_TOKEN`` or from a
+file that only its owner may read (``FFT_TOKEN_FILE``). Its only readable form is ``text()``, which
+is for the environment of a child process and for such a file.
 
-Every use has a key of its own, derived from the token by a labelled HMAC (as HKDF's second half,
-RFC 5869), so that what is valid in one place is invalid in another. HMAC-SHA256 because every
-language has it in its standard library, and processors have instructions for it.
+Each use has its own key, derived from the token by a labelled HMAC (like HKDF-Expand, RFC 5869), so
+a tag that is valid for one use is invalid for every other. HMAC-SHA256 was chosen because every
+language has it in its standard library and processors have instructions for it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from pathlib import Path
 from fft.util.errors import FftError
 
 TOKEN_BYTES = 32
-"""Of a token made here."""
+"""Length of a token that ``JobToken.fresh`` makes."""
 MIN_BYTES = 16
-"""A token with less could be guessed."""
+"""Minimum length of a token; a shorter one could be guessed."""
 _MAX_FILE = 4096
 _LEAST_DIGITS = 6
-"""Different digits in a token. 32 random ones have fewer once in a million million times."""
+"""Minimum number of different digits in a token. 32 random digits have fewer with a probability of
+about 1e-12."""
 
 _MEND = "make one with `openssl rand -hex 32`"
 
 
 class TokenError(FftError):
-    """A job token cannot be used; the message says where it is from, and never what it is."""
+    """A job token cannot be used; the message names its source and never contains the token."""
 
 
 class JobToken:
@@ -41,10 +42,15 @@ class JobToken:
     __slots__ = ("_secret",)
 
     def __init__(self, text: str, source: str = "the job token") -> None:
-        """``text``: hexadecimal digits; ``source`` names where they are from.
+        """Parse and check a token.
+
+        Args:
+            text: The token as hexadecimal digits.
+            source: Where the token comes from, for error messages.
 
         Raises:
-            TokenError: not hexadecimal, shorter than ``MIN_BYTES``, or of few different digits.
+            TokenError: The text is not hexadecimal, is shorter than ``MIN_BYTES``, or has too few
+                different digits.
         """
         text = text.strip().lower()
         if len(text) % 2 or not set(text) <= set("0123456789abcdef"):
@@ -57,15 +63,15 @@ class JobToken:
 
     @classmethod
     def fresh(cls) -> JobToken:
-        """A new random token."""
+        """Return a new random token."""
         return cls(secrets.token_hex(TOKEN_BYTES))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> JobToken | None:
-        """What ``FFT_TOKEN`` or ``FFT_TOKEN_FILE`` say; None: neither is set.
+        """Return the token from ``FFT_TOKEN`` or ``FFT_TOKEN_FILE``, or None if neither is set.
 
         Raises:
-            TokenError: both are set, or what they name is no usable token.
+            TokenError: Both are set, or the one that is set does not give a valid token.
         """
         text, path = environ.get("FFT_TOKEN"), environ.get("FFT_TOKEN_FILE")
         if text and path:
@@ -82,10 +88,11 @@ class JobToken:
 
     @classmethod
     def from_file(cls, path: Path) -> JobToken:
-        """The token in a file that only its owner can read.
+        """Return the token in a file that only its owner can read.
 
         Raises:
-            TokenError: no such file, others may read it, or it holds no usable token.
+            TokenError: The file cannot be read, other users have access to it, or it does not hold
+                a valid token.
         """
         try:
             with path.open("rb") as file:
@@ -100,24 +107,25 @@ class JobToken:
         return cls(data.decode("ascii", "replace"), f"the token in {path}")
 
     def save(self, path: Path) -> None:
-        """Write a file that `from_file` takes; whatever was there is replaced.
+        """Write a file that `from_file` accepts; an existing file is replaced.
 
         Raises:
-            TokenError: it cannot be written.
+            TokenError: The file cannot be written.
         """
         try:
-            path.unlink(missing_ok=True)  # else an old file's mode, and who has it open, would stay
+            # Overwriting would keep the old file's mode, and processes that have it open.
+            path.unlink(missing_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(self.text() + "\n")
         except OSError as error:
             raise TokenError(f"the token file {path} cannot be written: {error}") from error
 
     def text(self) -> str:
-        """The secret itself, for the environment of a child of the job. Print it nowhere."""
+        """Return the secret, for the environment of a child process of the job; never print it."""
         return self._secret.hex()
 
     def key(self, *label: str) -> bytes:
-        """The 32-byte key for what ``label`` names; it tells nothing about token or other keys."""
+        """Return the 32-byte key for ``label``; it reveals neither the token nor other keys."""
         return derive(self._secret, *label)
 
     def __repr__(self) -> str:
@@ -128,11 +136,11 @@ class JobToken:
 
 
 def derive(secret: bytes, *label: str) -> bytes:
-    """HMAC-SHA256 of the label's parts, each as a netstring, so that no two labels are alike."""
+    """Return the HMAC-SHA256 of the label's parts, each as a netstring, so all labels differ."""
     parts = (part.encode() for part in label)
     return mac(secret, b"".join(b"%d:%s," % (len(part), part) for part in parts))
 
 
 def mac(key: bytes, data: bytes) -> bytes:
-    """HMAC-SHA256, 32 bytes."""
+    """Return the HMAC-SHA256 of ``data``, 32 bytes."""
     return hmac.digest(key, data, "sha256")
