@@ -1,8 +1,9 @@
-"""Effects by name: what a row does to the participant, and the ``Effect`` values it asks for.
+"""Effects by name: how a row changes the participant, and the ``Effect`` values that it emits.
 
-``EFFECTS`` is what a spec may name. Each action changes the ``Local`` it is given (the copy of
-this event) and returns the effects in the order in which they must be carried out. An action does
-one thing: what depends on the protocol's state is a guard, of a row or of a part of a sequence.
+``EFFECTS`` holds the names that a spec may use. Each action changes the ``Local`` that it is given
+(the copy for this event) and returns the effects in the order in which they must be carried out. An
+action does one thing; a condition on the protocol's state is a guard, of a row or of a part of a
+sequence.
 """
 
 from __future__ import annotations

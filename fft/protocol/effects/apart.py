@@ -1,4 +1,4 @@
-"""Effects of an asynchronous job: standing apart, and waiting for those who do."""
+"""Effects of an asynchronous job: entering the local phase, and waiting for local groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fft.protocol.state import Config, Local, hello
 
 @action
 def stand_apart(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Be outside every epoch again; who asked to come in meanwhile still does."""
+    """Leave the epoch; requests to join that have arrived meanwhile stay valid."""
     s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
     s.stopped, s.ready = {}, {}
     assert s.head is not None, "it ended an epoch"
@@ -24,7 +24,7 @@ def stand_apart(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def ask_to_come_in(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Ask to be in the next epoch, and count myself among those who do."""
+    """Ask to be in the next epoch, and count this participant among those that do."""
     word = hello(s, c)
     s.hellos = {**s.hellos, (c.me.group, c.me.rank): word}
     s.joining |= {c.me}
@@ -33,14 +33,14 @@ def ask_to_come_in(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def tell_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell who asks to come in that I live, and will come."""
+    """Send the joiner a sign of life: this group will synchronize."""
     assert isinstance(event, Join)
     yield Tell(event.hello.peer, Here(c.me))
 
 
 @action
 def note_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say which groups are waited for, and why."""
+    """Record which groups are waited for, and why."""
     away = apart.awaited(s, c)
     s.awaits = apart.names(away)
     s.cause = apart.in_words(s, c, away)
@@ -49,12 +49,12 @@ def note_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def suspect_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Leave out of the next epoch those that are needed and have given no sign of life."""
+    """Suspect the groups that are waited for and have sent no sign of life."""
     s.suspected |= {p for each in apart.awaited(s, c) for p in each.entry.peers()}
     return ()
 
 
 @action
 def rearm_apart_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A group that is needed lives: it has the window once more."""
+    """Restart the window after a sign of life from a group that is waited for."""
     yield arm(s, c, "apart_window")

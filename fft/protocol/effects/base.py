@@ -1,4 +1,4 @@
-"""What an effect is, and the list of them."""
+"""The type of an action, and the registry of actions."""
 
 from __future__ import annotations
 

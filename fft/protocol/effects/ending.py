@@ -1,4 +1,4 @@
-"""Effects: the end of a participant, in good order or with the error that its user sees."""
+"""Effects: the end of a participant, either regular or with the error that its user sees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fft.protocol.state import Config, Local, coordinator, missing_mates, whole_
 
 @action
 def finish(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out, in good order."""
+    """Finish regularly."""
     yield Finish(getattr(event, "cause", "") or "left after a commit")
 
 
@@ -31,21 +31,21 @@ def _in_words(newer: Peer, entry: Hello | RankEntry) -> str:
 
 @action
 def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: a newer incarnation of my identity asks to come in."""
+    """Stop: a newer incarnation of this identity asks to join."""
     assert isinstance(event, Join)
     yield _fenced(c.me, _in_words(event.hello.peer, event.hello))
 
 
 @action
 def stop_answered(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: a newer incarnation of my identity has answered me."""
+    """Stop: a newer incarnation of this identity has answered."""
     assert isinstance(event, Here)
     yield _fenced(c.me, f"{event.peer}")
 
 
 @action
 def stop_replaced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: a newer incarnation of my identity is in the newest epoch."""
+    """Stop: a newer incarnation of this identity is in the newest epoch."""
     assert s.head is not None, "replaced by a record"
     newer = s.head.entries[c.me.group, c.me.rank]
     yield _fenced(c.me, _in_words(c.me._replace(inc=newer.inc), newer))
@@ -53,7 +53,7 @@ def stop_replaced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: the job has ended."""
+    """Stop: the job has ended."""
     assert s.head is not None
     yield Finish(
         f"the job has ended: all its groups left after step {s.head.step}; to go on, start a new "
@@ -64,7 +64,7 @@ def stop_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_mates_missing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: my group has not become whole in time."""
+    """Stop: this group has not become whole in time."""
     ranks = ", ".join(map(str, missing_mates(s, c)))
     yield Finish(
         f"no word from rank {ranks} of my group {c.me.group} within {c.timeouts['quorum']:g} s; "
@@ -75,7 +75,7 @@ def stop_mates_missing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_no_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: who gathers the acknowledgements has formed no epoch in time."""
+    """Stop: the coordinator has not formed an epoch in time."""
     yield Finish(
         f"{coordinator(s)} gathers the acknowledgements, and formed no epoch within "
         f"{c.timeouts['quorum']:g} s; its own error says why",
@@ -85,7 +85,7 @@ def stop_no_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: too few groups have come in time."""
+    """Stop: too few groups have joined in time."""
     yield Finish(
         f"{len(whole_groups(s, c))} whole replica groups within {c.timeouts['quorum']:g} s, but "
         f"min_replica_size is {c.min_groups}; start the missing groups, or raise quorum_timeout",
@@ -94,7 +94,7 @@ def stop_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 def _steps_held(s: Local, groups: list[list[Hello]]) -> str:
-    """Before the first epoch: the step of each rank, where they differ within a group."""
+    """The step of each rank before the first epoch, if the ranks differ; else an empty text."""
     ranks = [h for group in groups for h in group]
     if s.head is not None or len({h.step for h in ranks}) < 2:
         return ""
@@ -107,7 +107,7 @@ def _steps_held(s: Local, groups: list[list[Hello]]) -> str:
 
 @action
 def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: enough groups are there, but none has the state that the job stands at."""
+    """Stop: there are enough groups, but none holds the job's newest state."""
     groups = whole_groups(s, c)
     step = base_of(s, groups).step
     yield Finish(
@@ -120,7 +120,7 @@ def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_state_gone(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: no process has the state that the job stands at, and none can bring it."""
+    """Stop: no process holds the job's newest state, and none can provide it."""
     assert s.head is not None
     yield Finish(
         f"no process holds the state of the job at step {s.head.step} any more: each one that had "
@@ -132,7 +132,7 @@ def stop_state_gone(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: replicas differ."""
+    """Stop: replicas differ."""
     assert s.head is not None
     yield Finish(
         f"{s.head.cause}. Equal replicas must stay equal: look for parameters that are changed "
@@ -145,13 +145,13 @@ def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_in_doubt(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: the bus stayed out of reach, and whether my vote has led to a COMMIT is unknown."""
+    """Stop: the bus stayed unreachable, and it is unknown whether the vote led to a COMMIT."""
     yield _without_bus(s, c, "in doubt: voted YES, decision unknown; ")
 
 
 @action
 def stop_without_bus(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: the bus stayed out of reach."""
+    """Stop: the bus stayed unreachable."""
     yield _without_bus(s, c)
 
 

@@ -1,4 +1,4 @@
-"""Effects: what is known of other scopes, and waiting for them."""
+"""Effects: the known positions of other scopes, and waiting for these scopes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fft.protocol.state import Config, Local
 
 @action
 def note_scope(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Another scope has a newer record. What it has taken of the data stays taken."""
+    """Take over a newer record of another scope. Slices that it has taken stay taken."""
     assert isinstance(event, ScopeRecord)
     s.elsewhere = tuple(e.after(event) if e.scope == event.scope else e for e in s.elsewhere)
     return ()
@@ -21,14 +21,14 @@ def note_scope(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def read_scopes(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Ask for the newest records of the scopes that I may have to wait for."""
+    """Read the newest records of the scopes to which this one is bound."""
     for other in s.elsewhere:
         yield ReadScope(other.scope)
 
 
 @action
 def tell_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say for whom the txn waits."""
+    """Report the scope that the txn waits for."""
     other = held_for(s, c)
     assert other is not None, "it is held"
     yield TellHeld(s.token, step_due(s), other.scope, other.cursor, needed_of(s, c, other))
@@ -36,7 +36,7 @@ def tell_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def stop_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out: another scope has not gone on in time."""
+    """Stop: another scope has not proceeded in time."""
     other = held_for(s, c)
     assert other is not None, "it is held"
     yield Finish(
@@ -49,7 +49,7 @@ def stop_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def finish_flow(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Out, in good order: the scope that gives mine its data has ended."""
+    """Finish regularly: the scope that this one follows has ended."""
     other = ended_before(s, c)
     assert other is not None, "the row is guarded by flow_has_ended"
     yield Finish(

@@ -1,4 +1,4 @@
-"""Effects: what others said is kept."""
+"""Effects: recording what messages of others report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _heard(s: Local, h: Hello) -> None:
 
 @action
 def note_hello(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember who spoke; an older incarnation of the same identity has ended."""
+    """Remember the sender; an older incarnation of the same identity has ended."""
     assert isinstance(event, Join)
     _heard(s, event.hello)
     return ()
@@ -35,7 +35,7 @@ def note_hello(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember who asks to come in."""
+    """Remember that the sender asks to join."""
     assert isinstance(event, Join)
     s.joining |= {event.hello.peer}
     return ()
@@ -43,9 +43,10 @@ def note_join(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def forget_silent_mates(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A rank of my group that has said nothing while the job went on does not ask any more.
+    """Drop the join requests of ranks of this group that stayed silent while the job continued.
 
-    It may have left, and its word of that may be lost. If it lives, its next word counts again.
+    Such a rank may have left, and its `leave` may have been lost. If it lives, its next message
+    counts.
     """
     s.joining -= silent_mates(s, c)
     return ()
@@ -53,7 +54,7 @@ def forget_silent_mates(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember who has stopped, and with what state."""
+    """Remember that the sender has stopped, and with which state."""
     assert isinstance(event, Ack)
     _heard(s, event.hello)
     s.stopped = {**s.stopped, event.hello.peer: event.token}
@@ -62,7 +63,7 @@ def note_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember who is in the barrier."""
+    """Remember that the sender is in the barrier."""
     assert isinstance(event, Ready)
     s.ready = {**s.ready, event.peer: event.epoch}
     s.suspected -= {event.peer}
@@ -71,7 +72,7 @@ def note_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Whoever leaves by its own word is waited for no longer."""
+    """Stop waiting for a participant that leaves on its own account."""
     assert isinstance(event, Leave)
     s.dead |= {event.peer}
     s.cause = s.cause or f"{event.peer} left: {event.cause}"
@@ -80,7 +81,7 @@ def note_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Whoever was seen to end is waited for no longer."""
+    """Stop waiting for a process that was seen to end."""
     assert isinstance(event, Death)
     s.dead |= set(peers_meant(s, event))
     return ()
@@ -88,7 +89,7 @@ def note_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def blame_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A member of the epoch has ended: that is the cause of what follows."""
+    """Name the death of a member as the cause of the rollback."""
     assert isinstance(event, Death)
     names = ", ".join(map(str, sorted(set(peers_meant(s, event)))))
     s.cause = f"{names} died: {event.cause} (seen by {event.by})"
@@ -97,7 +98,7 @@ def blame_death(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_reforming(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The group of whoever has ended gets another process: the next epoch waits for it."""
+    """Make the next epoch wait for the replacement of the ended process."""
     assert isinstance(event, Death)
     s.reforming |= {event.group}
     return ()
@@ -105,7 +106,7 @@ def note_reforming(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Who does not move, or is not heard of, is waited for no longer, until it says it is back."""
+    """Stop waiting for suspected processes until they send a message."""
     assert isinstance(event, Suspect)
     known = set(member_peers(s)) | {p for each in standing(s) for p in each.entry.peers()}
     suspected = (set(peers_meant(s, event)) & known) - {c.me}
@@ -117,7 +118,7 @@ def note_suspect(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_stuck(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """My own main thread does not move: I say so until it has come back from the rollback."""
+    """Report the main thread as stalled until it has returned from the rollback."""
     assert isinstance(event, Suspect)
     s.stuck = True
     s.cause = f"{c.me} hangs: {event.cause} (seen by {event.by})"
@@ -126,7 +127,7 @@ def note_stuck(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """These groups leave with the next commit."""
+    """Remember that these groups leave with the next commit."""
     assert isinstance(event, Drain)
     known = set(member_peers(s)) | {h.peer for h in s.hellos.values()} | {c.me}
     known |= {p for each in standing(s) for p in each.entry.peers()}

@@ -34,21 +34,21 @@ def abort_groups(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def restore(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Have the main thread unwind and put back the start of the step."""
+    """Have the main thread unwind and restore the state at the start of the step."""
     s.restoring, s.vote, s.skip = s.token, None, False
     yield Restore(s.token, s.cause)
 
 
 @action
 def note_unwound(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The main thread has come back from the rollback."""
+    """The main thread has returned from the rollback."""
     s.restoring, s.stuck = None, False
     return ()
 
 
 @action
 def note_failure(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember why healing failed, or the start of the step could not be put back."""
+    """Remember why healing failed or the state could not be restored."""
     assert isinstance(event, HealFailed | Restored)
     s.cause = event.cause
     return ()
@@ -56,14 +56,14 @@ def note_failure(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def suspect_silent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Leave out of the next epoch who has not acknowledged in the window."""
+    """Suspect the members that have not acknowledged within the window."""
     s.suspected |= {p for p in waited_for(s) if s.stopped.get(p, Token(0, 0)) < s.token} - {c.me}
     return ()
 
 
 @action
 def suspect_coordinator(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Whoever was to form the next epoch has given no sign of life in the window."""
+    """Suspect the coordinator: it sent no sign of life within the window."""
     silent = coordinator(s)
     assert silent is not None, "the part is guarded by another_gathers"
     s.suspected |= {silent}
@@ -72,14 +72,15 @@ def suspect_coordinator(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def suspect_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Count as lost who has not come into the barrier in the window, though others have."""
+    """Suspect the members that have not entered the barrier within the window, though others
+    have."""
     s.suspected |= set(member_peers(s)) - in_barrier(s) - {c.me}
     return ()
 
 
 @action
 def note_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say who has not come into the barrier."""
+    """Name the members that have not entered the barrier as the cause."""
     absent = set(member_peers(s)) - in_barrier(s)
     s.cause = f"not in the barrier in time: {', '.join(map(str, sorted(absent)))}"
     return ()
@@ -87,14 +88,14 @@ def note_absent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_no_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The coordinator has neither let the barrier end nor given the epoch up."""
+    """Name the coordinator's silence as the cause: it neither ended the barrier nor the epoch."""
     s.cause = f"no word from {coordinator(s)} that all are in the barrier"
     return ()
 
 
 @action
 def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Become a member of the new epoch, standing at its first txn."""
+    """Become a member of the new epoch, at its first txn."""
     assert isinstance(event, Decision) and event.record is not None
     record = event.record
     s.head, s.head_read, s.epoch = record, True, record
@@ -104,7 +105,7 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.proposed, s.vote = False, None
     s.paused, s.reforming = False, frozenset()
     inside = record.peer_set | {p for each in record.standing for p in each.entry.peers()}
-    # Forget what only mattered to older epochs, so that a long run does not grow.
+    # Forget what only mattered to older epochs, so that memory stays bounded in a long run.
     s.stopped = {p: t for p, t in s.stopped.items() if t >= s.token}
     s.ready = {p: e for p, e in s.ready.items() if e >= record.epoch}
     current = {h.peer for h in s.hellos.values()}
@@ -117,10 +118,10 @@ def adopt_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Have the main thread rebuild the groups, and fetch or send state.
+    """Have the main thread rebuild the process groups, and fetch or send state.
 
-    Who gives it takes turns from epoch to epoch: a state that was damaged unnoticed is not fetched
-    for ever.
+    The groups that send state take turns from epoch to epoch, so that a state with unnoticed damage
+    is not fetched every time.
     """
     assert s.epoch is not None
     place = my_place(s, c)
@@ -139,7 +140,7 @@ def heal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """My state is that of the epoch's record."""
+    """Take over the position of the epoch's record, whose state this participant now holds."""
     assert isinstance(event, Healed) and s.epoch is not None
     s.step, s.lineage = s.epoch.step, s.epoch.lineage
     s.cursor, s.batches = s.epoch.cursor, s.epoch.batches
@@ -150,7 +151,7 @@ def note_healed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def forget_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Be outside every epoch again, with the state I hold."""
+    """Leave the epoch, keeping the state."""
     s.epoch, s.vote, s.proposed, s.cause = None, None, False, ""
     s.joining, s.reforming = frozenset(), frozenset()
     s.stopped, s.ready = {}, {}

@@ -1,4 +1,4 @@
-"""Effects: the head register is read, and what it says is taken over; records are proposed."""
+"""Effects: reading the head register, taking over its record, and proposing records."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fft.protocol.state import Base, Config, Local, committed, joiners, member_p
 
 @action
 def read_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Learn the last decision of the job."""
+    """Read the last decision of the job."""
     yield ReadHead()
 
 
 @action
 def note_no_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The register is empty."""
+    """Remember that the register is empty."""
     s.head_read, s.proposed = True, False
     return ()
 
@@ -39,7 +39,7 @@ def take_head(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_its_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The cause is what the last decision says."""
+    """Take over the cause that the last decision names."""
     assert s.head is not None, "it is decided"
     s.cause = s.head.cause
     return ()
@@ -47,14 +47,14 @@ def note_its_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def give_up_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """My state is no committed one any more, or may be none: it must be fetched."""
+    """Mark the state as lost: it is or may be no committed state, so it must be fetched."""
     s.lineage, s.lease = "", None
     return ()
 
 
 @action
 def propose_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose the next epoch from those who stopped and those who joined."""
+    """Propose the next epoch, formed by the participants that stopped or asked to join."""
     proposal = next_epoch(s, c)
     assert proposal is not None, "the row is guarded by epoch_possible"
     s.proposed = True
@@ -63,7 +63,7 @@ def propose_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def propose_learners(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose the next epoch; who is behind fetches its state while the others compute."""
+    """Propose the next epoch; groups that are behind fetch their state while the others compute."""
     proposal = next_epoch(s, c, learners=True)
     assert proposal is not None, "the row is guarded by learners_can_follow"
     s.proposed = True
@@ -91,14 +91,15 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
 
 
 def abort_record(s: Local, c: Config) -> Record:
-    """ABORT of the txn I stand at."""
+    """Return an ABORT of the current txn."""
     assert s.head is not None
     cause = f"{c.me}: {s.cause or 'no decision in time'}"[:2000]
     return _successor(s, c, kind="abort", step=s.head.step, cause=cause, skip=s.skip)
 
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
-    """COMMIT of the txn I stand at, as a step or as a skip, and who leaves with it."""
+    """Return a COMMIT of the current txn, as a step or a skip, with the groups that leave with
+    it."""
     skip = any(v.skip for v in votes)
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
@@ -121,17 +122,17 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
         last=leavers >= present,
-        seen=next((vote.seen for vote in votes), ()),  # what lets one go on lets all
+        seen=next((vote.seen for vote in votes), ()),  # what allows one vote allows all
     )
 
 
 def _end_of_synchronisation(
     s: Local, c: Config, votes: Sequence[Vote], after: Base, skip: bool, leavers: set[str]
 ) -> Record:
-    """COMMIT of an asynchronous job's txn: all members stand apart after it, or leave.
+    """COMMIT of an asynchronous job's txn: afterwards all members are local, or leave.
 
-    Nobody leaves with the state that the groups outside need. Who votes that no step comes after
-    this one speaks for all.
+    Not all members leave while groups outside need their state. The votes that no step follows
+    speak for all groups.
     """
     assert s.head is not None and s.epoch is not None
     ends = not skip and all(v.last for v in votes)
@@ -159,14 +160,14 @@ def _end_of_synchronisation(
 
 @action
 def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose ABORT for the txn I stand at."""
+    """Propose ABORT for the current txn."""
     s.proposed = True
     yield Decide(s.head, abort_record(s, c))
 
 
 @action
 def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say whose states differ."""
+    """Name the replicas whose states differ as the cause."""
     assert isinstance(event, Ballot)
     s.cause = f"replicas differ after step {s.step}: {tell(differing(event.votes))}"[:1900]
     return ()
@@ -174,7 +175,7 @@ def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def propose_odd(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose ABORT, for states differ: those that differ from most are given up."""
+    """Propose an ABORT that names the divergent ranks, whose state then counts as lost."""
     assert isinstance(event, Ballot)
     odd = odd_ones(event.votes)
     assert odd is not None, "the row is guarded by odd_ones_known"
@@ -184,14 +185,14 @@ def propose_odd(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def propose_end(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose ABORT, for states differ: the job ends."""
+    """Propose an ABORT that ends the job, because replicas differ without a majority."""
     s.proposed = True
     yield Decide(s.head, replace(abort_record(s, c), diverged=True))
 
 
 @action
 def propose_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose COMMIT: I have seen that all voted YES."""
+    """Propose COMMIT: the ballot shows that all members voted YES."""
     assert isinstance(event, Ballot)
     s.proposed = True
     yield Decide(s.head, commit_record(s, c, event.votes))

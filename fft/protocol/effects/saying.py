@@ -1,4 +1,5 @@
-"""Effects: what is said to others. Who gathers notes its own word in the place of saying it."""
+"""Effects: sending messages. A coordinator records its own `ack` and `ready` instead of sending
+them."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from fft.protocol.state import Config, Local, coordinator, hello
 
 @action
 def tell_drain(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Pass a drain on to everyone."""
+    """Broadcast a drain that was requested in this process."""
     assert isinstance(event, Drain)
     yield Broadcast(Drain(groups=event.groups, by=event.by))
 
 
 @action
 def greet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell a joiner who I am (it may not have heard me)."""
+    """Send this participant's `join` to a joiner, which may not have received it."""
     assert isinstance(event, Join)
     yield Tell(event.hello.peer, Join(hello(s, c)))
 
@@ -54,7 +55,7 @@ def _give_word(s: Local, c: Config, word: Hello) -> None:
 
 @action
 def give_word(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What I acknowledge the end of the epoch with: the state I hold."""
+    """Record the `Hello` that the acknowledgement will carry: the state held now."""
     _give_word(s, c, hello(s, c))
     return ()
 
@@ -68,56 +69,57 @@ def give_word_committed(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def count_me_stopped(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """I gather the acknowledgements, mine among them."""
+    """Count this coordinator's own acknowledgement."""
     s.stopped = {**s.stopped, c.me: s.token}
     return ()
 
 
 @action
 def tell_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Acknowledge the end of the epoch, with the word I have given, to whoever gathers that."""
+    """Send the acknowledgement with the recorded `Hello` to the coordinator, or broadcast it."""
     yield _tell(s.told, Ack(s.hellos[c.me.group, c.me.rank], s.token))
 
 
 @action
 def count_me_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """I gather who is in the barrier, and am in it."""
+    """Count this coordinator itself as in the barrier."""
     s.ready = {**s.ready, c.me: s.token.epoch}
     return ()
 
 
 @action
 def tell_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """I am in the barrier of the epoch: tell whoever gathers that."""
+    """Send `ready` to the coordinator, or broadcast it."""
     yield _tell(coordinator(s), Ready(c.me, s.token.epoch))
 
 
 @action
 def say_begin(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Let everyone leave the barrier."""
+    """Broadcast `begin`, so that all members leave the barrier."""
     yield Broadcast(Begin(c.me, s.token.epoch))
 
 
 @action
 def say_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell everyone that I live: members that wait for an epoch, joiners that wait for a commit."""
+    """Broadcast a sign of life to members that wait for an epoch and joiners that wait for a
+    commit."""
     yield Broadcast(Here(c.me))
 
 
 @action
 def say_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell everyone not to wait for me."""
+    """Broadcast that no participant needs to wait for this one."""
     yield Broadcast(Leave(c.me, getattr(event, "cause", "") or "shut down"))
 
 
 @action
 def say_decision(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Tell everyone the last decision of the job."""
+    """Broadcast the last decision of the job."""
     yield Broadcast(Decision(s.head))
 
 
 @action
 def drop_ballot(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The ballot of the txn that is decided is no longer needed."""
+    """Drop the ballot of the decided txn."""
     assert s.head is not None, "it is decided"
     yield DropBallot(s.head.token)

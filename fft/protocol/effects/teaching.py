@@ -1,6 +1,6 @@
-"""Effects for teaching specs: what a protocol without the register does.
+"""Effects for teaching specs: a protocol without the register.
 
-Wrong on purpose: two participants can hold different decisions of one txn. `fft check` shows how
+Wrong on purpose: two participants can have different decisions of one txn. `fft check` shows how
 (fsm_specs/teaching, fft/prove/mutants.py).
 """
 
@@ -19,7 +19,7 @@ from fft.protocol.state import Config, Local
 
 def _unwritten(s: Local, record: Record) -> Record:
     assert s.epoch is not None, "a txn exists only in an epoch"
-    # Without a register there is no winner: equal decisions must be equal, whoever took them.
+    # Without a register no author wins: equal decisions of different authors must be equal.
     return replace(record, by=s.epoch.by, cause="")
 
 
@@ -29,7 +29,7 @@ def _assume(s: Local, record: Record) -> None:
 
 @action
 def assume_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Take COMMIT for granted, without asking the register or anybody. Wrong on purpose."""
+    """Assume COMMIT without asking the register or any participant. Wrong on purpose."""
     record = replace(commit_record(s, c, ()), change=False, leavers=(), last=False)
     _assume(s, record)
     return ()
@@ -37,29 +37,29 @@ def assume_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def assume_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Take ABORT for granted, without asking the register or anybody. Wrong on purpose."""
+    """Assume ABORT without asking the register or any participant. Wrong on purpose."""
     _assume(s, abort_record(s, c))
     return ()
 
 
 @action
 def tell_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Decide COMMIT by telling everyone; the register does not hear of it. Wrong on purpose."""
+    """Decide COMMIT by a broadcast, without the register. Wrong on purpose."""
     assert isinstance(event, Ballot)
     yield Broadcast(Decision(_unwritten(s, commit_record(s, c, event.votes))))
 
 
 @action
 def tell_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Decide ABORT by telling everyone; the register does not hear of it. Wrong on purpose."""
+    """Decide ABORT by a broadcast, without the register. Wrong on purpose."""
     yield Broadcast(Decision(_unwritten(s, abort_record(s, c))))
 
 
 @action
 def succeed_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose the next epoch as successor of my epoch, for the register knows of no decision.
+    """Propose the next epoch as the successor of this one, because the register holds no decision.
 
-    Outside every epoch: of the last record, as any other.
+    Outside every epoch it succeeds the last record, as usual.
     """
     proposal = next_epoch(s, c)
     assert proposal is not None, "the row is guarded by epoch_possible"

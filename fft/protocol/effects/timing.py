@@ -1,4 +1,4 @@
-"""Effects: timers, pauses, and being without the bus."""
+"""Effects: timers, pauses, and the loss of the bus."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fft.protocol.effects.base import action
 from fft.protocol.state import FREE_ROLLBACKS, Config, Local
 
 _LONGEST_PAUSE = 64.0
-"""In units of the ``pause`` timeout."""
+"""Longest pause, in units of the ``pause`` timeout."""
 _LONGER = 1.5
-"""Times a window, for those who shall not be the first to give up."""
+"""Factor of a window for participants that must not be the first to give up."""
 
 
 def arm(s: Local, c: Config, name: str, factor: float = 1.0) -> SetTimer:
@@ -24,84 +24,85 @@ def arm(s: Local, c: Config, name: str, factor: float = 1.0) -> SetTimer:
 
 @action
 def count_rollback(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """One more rollback without a commit between."""
+    """Count one more rollback since the last commit."""
     s.rollbacks += 1
     return ()
 
 
 @action
 def pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Wait before the next epoch: 1, 2, 4 … the longer the more rollbacks came in a row."""
+    """Wait before the next epoch; each further rollback in a row doubles the pause: 1, 2, 4 …"""
     s.paused = True
     yield arm(s, c, "pause", min(2.0 ** (s.rollbacks - FREE_ROLLBACKS - 1), _LONGEST_PAUSE))
 
 
 @action
 def end_pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The pause is over."""
+    """End the pause."""
     s.paused = False
     return ()
 
 
 @action
 def rearm(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Arm again the timer that fired."""
+    """Rearm the timer that fired."""
     assert isinstance(event, Timer)
     yield arm(s, c, event.name)
 
 
 @action
 def rearm_join_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """A member gave a sign of life: wait for it to let me in."""
+    """Restart the window after a sign of life from a member, which will admit this group."""
     yield arm(s, c, "join_window")
 
 
 @action
 def rearm_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """It may take as long as its step takes."""
+    """Restart the limit for an epoch, because the members may take as long as their step takes."""
     yield arm(s, c, "quorum")
 
 
 @action
 def rearm_ack_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The others tell somebody else: they have the window once more."""
+    """Restart the window, because the members acknowledge to another coordinator."""
     yield arm(s, c, "ack_window")
 
 
 @action
 def rearm_coordinator_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The coordinator lives: it has the window once more."""
+    """Restart the window after a sign of life from the coordinator."""
     yield arm(s, c, "coordinator_window")
 
 
 @action
 def arm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The epoch is formed: from now on its members have the window to come in."""
+    """Start the time that the members of the new epoch have to enter its barrier."""
     yield arm(s, c, "ready_window")
 
 
 @action
 def arm_longer_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The same; but its coordinator knows who is absent, so it is the first to give up."""
+    """Start a longer window, so that the coordinator, which knows the absent members, gives up
+    first."""
     yield arm(s, c, "ready_window", _LONGER)
 
 
 @action
 def arm_reform_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """So long the next epoch waits for a group that lost a process."""
+    """Start the time that the next epoch waits for the replacement of a lost process."""
     yield arm(s, c, "reform_window")
 
 
 @action
 def end_reforming(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The window is over: the next epoch is formed with the groups that are whole."""
+    """Stop waiting for replacements; the next epoch is formed by the groups that are whole."""
     s.reforming = frozenset()
     return ()
 
 
 @action
 def note_bus_down(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The bus is out of reach."""
+    """Remember that an operation on the bus failed."""
     assert isinstance(event, BusDown)
     s.deaf |= event.for_good
     s.bus_down = True
@@ -110,35 +111,35 @@ def note_bus_down(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def arm_bus_retry(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Try again soon."""
+    """Start the time until the next retry on the bus."""
     yield arm(s, c, "bus_retry")
 
 
 @action
 def arm_bus_limit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Give the bus the limit to come back."""
+    """Start the time within which the bus must answer again."""
     yield arm(s, c, "bus_limit")
 
 
 @action
 def arm_bus_quiet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The trouble goes on: it is over when nothing fails for so long."""
+    """Restart the time without a failure after which the trouble with the bus is over."""
     yield arm(s, c, "bus_quiet")
 
 
 @action
 def forget_bus_limit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The trouble is over."""
+    """Clear the limit of the bus, because the trouble is over."""
     s.timers = {name: serial for name, serial in s.timers.items() if name != "bus_limit"}
     yield ClearTimers(("bus_limit",))
 
 
 @action
 def give_up_proposal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What I proposed may be lost with the bus: I may propose again.
+    """Allow a new proposal, because the last one may have been lost with the bus.
 
-    Not before the retry timer: a proposal that is repeated at once, and fails at once, would leave
-    no time for any timer, that of giving up included.
+    This happens only when the retry timer fires. A proposal that is repeated at once and fails at
+    once would leave no time for other timers, including the one that limits the retries.
     """
     s.proposed = False
     return ()

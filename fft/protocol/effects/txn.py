@@ -1,4 +1,4 @@
-"""Effects: a txn from its start to its vote, and what a decision does with it."""
+"""Effects: a txn from its start to its vote, and carrying out its decision."""
 
 from __future__ import annotations
 
@@ -48,22 +48,24 @@ def _open(s: Local) -> None:
 
 @action
 def open_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The txn I stand at is open, and not begun: what was voted and proposed was for another."""
+    """Open the current txn without beginning it; the vote and proposal of the last txn are
+    dropped."""
     _open(s)
     return ()
 
 
 @action
 def start_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Let the main thread begin the txn I stand at."""
+    """Have the main thread begin the current txn."""
     yield _start(s, c, s)
 
 
 @action
 def start_first_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Let the main thread begin the epoch's first txn.
+    """Have the main thread begin the first txn of the epoch.
 
-    It stands where the epoch's record says. A learner, whose state is on its way, does not yet.
+    It begins at the position of the epoch's record. A group that still fetches its state has not
+    reached that position itself.
     """
     assert s.epoch is not None, "a txn exists only in an epoch"
     yield _start(s, c, s.epoch)
@@ -71,7 +73,7 @@ def start_first_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """My vote is YES, with what the body has done."""
+    """Record a YES with the results of the step function."""
     assert isinstance(event, Prepared)
     s.edits = event.edited
     leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
@@ -81,7 +83,8 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def forget_digest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """My state has come since the txn began: it is what it would be compared with."""
+    """Remove the digest from the vote: the state was fetched from a group that it would be compared
+    with."""
     assert s.vote is not None, "it is noted"
     s.vote = replace(s.vote, digest=None)
     return ()
@@ -89,14 +92,14 @@ def forget_digest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Cast my vote; also again, for the ballot counts it once."""
+    """Cast the vote; it may be cast again, because the ballot counts it once."""
     assert s.vote is not None, "PREPARED is entered by voting"
     yield CastVote(s.token, s.vote, len(member_peers(s)))
 
 
 @action
 def note_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember why this rank cannot go on with the txn; that is no skip."""
+    """Remember why this rank cannot complete the txn; this is not a skip."""
     assert isinstance(event, Fault | Prepared)
     s.skip = False
     s.cause = event.cause or s.cause
@@ -105,7 +108,7 @@ def note_cause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The user wants no step here."""
+    """Remember that the user skips the step on this rank."""
     s.skip = True
     s.cause = "the user skipped this step here, before its reductions"
     return ()
@@ -113,7 +116,7 @@ def note_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say how many reductions a YES needs."""
+    """Name the number of reductions that a YES needs as the cause."""
     assert isinstance(event, Prepared)
     s.cause = (
         f"{event.manifest.count} gradient reductions in this txn, but a YES needs "
@@ -124,7 +127,7 @@ def note_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the manifests that do not fit together."""
+    """Name the manifests that do not match as the cause."""
     assert isinstance(event, Ballot)
     counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in event.votes)
     s.cause = f"the votes' manifests do not fit together ({counts})"[:1900]
@@ -133,7 +136,7 @@ def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the ranks that have drawn different data."""
+    """Name the ranks that have drawn different data as the cause."""
     assert isinstance(event, Ballot)
     s.cause = f"{UNEQUAL_DATA} ({unequal_data(event.votes)})"[:1900]
     return ()
@@ -141,7 +144,7 @@ def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_skippers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Say who skips the step in which manifests do not fit together."""
+    """Name the ranks that skip a step whose manifests do not match as the cause."""
     assert isinstance(event, Ballot)
     skipping = ", ".join(str(v.peer) for v in event.votes if v.skip)
     s.skip = True
@@ -151,7 +154,7 @@ def note_skippers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def apply(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Run the optimizer step, or what belongs to a skip, as the decision says."""
+    """Run the optimizer step, or the actions of a skip, as the decision says."""
     assert s.head is not None, "it is decided"
     s.skip = s.head.skip
     yield Apply(s.head, s.skip)
@@ -159,7 +162,7 @@ def apply(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def apply_settled(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The same, of a decision that was missed: a later record's lineage tells which it was."""
+    """Carry out a COMMIT that was missed; a later record's lineage shows whether it was a skip."""
     assert s.head is not None, "a later record is known"
     s.skip = s.head.lineage == committed(s, c, skip=True).lineage
     yield Apply(s.head, s.skip)
@@ -167,7 +170,7 @@ def apply_settled(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """What was committed, a step or a skip, is in the state."""
+    """Record that the state includes the committed step or skip."""
     after = committed(s, c, s.skip)
     s.step, s.lineage = after.step, after.lineage
     s.cursor, s.batches = after.cursor, after.batches
@@ -180,7 +183,7 @@ def note_applied(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """The committed step could not be applied: this state is lost."""
+    """Mark the state as lost, because the committed step could not be applied."""
     assert isinstance(event, ApplyFailed)
     s.lineage, s.lease = "", None
     s.vote, s.skip = None, False
@@ -190,6 +193,6 @@ def mark_torn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def next_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stand at the next txn of the epoch."""
+    """Proceed to the next txn of the epoch."""
     s.token = Token(s.token.epoch, s.token.txn + 1)
     return ()
