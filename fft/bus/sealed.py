@@ -1,39 +1,42 @@
 """A bus that accepts only messages made with the job token: an `ErrorBus` around any backend.
 
-Engine and core know nothing of it. Messages that are not the job's are refused before anybody reads
-them, counted, and reported to `on_refusal`. The format, for programs in other languages, is in
-docs/bus.md.
+The engine and the protocol core do not depend on it. Messages of other senders are refused before
+they are decoded, counted, and reported to `on_refusal`. docs/bus.md specifies the format for
+programs in other languages.
 
-**Messages** are sealed with session, sequence number, epoch and a keyed hash over all of it, under
-a key for this job, this life of its bus and this channel (one topic, or one inbox). So none can be
-changed, moved elsewhere, or repeated. A *session* is one sender's bus object. It numbers its
-messages in a channel, and a listener accepts only rising numbers. No genuine message is refused by
-this: backends keep the order of one sender, and numbering and sending are one step under one lock.
+**Messages** are sealed with a session, a sequence number, an epoch and a keyed hash over all of it.
+The key is derived for this job, this life of its bus and this channel (one topic or one inbox), so
+a message cannot be changed, moved to another channel, or repeated. A *session* is one sender's bus
+object. It numbers its messages per channel, and a listener accepts only rising numbers. This never
+refuses a genuine message: backends keep the order of each sender, and a sender numbers and sends a
+message under one lock.
 
-**Old recordings.** A listener that has just begun knows no sessions, so recordings could be played
-to it. From an unknown session it accepts only messages of the epoch at which it began, or later. So
-senders must know the epoch. A sender that listens to the protocol knows it from there, and from the
-head register where that passes through here; another one (a supervisor, a tool) reads the head
-before each message. The owner of an inbox to which I send has spoken before, or is in an epoch
-record, so I know an epoch as new as its beginning. A process that comes back with an old epoch is
-refused by those that began meanwhile, until it has heard or read anything: it does not lock itself
-out. One gap remains: a recording of the very epoch in which a listener begins, from a session that
-has been silent since, can be played to that listener once.
+**Replayed recordings.** A new listener knows no sessions, so old messages could be replayed to it.
+From an unknown session it therefore accepts only messages of the epoch at which it began, or later.
+This requires senders to know the epoch. A sender that listens to the protocol learns it there, and
+from each value of the head register that it reads. Any other sender (a supervisor, a tool) reads
+the head before each message. The owner of an inbox has sent a message before or is in an epoch
+record, so every sender to that inbox knows an epoch at least as new as the one at which the owner
+began. Listeners that began meanwhile refuse a process that comes back with an old epoch, until it
+has received or read a newer one; it is not locked out. One gap remains: a message of the epoch in
+which a listener begins, from a session that has been silent since, can be replayed to that listener
+once.
 
-Sessions are held in a table. Beyond `MAX_SESSIONS` the session that was silent for longest is
-dropped, and the listener's beginning moves beyond its last epoch, so none of its messages can be
-repeated. A session of the newest epoch is never dropped: the listener would then have to refuse all
-new senders of this epoch, or to accept recordings of it. So the table can exceed `MAX_SESSIONS` by
-the senders of one epoch, all of which have the token.
+Sessions are held in a table. When it exceeds `MAX_SESSIONS`, the listener drops the session that
+was silent for longest and from then on requires unknown sessions to have an epoch later than that
+session's last one, so none of its messages can be repeated. A session of the newest epoch is never
+dropped: the listener would then have to refuse all new senders of this epoch, or accept replays of
+it. So the table can exceed `MAX_SESSIONS` by the senders of one epoch, all of which have the token.
 
 **Registers and votes** carry a keyed hash of their value under a key for their name, so equal
-values have equal bytes, as `compare_set` needs. A register with a foreign value raises `BusForged`:
-an engine handles it as a bus that does not work, decides nothing, and stops after `bus_limit`.
-Foreign votes are dropped. **Counters** are the store's arithmetic and are not protected: whoever
-can write to the store can make processes of one identity fence each other. Whoever can write there
-can also remove anything, or put an older value back into a register; that stops a job. The engine
-handles a head that went back, and two records that cannot both be true, as a bus that forgot, and
-never uses it again (`fft.protocol.witness`; docs/bus.md says what remains possible).
+values have equal bytes, as `compare_set` needs. A register whose value fails authentication raises
+`BusForged`: the engine treats the bus as failing, decides nothing, and stops after `bus_limit`.
+Votes that fail authentication are dropped. **Counters** are incremented by the store and are not
+protected: a process that can write to the store can make processes of one identity fence each
+other. It can also remove any entry, or restore an older value of a register; that stops a job. The
+engine treats a head that went back, and two records that contradict each other, as a bus that lost
+its contents, and never uses it again (`fft.protocol.witness`; docs/bus.md lists the attacks that
+remain possible).
 """
 
 from __future__ import annotations
@@ -69,13 +72,13 @@ from fft.bus.token import JobToken, mac
 from fft.util.log_sampler import LogSampler
 
 SEAL_BYTES = 256
-"""What sealing adds to a message or value, at most."""
+"""Maximum number of bytes that sealing adds to a message or value."""
 MAX_SESSIONS = 65_536
-"""Senders of older epochs that a listener keeps in its table."""
+"""Maximum number of sessions of older epochs that a listener keeps in its table."""
 
 _TAG_BYTES = 32
 _KEYS = 256
-"""Derived keys that are kept."""
+"""Number of derived keys that are cached."""
 _NUMBER = rb"(0|[1-9][0-9]{0,18})"
 _HEADER = re.compile(
     rb"fft1 ([!-~]{1,64}) ([0-9a-f]{16}) %b %b ([0-9a-f]{64})" % (_NUMBER, _NUMBER)
@@ -85,7 +88,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Refused(Exception):
-    """A frame that is not taken: ``reason``, and who it ``claims`` to be from."""
+    """A frame was refused; ``claims`` is the sender that it names, unauthenticated."""
 
     def __init__(self, reason: str, claims: str = "") -> None:
         super().__init__(reason)
@@ -94,19 +97,19 @@ class _Refused(Exception):
 
 
 class _Channel:
-    """What one listener knows of the senders of its channel. Its callbacks come one at a time."""
+    """One listener's record of the senders of its channel. Its callbacks come one at a time."""
 
     def __init__(self, name: str, key: bytes, began: int, limit: int) -> None:
         self.name = name
         self._key = key
         self._began = self._newest = began
-        """Epoch from which on unknown sessions are accepted, and the newest epoch received."""
+        """Earliest epoch accepted from unknown sessions, and the newest epoch received."""
         self._limit = limit
         self._heard: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """Session → its newest number and epoch; who was silent for longest first."""
+        """Session → its newest (number, epoch); the session that was silent for longest first."""
 
     def open(self, frame: bytes) -> tuple[int, bytes]:
-        """Epoch and payload. Raises `_Refused`."""
+        """Authenticate a frame and return its (epoch, payload). Raises `_Refused`."""
         if len(frame) > MAX_MESSAGE_BYTES + SEAL_BYTES:
             raise _Refused("oversized")
         end = frame.find(b"\n", 0, SEAL_BYTES)
@@ -134,13 +137,13 @@ class _Channel:
         self._newest = max(self._newest, epoch)
         if len(self._heard) > self._limit:
             silent, (_, last) = next(iter(self._heard.items()))
-            if last < self._newest:  # else its recordings of this epoch would be accepted again
+            if last < self._newest:  # else replays of its messages of this epoch would be accepted
                 del self._heard[silent]
                 self._began = max(self._began, last + 1)
 
 
 class _Listening(Subscription):
-    """A subscription to the protocol, for as long as the sealed bus is told of epochs by it."""
+    """A protocol subscription, which keeps the sealed bus's epoch current while it lasts."""
 
     def __init__(self, bus: SealedBus, inner: Subscription | None = None) -> None:
         self._bus = bus
@@ -153,10 +156,12 @@ class _Listening(Subscription):
 
 
 class SealedBus(ErrorBus):
-    """``inner``, for those who have ``token``. Owns ``inner``: `close` closes it.
+    """A wrapper that seals and authenticates all messages of ``inner``; `close` closes ``inner``.
 
-    ``purpose`` sets buses of one job apart that have one token; ``who`` names this sender to the
-    people who read of refusals, ``host:pid`` if empty.
+    Args:
+        token: The job's secret.
+        purpose: Distinguishes the buses of one job that share a token.
+        who: Name of this sender in reports of refusals; empty for ``host:pid``.
     """
 
     def __init__(
@@ -179,10 +184,10 @@ class SealedBus(ErrorBus):
         self._max_sessions = max_sessions
         self._lock = threading.Lock()
         self._sending = {topic: threading.Lock() for topic in TOPICS}
-        """By topic, so that a word that is slow on its way holds up no other topic; inboxes are
-        with the protocol."""
+        """One lock per topic, so that a slow send does not delay other topics; messages to inboxes
+        use the lock of ``protocol``."""
         self._numbers: dict[str, int] = {}
-        """Of the last message, by channel."""
+        """Sequence number of the last message, by channel."""
         self._epoch = 0
         self._following: set[_Listening] = set()
         self._refused = LogSampler()
@@ -215,7 +220,7 @@ class SealedBus(ErrorBus):
         put: Callable[[bytes], None],
         topic: Topic = "protocol",
     ) -> None:
-        with self._sending[topic]:  # numbers must be heard in the order in which they are given
+        with self._sending[topic]:  # listeners accept only rising numbers
             put(self._message(channel, payload))
 
     def _message(self, channel: str, payload: bytes) -> bytes:
@@ -240,7 +245,7 @@ class SealedBus(ErrorBus):
     ) -> Subscription:
         check_topic(topic)
         hear = self._hearing(_channel(topic), on_message)
-        if topic != "protocol":  # where no epoch is announced
+        if topic != "protocol":  # the other topics do not announce epochs
             return self._inner.subscribe(hear, on_lost, topic)
         listening = _Listening(self)
 
@@ -267,12 +272,12 @@ class SealedBus(ErrorBus):
         return self._inner.listen(inbox, self._hearing(_inbox(inbox), on_message), on_lost)
 
     def ended(self, listening: _Listening) -> None:
-        """It tells of no more epochs: from now on the head is read before each word."""
+        """Note that this subscription ended; without one, each send reads the head first."""
         with self._lock:
             self._following.discard(listening)
 
     def _hearing(self, name: str, on_message: Callable[[bytes], None]) -> Callable[[bytes], None]:
-        self.read(HEAD)  # before anything is heard: the epoch at which this listener begins
+        self.read(HEAD)  # sets the epoch at which this listener begins, before its first message
         channel = _Channel(name, self._key("message", name), self._epoch, self._max_sessions)
 
         def hear(frame: bytes) -> None:
@@ -321,7 +326,7 @@ class SealedBus(ErrorBus):
     ) -> bytes | None:
         before, after = self._compared(key, expected, desired)
         check_bytes(announcement, "a message")
-        with self._sending["protocol"]:  # of a call that does not win the number is left out
+        with self._sending["protocol"]:  # a call that loses skips its number
             said = self._message(_channel("protocol"), announcement)
             held = self._inner.decide(key, before, after, said)
         return self._value(key, held)
@@ -337,7 +342,7 @@ class SealedBus(ErrorBus):
     def ballot(
         self, slot: str, tag: str, vote: bytes, voters: int, weight: int = 1
     ) -> list[bytes] | None:
-        """As every bus's; votes that nobody of this job has cast are left out of the list."""
+        """Vote as on every bus; votes that fail authentication are left out of the list."""
         check_key(slot, "slot")
         check_key(tag, "tag")
         check_bytes(vote, "a vote")
@@ -361,7 +366,7 @@ class SealedBus(ErrorBus):
     def close(self) -> None:
         self._inner.close()
 
-    # --- keys, and what is known ---
+    # --- keys and the epoch ---
 
     def _derived(self, *name: str) -> bytes:
         return self._token.key(*self._scope, *name)
@@ -401,7 +406,7 @@ def _inbox(inbox: str) -> str:
 
 
 def _epoch_in(head: bytes) -> int:
-    """The epoch of a value of the head register; 0 if it is not one."""
+    """Return the epoch in a value of the head register, or 0 if it has none."""
     try:
         epoch = json.loads(head)["record"]["epoch"]
     except (ValueError, TypeError, KeyError):

@@ -1,14 +1,15 @@
-"""A client of torch's TCPStore server: several requests in one round trip, bounded, and to be cut.
+"""A client of torch's TCPStore server with batched requests, timeouts and cancellation.
 
-Touches one socket, and short-lived threads that connect. Loads no torch, so that a process may be
-on the bus without it (200 MiB, and seconds to start). What torch's own client does not have, and
-the bus needs: requests that go out together; an end to waiting for an answer; a way to free a
-thread that waits for one; no lookup of names after the connection is there; silence on stderr.
+It uses one socket, and short-lived threads to resolve host names. It does not import torch, so a
+process can be on the bus without torch's 200 MiB and seconds of start time. The bus needs features
+that torch's own client lacks: several requests in one round trip, a timeout for an answer, a way to
+release a thread that waits for one, no name lookup after the connection is made, and no output to
+stderr.
 
-The form is that of torch 2.13 (torch/csrc/distributed/c10d/TCPStore*.cpp). A request is one byte
-that says which, then its arguments: bytes and texts as 64-bit length and content, numbers as 64
-bits, lists as their length and content, all in the machine's byte order. Every key begins with
-"/". A server of another form does not answer the greeting, and is refused by `StoreClient`.
+The wire format is that of torch 2.13 (torch/csrc/distributed/c10d/TCPStore*.cpp). A request is one
+byte for the operation, then its arguments: bytes and texts as 64-bit length and content, numbers as
+64 bits, lists as length and content, all in the machine's byte order. Every key begins with "/". A
+server with another format does not answer the greeting, and `StoreClient` refuses it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _MAGIC: Final = 0x3C85F7CE
 _CHUNK: Final = 65536
 _READY: Final = 0
 _KEEPALIVE: Final = (
-    (socket.TCP_KEEPIDLE, 10),  # seconds without a word before the first probe
+    (socket.TCP_KEEPIDLE, 10),  # seconds of silence before the first probe
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 3),
 )
-_DEAD_AFTER_S: Final = 25  # of these
+_DEAD_AFTER_S: Final = 25  # the sum of the values above: 10 + 3 * 5
 
 (
     _VALIDATE,
@@ -58,7 +59,7 @@ _DEAD_AFTER_S: Final = 25  # of these
 
 
 class Request(NamedTuple):
-    """What goes out, and how to read what comes back; None: nothing does."""
+    """A request frame and the function that reads its answer, or None if it has no answer."""
 
     frame: bytes
     answer: Callable[[StoreClient], Any] | None
@@ -73,71 +74,75 @@ def _key(key: str) -> bytes:
 
 
 def put(key: str, value: bytes) -> Request:
-    """Give the key this value. No answer."""
+    """Set the key's value. No answer."""
     return Request(_SET + _key(key) + _bytes(value), None)
 
 
 def append(key: str, value: bytes) -> Request:
-    """Add to the end of the key's value. No answer."""
+    """Append to the key's value. No answer."""
     return Request(_APPEND + _key(key) + _bytes(value), None)
 
 
 def compare_set(key: str, expected: bytes, desired: bytes) -> Request:
-    """Replace the value if it is the expected one; b"" also means that there is none.
+    """Replace the value if it equals ``expected``; b"" also matches a key without a value.
 
-    → the value held afterwards; of a key without one that was expected to have one: the expected.
+    The answer is the value held afterwards. If the key has no value but ``expected`` is not empty,
+    the answer is ``expected``.
     """
     frame = _COMPARE_SET + _key(key) + _bytes(expected) + _bytes(desired)
     return Request(frame, StoreClient.take_bytes)
 
 
 def add(key: str, amount: int) -> Request:
-    """Count. → the sum, signed 64-bit."""
+    """Add ``amount`` to a counter. The answer is the sum, signed 64-bit."""
     return Request(_ADD + _key(key) + _I64.pack(amount), StoreClient.take_number)
 
 
 def check(key: str) -> Request:
-    """→ whether the key has a value."""
+    """Check a key. The answer is whether it has a value."""
     frame = _CHECK + _I64.pack(1) + _key(key)
     return Request(frame, lambda client: client.take(1)[0] == _READY)
 
 
 def wait(keys: Sequence[str]) -> Request:
-    """→ True, once all keys have values. Until then nothing else can be asked of this client."""
+    """Wait until all keys have values. The answer is True.
+
+    The client cannot be used for other requests until then.
+    """
     frame = _WAIT + _I64.pack(len(keys)) + b"".join(map(_key, keys))
     return Request(frame, lambda client: client.take(1)[0] == _READY)
 
 
 def get_all(keys: Sequence[str]) -> Request:
-    """→ the values of keys that have been waited for; b"" for one that is gone since."""
+    """Read the values of keys after `wait`. A key that was deleted since has the value b""."""
     frame = _MULTI_GET + _I64.pack(len(keys)) + b"".join(map(_key, keys))
     return Request(frame, lambda client: [client.take_bytes() for _ in keys])
 
 
 def delete(key: str) -> Request:
-    """→ whether there was such a key."""
+    """Delete a key. The answer is whether it existed."""
     return Request(_DELETE + _key(key), lambda client: client.take_number() > 0)
 
 
 def push(queue: str, value: bytes) -> Request:
-    """Put a value at the end of a queue. No answer."""
+    """Append a value to a queue. No answer."""
     return Request(_PUSH + _key(queue) + _bytes(value), None)
 
 
 def pop(queue: str) -> Request:
-    """→ the first value of a queue; None if it is empty."""
+    """Take the first value of a queue. The answer is None if the queue is empty."""
     return Request(
         _POP + _key(queue), lambda client: client.take_bytes() if client.take_number() else None
     )
 
 
 def length(queue: str) -> Request:
-    """→ how many values are in a queue."""
+    """Count the values in a queue."""
     return Request(_LENGTH + _key(queue), StoreClient.take_number)
 
 
 def list_keys() -> Request:
-    """→ all keys, without queues."""
+    """List all keys. Queues are not listed."""
     return Request(
         _LIST,
         lambda client: [
@@ -149,12 +154,16 @@ def list_keys() -> Request:
 class StoreClient:
     """One connection to a TCPStore server.
 
-    ``timeout``, in seconds, bounds the connecting. Raises `OSError` that says why there is none.
-    ``limit`` bounds each answer from then on, and each sending; None: they are waited for.
+    After the first failure, including a timeout, the client cannot be used again: a late answer
+    would be taken for the answer to the next request. The kernel notices within `_DEAD_AFTER_S` if
+    the server's host disappears. It never notices a server process that is only stopped.
 
-    After the first failure, a timeout included, nothing more can be asked: a late answer would be
-    taken for the answer to the next request. A server whose host is gone without a word is noticed
-    within `_DEAD_AFTER_S` by the kernel; one that is only stopped is not, however long.
+    Args:
+        timeout: Limit in seconds for connecting.
+        limit: Limit in seconds for each later read and write; None waits forever.
+
+    Raises:
+        OSError: The connection failed, with the reason.
     """
 
     def __init__(self, host: str, port: int, timeout: float, limit: float | None = None) -> None:
@@ -163,20 +172,21 @@ class StoreClient:
         self._buffer = bytearray()
         self._limit = limit
         self.silent = False
-        """An answer was not waited for any longer; the server may be there, and be slow."""
-        limit_in_kernel(self._socket, limit)  # Python's would make two system calls of each read
+        """A request timed out; the server may be alive but slow."""
+        limit_in_kernel(self._socket, limit)  # a Python timeout costs a second system call per read
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
             self._socket.setsockopt(socket.IPPROTO_TCP, name, value)
 
     def ask(self, *requests: Request) -> list[Any]:
-        """Send all requests at once; the answers of those that have one. From any thread.
+        """Send all requests at once and return the answers of those that have one. Thread-safe.
 
-        Raises `OSError`; what was asked may be done, or not.
+        Raises:
+            OSError: The requests may or may not have taken effect.
         """
         with self._lock:
             try:
-                if self.silent:  # since this thread waits for its turn
+                if self.silent:  # another thread's request timed out while this one waited
                     raise BlockingIOError
                 self._socket.sendall(b"".join(request.frame for request in requests))
                 return [r.answer(self) for r in requests if r.answer is not None]
@@ -189,22 +199,22 @@ class StoreClient:
                 raise
 
     def cut(self) -> None:
-        """Release whoever waits in this connection. It is of no more use. From any thread."""
+        """Release every thread that waits for this connection and make it unusable. Thread-safe."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side was quicker, or we did it before
+        except OSError:  # the connection is already down
             return
 
     def close(self) -> None:
-        """Cut it, and give the descriptor back."""
+        """Cut the connection and close its descriptor."""
         self.cut()
-        with self._lock:  # until then somebody is in it
+        with self._lock:  # wait until no thread uses the descriptor
             self._socket.close()
 
     # --- for the requests ---
 
     def take(self, count: int) -> bytes:
-        """The next bytes of the answer."""
+        """Return the next ``count`` bytes of the answer."""
         while len(self._buffer) < count:
             found = self._socket.recv(max(_CHUNK, count - len(self._buffer)))
             if not found:
@@ -215,16 +225,16 @@ class StoreClient:
         return taken
 
     def take_number(self) -> int:
-        """The next 64 bits of the answer."""
+        """Return the next 64-bit number of the answer."""
         return int(_I64.unpack(self.take(_I64.size))[0])
 
     def take_bytes(self) -> bytes:
-        """The next bytes or text of the answer."""
+        """Return the next length-prefixed bytes of the answer."""
         return self.take(self.take_number())
 
 
 def _connected(host: str, port: int, timeout: float) -> socket.socket:
-    """A connection on which a TCPStore has answered the greeting."""
+    """Connect to the first address at which a TCPStore answers the greeting."""
     failed: OSError = OSError(f"{host} has no address")
     for family, kind, proto, _, address in _addresses(host, port, timeout):
         made = socket.socket(family, kind, proto)
@@ -245,7 +255,7 @@ def _addresses(host: str, port: int, timeout: float) -> list[Any]:
     kind = socket.SOCK_STREAM
     try:
         return socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # a name
+    except socket.gaierror:  # a host name, whose lookup may hang
         return hedged(lambda: socket.getaddrinfo(host, port, type=kind), timeout, "fft-bus-name")
 
 
