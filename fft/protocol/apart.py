@@ -1,15 +1,16 @@
-"""Groups of an asynchronous job: who is in it, for whom a synchronisation waits, what counts. Pure.
+"""Groups of an asynchronous job: membership, what a synchronization waits for, what counts. Pure.
 
-The job synchronises whenever more than a part of its groups ask to; the others **stand apart** and
-compute on. The head record names all groups of the job (``standing``) with the step of the state
-that each was last given, its **base**. Synchronisation v + 1 is formed without a group g only while
-v + 1 - base(g) < bound, so that g's contribution is at most ``bound`` steps behind when it comes:
-stale-synchronous parallel (Ho et al., NIPS 2013) on synchronisations. Who is lost, or has said that
-it leaves, holds up nobody; the record that leaves it out gives its lease back.
+The job synchronizes whenever more than the sync fraction of its groups ask to; the others are
+**local**: they continue to compute. The head record names all groups of the job (``standing``) and
+for each the **base**: the step of the state that the group received last. Synchronization v + 1 is
+formed without a group g only while v + 1 - base(g) < bound, so the contribution of g is at most
+``bound`` steps behind when it arrives. This is stale-synchronous parallel (Ho et al., NIPS 2013) on
+synchronizations. A group that is lost or leaves delays no other group; the record that leaves it
+out returns its lease.
 
-A contribution is that of a lease: who asks to come in says by which slice of the data it is
-computed, and it counts if the head still has that lease for the group. So one contribution is in at
-most one committed record, whatever was missed or said twice.
+A contribution belongs to a lease. A group that asks to join names the slice of the data that its
+contribution is computed from, and the contribution counts if the head still has that lease for the
+group. So a contribution is in at most one committed record, even if messages were lost or repeated.
 """
 
 from __future__ import annotations
@@ -24,25 +25,24 @@ Groups = Sequence[Sequence[Hello]]
 
 
 def standing(s: Local) -> tuple[Standing, ...]:
-    """The job's groups, as far as I know; empty before the first epoch, or if it has none."""
+    """Return the known groups of the job; empty before the first epoch or in another kind of
+    job."""
     return s.head.standing if s.head is not None else ()
 
 
 def in_job(s: Local, peer: Peer) -> bool:
-    """Whether the participant is of a group of the job."""
+    """Return whether the participant belongs to a group of the job."""
     return any(peer in each.entry.peers() for each in standing(s))
 
 
 def living(s: Local) -> list[Standing]:
-    """The job's groups but those that are lost: ended, suspected, replaced, or gone by their word.
-
-    A group is lost with any of its ranks.
-    """
+    """Return the job's groups that are not lost; a group is lost as soon as one of its ranks is."""
     return [each for each in standing(s) if not is_lost(s, each.entry)]
 
 
 def is_lost(s: Local, entry: GroupEntry) -> bool:
-    """Whether something is said against the life of this instance of a group."""
+    """Return whether a rank of this group's instance has ended or left, is suspected, or was
+    replaced."""
 
     def is_gone(peer: Peer) -> bool:
         said = s.hellos.get((peer.group, peer.rank))
@@ -53,7 +53,8 @@ def is_lost(s: Local, entry: GroupEntry) -> bool:
 
 
 def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
-    """Groups that ask to come in. What one said before it was last in an epoch is void."""
+    """Return the groups that ask to join. Requests from before a group's last epoch do not
+    count."""
     since = {_key(each.entry): each.since for each in standing(s)}
     left = leavers(s)
     return [
@@ -65,7 +66,8 @@ def ready_groups(s: Local, c: Config) -> list[list[Hello]]:
 
 
 def first(s: Local, c: Config) -> Peer | None:
-    """Who proposes where all could: of those who ask, who holds the lowest lease."""
+    """Return the participant that proposes: of the groups that ask to join, the one with the lowest
+    lease."""
     held = {lease[1:]: lease.slice for lease in s.head.leases} if s.head is not None else {}
     end = max(held.values(), default=0) + 1
     ready = sorted(ready_groups(s, c), key=lambda ranks: held.get(_said_by(ranks), end))
@@ -73,19 +75,23 @@ def first(s: Local, c: Config) -> Peer | None:
 
 
 def absent(s: Local, groups: Groups) -> list[Standing]:
-    """Living groups of the job that are not among ``groups``."""
+    """Return the living groups of the job that are not in ``groups``."""
     there = {_said_by(ranks) for ranks in groups}
     return [each for each in living(s) if _key(each.entry) not in there]
 
 
 def absent_living(s: Local) -> bool:
-    """Whether living groups of the job are outside of the epoch that I am in."""
+    """Return whether living groups of the job are outside this participant's epoch."""
     inside = set(map(_key, members(s)))
     return any(_key(each.entry) not in inside for each in living(s))
 
 
 def awaited(s: Local, c: Config) -> list[Standing]:
-    """Groups of which one must come before the next epoch: its quorum, or who is at the bound."""
+    """Return the groups that the next epoch waits for.
+
+    If too few groups ask to join, these are all absent groups, of which one or more must join. Else
+    these are the absent groups at the bound.
+    """
     groups = ready_groups(s, c)
     away, step = absent(s, groups), s.head.step if s.head is not None else 0
     if not _are_enough(s, c, away):
@@ -94,14 +100,15 @@ def awaited(s: Local, c: Config) -> list[Standing]:
 
 
 def may_meet(s: Local, c: Config, groups: Groups, step: int) -> bool:
-    """Whether ``groups`` may synchronise after ``step`` without the others."""
+    """Return whether ``groups`` may synchronize after ``step`` without the others."""
     away = absent(s, groups)
     return _are_enough(s, c, away) and not any(_is_at_bound(c, each, step) for each in away)
 
 
 def _are_enough(s: Local, c: Config, away: Sequence[Standing]) -> bool:
-    """Whether more than the quorum's part of the job is there. Then somebody has the state of the
-    last synchronisation, whose members were more than half of it, too."""
+    """Whether more than the sync fraction of the job's groups are present. One of them then holds
+    the state of the last synchronization, because its members were more than half of the job,
+    too."""
     number = len(living(s))
     return not number or number - len(away) > c.quorum * number
 
@@ -113,10 +120,11 @@ def _is_at_bound(c: Config, each: Standing, step: int) -> bool:
 def terms(
     s: Local, c: Config, groups: Groups, entries: Sequence[GroupEntry], base: Base, n: int
 ) -> tuple[Granted, tuple[Standing, ...]]:
-    """Leases and standings of an epoch record, number ``n``, with these members.
+    """Return leases and standings of epoch record ``n`` with these members.
 
-    A member keeps its lease, and so contributes, if what it brings is computed from it. Where that
-    is none of them, as in the first epoch, all are granted one: they compute in the txn.
+    A member keeps its lease, and so contributes, if its contribution is computed from that lease.
+    If this holds for no member, as in the first epoch, all members get a lease and compute in the
+    txn.
     """
     alive = {_key(each.entry): each for each in living(s)}
     brings = {_said_by(ranks): {h.lease for h in ranks} for ranks in groups}
@@ -140,7 +148,7 @@ def terms(
 def _granted_besides(
     data: Granted, own: tuple[Lease, ...], entries: Sequence[GroupEntry]
 ) -> Granted:
-    """Leases for ``entries``, of which some have had their ``own``; others keep theirs."""
+    """Leases for ``entries``, some of which held their ``own`` before; other groups keep theirs."""
     free = tuple(set(data.returned) - {lease.slice for lease in own})
     new = granted(Granted(data.cursor, own, free), entries)
     return new._replace(leases=tuple(sorted((*new.leases, *data.leases))))
@@ -149,7 +157,8 @@ def _granted_besides(
 def standing_after(
     epoch: Record, n: int, step: int, leavers: Sequence[str]
 ) -> tuple[Standing, ...]:
-    """Who is in the job after the COMMIT with number ``n`` of an epoch's txn, to ``step``."""
+    """Return the groups of the job after COMMIT ``n`` of an epoch's txn, which leads to
+    ``step``."""
     inside = {_key(entry) for entry in epoch.members}
     away = [each for each in epoch.standing if _key(each.entry) not in inside]
     here = [Standing(entry, step, n) for entry in epoch.members if entry.group not in leavers]
@@ -157,19 +166,20 @@ def standing_after(
 
 
 def own_lease(leases: Sequence[Lease], c: Config) -> int | None:
-    """What my group of an asynchronous job contributes from."""
+    """Return the slice that this group of an asynchronous job contributes from, or None."""
     return lease_of(leases, c.me.group, c.store) if c.bound else None
 
 
 def is_brought(
     epoch: Record | None, c: Config, computed: tuple[int | None, int], lease: int | None
 ) -> bool:
-    """Whether what my group has computed is what it brings to the first txn of ``epoch``.
+    """Return whether this group's computed contribution belongs to the first txn of ``epoch``.
 
     Args:
-        computed: the lease that it was computed from, and the step of the state it began from.
-        lease: the group's in the epoch. A slice that was given back, and then granted again, is
-            computed anew from the base that the epoch counts it with.
+        computed: The lease that it was computed from, and the step of the state that it started
+            from.
+        lease: The group's lease in the epoch. A slice that was returned and granted again is
+            computed again, from the base that the epoch records for the group.
     """
     held, base = computed
     standing_ = epoch.standing if epoch is not None else ()
@@ -178,12 +188,12 @@ def is_brought(
 
 
 def names(them: Sequence[Standing]) -> frozenset[str]:
-    """Of the groups."""
+    """Return the names of the groups."""
     return frozenset(each.entry.group for each in them)
 
 
 def in_words(s: Local, c: Config, away: Sequence[Standing]) -> str:
-    """Why these groups are waited for."""
+    """Return a text that explains why these groups are waited for."""
     step = s.head.step if s.head is not None else 0
     if not away:
         return ""
@@ -195,8 +205,10 @@ def in_words(s: Local, c: Config, away: Sequence[Standing]) -> str:
 
 
 def state_stays(s: Local, c: Config) -> bool:
-    """Whether I can go without taking the job's newest state along: another has it, or nobody stays
-    who would need it."""
+    """Return whether the job's newest state stays in the job if this participant leaves.
+
+    It does if another group holds it, or if no group stays that would need it.
+    """
     newest = max((each.base for each in standing(s)), default=0)
     others = [each for each in living(s) if each.entry.group != c.me.group]
     stay = [each for each in others if not s.leaving & set(each.entry.peers())]

@@ -1,4 +1,4 @@
-"""The epoch that a participant would propose: who is in it, and what it starts from. Pure."""
+"""The epoch that a participant would propose: its members and its starting state. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from fft.protocol.state import (
 
 
 def base_of(s: Local, groups: list[list[Hello]]) -> Base:
-    """What the next epoch starts from: the committed head.
+    """Return the state that the next epoch starts from: that of the committed head.
 
-    Before the first epoch, the furthest group (first in order on a tie).
+    Before the first epoch it is the state of the group that is furthest, or the first of these.
     """
     if (head := s.head) is not None:
         held = (head.leases, head.returned)
@@ -40,15 +40,16 @@ def base_of(s: Local, groups: list[list[Hello]]) -> Base:
 
 
 def state_held(base: Base, groups: list[list[Hello]], world: int) -> bool:
-    """Whether for every rank number some group holds the state of ``base``."""
+    """Return whether for every rank number some group holds the state of ``base``."""
     return all(any(g[r].lineage == base.lineage for g in groups) for r in range(world))
 
 
 def state_is_gone(s: Local, c: Config) -> bool:
-    """Whether every process that could hold the state of the head has ended or has lost it.
+    """Return whether every process that could hold the state of the head has ended or lost it.
 
-    False where that is unknown. Asynchronous jobs are never judged: their groups hold the state
-    outside of the epoch, too.
+    Returns:
+        False if this is unknown, and always for asynchronous jobs, whose groups also hold the state
+        outside the epoch.
     """
     if s.head is None or s.epoch is None or c.bound:
         return False
@@ -57,28 +58,32 @@ def state_is_gone(s: Local, c: Config) -> bool:
 
 
 def _is_gone(s: Local, rank: int) -> bool:
-    """The same, for ranks of one number, none of which is silent."""
+    """``state_is_gone`` for the ranks of one number, none of which is suspected."""
     assert s.head is not None
     gone, left = s.dead, leavers(s)
     said = {h.peer: h for (_, number), h in s.hellos.items() if number == rank}
     living = (h for p, h in said.items() if p not in gone and p.group not in left)
     if any(h.lineage == s.head.lineage for h in living):
         return False
-    # Before the first commit of an epoch, a new process may bring the state that it began with.
+    # Before the first commit of an epoch, a new process may start with the state of the head.
     has_committed = s.head.kind == "commit" or s.head.txn > 1
     mates = [p for p in member_peers(s) if p.rank == rank and p.group not in left]
     return all(has_committed if p in gone else p in said and _is_heard(s, p) for p in mates)
 
 
 def _is_heard(s: Local, peer: Peer) -> bool:
-    """Whether the newest word of a member is from after the end of its epoch."""
+    """Whether the newest message of a member is from after the end of its epoch."""
     return peer in s.joining or s.stopped.get(peer, Token(0, 0)) >= s.token
 
 
 def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
-    """The epoch record I would propose now; None: too few groups, or nobody holds the state.
+    """Return the epoch record that this participant would propose now.
 
-    ``learners``: who is behind fetches the state while the others compute.
+    Args:
+        learners: Groups that are behind fetch the state while the others compute the first txn.
+
+    Returns:
+        None if there are too few groups, or if they do not hold the state.
     """
     groups = apart.ready_groups(s, c) if c.bound else whole_groups(s, c)
     if len(groups) < max(1, c.min_groups):
@@ -118,7 +123,7 @@ def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
 
 
 def behind(groups: Iterable[GroupEntry]) -> tuple[str, ...]:
-    """Those that do not hold the state of the epoch record that they are listed in."""
+    """Return the groups that do not hold the state of the epoch record that lists them."""
     return tuple(g.group for g in groups if not all(r.current for r in g.ranks))
 
 

@@ -1,6 +1,6 @@
-"""Diagrams of a spec, drawn from the spec alone: Mermaid and Graphviz DOT. Pure.
+"""Diagrams of a spec's machine or scopes, as Mermaid or Graphviz DOT. Pure.
 
-Of its machine; or of its scopes: who decides of which parameters, and what flows between them.
+The diagram of the scopes shows which scope commits which parameters, and what flows between them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from fft.protocol.spec import FsmSpec, MachineSpec, SubState
 
 
 def edges(spec: MachineSpec) -> Iterator[tuple[str, str, str]]:
-    """(from, to, label) for every row that changes the state.
+    """Yield (from, to, label) for every row that changes the state.
 
-    Rows of ``common`` hold in every state and would hide the picture; they are drawn once, from
-    the pseudo state ``*``. Rows that a state has for all its sub-states come from the state.
+    Rows of ``common`` apply in every state and would clutter the diagram, so they are drawn once,
+    from the pseudo state ``*``. Rows that a state has for all its sub-states start at the state.
     """
     for place, owner in spec.row_owners():
         source = ".".join(place[1::2]) or "*"
@@ -40,12 +40,12 @@ def _merged(spec: MachineSpec) -> dict[tuple[str, str], list[str]]:
 
 
 def in_mermaid(name: str) -> str:
-    """A state's name in a Mermaid diagram, which knows no dots."""
+    """Return a state's name for a Mermaid diagram, whose names have no dots."""
     return "any" if name == "*" else name.replace(".", "_")
 
 
 def to_mermaid(spec: MachineSpec) -> str:
-    """A Mermaid state diagram."""
+    """Return a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {in_mermaid(spec.initial)}"]
     for name, state in spec.states.items():
         if state.states:
@@ -62,7 +62,7 @@ def to_mermaid(spec: MachineSpec) -> str:
 
 
 def to_dot(spec: MachineSpec) -> str:
-    """A Graphviz digraph."""
+    """Return a Graphviz digraph of the machine."""
     lines = [f'digraph "{spec.name}" {{', "  rankdir=TB; node [shape=box, style=rounded];"]
     for name, state in spec.states.items():
         shape = ", peripheries=2" if state.terminal else ""
@@ -77,7 +77,7 @@ def to_dot(spec: MachineSpec) -> str:
 
 
 def _scopes(spec: FsmSpec) -> Iterator[tuple[str, list[str]]]:
-    """Each scope, and the lines that tell what it is."""
+    """Each scope, and the lines that describe it."""
     who = {"job": "all ranks", "group": "each group alone", "stage": "one rank of all groups"}
     for name, scope in spec.scopes.items():
         sync = scope.sync.replace("_", " ")
@@ -85,7 +85,7 @@ def _scopes(spec: FsmSpec) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flows(spec: FsmSpec) -> Iterator[tuple[str, str, str]]:
-    """(from, to, label) for what one scope waits for in another."""
+    """Yield (from, to, label) for each dependency between two scopes."""
     for edge in spec.flow:
         yield edge.source, edge.to, f"at most {edge.ahead} ahead"
     inner = next((name for name, scope in spec.scopes.items() if scope.members == "group"), None)
@@ -95,7 +95,7 @@ def _flows(spec: FsmSpec) -> Iterator[tuple[str, str, str]]:
 
 
 def scopes_to_mermaid(spec: FsmSpec) -> str:
-    """A Mermaid flow chart of the scopes."""
+    """Return a Mermaid flow chart of the scopes."""
     lines = ["flowchart LR"]
     lines += [f'    {name}["{"<br/>".join(told)}"]' for name, told in _scopes(spec)]
     lines += [f'    {first} -->|"{label}"| {then}' for first, then, label in _flows(spec)]
@@ -103,7 +103,7 @@ def scopes_to_mermaid(spec: FsmSpec) -> str:
 
 
 def scopes_to_dot(spec: FsmSpec) -> str:
-    """The same as a Graphviz digraph."""
+    """Return a Graphviz digraph of the scopes."""
     lines = [f'digraph "{spec.name}" {{', "  rankdir=LR; node [shape=box];"]
     for name, told in _scopes(spec):
         text = "\\n".join(told)

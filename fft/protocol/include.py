@@ -1,11 +1,11 @@
-"""Puts a spec together from its files: ``include``, differences, renamed effects. Pure but for
-reading.
+"""Merges a spec from its files: ``include``, differences, and renamed effects.
 
-A file that says ``include: [part, …]`` is laid over the parts it names (paths as seen from it, else
-from where FFT's own specs are): mappings are joined key by key, anything else it says comes in the
-place of what the parts say, and a key with nothing after it takes the part's away. Two parts of one
-list never speak of the same thing. ``instead: {effect: other}`` puts another effect wherever the
-parts name the first. Nodes keep their marks, so that an error names file and line of the part.
+Reading files is its only side effect. A file with ``include: [part, …]`` is laid over the parts
+that it names. Their paths are relative to the file, else to FFT's own specs. Mappings are merged
+key by key, any other value replaces that of the parts, and a key without a value removes the part's
+key. Two parts of one list must not set the same key. ``instead: {effect: other}`` replaces an
+effect wherever the parts name it. Nodes keep their marks, so an error names file and line of the
+part.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ Pair = tuple[yaml.Node, yaml.Node]
 
 
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, where PyYAML has it, is faster; every process of a job reads its spec."""
+"""libyaml's loader if PyYAML has it, because it is faster and every process of a job reads its
+spec."""
 
 
 class _Loader(_SafeLoader):  # type: ignore[misc]
-    """YAML 1.1 reads a bare `on` as true; our key is the word."""
+    """A loader that reads a bare `on` as a string. YAML 1.1 reads it as true, and it is a key of
+    specs."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -40,7 +42,8 @@ _NULL = "tag:yaml.org,2002:null"
 
 
 def spec_dirs() -> list[Path]:
-    """Where the specs are that FFT ships: an installed wheel first, then a checkout.
+    """Return the directories of the specs that FFT ships, in an installed wheel first, then a
+    checkout.
 
     ``teaching`` holds specs that are wrong on purpose.
     """
@@ -50,17 +53,20 @@ def spec_dirs() -> list[Path]:
 
 
 def read_whole(text: str, origin: str) -> yaml.Node:
-    """The spec in ``text`` with all that it includes; ``origin``: its path, or a name for errors.
+    """Return the spec in ``text``, merged with everything that it includes.
+
+    Args:
+        origin: Its path, or a name for error messages.
 
     Raises:
-        SpecError: not YAML, a key twice, a part that is not there or includes itself, parts that
-            contradict each other, or a difference from nothing.
+        SpecError: The text is not YAML or repeats a key; a part is missing, includes itself, or
+            contradicts another part; or a difference removes something that the parts do not have.
     """
     return _read(text, origin, (_known_as(Path(origin)),))
 
 
 def values_of(node: yaml.Node) -> Any:
-    """The plain data of a node."""
+    """Return the plain data of a node."""
     loader = _Loader("")
     try:
         return loader.construct_document(node)
@@ -69,7 +75,7 @@ def values_of(node: yaml.Node) -> Any:
 
 
 def place_of(node: yaml.Node, loc: tuple[Any, ...]) -> str:
-    """``file:line`` of the deepest part of ``loc`` that there is."""
+    """Return ``file:line`` of the deepest existing element on the path ``loc``."""
     mark, at = node.start_mark, node
     for part in loc:
         if isinstance(at, yaml.MappingNode):
@@ -114,7 +120,7 @@ def _read(text: str, origin: str, above: tuple[Path, ...]) -> yaml.Node:
 
 def _composed(text: str, origin: str) -> yaml.Node:
     stream = io.StringIO(text)
-    stream.name = origin  # for the marks of its nodes
+    stream.name = origin  # PyYAML puts it into the marks of the nodes
     loader = _Loader(stream)
     try:
         root: yaml.Node | None = loader.get_single_node()
@@ -129,7 +135,7 @@ def _composed(text: str, origin: str) -> yaml.Node:
 
 
 def _refuse_twice(node: yaml.Node) -> None:
-    """A key written twice: YAML keeps the last one."""
+    """Refuse a repeated key, of which YAML would keep the last value."""
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             _refuse_twice(child)
@@ -144,7 +150,7 @@ def _refuse_twice(node: yaml.Node) -> None:
 
 
 def _taken(root: yaml.MappingNode, name: str) -> yaml.Node | None:
-    """The value of a top-level key, which is removed."""
+    """Remove a top-level key and return its value."""
     found = [value for key, value in root.value if key.value == name]
     root.value = [pair for pair in root.value if pair[0].value != name]
     return found[0] if found else None
@@ -172,7 +178,7 @@ def _part(entry: yaml.Node, folder: Path, above: tuple[Path, ...]) -> yaml.Mappi
 
 
 def _found(name: str, folder: Path) -> Path:
-    """The part beside the file that names it, else the one of this name that FFT ships."""
+    """The part relative to the file that names it, else the part of this name that FFT ships."""
     for home in (folder, *spec_dirs()):
         if (path := home / name).is_file():
             return path
@@ -180,11 +186,11 @@ def _found(name: str, folder: Path) -> Path:
 
 
 Meet = Callable[[Pair, Pair], Pair | None]
-"""What becomes of two values of one key that are no two mappings; None: the key goes."""
+"""Merges two values of one key unless both are mappings; None removes the key."""
 
 
 def _joined(below: yaml.MappingNode, above: yaml.MappingNode, meet: Meet) -> yaml.MappingNode:
-    """Both, key by key; the order is that of ``below``, new keys come last."""
+    """Merge two mappings key by key, in the order of ``below``; new keys come last."""
     new = {key.value: (key, value) for key, value in above.value}
     found: list[Pair] = []
     for key, value in below.value:

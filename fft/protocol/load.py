@@ -1,6 +1,6 @@
-"""Reads a spec: finds its file by name, puts it together, parses it strictly, and has it checked.
+"""Reads a spec: finds its file by name, merges its parts, parses it strictly and checks it.
 
-Pure but for that.
+Reading files is its only side effect.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Spec = TypeVar("_Spec", bound=MachineSpec)
 
 
 def find_spec(name_or_path: str | Path) -> Path:
-    """The file of a spec given by name (``hsdp``) or by path.
+    """Return the path of a spec given by name (``hsdp``) or by path.
 
     Raises:
-        SpecError: there is no such file; the message lists the names there are.
+        SpecError: There is no such file; the message lists the known names.
     """
     path = Path(name_or_path)
     if path.suffix in {".yaml", ".yml"} or path.parent != Path():
@@ -41,14 +41,14 @@ def load_spec(name_or_path: str | Path) -> FsmSpec:
     """Read and check a spec.
 
     Raises:
-        SpecError: one error that names file, place and mend.
+        SpecError: Names the file, the place and the fix of the first error.
     """
     path = find_spec(name_or_path)
     return parse_spec(path.read_text(encoding="utf-8"), str(path))
 
 
 def load_machine(name_or_path: str | Path) -> MachineSpec:
-    """The same of any machine: an engine's, or the main thread's."""
+    """Read and check a spec of any machine: the engine's or the main thread's."""
     path = find_spec(name_or_path)
     root = read_whole(text := path.read_text(encoding="utf-8"), str(path))
     values = values_of(root)
@@ -57,18 +57,22 @@ def load_machine(name_or_path: str | Path) -> MachineSpec:
 
 
 def load_thread() -> ThreadSpec:
-    """The main thread's machine, read and checked."""
+    """Read and check the main thread's machine."""
     path = find_spec("main_thread")
     return parse_thread(path.read_text(encoding="utf-8"), str(path))
 
 
 def parse_spec(text: str, origin: str) -> FsmSpec:
-    """Parse and check spec text; ``origin``: its path, or what to call it in errors."""
+    """Parse and check the text of a spec.
+
+    Args:
+        origin: Its path, or a name for error messages.
+    """
     return _parse(text, origin, FsmSpec)
 
 
 def parse_thread(text: str, origin: str) -> ThreadSpec:
-    """The same of the main thread's machine."""
+    """Parse and check the text of the main thread's machine; see ``parse_spec``."""
     return _parse(text, origin, ThreadSpec)
 
 
@@ -89,7 +93,8 @@ def _parse(text: str, origin: str, kind: type[_Spec]) -> _Spec:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a spec file, for editors. What a file lacks it may include."""
+    """Return the JSON schema of a spec file, for editors. A file may include the parts that it
+    lacks."""
     schema = FsmSpec.model_json_schema()
     schema["properties"]["machine"] = MachineSpec.model_json_schema()["properties"]["machine"]
     del schema["required"]

@@ -1,19 +1,20 @@
-"""What a paradigm trains, and who decides of it together: parameter groups and scopes. Pure.
+"""Parameter groups and scopes: what a paradigm trains, and which participants decide together.
+Pure.
 
 A **parameter group** is a named set of parameters with their optimizer state. A **scope** is a set
 of participants that decide together, the parameter groups that their transactions commit, and a
 sync policy. Each parameter group is committed by one scope.
 
-One scope is the job's: its transactions are the protocol's. Beside it there may be one inside each
-replica group, whose transactions the group commits alone, on its own copy of the parameters; then
-the job's scope is ``periodic``, and each of its transactions follows so many of the group's. What
-the group has committed meanwhile is not undone by a rollback of the job's. Where a group has
-several ranks, they commit each of its steps together: their scope is one more instance of the
-protocol, a job of one group.
+One scope is the job's: its transactions are those of the protocol. There may be another scope
+inside each replica group. The group commits its transactions alone, on its own copy of the
+parameters. The job's scope is then ``periodic``: each of its transactions follows a number of the
+group's transactions. A rollback of the job does not undo what the group has committed meanwhile. If
+a group has several ranks, they commit each of its steps together: their scope is another instance
+of the protocol, a job of one group.
 
-Or each rank number of the groups is a **stage** with a scope of its own, an instance of the
-protocol over that rank of all groups. The **flow** of the data binds two stages: the later one
-never passes the earlier one, which may be so many steps ahead.
+Alternatively, each rank number of the groups is a **stage** with a scope of its own: an instance of
+the protocol over that rank of all groups. The **flow** of the data binds two stages: the later one
+never passes the earlier one, which may be a limited number of steps ahead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fft.util.names import unknown
 Ranks = Literal["one", "shards", "stages"]
 """How the ranks of a replica group hold a parameter group."""
 Samples = Literal["per_rank", "per_group"]
-"""Whether each rank of a replica group computes on samples of its own, or all on the same."""
+"""Whether each rank of a replica group computes on its own samples, or all on the same ones."""
 _HELD = {
     "one": "a replica group is one rank, which holds all of it",
     "shards": "each rank of a replica group holds a shard of it",
@@ -39,9 +40,9 @@ _TAKE = {
     "per_group": "all ranks of a group take the same samples",
 }
 Place = tuple[str | int, ...]
-"""In the file: the keys and numbers that lead there."""
+"""The keys and list indices that lead to a place in the file."""
 Problem = tuple[Place, str]
-"""A place, and a sentence with the mend."""
+"""A place, and a sentence that names the problem and the fix."""
 _MEMBERS = {
     "job": "all ranks of all replica groups",
     "group": "the ranks of each replica group",
@@ -56,7 +57,7 @@ _SYNC = {
 
 
 class Strict(BaseModel):
-    """A part of a spec: nothing in it that is unknown or of another type, and nothing changes."""
+    """A part of a spec: it refuses unknown keys and other types, and is immutable."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -76,7 +77,7 @@ class ParameterGroup(Strict):
 
 
 class Scope(Strict):
-    """Who decides together, what their transactions commit, and when."""
+    """A set of participants that decide together, what their transactions commit, and when."""
 
     members: Literal["job", "group", "stage"] = Field(
         description="who votes: all ranks of all replica groups, those of each group alone, or one "
@@ -90,7 +91,7 @@ class Scope(Strict):
 
 
 class Edge(Strict):
-    """What one scope commits is the input of another."""
+    """A data flow between two scopes: what one commits is the input of the other."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_by_name=True)
 
@@ -109,7 +110,8 @@ Scopes = Annotated[dict[str, Scope], Field(min_length=1)]
 def scope_problems(
     groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope], flow: Sequence[Edge]
 ) -> Iterator[Problem]:
-    """What makes it unclear which scope commits a parameter group, or how its ranks hold it."""
+    """Yield what makes it unclear which scope commits a parameter group, or how its ranks hold
+    it."""
     by: dict[str, str] = {}
     for name, scope in scopes.items():
         for i, group in enumerate(scope.commits):
@@ -143,7 +145,7 @@ def scope_problems(
 def _unfit_scopes(
     groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
 ) -> Iterator[Problem]:
-    """What makes it unclear who waits for whom, or what FFT cannot run."""
+    """What makes it unclear which scope waits for which, or what FFT cannot run."""
     inner = [name for name, scope in scopes.items() if scope.members == "group"]
     outer = [name for name, scope in scopes.items() if scope.members == "job"]
     if len(outer) != 1:
@@ -173,7 +175,7 @@ def _unfit_scopes(
 def _unfit_stages(
     groups: Mapping[str, ParameterGroup], scopes: Mapping[str, Scope]
 ) -> Iterator[Problem]:
-    """What does not fit to stages that have scopes of their own."""
+    """What is incompatible with stages that have their own scopes."""
     for name, scope in scopes.items():
         if scope.members != "stage":
             text = "other scopes are those of stages: so must this one be, or be taken away"
@@ -187,7 +189,7 @@ def _unfit_stages(
 
 
 def _unfit_flow(scopes: Mapping[str, Scope], flow: Sequence[Edge]) -> Iterator[Problem]:
-    """Edges that nothing could keep to, or that say nothing."""
+    """Edges that cannot be satisfied or have no effect."""
     stages = [name for name, scope in scopes.items() if scope.members == "stage"]
     after: dict[str, list[str]] = {}
     for i, edge in enumerate(flow):
@@ -221,7 +223,7 @@ def _unfit_flow(scopes: Mapping[str, Scope], flow: Sequence[Edge]) -> Iterator[P
 
 
 def _longest(after: Mapping[str, Sequence[str]], first: str, last: str) -> list[str] | None:
-    """The longest way between two scopes, both included; None: there is none, but in circles."""
+    """The longest path between two scopes, both included; None if there is none without a cycle."""
 
     def ways(at: str, passed: tuple[str, ...]) -> Iterator[list[str]]:
         if at == last:
@@ -235,7 +237,7 @@ def _longest(after: Mapping[str, Sequence[str]], first: str, last: str) -> list[
 
 
 def flow_in_words(flow: Sequence[Edge]) -> Iterator[str]:
-    """A line for each edge."""
+    """Yield a line for each edge."""
     for edge in flow:
         yield (
             f"flow {edge.source} → {edge.to}: {edge.to} never passes {edge.source}, which may be "
@@ -249,7 +251,12 @@ def in_words(
     bound: int = 0,
     quorum: float = 0.5,
 ) -> Iterator[str]:
-    """A line for each parameter group, and some for each scope; ``bound``, ``quorum``: policies."""
+    """Yield a line for each parameter group, and one or more for each scope.
+
+    Args:
+        bound: ``FsmSpec.bound``, in steps of the job.
+        quorum: ``Policies.quorum``, a fraction of the groups.
+    """
     for name, group in groups.items():
         yield f"parameter group {name}: {_HELD[group.ranks]}; {_TAKE[group.samples]}"
     for name, scope in scopes.items():

@@ -1,6 +1,6 @@
-"""The spec format: strict models of an FSM file. Pure.
+"""The spec format: strict models of a state machine file. Pure.
 
-A spec holds names only; what a guard or an effect means is code in this room.
+A spec contains only names; guards and effects are implemented in this package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fft.protocol.scopes import Flow, ParameterGroups, Ranks, Samples, Scopes, S
 
 
 class Part(Strict):
-    """Effects of a sequence that are run if all guards hold by then."""
+    """Effects of a sequence that run if all guards hold when the sequence reaches them."""
 
     guard: list[str] = Field(default_factory=list, description="names; all must hold")
     effects: list[str] = Field(default_factory=list, description="names; run in this order")
@@ -30,7 +30,7 @@ class Part(Strict):
 
 
 class Row(Part):
-    """One way to react: if all guards hold, run the effects in order and go to ``to``.
+    """One reaction: if all guards hold, run the effects in order and go to ``to``.
 
     An effect is one of ``fft.protocol.effects``, or a sequence of the spec.
     """
@@ -44,7 +44,7 @@ Rows = Annotated[list[Row], Field(min_length=1)]
 
 
 class SubState(Strict):
-    """What rows say to events, and which events are ignored or deferred by name."""
+    """The reactions to events: rows, and the events that are ignored or deferred by name."""
 
     doc: str = ""
     on: dict[str, Rows] = Field(default_factory=dict)
@@ -56,16 +56,17 @@ class SubState(Strict):
 
     @property
     def named(self) -> frozenset[str]:
-        """Events that it speaks of."""
+        """Events that have rows or are ignored or deferred here."""
         return frozenset().union(self.on, self.ignore, self.defer)
 
 
 class StateSpec(SubState):
-    """One state: for every event it has rows, or says by name why it ignores or defers it.
+    """One state. For every event it has rows, or ignores or defers the event with a reason.
 
-    Who is in a state with sub-states is in one of them. A sub-state's rows are tried before those
-    that the state has for the same event; exit rows of the state come before the sub-state's.
-    Between sub-states of one state nothing is entered or left: its timers go on.
+    A participant in a state with sub-states is in one of these. For an event, a sub-state's rows
+    are tried before those of the state; exit rows of the state are tried before those of the
+    sub-state. A change between sub-states of one state does not enter or leave the state, so its
+    timers continue.
     """
 
     role: Role = Field(description="what the state is for; code asks for it, never for the name")
@@ -78,19 +79,19 @@ class StateSpec(SubState):
 
     @property
     def terminal(self) -> bool:
-        """Whether nothing comes after it."""
+        """Whether the state is final."""
         return self.role == "terminal"
 
 
 class Common(Strict):
-    """Rows for every state that is not terminal and does not name the event itself."""
+    """Rows for every state that is not terminal and does not list the event itself."""
 
     on: dict[str, Rows] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
 
 
 class Policies(Strict):
-    """Choices that guards read."""
+    """Settings that guards read."""
 
     min_reductions: int = Field(
         1, ge=0, description="reductions that a YES needs, so that a phantom step cannot commit"
@@ -114,7 +115,7 @@ class Policies(Strict):
 
 
 class TimerRule(Strict):
-    """What a timer must be at least, so that it fits to another time."""
+    """A lower bound of a timer, relative to another time."""
 
     times: float = Field(1.0, gt=0, description="the timer is at least so many times …")
     of: str = Field(description="… this one: another timer, an argument, a time of the bus")
@@ -122,7 +123,7 @@ class TimerRule(Strict):
 
 
 class TimerSpec(Strict):
-    """A timer: its default, in seconds, what it means, and what it must fit to."""
+    """A timer: its default in seconds, what it limits, and its lower bounds."""
 
     default: float = Field(gt=0, description="seconds; the manager's arguments come before it")
     doc: str = Field(description="what it bounds; `fft config` shows it")
@@ -138,7 +139,7 @@ class TimerSpec(Strict):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A state that one can be in, ``STATE`` or ``STATE.sub``, with all that it says to events."""
+    """A state that a participant can be in, ``STATE`` or ``STATE.sub``, with all its reactions."""
 
     name: str
     state: StateSpec
@@ -149,17 +150,17 @@ class Leaf:
 
     @property
     def named(self) -> frozenset[str]:
-        """Events that it speaks of."""
+        """Events that have rows or are ignored or deferred here."""
         return frozenset().union(self.on, self.ignore, self.defer)
 
 
 def outermost(name: str) -> str:
-    """``STATE`` of ``STATE.sub``."""
+    """Return ``STATE`` of ``STATE.sub``."""
     return name.partition(".")[0]
 
 
 def _until_one_holds(rows: list[Row]) -> list[Row]:
-    """Without those behind a row that has no guard."""
+    """The rows up to the first one without a guard; later ones are never taken."""
     last = next((i for i, row in enumerate(rows) if not row.guard), len(rows))
     return rows[: last + 1]
 
@@ -182,7 +183,7 @@ def _leaf(name: str, state: StateSpec, inner: SubState, common: Common) -> Leaf:
 
 
 class MachineSpec(Strict):
-    """One state machine: what every spec file has."""
+    """One state machine: the content that every spec file has."""
 
     name: str
     version: Literal[1]
@@ -201,17 +202,17 @@ class MachineSpec(Strict):
 
     @cached_property
     def timeouts(self) -> dict[str, float]:
-        """Defaults of the timers, in seconds."""
+        """Defaults of the timers by name, in seconds."""
         return {name: timer.default for name, timer in self.timers.items()}
 
     @cached_property
     def lasting(self) -> frozenset[str]:
-        """Timers that effects arm, and that no state clears."""
+        """Timers that effects arm and that no state clears."""
         return frozenset(name for name, timer in self.timers.items() if timer.lasting)
 
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
-        """The states that one can be in, by name."""
+        """The states that a participant can be in, by name."""
         found = [
             _leaf(f"{name}.{sub}" if sub else name, state, inner, self.common)
             for name, state in self.states.items()
@@ -220,7 +221,7 @@ class MachineSpec(Strict):
         return {leaf.name: leaf for leaf in found}
 
     def row_owners(self) -> Iterator[tuple[tuple[str, ...], Common | SubState]]:
-        """(place, owner) of everything in the file that has rows."""
+        """Yield (place, owner) for each part of the file that has rows."""
         yield ("common",), self.common
         for name, state in self.states.items():
             yield ("states", name), state
@@ -228,7 +229,8 @@ class MachineSpec(Strict):
                 yield ("states", name, "states", sub), inner
 
     def digest(self) -> str:
-        """Hex digest of the whole, parts included; two processes of one job must have the same."""
+        """Return a hex digest of the whole spec, parts included. All processes of a job must have
+        the same."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()
 
 
@@ -251,36 +253,38 @@ class FsmSpec(MachineSpec):
 
     @property
     def samples(self) -> Samples:
-        """Whether each rank of a replica group takes samples of its own."""
+        """Whether each rank of a replica group takes its own samples."""
         return next(iter(self.parameter_groups.values())).samples
 
     @property
     def is_periodic(self) -> bool:
-        """Whether the job's transactions follow several steps that each group commits alone."""
+        """Whether each of the job's transactions follows several steps that each group commits
+        alone."""
         return any(scope.sync != "every_step" for scope in self.scopes.values())
 
     @property
     def bound(self) -> int:
-        """By how many steps of the job a contribution may be behind; 0: all step together."""
+        """Number of steps of the job that a contribution may be behind; 0 if all groups step
+        together."""
         is_bounded = any(scope.sync == "bounded" for scope in self.scopes.values())
         return (self.policies.bound or 0) if is_bounded else 0
 
     @property
     def inner(self) -> FsmSpec:
-        """The scope inside each replica group, if there is one, as a job of the group alone."""
+        """The scope inside each replica group, which must exist, as a job of this group alone."""
         return self._alone(next(n for n, s in self.scopes.items() if s.members == "group"))
 
     @property
     def stages(self) -> list[str]:
-        """The scopes of stages, by the ranks that they are of; empty: stages share a step."""
+        """The scopes of stages, by rank number; empty if all stages share a step."""
         return [name for name, scope in self.scopes.items() if scope.members == "stage"]
 
     def stage(self, rank: int) -> FsmSpec:
-        """The scope of the stage that ``rank`` is of, as a job of that rank of all groups."""
+        """Return the scope of the stage on ``rank``, as a job of this rank of all groups."""
         return self._alone(self.stages[rank])
 
     def bound_to(self, scope: str) -> tuple[Elsewhere, ...]:
-        """The scopes that the flow binds ``scope`` to, of which nothing is known yet."""
+        """Return the scopes to which the flow binds ``scope``, in their initial positions."""
         follows = [Elsewhere(edge.source, 0) for edge in self.flow if edge.to == scope]
         leads = [Elsewhere(edge.to, edge.ahead) for edge in self.flow if edge.source == scope]
         return (*follows, *leads)
@@ -296,7 +300,8 @@ class FsmSpec(MachineSpec):
 class ThreadSpec(MachineSpec):
     """The main thread's machine, ``fsm_specs/main_thread.yaml``; the same for every paradigm.
 
-    It has no timers and no sequences: its rows are short, and its waits are the engine's.
+    It has no timers because its waits are the engine's, and no sequences because its rows are
+    short.
     """
 
     machine: Literal["main_thread"]

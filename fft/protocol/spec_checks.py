@@ -1,6 +1,7 @@
-"""Static checks of a spec: names known, states reachable, rows in no fight, events answered.
+"""Static checks of a spec: known names, reachable states, no conflicting rows, every event
+answered.
 
-Pure. Each problem is (place in the file, sentence with the mend).
+Pure. Each problem is a place in the file, and a sentence that names the problem and the fix.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from fft.util.names import unknown
 
 
 def check_spec(spec: MachineSpec, words: Vocabulary = ENGINE) -> list[Problem]:
-    """Every problem of the spec; empty if it can be run. ``words``: the names that it may use."""
+    """Return every problem of the spec; empty if it can be run.
+
+    Args:
+        words: The names that the spec may use.
+    """
     problems = list(_names(spec, words))
     if problems:
-        return problems  # what follows takes the names for granted
+        return problems  # the other checks assume that all names are known
     return [
         *_fights(spec),
         *_silences(spec, words),
@@ -30,7 +35,7 @@ def check_spec(spec: MachineSpec, words: Vocabulary = ENGINE) -> list[Problem]:
 
 
 def _row_lists(spec: MachineSpec) -> Iterator[tuple[Place, str, list[Row]]]:
-    """(place, event, rows) of the whole file; exit rows come under the event ``exit``."""
+    """Yield (place, event, rows) for the whole file; exit rows have the event ``exit``."""
     for place, owner in spec.row_owners():
         for event, rows in owner.on.items():
             yield (*place, "on", event), event, rows
@@ -67,7 +72,7 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
 
 
 def _bound(spec: FsmSpec) -> Iterator[Problem]:
-    """Who may be left behind says by how much; nobody else does."""
+    """A spec needs a bound if one of its scopes is bounded, and must not have one otherwise."""
     bounded = [name for name, scope in spec.scopes.items() if scope.sync == "bounded"]
     if bounded and spec.policies.bound is None:
         text = f"scope {bounded[0]!r} is bounded, and nothing says by what: give policies a bound"
@@ -77,7 +82,7 @@ def _bound(spec: FsmSpec) -> Iterator[Problem]:
 
 
 def _timers(spec: MachineSpec) -> Iterator[Problem]:
-    """Rules speak of times that there are, and not in a circle: else nothing could keep them."""
+    """Rules name known times and are not circular, because no times could satisfy a circle."""
     others: dict[str, set[str]] = {}
     for name, timer in spec.timers.items():
         if timer.follows is not None and timer.follows not in ARGUMENTS:
@@ -134,7 +139,7 @@ def _silent_lists(spec: MachineSpec) -> Iterator[tuple[Place, dict[str, str]]]:
 
 
 def _fights(spec: MachineSpec) -> Iterator[Problem]:
-    """Two rows fight if the earlier one holds whenever the later one does."""
+    """Two rows conflict if the earlier one holds whenever the later one does."""
     for place, event, rows in _row_lists(spec):
         for j, later in enumerate(rows):
             for i, earlier in enumerate(rows[:j]):
@@ -180,7 +185,7 @@ def _silences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
 
 
 def _unused(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
-    """Where nothing is for another paradigm, a name that no row uses was forgotten."""
+    """Where a vocabulary serves a single spec, every name must be used by a row."""
     if not words.all_used:
         return
     lists = list(_row_lists(spec))
@@ -195,7 +200,7 @@ def _unused(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
 
 
 def successors(spec: MachineSpec, name: str) -> set[str]:
-    """States that one row leads to from ``name``."""
+    """Return the states that one row leads to from ``name``."""
     leaf = spec.leaves[name]
     rows = [row for rows in leaf.on.values() for row in rows] + leaf.exit
     return {row.to for row in rows if row.to is not None}
@@ -233,7 +238,7 @@ def _reach(spec: MachineSpec) -> Iterator[Problem]:
 
 
 def _deferrals(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
-    """A deferred event must be answered in some state that can follow."""
+    """A deferred event must have a row in some later state."""
     edges = {name: successors(spec, name) for name in spec.leaves}
     for name, leaf in spec.leaves.items():
         for event in leaf.defer:

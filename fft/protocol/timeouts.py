@@ -1,9 +1,9 @@
-"""Every timeout as one table: what it bounds, where its value is from, what it must fit to. Pure.
+"""All timeouts as one table: what each limits, where its value comes from, and its lower bound.
+Pure.
 
-A spec declares its timers with their meaning and rules; here are the times that no spec declares.
-
-Values that the user gave are kept. A default that does not fit to them is fitted; two given values
-that contradict each other are refused, with the reason and a set that would work.
+A spec declares its timers with their meaning and rules. This module adds the times that no spec
+declares. Values that the user gave are kept. A default that violates a rule is adjusted. Two given
+values that contradict each other are refused, with the reason and a set that would work.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING
 
 from fft.util.errors import FftError
 
-if TYPE_CHECKING:  # each trainer's monitor starts with this module, and needs no pydantic
+if TYPE_CHECKING:  # spares pydantic to trainers' monitors, which import this module
     from fft.protocol.spec import FsmSpec
 
 TORCHFT_DEFAULT_S = 60.0
 """Default of torchft's three timeouts, in seconds."""
 LONGEST_BUS_OPERATION_S = 10.0
-"""No operation on the bus is waited for longer, whatever ``connect_timeout`` says."""
+"""Maximum wait for one operation on the bus, whatever ``connect_timeout`` is. NATS has its own."""
 NATS_FAILOVER_S = 10.0
-"""What a change of leader costs a NATS cluster, in seconds. A follower waits for 4 to 9 s, drawn at
-random, before it stands for election, and that is no setting (nats-server: server/raft.go,
-``minElectionTimeoutDefault``); the rest is the election, and what clients add."""
+"""Duration of a change of leader in a NATS cluster, in seconds.
+
+A follower waits for a random time of 4 to 9 s before it stands for election, which cannot be
+configured (nats-server: server/raft.go, ``minElectionTimeoutDefault``). The rest is the election
+and the reconnection of clients.
+"""
 
 ARGUMENTS = {
     "timeout": "fetching state from a peer; what an abort leaves behind in a process group",
@@ -33,7 +36,7 @@ ARGUMENTS = {
     "membership=lighthouse, a txn's quorum too",
     "connect_timeout": "reaching torchft's store and the bus at the start",
 }
-"""The manager's arguments that are torchft's, and what else they bound besides what follows."""
+"""The manager's arguments that torchft has as well, and what they limit besides timers."""
 
 _BOUNDS = {
     "bus_operation": "one operation on the bus; follows connect_timeout, "
@@ -41,9 +44,9 @@ _BOUNDS = {
     "bus_failover": "a change of leader among NATS servers; they wait 4 to 9 s before they elect",
 }
 _DERIVED = ("bus_operation", "bus_failover")
-"""Rows that nobody can give: they follow from others, or from the bus."""
+"""Rows that a user cannot set, because they follow from others or from the bus."""
 OUTSIDE_TIMES = frozenset({*ARGUMENTS, *_DERIVED})
-"""What a timer's rule may speak of besides other timers."""
+"""Times that a timer's rule may name besides other timers."""
 
 _HANGS = {
     "hang_limit": (
@@ -52,7 +55,7 @@ _HANGS = {
     ),
     "hang_grace": (30.0, "the rollback of a txn that hangs; then the monitor ends its process"),
 }
-"""Of the monitor: seconds, and what they bound."""
+"""Times of the monitor: seconds, and what they limit."""
 _DRAINS = {
     "drain_margin": (
         5.0,
@@ -84,7 +87,7 @@ class TimeoutsError(FftError):
 
 @dataclass(frozen=True)
 class Given:
-    """A value that the user chose, in seconds, and by what: ``timeout=``, ``--set`` …"""
+    """A value in seconds that the user chose, and where: ``timeout=``, ``--set`` …"""
 
     seconds: float
     by: str
@@ -92,16 +95,17 @@ class Given:
 
 @dataclass(frozen=True)
 class Timeout:
-    """One row of the table; ``seconds``, and where they are from."""
+    """One row of the table: the value in seconds, and where it comes from."""
 
     name: str
     seconds: float
     origin: str
     bounds: str
     fixed: bool = False
-    """Chosen by the user."""
+    """The user chose the value."""
     fitted: int = 0
-    """Moved up (1) or down (-1) to fit, and then never the other way."""
+    """The value was moved up (1) or down (-1) to satisfy a rule; it is then never moved the other
+    way."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,11 @@ class Rule:
     why: str
 
     def least(self, table: Mapping[str, Timeout]) -> float:
-        """What ``larger`` must be at least, in seconds."""
+        """Return the lower bound of ``larger``, in seconds."""
         return self.factor * table[self.smaller].seconds
 
     def holds(self, table: Mapping[str, Timeout]) -> bool:
-        """Whether the table keeps this rule; a rule on a timer that is not there does."""
+        """Return whether the table satisfies this rule; a rule on a missing timer is satisfied."""
         if not {self.larger, self.smaller} <= set(table):
             return True
         least = self.least(table)
@@ -138,7 +142,7 @@ _RULES = (
 
 
 def rules_of(spec: FsmSpec) -> tuple[Rule, ...]:
-    """All rules between times: the spec's, and those of times that no spec declares."""
+    """Return all rules: the spec's, and those of times that no spec declares."""
     said = [
         Rule(name, rule.times, rule.of, rule.why)
         for name, timer in spec.timers.items()
@@ -148,7 +152,7 @@ def rules_of(spec: FsmSpec) -> tuple[Rule, ...]:
 
 
 def bus_operation(url: str) -> float:
-    """Seconds after which an operation on the bus at ``url`` is given up, at most."""
+    """Return the seconds after which an operation on the bus at ``url`` is given up, at most."""
     return 2 * NATS_FAILOVER_S if _is_nats(url) else LONGEST_BUS_OPERATION_S
 
 
@@ -157,13 +161,15 @@ def _is_nats(url: str) -> bool:
 
 
 def resolve(spec: FsmSpec, given: Mapping[str, Given], bus: str = "") -> dict[str, Timeout]:
-    """The timeouts by name: the spec's timers, torchft's arguments, and those of the bus.
+    """Return the timeouts by name: the spec's timers, torchft's arguments, and those of the bus.
 
-    ``bus`` is its URL; without one it is taken to be ``tcp://``.
+    Args:
+        given: Values that the user chose, by name.
+        bus: URL of the bus; an empty one counts as ``tcp://``.
 
     Raises:
-        TimeoutsError: an unknown name, a time that is none, or given values that contradict
-            each other.
+        TimeoutsError: A name is unknown, a value is not a positive number, or given values
+            contradict each other.
     """
     _check(spec, given)
     table, rules = _unfitted(spec, given, bus), rules_of(spec)
@@ -175,7 +181,7 @@ def resolve(spec: FsmSpec, given: Mapping[str, Given], bus: str = "") -> dict[st
 
 
 def from_env(environ: Mapping[str, str]) -> dict[str, Given]:
-    """What torchft's variables say: ``TORCHFT_TIMEOUT_SEC`` and its like."""
+    """Return the values of torchft's environment variables, such as ``TORCHFT_TIMEOUT_SEC``."""
     found = {}
     for name in ARGUMENTS:
         if text := environ.get(variable := f"TORCHFT_{name.upper()}_SEC"):
@@ -184,7 +190,7 @@ def from_env(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def from_pairs(pairs: Iterable[str]) -> dict[str, Given]:
-    """``NAME=SECONDS`` each. Raises ``TimeoutsError`` for anything else."""
+    """Parse ``NAME=SECONDS`` pairs. Raises ``TimeoutsError`` for any other text."""
     found = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
@@ -200,7 +206,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 def timers(spec: FsmSpec, table: Mapping[str, Timeout]) -> dict[str, float]:
-    """Seconds by timer name, as the core wants them."""
+    """Return the seconds by timer name, as the core expects them."""
     return {name: table[name].seconds for name in spec.timers}
 
 
@@ -244,7 +250,8 @@ def _unfitted(spec: FsmSpec, given: Mapping[str, Given], bus: str) -> dict[str, 
 
 
 def _fit(table: dict[str, Timeout], rules: Sequence[Rule]) -> list[str]:
-    """Fit what the user did not choose; what still does not fit, as lines."""
+    """Adjust values that the user did not choose, and return a line for each rule that still
+    fails."""
     while broken := [rule for rule in rules if not rule.holds(table)]:
         if not any(_mend(table, rule) for rule in broken):
             return list(_told(table, broken))
@@ -252,7 +259,8 @@ def _fit(table: dict[str, Timeout], rules: Sequence[Rule]) -> list[str]:
 
 
 def _mend(table: dict[str, Timeout], rule: Rule) -> bool:
-    """Raise the larger or lower the smaller, if it may be moved that way. Whether it could be."""
+    """Raise the larger value or lower the smaller one, if either may be moved; return whether one
+    was."""
     larger, smaller = table[rule.larger], table[rule.smaller]
     if not larger.fixed and larger.fitted >= 0:
         table[larger.name] = _moved(larger, rule.least(table), 1, smaller)
@@ -280,7 +288,7 @@ def _told(table: Mapping[str, Timeout], broken: list[Rule]) -> Iterator[str]:
 
 
 def _advice(table: Mapping[str, Timeout], rules: Sequence[Rule]) -> str:
-    """A set that would work: what is too short, made longer."""
+    """A set of values that would work, obtained by raising those that are too small."""
     works = dict(table)
     while broken := [rule for rule in rules if not rule.holds(works)]:  # ends: no rule is circular
         for rule in broken:
